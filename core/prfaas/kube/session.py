@@ -5,6 +5,7 @@ server accepts connections and never answers, so every call ends after `timeout_
 """
 
 import os
+import re
 import ssl
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -23,7 +24,9 @@ from prfaas.util import decode_json
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
-APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML
+APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML, as `encode_body` writes it
+_NOT_OF_YAML = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]|\xef\xbb\xbf|\xef\xbf[\xbe\xbf]")
+"""Characters in UTF-8 that JSON may hold as they are, and that YAML refuses or takes for the end of a line."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
 DEFAULT_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 << 20
@@ -35,6 +38,11 @@ Object = dict[str, Any]
 
 Authorization = Callable[[], str]
 """Returns the header Authorization of the next call, empty for none; may raise ConfigError."""
+
+
+def encode_body(body: Mapping[str, Any]) -> bytes:
+    """Return a body as JSON that a reader of YAML understands in the same way."""
+    return _NOT_OF_YAML.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), msgspec.json.encode(body))
 
 
 class StatusError(PeerError):
@@ -181,7 +189,7 @@ class KubeSession:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> KubeAnswer:
         """Send one request as `call` does; return the whole answer."""
-        data = None if body is None else msgspec.json.encode(body)
+        data = None if body is None else encode_body(body)
         headers = {"Content-Type": content_type} if data is not None else {}
         async with self.stream(method, path, data=data, headers=headers, timeout_seconds=timeout_seconds) as response:
             what = f"{method} {path}"

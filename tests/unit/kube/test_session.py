@@ -4,12 +4,14 @@ import asyncio
 import gzip
 import json
 
+import msgspec
 import pytest
+import yaml
 from aiohttp import web
 
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
 from prfaas.kube import KubeSession, ObjectKind, ObjectRef, StatusError, apply_status
-from prfaas.kube.session import CONFIG_MAP, token_of_file
+from prfaas.kube.session import CONFIG_MAP, encode_body, token_of_file
 
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 POLICY = ObjectRef(ObjectKind("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies"), "n", "p")
@@ -125,3 +127,12 @@ async def test_a_status_is_applied_under_its_field_manager(api, session):
         "metadata": {"name": "p", "namespace": "n"},
         "status": {"thresholdTokens": 7},
     }
+
+
+def test_a_body_reads_the_same_as_json_and_as_yaml():
+    texts = ["\x7f", "\x85", "\u2028\u2029", "\ufeff", "\ufffe\uffff", "\U0001f600", "ü", "\x00\n", '"\\']
+    raw = encode_body({"texts": texts})
+    assert json.loads(raw) == {"texts": texts}
+    assert yaml.safe_load(raw.decode()) == {"texts": texts}
+    with pytest.raises(yaml.reader.ReaderError):
+        yaml.safe_load(msgspec.json.encode(texts).decode())
