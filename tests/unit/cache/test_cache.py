@@ -55,6 +55,25 @@ def test_a_fork_goes_its_own_way(rig):
     rig.cache.check_integrity()
 
 
+def test_a_stored_lease_is_forked_later_as_it_was_and_takes_no_slot(rig):
+    chain, slots = rig.chain(A), rig.cache.free_slots
+    first = rig.cache.open(chain.hashes, 21, 20).lease
+    rig.compute(first.slot, A, 0, 18)
+    stored = rig.cache.store(first, 18)
+    assert rig.cache.free_slots == slots - 1
+    rig.cache.check_integrity()
+    rig.compute(first.slot, A, 18, 21)
+    rig.cache.close(first)
+    for other in ([*A[:18], 7, 7], [*A[:18], 9]):
+        copy = rig.cache.fork(stored, 18)
+        rig.compute(copy.slot, other, 18, len(other))
+        rig.check(copy.slot, other, len(other))
+        rig.cache.close(copy)
+    rig.cache.close(stored)
+    rig.cache.check_integrity()
+    assert rig.cache.stats().used_pages == 0
+
+
 def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
     chain = rig.chain(A)
     lease = rig.cache.open(chain.hashes, 21, 20).lease

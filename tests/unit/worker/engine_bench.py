@@ -31,6 +31,24 @@ GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozens
 TRAFFIC = unlimited()
 
 
+class Parrot:
+    """A model that computes nothing: it says token after token by chance."""
+
+    def __init__(self, model: Model):
+        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
+        self.eos_token_ids, self.vocab_size = frozenset({1}), 264
+        self.chance = torch.Generator().manual_seed(2)
+
+    def bind(self, memory: CacheMemory) -> None:
+        pass
+
+    def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
+        return torch.rand(batch.outputs, 264, generator=self.chance)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
 class FetchByHand:
     """A fetch whose end the test decides."""
 

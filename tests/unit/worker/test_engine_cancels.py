@@ -7,19 +7,17 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from prfaas.errors import PeerError, PrfaasError, RequestError
 from prfaas.wire.engine import Cancel, Grammar
 from prfaas_transfer.fetch import Fetched
-from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine import loop, schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
-from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.models.base import Model
 
-from .engine_bench import GRAMMARS, Bench, FetchByHand, fetched, prefix_fetched
+from .engine_bench import GRAMMARS, Bench, FetchByHand, Parrot, fetched, prefix_fetched
 
 CANCELS = 10_000
 STAGES = {
@@ -43,24 +41,6 @@ DIGITS = Grammar("regex", "[0-9]{1,9}")
 @pytest.fixture(scope="module")
 def model() -> Model:
     return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-class Parrot:
-    """A model that computes nothing: it says token after token by chance."""
-
-    def __init__(self, model: Model):
-        self.layers, self.fingerprint, self.device = model.layers, model.fingerprint, model.device
-        self.eos_token_ids, self.vocab_size = frozenset({1}), 264
-        self.chance = torch.Generator().manual_seed(2)
-
-    def bind(self, memory: CacheMemory) -> None:
-        pass
-
-    def forward(self, batch: Batch, _on_layer: Any = None) -> torch.Tensor:
-        return torch.rand(batch.outputs, 264, generator=self.chance)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
 
 class AtOnce(ThreadPoolExecutor):

@@ -117,11 +117,11 @@ def test_a_prefix_is_less_than_the_prompt(pair):
 
 
 def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
-    source = Source(models[0], max_running=3)
+    source = Source(models[0], max_running=2)
     teach(source, SYSTEM + b"x")
     handle = source.ask(b"some prompt", choices=3, max_tokens=3)
     source.engine._handle_events(wait=False)
-    source.engine._admit(next(source.engine.requests.sequences()))  # two slots are free, for its other choices
+    source.engine._admit(next(source.engine.requests.sequences()))  # one slot is free, for its next choice
     answer = source.ask_prefix(SYSTEM + b"y")
     assert isinstance(answer, Failed)
     assert (answer.status, answer.code) == (503, "overloaded")

@@ -1,5 +1,6 @@
 """The schedule: who is admitted, what a step computes, who gives way, and that run to the end it serves everyone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hypothesis import given
@@ -12,14 +13,15 @@ from prfaas_worker.engine.schedule import (
     ScheduledChunk,
     ScheduleFacts,
     WaitingSequence,
+    most_further_slots,
     schedule,
 )
 
 BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
 
 
-def waiting(handle: int, slots: int = 1, pages: int = 1) -> WaitingSequence[int]:
-    return WaitingSequence(handle, slots, pages)
+def waiting(handle: int, pages: int = 1, *, further: bool = False) -> WaitingSequence[int]:
+    return WaitingSequence(handle, pages, further)
 
 
 def prompt(handle: int, remaining: int, cut: int | None = None) -> RunningSequence[int]:
@@ -31,9 +33,13 @@ def decoding(handle: int, *, short: bool = False, held: int = 2) -> RunningSeque
 
 
 def facts(
-    *running: RunningSequence[int], waits: tuple[WaitingSequence[int], ...] = (), slots: int = 8, pages: int = 100
+    *running: RunningSequence[int],
+    waits: tuple[WaitingSequence[int], ...] = (),
+    slots: int = 8,
+    pages: int = 100,
+    further_slots: int = 4,
 ) -> ScheduleFacts[int]:
-    return ScheduleFacts(waits, running, slots, pages)
+    return ScheduleFacts(waits, running, slots, pages, further_slots)
 
 
 def test_nothing_to_do_is_an_empty_batch():
@@ -90,16 +96,38 @@ def test_one_token_left_of_a_prompt_is_a_chunk_unless_it_decodes():
 
 
 def test_requests_are_admitted_in_order_while_slots_and_pages_are_free():
-    waits = waiting(7), waiting(8, slots=2), waiting(9)
-    assert schedule(facts(waits=waits, slots=4), BUDGETS).admit == (7, 8, 9)
-    assert schedule(facts(waits=waits, slots=3), BUDGETS).admit == (7, 8)
+    waits = waiting(7), waiting(8), waiting(9)
+    assert schedule(facts(waits=waits, slots=3), BUDGETS).admit == (7, 8, 9)
+    assert schedule(facts(waits=waits, slots=2), BUDGETS).admit == (7, 8)
     assert schedule(facts(waits=waits, slots=0), BUDGETS).admit == ()
     assert schedule(facts(waits=waits, pages=1), BUDGETS).admit == (7,)
 
 
 def test_a_large_request_is_not_overtaken():
-    assert schedule(facts(waits=(waiting(1, slots=4), waiting(2)), slots=3), BUDGETS).admit == ()
     assert schedule(facts(waits=(waiting(1, pages=40), waiting(2)), pages=30), BUDGETS).admit == ()
+    choice = waiting(1, pages=40, further=True)
+    assert schedule(facts(waits=(choice, waiting(2)), pages=30), BUDGETS).admit == ()
+
+
+def test_further_choices_take_their_share_of_the_slots_in_turn_and_then_let_others_pass():
+    waits = waiting(1, further=True), waiting(2, further=True), waiting(3), waiting(4, further=True), waiting(5)
+    assert schedule(facts(waits=waits, further_slots=3), BUDGETS).admit == (1, 2, 3, 4, 5)
+    assert schedule(facts(waits=waits, further_slots=1), BUDGETS).admit == (1, 3, 5)
+    assert schedule(facts(waits=waits, further_slots=0), BUDGETS).admit == (3, 5)
+    assert schedule(facts(waits=waits, further_slots=2, slots=3), BUDGETS).admit == (1, 2, 3)
+    assert schedule(facts(waits=(waiting(1, pages=101, further=True), waiting(2)), further_slots=0), BUDGETS).admit == (
+        2,
+    )
+
+
+def test_nobody_is_looked_at_who_cannot_be_admitted():
+    def waits() -> Iterator[WaitingSequence[int]]:
+        yield waiting(1)
+        yield waiting(2)
+        raise AssertionError
+
+    assert schedule(facts()._replace(waiting=waits(), free_slots=2), BUDGETS).admit == (1, 2)
+    assert schedule(facts()._replace(waiting=waits(), free_pages=1), BUDGETS).admit == (1,)
 
 
 def test_admission_leaves_a_page_for_every_decode():
@@ -138,7 +166,7 @@ class Line:
 
     prompt: int
     left: int
-    slots: int
+    further: bool
     computed: int = 0
     pages: int = 0
     drawn: int = 0
@@ -153,12 +181,12 @@ class Line:
         )
 
 
-lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.integers(1, 3)), max_size=12)
+lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.booleans()), max_size=12)
 
 
-@given(lines, st.integers(3, 6), st.integers(30, 60), st.integers(64, 700))
+@given(lines, st.integers(2, 6), st.integers(30, 60), st.integers(64, 700))
 def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
-    asked: list[tuple[int, int, int]], slots: int, pages: int, step_tokens: int
+    asked: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
 ):
     """A run that preempts at will still ends, because the first to arrive always gets on."""
     budgets = Budgets(step_tokens, max(1, step_tokens // 2))
@@ -168,15 +196,18 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         if not everyone:
             break
         free_pages = pages - sum(everyone[n].pages for n in runs)
-        free_slots = slots - sum(everyone[n].slots for n in runs)
+        free_slots = slots - len(runs)
+        further = sum(everyone[n].further for n in runs)
         assert free_pages >= 0
         assert free_slots >= 0
+        assert further <= slots // 2
         found = schedule(
             ScheduleFacts(
-                tuple(waiting(n, everyone[n].slots, -(-everyone[n].remaining // 64)) for n in sorted(waits)),
+                tuple(waiting(n, -(-everyone[n].remaining // 64), further=everyone[n].further) for n in sorted(waits)),
                 tuple(everyone[n].facts(n) for n in sorted(runs)),
                 free_slots,
                 free_pages,
+                most_further_slots(slots) - further,
             ),
             budgets,
         )

@@ -57,11 +57,16 @@ class HybridCache:
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
+        self._stored: list[Lease] = []
         self._query_tokens = self._hit_tokens = self._stateless_tokens = 0
 
     @property
     def free_pages(self) -> int:
         return self._blocks.free_pages
+
+    @property
+    def num_slots(self) -> int:
+        return self._memory.num_slots
 
     @property
     def free_slots(self) -> int:
@@ -129,8 +134,24 @@ class HybridCache:
             self._events.record_checkpoint(chain[blocks - 1])
         return self._blocks.has_state(chain[blocks - 1])
 
+    def store(self, lease: Lease, tokens: int) -> Lease | None:
+        """Return a lease without a slot, to be forked later; None without free pages. It shares full pages, and has the
+        state in its last pages."""
+        full, rest = divmod(tokens, self._geometry.page_tokens)
+        own_pages = (1 if rest else 0) + self._geometry.pages_per_state
+        copy = self._blocks.fork(lease, full, own_pages)
+        if copy is None:
+            return None
+        if rest:
+            self._memory.copy_page(lease.pages[full], copy.pages[full])
+        if self._geometry.pages_per_state:
+            self._memory.save_state(lease.slot, self._state_pages(copy))
+        self._stored.append(copy)
+        return copy
+
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
-        """Return an independent continuation that shares full pages; None without a free slot or page."""
+        """Return an independent continuation that shares full pages; None without a free slot or page. The lease may be
+        a stored one, of as many tokens."""
         full, rest = divmod(tokens, self._geometry.page_tokens)
         copy = self._blocks.fork(lease, full, 1 if rest else 0) if self._free_slots else None
         if copy is None:
@@ -138,13 +159,19 @@ class HybridCache:
         self._assign_slot(copy, self._free_slots.pop())
         if rest:
             self._memory.copy_page(lease.pages[full], copy.pages[full])
-        self._memory.copy_slot(lease.slot, copy.slot)
+        if lease not in self._stored:
+            self._memory.copy_slot(lease.slot, copy.slot)
+        elif self._geometry.pages_per_state:
+            self._memory.load_state(self._state_pages(lease), copy.slot)
         return copy
 
     def close(self, lease: Lease) -> None:
-        if self._leases.pop(lease.slot, None) is not lease:
+        if lease in self._stored:
+            self._stored.remove(lease)
+        elif self._leases.pop(lease.slot, None) is lease:
+            self._free_slots.append(lease.slot)
+        else:
             raise InternalError(f"the lease of slot {lease.slot} was closed before")
-        self._free_slots.append(lease.slot)
         self._blocks.close(lease)
 
     def reset(self) -> int:
@@ -188,7 +215,7 @@ class HybridCache:
         self._blocks.check_integrity()
         if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
             raise InternalError("a slot is both free and in use, or neither")
-        holders = Counter(page for lease in self._leases.values() for page in lease.pages)
+        holders = Counter(page for lease in [*self._leases.values(), *self._stored] for page in lease.pages)
         wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
         if wrong:
             raise InternalError(f"the holders of pages {wrong[:8]} do not match the leases")
@@ -207,6 +234,9 @@ class HybridCache:
             raise InternalError(f"{count} promised pages are missing")
         self._assign_slot(lease, slot)
         return lease
+
+    def _state_pages(self, stored: Lease) -> list[int]:
+        return stored.pages[-self._geometry.pages_per_state :]
 
     def _assign_slot(self, lease: Lease, slot: int) -> None:
         lease.slot = slot

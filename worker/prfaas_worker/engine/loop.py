@@ -45,7 +45,7 @@ from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
-from prfaas_worker.engine.schedule import BUDGETS, schedule
+from prfaas_worker.engine.schedule import BUDGETS, Schedule, schedule
 from prfaas_worker.engine.sequences import (
     End,
     EngineRequest,
@@ -57,6 +57,7 @@ from prfaas_worker.engine.sequences import (
     Prepared,
     Requests,
     Sequence,
+    StoredPrompt,
 )
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
@@ -111,7 +112,7 @@ class EngineLoop:
         """Do one step; with `wait` first wait for a message. Return True if there was work."""
         self._handle_events(wait=wait)
         began = time.monotonic()
-        planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+        planned = self._plan()
         for sequence in planned.preempt:
             self._preempt(sequence)
         for sequence in planned.admit:
@@ -124,6 +125,13 @@ class EngineLoop:
             self._count(decode_steps=1, decode_seconds=time.monotonic() - began)
         self._send_messages()
         return not planned.empty
+
+    def _plan(self) -> Schedule[Sequence]:
+        """Return the next step. Stored prompts give way before a sequence does, and before all stand still."""
+        planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+        if (planned.preempt or planned.empty) and self.requests.drop_stored(self.cache):
+            planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+        return planned
 
     def _handle_events(self, *, wait: bool) -> None:
         try:
@@ -231,7 +239,8 @@ class EngineLoop:
         """Let a sequence be admitted from now on; grant or refuse a request for a cached prefix at once."""
         sequence.phase = Phase.WAITING
         if isinstance(sequence.request.message, StartPrefix):
-            self._messages.append(self.remote.offer_prefix(sequence, self.requests.facts(self.cache)))
+            facts, promised_slots = self.requests.facts(self.cache), self.requests.promised_slots(self.cache)
+            self._messages.append(self.remote.offer_prefix(sequence, facts, promised_slots))
             if sequence.lease is None:
                 self._end(sequence.request.handle)
 
@@ -247,6 +256,8 @@ class EngineLoop:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a sequence memory and start it; False if there is too little memory."""
+        if (stored := sequence.request.stored) is not None:
+            return self._fork(sequence, stored)
         if self.remote.join_prefix_fetch(sequence):
             return True
         request, count = sequence.request, len(sequence.token_ids)
@@ -260,6 +271,19 @@ class EngineLoop:
             request.cached_tokens = opened.cached_tokens
         sequence.phase = Phase.RUNNING
         self.remote.start_fetch(sequence)
+        return True
+
+    def _fork(self, sequence: Sequence, prompt: StoredPrompt) -> bool:
+        """Let a choice go on from its computed prompt; False if there is too little memory."""
+        lease = self.cache.fork(prompt.lease, prompt.tokens)
+        if lease is None:
+            return False
+        if not self.cache.grow(lease, len(sequence.token_ids)):
+            self.cache.close(lease)
+            return False
+        sequence.lease, sequence.computed_tokens, sequence.phase = lease, prompt.tokens, Phase.RUNNING
+        sequence.cuts, sequence.is_exact = (), prompt.is_exact
+        sequence.request.drop_unneeded(self.cache)
         return True
 
     def _finish_fetch(self, handle: int, result: Fetched | PrfaasError) -> None:
@@ -335,15 +359,18 @@ class EngineLoop:
         return [(choice, row) for choice in self._start_choices(sequence)]
 
     def _start_choices(self, sequence: Sequence, fetched: Fetched | None = None) -> list[Sequence]:
-        """Turn a computed prompt into a sequence for each choice. A choice without memory waits."""
+        """Turn a computed prompt into a sequence for each choice. A choice without memory waits, and the prompt is
+        stored for it."""
         request, generate = sequence.request, sequence.request.generate
+        prompt = StoredPrompt(sequence.held, sequence.computed_tokens, sequence.is_exact)
+        further_slots = self.requests.further_slots(self.cache) if generate.choices > 1 else 0
         for index in range(generate.choice + 1, generate.choice + generate.choices):
             choice = Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
-            choice.lease = self.cache.fork(sequence.held, sequence.computed_tokens)
-            if choice.lease is not None:
-                choice.phase, choice.computed_tokens = Phase.RUNNING, sequence.computed_tokens
-                choice.is_exact = sequence.is_exact
             request.sequences.append(choice)
+            if further_slots > 0 and self._fork(choice, prompt):
+                further_slots -= 1
+            elif request.stored is None and (lease := self.cache.store(prompt.lease, prompt.tokens)) is not None:
+                request.stored = prompt._replace(lease=lease)
         try:
             for choice in request.sequences:
                 matcher = request.grammar.matcher() if request.grammar else None
@@ -419,6 +446,7 @@ class EngineLoop:
             self.cache.close(sequence.lease)
             sequence.lease = None
         request.sequences.remove(sequence)
+        request.drop_unneeded(self.cache)
         if not request.sequences:
             self.requests.pop(request.handle, None)
 

@@ -15,8 +15,8 @@ computed. The prefix that a fetch brings is not known beforehand, so requests fo
 A waiting sequence holds no memory, and waits no longer than the fetch of the other takes.
 
 A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
-that compute here. So it takes no slot that a running request was promised, and no page that a decoding sequence may
-need next. It waits for neither: the other instance can compute, too.
+that compute here. So it takes no slot that a choice of a running request takes next, and no page that a decoding
+sequence may need next. It waits for neither: the other instance can compute, too.
 """
 
 from collections import Counter, abc
@@ -140,7 +140,7 @@ class RemoteCaches:
             sequence.release(self._cache)  # its state may be half written
         return True
 
-    def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence]) -> Granted | Failed:
+    def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence], promised_slots: int) -> Granted | Failed:
         """Offer the longest cached prefix of a sequence's tokens to another instance; return the front's answer. A
         granted sequence is DELIVERING until its offer ends. `facts` describes the other requests."""
         request = sequence.request
@@ -152,7 +152,7 @@ class RemoteCaches:
         if tokens <= start_token:
             text = f"nothing longer than {start_token} tokens of this prompt is cached here"
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
-        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > 0 else None
+        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > promised_slots else None
         if lease is None:
             return _overloaded(handle, "all sequences of this instance are in use: no prefix can be given now")
         if self._cache.free_pages < len(facts.running):

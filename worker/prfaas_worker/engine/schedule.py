@@ -9,9 +9,12 @@ streams by one chunk, never by all of itself. An instance's role says how much p
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
 So the first one always makes progress, and in time all do.
+
+A request for several choices is admitted as one sequence. Its further choices take slots as they come free, and at most
+half of all slots. So one request cannot stop the others.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas.wire.engine import Role
@@ -20,11 +23,12 @@ _Key = TypeVar("_Key", bound=Hashable)  # The caller's reference to a sequence.
 
 
 class WaitingSequence(NamedTuple, Generic[_Key]):
-    """A sequence without memory. It needs `slots` state slots and `pages` pages to be admitted."""
+    """A sequence without memory. It takes a state slot and `pages` free pages to be admitted. If `further`, its request
+    has another choice with a slot."""
 
     key: _Key
-    slots: int
     pages: int
+    further: bool = False
 
 
 class RunningSequence(NamedTuple, Generic[_Key]):
@@ -45,12 +49,14 @@ class RunningSequence(NamedTuple, Generic[_Key]):
 
 
 class ScheduleFacts(NamedTuple, Generic[_Key]):
-    """The engine's state. Both lists are in order of arrival."""
+    """The engine's state. Sequences are in order of arrival. `waiting` is read once, and only as far as one may be
+    admitted: what it needs takes a look into the cache. Further choices may take `further_slots` more slots."""
 
-    waiting: Sequence[WaitingSequence[_Key]]
+    waiting: Iterable[WaitingSequence[_Key]]
     running: Sequence[RunningSequence[_Key]]
     free_slots: int
     free_pages: int
+    further_slots: int
 
 
 class Budgets(NamedTuple):
@@ -66,6 +72,11 @@ BUDGETS: Final[dict[Role, Budgets]] = {
     "decode": Budgets(1024, 128),
 }
 """Step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
+
+
+def most_further_slots(slots: int) -> int:
+    """Return how many slots all further choices may have together."""
+    return slots // 2
 
 
 class ScheduledChunk(NamedTuple, Generic[_Key]):
@@ -141,12 +152,20 @@ def _choose_chunks(
 
 
 def _admit(facts: ScheduleFacts[_Key], free_pages: int) -> tuple[_Key, ...]:
-    """Admit in order of arrival: a large request is not overtaken for ever by small ones."""
-    admitted, free_slots = [], facts.free_slots
+    """Admit in order of arrival: a large request is not overtaken for ever by small ones. Only further choices let
+    others pass, while as many as may have slots do."""
+    admitted: list[_Key] = []
+    if facts.free_slots <= 0:
+        return ()
+    further_slots = facts.further_slots
     for sequence in facts.waiting:
-        free_slots -= sequence.slots
+        if sequence.further and further_slots <= 0:
+            continue
+        further_slots -= sequence.further
         free_pages -= sequence.pages
-        if free_slots < 0 or free_pages < 0:
+        if free_pages < 0:
             break
         admitted.append(sequence.key)
+        if len(admitted) == facts.free_slots:
+            break
     return tuple(admitted)

@@ -18,7 +18,7 @@ from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
-from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence
+from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 
 Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
@@ -106,10 +106,19 @@ class Sequence:
         self.lease, self.computed_tokens, self.phase = None, 0, Phase.WAITING
 
 
+class StoredPrompt(NamedTuple):
+    """The cache of a computed prompt, for choices that found no slot."""
+
+    lease: Lease
+    tokens: int
+    is_exact: bool
+
+
 @dataclass(slots=True, eq=False)
 class EngineRequest:
     """One call of the front: a generation, or a prefill or cached prefix for another instance, with its offer. It has
-    one sequence until the prompt is computed, then one for each choice that has not ended."""
+    one sequence until the prompt is computed, then one for each choice that has not ended. While some of these have no
+    memory, its prompt may be `stored`."""
 
     message: Generate | StartPrefill | StartPrefix
     offer: Offer | None = None
@@ -126,6 +135,7 @@ class EngineRequest:
     prefix_done: bool = False  # True if no prefix is requested from other instances any more.
     has_joined: bool = False  # True after it waited for another request's fetch of a prefix.
     prefix: Fetched | None = None
+    stored: StoredPrompt | None = None
     handle: int = field(init=False)
     prompt_tokens: int = field(init=False)
 
@@ -163,9 +173,24 @@ class EngineRequest:
         return prompt.prefix_url, prompt.prefix_cluster
 
     @property
-    def slots(self) -> int:
-        """State slots that a first admission must reserve."""
-        return self.message.choices if isinstance(self.message, Generate) and not self.started else 1
+    def choices(self) -> int:
+        """Choices that have not ended."""
+        return self.message.choices if isinstance(self.message, Generate) and not self.started else len(self.sequences)
+
+    @property
+    def held_slots(self) -> int:
+        return sum(sequence.lease is not None for sequence in self.sequences)
+
+    def drop_stored(self, cache: HybridCache) -> None:
+        """Release the stored prompt, if there is one: choices that wait compute theirs again."""
+        if self.stored is not None:
+            cache.close(self.stored.lease)
+            self.stored = None
+
+    def drop_unneeded(self, cache: HybridCache) -> None:
+        """Release the stored prompt if no choice waits for it."""
+        if all(sequence.phase is not Phase.WAITING for sequence in self.sequences):
+            self.drop_stored(cache)
 
 
 class Requests(dict[int, EngineRequest]):
@@ -175,24 +200,44 @@ class Requests(dict[int, EngineRequest]):
         return (sequence for request in self.values() for sequence in request.sequences)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
-        """Count requests by (for another instance, is waiting); preempted choices are not counted."""
-        return Counter((not request.is_generation, request.sequences[0].lease is None) for request in self.values())
+        """Count requests by (for another instance, is waiting); one of which a choice has memory does not wait."""
+        return Counter((not request.is_generation, not request.held_slots) for request in self.values())
 
     def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
-        waiting: list[WaitingSequence[Sequence]] = []
-        running: list[RunningSequence[Sequence]] = []
-        free_slots = cache.free_slots
-        for sequence in self.sequences():
-            phase = sequence.phase
-            if phase is Phase.WAITING:
-                if len(waiting) < cache.free_slots:  # more cannot be admitted
-                    pages = cache.pages_for(len(sequence.token_ids))
-                    waiting.append(WaitingSequence(sequence, sequence.request.slots, pages))
-            elif phase is not Phase.PREPARING:
-                free_slots -= sequence.request.slots - 1  # its other choices start when its prompt is computed
-                if phase is Phase.RUNNING:
-                    running.append(_running(sequence, cache))
-        return ScheduleFacts(waiting, running, free_slots, cache.free_pages)
+        running = [_running(one, cache) for one in self.sequences() if one.phase is Phase.RUNNING]
+        further_slots = self.further_slots(cache) if cache.free_slots else 0
+        return ScheduleFacts(self._waiting(cache), running, cache.free_slots, cache.free_pages, further_slots)
+
+    def further_slots(self, cache: HybridCache) -> int:
+        """Return how many more slots further choices of requests may take."""
+        taken = sum(max(0, request.held_slots - 1) for request in self.values())
+        return most_further_slots(cache.num_slots) - taken
+
+    def promised_slots(self, cache: HybridCache) -> int:
+        """Return how many slots further choices of running requests take next."""
+        wanted = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
+        return max(0, min(wanted, self.further_slots(cache)))
+
+    def drop_stored(self, cache: HybridCache) -> bool:
+        """Release every stored prompt; False if there was none."""
+        storing = [request for request in self.values() if request.stored is not None]
+        for request in storing:
+            request.drop_stored(cache)
+        return bool(storing)
+
+    def _waiting(self, cache: HybridCache) -> Iterator[WaitingSequence[Sequence]]:
+        for request in self.values():
+            further = request.held_slots > 0
+            for sequence in request.sequences:
+                if sequence.phase is Phase.WAITING:
+                    yield WaitingSequence(sequence, _pages_wanted(sequence, cache), further)
+                    further = True
+
+
+def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
+    """Return the free pages that a sequence takes when it is admitted."""
+    pages, stored = cache.pages_for(len(sequence.token_ids)), sequence.request.stored
+    return pages - stored.tokens // sequence.chain.block_tokens if stored else pages
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
