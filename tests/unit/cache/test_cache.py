@@ -55,6 +55,18 @@ def test_a_fork_goes_its_own_way(rig):
     rig.cache.check_integrity()
 
 
+def test_pages_that_others_hold_cost_nothing_and_cached_ones_cost_what_is_free(rig):
+    rig.serve(A)
+    chain = rig.chain([*A[:20], 1, 2, 3])
+    free = rig.cache.free_pages
+    assert rig.cache.free_pages_for(chain.hashes, 23, 22) == 6
+    first = rig.cache.open(chain.hashes, 23, 22).lease
+    assert rig.cache.free_pages == free - 6
+    assert rig.cache.free_pages_for(chain.hashes, 23, 22) == 1
+    assert rig.cache.open(chain.hashes, 23, 22).lease.pages[:5] == first.pages[:5]
+    assert rig.cache.free_pages == free - 7
+
+
 def test_a_stored_lease_is_forked_later_as_it_was_and_takes_no_slot(rig):
     chain, slots = rig.chain(A), rig.cache.free_slots
     first = rig.cache.open(chain.hashes, 21, 20).lease

@@ -10,7 +10,7 @@ from prfaas_worker.engine import schedule
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
-from .engine_bench import Bench, alone
+from .engine_bench import Bench, Parrot, alone
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +116,21 @@ def test_a_step_without_memory_ends_all_choices_of_a_prompt_in_it(model: Model, 
     monkeypatch.setattr(model, "forward", forward)
     bench.step()
     assert [type(message) for message in bench.said if message.handle == handle].count(Failed) == 1
+    bench.assert_nothing_is_held()
+
+
+def test_requests_behind_one_long_prefix_need_only_their_own_pages(model: Model):
+    """A prefix of 160 pages, made hot, in a pool of 256: each of eight requests on it needs a few pages of its own."""
+    bench = Bench(Parrot(model), max_running=16, max_waiting=16, num_pages=256)
+    prefix = [token % 200 for token in range(160 * 64)]
+    for number in range(3):
+        bench.ask([*prefix, *[200 + number] * 50], max_tokens=2, ignore_eos=True)
+        bench.run()
+    for number in range(8):
+        bench.ask([*prefix, *[210 + number] * 50], max_tokens=400, ignore_eos=True)
+    for _ in range(12):
+        bench.step()
+    stats = bench.engine.stats
+    assert (stats.requests_running, stats.requests_waiting) == (8, 0)
+    bench.run()
     bench.assert_nothing_is_held()

@@ -127,9 +127,12 @@ class Blocks:
                 state_blocks = len(pages)
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
+    def free_pages_for(self, shared: Sequence[int], count: int) -> int:
+        """Return how many of the free pages `open` would take: cached ones are free until somebody holds them."""
+        return count - sum(self.holders[page] > 0 for page in shared)
+
     def can_open(self, shared: Sequence[int], count: int) -> bool:
-        idle = sum(not self.holders[page] for page in shared)
-        return count - len(shared) <= self.free_pages - idle
+        return self.free_pages_for(shared, count) <= self.free_pages
 
     def open(self, shared: Sequence[int], count: int, start: Key | None = None) -> Lease | None:
         """Lend `count` pages, first these of a fresh match; None if there are too few. Copy the state of the checkpoint

@@ -98,7 +98,7 @@ class HybridCache:
             self._tiering.adopt_loaded()
         size = self._geometry.page_tokens
         match = self._blocks.match(chain, max_tokens // size)
-        shared = match.pages[: match.state_blocks] if use_state else match.pages
+        shared = _shared_pages(match, use_state=use_state)
         lease = self._take_lease(chain, match, shared, self._geometry.pages_for(tokens))
         if lease is None:
             return None
@@ -107,6 +107,14 @@ class HybridCache:
         self._stateless_tokens += (len(match.pages) - len(shared)) * size
         lengths = self._checkpoint_lengths(lease, match, max_tokens) if use_state else ()
         return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
+
+    def free_pages_for(
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
+    ) -> int:
+        """Return how many of the free pages `open` would take. Changes nothing."""
+        match = self._blocks.match(chain, max_tokens // self._geometry.page_tokens)
+        shared = _shared_pages(match, use_state=use_state)
+        return self._blocks.free_pages_for(shared, self._geometry.pages_for(tokens))
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
@@ -256,3 +264,7 @@ class HybridCache:
         if self._tiering is not None:
             self._tiering.put(evicted)
         self._events.record_evicted(evicted)
+
+
+def _shared_pages(match: Match, *, use_state: bool) -> list[int]:
+    return match.pages[: match.state_blocks] if use_state else match.pages

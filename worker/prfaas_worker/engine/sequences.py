@@ -235,9 +235,12 @@ class Requests(dict[int, EngineRequest]):
 
 
 def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
-    """Return the free pages that a sequence takes when it is admitted."""
-    pages, stored = cache.pages_for(len(sequence.token_ids)), sequence.request.stored
-    return pages - stored.tokens // sequence.chain.block_tokens if stored else pages
+    """Return the free pages that a sequence takes when it is admitted. Others may hold its prompt's first pages."""
+    tokens, stored = len(sequence.token_ids), sequence.request.stored
+    if stored is not None:
+        return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
+    use_state = not sequence.request.is_remote
+    return cache.free_pages_for(sequence.chain.hashes, tokens, tokens - 1, use_state=use_state)
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
