@@ -1,11 +1,22 @@
 """The worker's profile: measured in the time that it is given, refined by real prefills, told to whoever asks."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.wire.engine import Measured, Ready
 from prfaas.wire.profile import Profile
+from prfaas_worker.engine import assembly
 from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.runner import warm_up
+from prfaas_worker.models import load_model
+from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.options import Options
+
+from .engine_bench import Bench
 
 TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=1e-4, squared_seconds=1e-9)
 
@@ -13,14 +24,14 @@ TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_secon
 class Machine:
     """A machine with a clock of its own, on which prefills take what TRUE says; the first one compiles something."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, first_seconds: float = 0.05) -> None:
+        self.now, self.first_seconds = 0.0, first_seconds
         self.lengths: list[int] = []
         self.told: list[Profile] = []
         self.profiler = Profiler(1000, 10, self.told.append, clock=lambda: self.now)
 
     def prefill(self, tokens: int) -> float:
-        seconds = prefill_seconds(TRUE, tokens) + (0 if self.lengths else 0.05)
+        seconds = prefill_seconds(TRUE, tokens) + (0 if self.lengths else self.first_seconds)
         self.lengths.append(tokens)
         self.now += seconds
         return seconds
@@ -43,6 +54,58 @@ def test_measuring_keeps_to_its_time_and_finds_the_curve(budget_seconds):
     assert machine.now <= budget_seconds + 0.01
     assert machine.error < 0.05
     assert machine.told[-1].samples == (len(machine.lengths) - 1) / 3
+
+
+@pytest.mark.parametrize("first_seconds", [0.05, 0.5, 60.0])
+def test_what_the_first_prefill_takes_to_get_ready_costs_no_sample(first_seconds):
+    machine = Machine(first_seconds)
+    machine.profiler.measure(machine.prefill, 1.0, max_tokens=100_000)
+    assert machine.told[-1].samples == 5
+    assert machine.error < 0.05
+
+
+def kinds_of_steps(model: Model) -> list[str]:
+    """Note what kind each step is that the model runs from now on."""
+    kinds, real = [], model.forward
+
+    def forward(batch: Batch, on_layer: Any = None) -> torch.Tensor:
+        parts = ["chunk" if chunk.start == 0 else "chunk behind rows" for chunk in batch.chunks]
+        if batch.decodes is not None:
+            parts.append("decode" if len(batch.decodes.slots) == 1 else "decodes")
+        kinds.append(" beside ".join(parts))
+        return real(batch, on_layer)
+
+    model.forward = forward
+    return kinds
+
+
+@pytest.mark.parametrize("slots", [1, 2, 8])
+def test_every_kind_of_step_is_run_before_the_clock(slots):
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
+    bench, kinds = Bench(model, max_running=slots, num_pages=4), kinds_of_steps(model)
+    warm_up(bench.engine.runner, bench.engine.cache, max_tokens=200)
+    several = ["chunk", "decodes", "chunk behind rows beside decode"] if slots > 1 else []
+    assert kinds == ["chunk", "chunk behind rows", "decode", *several]
+    bench.assert_nothing_is_held()
+
+
+def test_a_context_of_a_few_tokens_needs_no_warm_up():
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
+    bench = Bench(model, num_pages=2)
+    warm_up(bench.engine.runner, bench.engine.cache, max_tokens=2)
+    bench.assert_nothing_is_held()
+
+
+def test_an_engine_is_warm_before_it_measures():
+    told: list[Measured] = []
+    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    kinds = kinds_of_steps(model)
+    options = Options(model_source="", model_name="tiny", profile_seconds=0.2)
+    outbox: Any = SimpleNamespace(put=told.extend)
+    traffic: Any = SimpleNamespace(auth=None)
+    assembly.assemble(model, directory, options, outbox, traffic)
+    assert kinds[:6] == ["chunk", "chunk behind rows", "decode", "chunk", "decodes", "chunk behind rows beside decode"]
+    assert told[-1].profile.samples > 0
 
 
 def test_with_time_enough_all_lengths_are_measured_several_times_and_no_more():

@@ -26,7 +26,7 @@ from prfaas_worker.engine.ipc import Outbox
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import Fetcher, RemoteCaches
-from prfaas_worker.engine.runner import Runner, prefill_seconds
+from prfaas_worker.engine.runner import Runner, prefill_seconds, warm_up
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.models import load_model
@@ -96,12 +96,14 @@ def assemble(
 
 
 def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:
-    """Compile the decode steps and measure prefills, with the model as it serves."""
+    """Compile the decode steps, warm up and measure prefills, with the model as it serves."""
     geometry = runner.memory.geometry
     profiler = Profiler(geometry.state_bytes, geometry.token_bytes, lambda profile: outbox.put([Measured(profile)]))
     _compile(runner.model, options)
+    context = max_context(runner.model, options)
+    warm_up(runner, cache, context)
     prefill = partial(prefill_seconds, runner, cache, BUDGETS[options.role].step_tokens)
-    profiler.measure(prefill, options.profile_seconds, max_context(runner.model, options))
+    profiler.measure(prefill, options.profile_seconds, context)
     return profiler
 
 

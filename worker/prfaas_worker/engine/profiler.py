@@ -40,18 +40,23 @@ class Profiler:
         return self._curve.profile(*self._sizes)
 
     def measure(self, prefill: Callable[[int], float], budget_seconds: float, max_tokens: int) -> None:
-        """Measure for about `budget_seconds`; `prefill(n)` prefills n tokens of no request and returns the seconds."""
-        deadline = self._clock() + budget_seconds
+        """Measure for about `budget_seconds`; `prefill(n)` prefills n tokens of no request and returns the seconds. The
+        first one is not measured, and the clock starts after it: to get ready may take longer than all the rest."""
         lengths = [length for length in LENGTHS if length <= max_tokens]
         if budget_seconds <= 0 or not lengths:
             return
-        expected = prefill(lengths[0]) / _GROWTH  # warms up: its own time is not the rule
+        prefill(lengths[0])
+        deadline = self._clock() + budget_seconds
+        seconds = [prefill(lengths[0])]
+        expected = seconds[0] / _GROWTH
         samples: list[Sample] = []
         for tokens in lengths:
             if self._clock() + REPEATS * _GROWTH * expected > deadline:
                 break
-            expected = min(prefill(tokens) for _ in range(REPEATS))
+            seconds += [prefill(tokens) for _ in range(REPEATS - len(seconds))]
+            expected = min(seconds)
             samples.append(Sample(tokens, expected))
+            seconds = []
         self._curve = Curve.fitted(samples)
         self._report_now()
 

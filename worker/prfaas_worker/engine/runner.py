@@ -3,7 +3,7 @@
 import time
 from collections import abc
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from prfaas_worker.cache.transfer_frames import (
 from prfaas_worker.engine.sequences import EngineRequest, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
+_WARM_UP_TOKENS: Final = 64
 Export = Callable[[int, DeviceMark | None], None]  # Sends a computed layer of a prefill to another instance.
 
 
@@ -127,17 +128,46 @@ class Runner:
 
 def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
     """Return the seconds of prefilling a prompt of no request in chunks, while nothing is served."""
-    if (opened := cache.open((), tokens, 0)) is None:
+    if (sequence := _open(cache, tokens)) is None:
         raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
-    message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
-    sequence = Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
     seconds = 0.0
-    with torch.inference_mode():
-        while left := sequence.remaining_tokens:
-            count = min(left, chunk_tokens)
-            seconds += runner.run(StepWork([(sequence, count)], [])).seconds
-            sequence.computed_tokens += count
-    cache.close(opened.lease)
+    while left := sequence.remaining_tokens:
+        seconds += _compute(runner, [(sequence, min(left, chunk_tokens))])
+    cache.close(sequence.held)
+    return seconds
+
+
+def warm_up(runner: Runner, cache: HybridCache, max_tokens: int) -> None:
+    """Run every kind of step once, while nothing is served. A kernel is compiled and tuned when it is first called,
+    which may take a minute. Kinds for which the memory is too small cannot occur later either."""
+    tokens, part = _WARM_UP_TOKENS, _WARM_UP_TOKENS // 3
+    if max_tokens < tokens or (first := _open(cache, tokens)) is None:
+        return
+    _compute(runner, [(first, part)])
+    _compute(runner, [(first, part)])
+    _compute(runner, [], [first])
+    if (second := _open(cache, tokens)) is not None:
+        _compute(runner, [(second, part)])
+        _compute(runner, [], [first, second])
+        _compute(runner, [(second, part)], [first])
+        cache.close(second.held)
+    cache.close(first.held)
+
+
+def _open(cache: HybridCache, tokens: int) -> Sequence | None:
+    """Return a sequence of no request, with memory; None if there is too little."""
+    if (opened := cache.open((), tokens, 0)) is None:
+        return None
+    message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
+    return Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
+
+
+@torch.inference_mode()
+def _compute(runner: Runner, chunks: abc.Sequence[tuple[Sequence, int]], decodes: abc.Sequence[Sequence] = ()) -> float:
+    """Run a step and return its seconds."""
+    seconds = runner.run(StepWork(chunks, decodes)).seconds
+    for sequence, tokens in [*chunks, *((one, 1) for one in decodes)]:
+        sequence.computed_tokens += tokens
     return seconds
 
 
