@@ -80,7 +80,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     cache_mib: Annotated[
-        int, _count("Memory for the cache's pages.", shown="1024; on a GPU nine tenths of what the weights leave")
+        int,
+        _count(
+            "Memory for the cache: pages, and the states of running sequences.",
+            shown="1024; on a GPU nine tenths of what the weights leave",
+        ),
     ] = 0
     host_cache_mib: Annotated[int, _count("Host memory for evicted prefixes.", low=0)] = 0
     disk_cache: Annotated[

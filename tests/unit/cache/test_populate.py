@@ -103,8 +103,3 @@ def test_no_step_is_so_long_that_others_wait_for_it(region: Region):
     populate(region.address, SIZE, enough, advise)
     assert sum(steps) == SIZE
     assert 0 < min(steps) <= max(steps) <= populating.STEP_BYTES
-
-
-def test_the_machine_says_how_much_there_is():
-    assert 0 < populating._available_bytes() < 1 << 50
-    assert populating._allowed_bytes() > 0

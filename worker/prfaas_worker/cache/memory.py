@@ -35,6 +35,11 @@ class CacheGeometry:
     def token_bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.rows)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: a state, and what its last page has left."""
+        return self.pages_per_state * self.page_bytes
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_tokens)
 
@@ -72,8 +77,7 @@ class CacheMemory:
         # Writable outside inference mode too, as transfers write, wherever they were allocated.
         with torch.inference_mode(False):
             self.pages = torch.empty(num_pages, geometry.page_bytes, dtype=torch.uint8, device=device)
-            slot_bytes = geometry.pages_per_state * geometry.page_bytes
-            self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+            self.slots = torch.zeros(num_slots, geometry.slot_bytes, dtype=torch.uint8, device=device)
             columns = geometry.pages_for(max_context)
             self.table = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
             layers = range(len(geometry.layers))

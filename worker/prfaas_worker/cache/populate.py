@@ -11,10 +11,10 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from prfaas.util import MIB
+from prfaas_worker.memory import available_bytes
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ LEFT_SHARE: Final = 0.1  # Share of the memory available at the start that stays
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
 _HUGE_PAGE_BYTES: Final = 2 << 20
-_CGROUP: Final = Path("/sys/fs/cgroup")
 
 Advise = Callable[[int, int, int], bool]
 
@@ -36,10 +35,7 @@ def populate_in_background(address: int, nbytes: int) -> threading.Thread:
 
 
 def populate(
-    address: int,
-    nbytes: int,
-    available_bytes: Callable[[], int] = lambda: min(_available_bytes(), _allowed_bytes()),
-    advise: Advise | None = None,
+    address: int, nbytes: int, available_bytes: Callable[[], int] = available_bytes, advise: Advise | None = None
 ) -> int:
     """Populate memory from its beginning, whole pages only; return the number of populated bytes."""
     advise = advise or _madvise()
@@ -72,24 +68,3 @@ def _madvise() -> Advise:
         return False
 
     return advise
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value, *_ = line.split()
-        if name == "MemAvailable:":
-            return int(value) * 1024
-    return 0
-
-
-def _allowed_bytes() -> int:
-    """Return the rest of the container's limit, beyond which the kernel kills the process."""
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return 1 << 62
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return 1 << 62

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import ConfigError
+from prfaas.errors import CapacityError, ConfigError
 from prfaas.telemetry.logs import configure_logs
 from prfaas.wire.engine import Ready, StartFailed, encode_batch
 from prfaas_worker.options import Options
@@ -56,7 +56,7 @@ def _run(options: Options, front: socket.socket) -> None:
         traffic = traffic_of(options)
         model, directory, engine, offers = load_and_assemble(options, outbox, traffic)
         listener = listen(options.host, options.data_port)
-    except ConfigError as error:
+    except (ConfigError, CapacityError) as error:
         with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone
             front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)

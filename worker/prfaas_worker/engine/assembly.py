@@ -29,6 +29,7 @@ from prfaas_worker.engine.remote import Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner, prefill_seconds, warm_up
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.engine.sequences import Event, OfferEnded
+from prfaas_worker.memory import available_bytes
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
@@ -108,27 +109,52 @@ def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outb
 
 
 def _cache_memory(model: Model, options: Options) -> CacheMemory:
-    """Reserve the cache. Raises ConfigError if one sequence of the longest context does not fit or is not possible."""
+    """Reserve the cache: slots, and pages in what they leave. Raises ConfigError if one sequence of the longest context
+    does not fit or is not possible."""
     geometry, context = CacheGeometry(model.layers), max_context(model, options)
     cache_mib = options.cache_mib or _default_cache_mib(model)
-    num_pages = cache_mib * MIB // geometry.page_bytes
-    if num_pages < (wanted := geometry.pages_for(context)):
-        least_mib = -(-wanted * geometry.page_bytes // MIB)
-        if model.device.type == "cuda" and not options.cache_mib:
-            raise ConfigError(
-                f"the weights leave {cache_mib} MiB of the GPU's memory for the cache, and one sequence of {context} "
-                f"tokens needs {least_mib}: give a smaller --max-context, or --device cpu"
-            )
+    states = options.max_running * geometry.slot_bytes
+    num_pages = (cache_mib * MIB - states) // geometry.page_bytes
+    if num_pages < (least := geometry.pages_for(context)):
+        raise ConfigError(_too_little(model, options, cache_mib, states, least * geometry.page_bytes))
+    if options.cache_mib and model.device.type == "cpu" and cache_mib > (available := available_bytes() // MIB):
         raise ConfigError(
-            f"--cache-mib {cache_mib} is too little for one sequence of {context} tokens: give "
-            f"--cache-mib {least_mib} or more, or a smaller --max-context"
+            f"--cache-mib {cache_mib} is more than the {available} MiB of memory that are available: give less"
         )
     try:
-        return CacheMemory(
+        memory = CacheMemory(
             geometry, num_pages=num_pages, num_slots=options.max_running, max_context=context, device=model.device
         )
     except (RuntimeError, MemoryError) as error:
-        raise ConfigError(f"--cache-mib {cache_mib} cannot be reserved: {error}") from error
+        named = f"--cache-mib {cache_mib}" if options.cache_mib else f"a cache of {cache_mib} MiB"
+        raise ConfigError(f"{named} cannot be reserved: {error}") from error
+    log.info(
+        "the cache has %d MiB: %d pages of %d tokens, and %d MiB for the states of %d running sequences",
+        cache_mib,
+        num_pages,
+        geometry.page_tokens,
+        states // MIB,
+        options.max_running,
+    )
+    return memory
+
+
+def _too_little(model: Model, options: Options, cache_mib: int, states: int, rows: int) -> str:
+    """Return the refusal of a cache that has no room for so many bytes of states, and of one sequence's rows."""
+    states_mib, rows_mib, least_mib = (-(-nbytes // MIB) for nbytes in (states, rows, states + rows))
+    too_little = (
+        f"too little for the states of {options.max_running} sequences ({states_mib} MiB, --max-running) and one "
+        f"sequence of {max_context(model, options)} tokens ({rows_mib} MiB, --max-context)"
+    )
+    smaller = "a smaller --max-context or --max-running"
+    if options.cache_mib:
+        return f"--cache-mib {cache_mib} is {too_little}: give --cache-mib {least_mib} or more, or {smaller}"
+    if model.device.type == "cpu":
+        return f"the cache's {cache_mib} MiB are {too_little}: give --cache-mib {least_mib} or more, or {smaller}"
+    return (
+        f"the weights leave {cache_mib} MiB of the GPU's memory for the cache, which is {too_little}: give {smaller}, "
+        "or --device cpu"
+    )
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ them by padding, and a linear layer would add pads to its state.
 
 import hashlib
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +29,11 @@ from prfaas.errors import ConfigError, InternalError
 from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.assets import read_object
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
+from prfaas_worker.memory import check_weights_fit
 from prfaas_worker.models.base import Batch, Chunk
 from prfaas_worker.models.generic.cache import PagedCache, layer_specs, pattern_of
 from prfaas_worker.models.generic.families import Family, read_family
+from prfaas_worker.models.kimi_linear.checkpoint import weight_files
 
 # The least that takes the path of a prompt, not that of a decode.
 _PROBE_TOKENS = 2
@@ -178,6 +181,7 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
     transformers.logging.disable_progress_bar()
     _hide_gpu_kernels()
     _refuse_towers(directory)
+    check_weights_fit(_weight_bytes(directory))
     auto: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -229,6 +233,16 @@ def _hide_gpu_kernels() -> None:
     """Hide these packages from transformers: this engine runs on the CPU, where their kernels fail."""
     for package in ("causal_conv1d", "fla", "mamba_ssm"):
         sys.modules[package] = None  # type: ignore[assignment]
+
+
+def _weight_bytes(directory: Path) -> int:
+    """Return the bytes of the weights in fp32, by the files' headers; transformers says what is wrong with no files."""
+    total = 0
+    for file in weight_files(directory) if any(directory.glob("*.safetensors")) else ():
+        with safe_open(file, framework="pt") as checkpoint:
+            shapes = [checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()]  # noqa: SIM118, not a mapping
+        total += sum(math.prod(shape) * torch.float32.itemsize for shape in shapes)
+    return total
 
 
 def _refuse_towers(directory: Path) -> None:

@@ -146,7 +146,7 @@ class SafetensorsCheckpoint:
     def __init__(self, directory: Path, config: KimiLinearConfig):
         """Read the headers. Raises ConfigError with a list of all differences from the config."""
         self._directory = directory
-        stored = [one for file in _files(directory) for one in _header(file)]
+        stored = [one for file in weight_files(directory) for one in _header(file)]
         expected = expected_shapes(config)
         self._stored = {public_name(name, config): where for name, where in stored}
         for name, where in self._stored.items():
@@ -210,7 +210,8 @@ class SafetensorsCheckpoint:
         return self._maps[file]
 
 
-def _files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that an index names, else model*.safetensors. Raises ConfigError if one is not there."""
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:

@@ -26,6 +26,7 @@ from prfaas.errors import ConfigError
 from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.memory import check_weights_fit
 from prfaas_worker.models.base import Batch, Decodes
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
@@ -41,6 +42,7 @@ from prfaas_worker.models.kimi_linear.precision import (
     instructions,
     probe_tokens,
     speedups,
+    weight_bytes,
 )
 from prfaas_worker.options import Dtype
 
@@ -120,12 +122,15 @@ class KimiLinear:
         if measured and choice.dtype == torch.bfloat16:
             facts = facts._replace(speedups=speedups(config))
             choice = choose(facts)
+        if device == "cpu":
+            check_weights_fit(weight_bytes(config, choice.dtype))
         model = cls(config, checkpoint, "", choice.dtype, device)
         if measured and choice.dtype == torch.bfloat16:
             exact = _blocks(config, Weights(checkpoint), choose_rule(model.device, torch.float32))
             choice = choose(facts._replace(divergence=model.divergence_from(exact)))
             if choice.dtype != torch.bfloat16:
                 del model  # or both would be in memory
+                check_weights_fit(weight_bytes(config, choice.dtype))
                 model = cls(config, checkpoint, "", choice.dtype, device)
         log.info("matrix products in %s: %s", str(choice.dtype).removeprefix("torch."), choice.reason)
         model.fingerprint = checkpoint.fingerprint()

@@ -1,0 +1,48 @@
+"""The host memory that a worker may still take, and the check that weights fit into it before any of them is read.
+
+In a container the limit of its control group counts, beyond which the kernel kills the process. Files that the kernel
+caches for it and has not used of late can give way, so they count as available.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from prfaas.errors import ConfigError
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_UNKNOWN_BYTES: Final = 1 << 62
+
+
+def available_bytes() -> int:
+    """Return how much memory there is; where the system does not say, more than anybody has."""
+    return min(_machine_bytes(), _container_bytes())
+
+
+def check_weights_fit(weight_bytes: int) -> None:
+    """Raise ConfigError if weights of this size do not fit into the available memory."""
+    if weight_bytes > (available := available_bytes()):
+        raise ConfigError(
+            f"the weights take {weight_bytes / 1e9:.2g} GB, and {available / 1e9:.2g} GB of memory are available: give "
+            "a higher memory limit, a larger machine, or a smaller model"
+        )
+
+
+def _machine_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _UNKNOWN_BYTES
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), _UNKNOWN_BYTES)
+
+
+def _container_bytes() -> int:
+    """Return the rest of the container's limit."""
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return _UNKNOWN_BYTES
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return int(limit) - used + int(stat.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return _UNKNOWN_BYTES
