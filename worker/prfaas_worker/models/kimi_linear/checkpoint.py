@@ -11,6 +11,7 @@ but for an accident of 2^-64 at worst. It does not withstand deliberate collisio
 """
 
 import hashlib
+import itertools
 import json
 import mmap
 import struct
@@ -254,7 +255,8 @@ class Weights:
 
     The matrices that make up the work, *products*, may be bf16 (see `precision`); all others are fp32. Whatever is
     joined is made in place on the device, one tensor of the checkpoint at a time: no more than a piece of a file is in
-    memory beside the weights. The tensors may also be parameters in training: gradients flow to them.
+    memory beside the weights. The tensors may also be parameters in training: gradients flow to them. So parts are
+    slices: autograd lets nobody write into what `split` or a loop over a tensor gives.
     """
 
     def __init__(
@@ -291,8 +293,9 @@ class Weights:
         """Concatenate tensors along their first axis, with columns multiplied by `columns`."""
         shapes = [self._shape(name) for name in names]
         joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype, device=self.device)
-        for name, part in zip(names, joined.split([shape[0] for shape in shapes]), strict=True):
-            self._copy(name, part)
+        ends = list(itertools.accumulate(shape[0] for shape in shapes))
+        for name, start, end in zip(names, [0, *ends], ends, strict=False):
+            self._copy(name, joined[start:end])
         return joined if columns is None else joined.mul_(columns)
 
     def experts(self, pairs: Sequence[tuple[str, str]], shared: tuple[str, str], columns: Tensor) -> Tensor:
@@ -301,21 +304,21 @@ class Weights:
         size, width = self._shape(pairs[0][0])
         count = len(pairs) + self._shape(shared[0])[0] // size
         stacked = torch.empty(count, 2, size, width, dtype=self._products, device=self.device)
-        for target, pair in zip(stacked, pairs, strict=False):
-            for half, name in zip(target, pair, strict=True):
-                self._copy(name, half)
+        for expert, pair in enumerate(pairs):
+            for half, name in enumerate(pair):
+                self._copy(name, stacked[expert, half])
         for half, name in enumerate(shared):
             self._copy(name, stacked[len(pairs) :, half])
-        for one in stacked:
-            one.mul_(columns)  # one by one, since bf16 is multiplied in an fp32 copy
+        for expert in range(count):
+            stacked[expert].mul_(columns)  # one by one, since bf16 is multiplied in an fp32 copy
         return stacked.flatten(1, 2)
 
     def experts_transposed(self, names: Sequence[str], shared: str, size: int) -> Tensor:
         """Each expert's matrix [D, size], then `shared` [D, n size] as n more: products [experts, size, D]."""
         width, shared_size = self._shape(shared)
         stacked = torch.empty(len(names) * size + shared_size, width, dtype=self._products, device=self.device)
-        for target, name in zip(stacked.split(size), names, strict=False):
-            self._copy(name, target.T)
+        for expert, name in enumerate(names):
+            self._copy(name, stacked[expert * size : (expert + 1) * size].T)
         self._copy(shared, stacked[len(names) * size :].T)
         return stacked.view(-1, size, width)
 
