@@ -55,7 +55,7 @@ def source_of(name: str) -> bytes:
 
 
 def bits_per_byte(model: Model, texts: torch.Tensor) -> float:
-    """Read READ_BYTES of each text, then score every following byte: prefill alone, decode as one batch."""
+    """Read READ_BYTES of each text, then score all following bytes: prefill alone, decode as one batch."""
     solo = Solo(model, slots=len(texts), tokens=texts.shape[1])
     sequences = [solo.new() for _ in texts]
     read = [solo.prefill(text[:READ_BYTES], sequence) for text, sequence in zip(texts, sequences, strict=True)]
@@ -66,10 +66,10 @@ def bits_per_byte(model: Model, texts: torch.Tensor) -> float:
     return torch.stack(nats).mean().item() / math.log(2)
 
 
-def bits_without_memory(model: Model, texts: torch.Tensor) -> float:
-    """Score 64 bytes of each text from the byte before alone: a fresh cache for each."""
+def bits_without_memory(model: Model, texts: torch.Tensor, measured: int = 64) -> float:
+    """Score `measured` bytes of each text from the byte before alone: a fresh cache for each."""
     nats = []
-    for position in range(READ_BYTES, READ_BYTES + 64):
+    for position in range(READ_BYTES, READ_BYTES + measured):
         solo = Solo(model, slots=len(texts), tokens=1)
         logits = solo.decode(texts[:, position - 1], [solo.new() for _ in texts])
         nats.append(torch.nn.functional.cross_entropy(logits, texts[:, position]))
