@@ -27,6 +27,7 @@ COPY gateway gateway
 COPY scheduler scheduler
 COPY transfer transfer
 COPY worker worker
+COPY connectors connectors
 RUN uv build -q --wheel --out-dir /dist
 
 # The lock's versions and hashes bind whatever of it an extra needs.

@@ -128,8 +128,8 @@ def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
         spec = next(iter(spec.kv_cache_specs.values()))
     if not isinstance(spec, (MambaSpec, FullAttentionSpec)) or isinstance(spec, SlidingWindowSpec):
         raise ConfigError(
-            f"a cache of kind {type(spec).__name__} cannot cross by PrfaasConnector, only full attention, MLA and linear "
-            "states can: use engine.transfer.connector Nixl for this model"
+            f"a cache of kind {type(spec).__name__} cannot cross by PrfaasConnector, only full attention, MLA and "
+            "linear states can: use engine.transfer.connector Nixl for this model"
         )
     return spec
 

@@ -45,7 +45,7 @@ NODE_SOURCES = ("kind", "node", "coredns")
 BASE_SOURCES = ("kind/base-image.sh", "kind/debian.sh", "kind/base.Dockerfile")
 PRODUCT_SOURCES = (
     "Dockerfile", "pyproject.toml", "requirements.lock.txt", "requirements-uv.lock.txt", "README.md", "LICENSE",
-    "core", "operator", "gateway", "scheduler", "transfer", "worker",
+    "core", "operator", "gateway", "scheduler", "transfer", "worker", "connectors",
 )  # fmt: skip
 REPOSITORIES = ("prfaas/kind-node", "prfaas/kind-base", "prfaas/kind-prometheus")
 TARGETS = ("operator", "gateway", "worker")

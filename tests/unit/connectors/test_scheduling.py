@@ -1,0 +1,129 @@
+"""The scheduler's side of vLLM's connector, by requests that have the attributes of vLLM's."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from prfaas.errors import ConfigError
+from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt
+from prfaas_vllm.settings import data_port, read_settings, require_supported
+
+PAGE = 256
+RULE = GoalRule(PAGE, 4)
+LEG = {"transfer_id": "a" * 32, "epoch": 7, "token": "secret", "host": "10.0.0.1", "port": 8001, "cluster": "eu"}
+
+
+@dataclass
+class Request:
+    request_id: str = "r"
+    num_prompt_tokens: int = 3000
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    max_tokens: int = 16
+    prompt_token_ids: list[int] | None = field(default=None)
+
+
+def source(**more: Any) -> Request:
+    return Request(kv_transfer_params={"prfaas": LEG | {"role": "source"}}, **more)
+
+
+def destination(**more: Any) -> Request:
+    return Request(kv_transfer_params={"prfaas": LEG | {"role": "destination"}}, **more)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "goal"),
+    [(0, 0), (1, 0), (2, 1), (256, 255), (1024, 1023), (1025, 1024), (1026, 1024), (1280, 1024), (1281, 1280)],
+)
+def test_all_but_the_last_token_of_a_short_prompt_cross_and_whole_pages_of_a_long_one(prompt: int, goal: int):
+    assert RULE.goal(prompt) == goal
+    assert GoalRule(1, 4).goal(prompt) == max(0, prompt - 1), "without pages that keep a state"
+
+
+def test_source_and_destination_agree_and_neither_takes_the_last_token():
+    for prompt in range(1, 3000, 7):
+        goal, kept = RULE.goal(prompt), kept_prompt(RULE.goal(prompt), prompt)
+        assert goal < prompt
+        assert goal <= kept <= prompt
+        dropped = TransferPlanner(RULE).add(source(num_prompt_tokens=prompt))
+        assert dropped == (prompt - kept if goal else 0)
+        assert TransferPlanner(RULE).matched(destination(num_prompt_tokens=prompt), 0) == goal
+
+
+def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
+    planner, request = TransferPlanner(RULE), source(num_prompt_tokens=1100)
+    assert planner.add(request) == 1100 - 1025
+    planner.scheduled(request, 512, ([1, 2], [3]))
+    plan = planner.take(is_idle=False)
+    assert [(start.request_id, start.goal) for start in plan.starts] == [("r", 1024)]
+    assert [(step.computed, step.block_ids) for step in plan.steps] == [(512, ([1, 2], [3]))]
+    assert planner.finish(request, is_whole=True) is True
+    assert planner.take(is_idle=True).revoked == {}
+    assert planner.is_source("r") is False
+
+
+def test_an_aborted_source_is_revoked_and_one_that_nobody_knew_of_holds_nothing():
+    planner, request = TransferPlanner(RULE), source()
+    planner.add(request)
+    assert planner.finish(request, is_whole=False) is False
+    assert planner.take(is_idle=True).starts == []
+    planner.add(request)
+    planner.take(is_idle=False)
+    assert planner.finish(request, is_whole=False) is True
+    assert planner.take(is_idle=True).revoked == {"r": "the prefill was aborted"}
+
+
+def test_a_preempted_source_is_revoked_before_its_blocks_are_written_again():
+    planner, request = TransferPlanner(RULE), source()
+    planner.add(request)
+    planner.take(is_idle=False)
+    planner.preempted(["other", "r"])
+    planner.scheduled(request, 512, ([1],))
+    plan = planner.take(is_idle=False)
+    assert list(plan.revoked) == ["r"]
+    assert plan.steps == []
+    assert planner.finish(request, is_whole=True) is True
+
+
+def test_a_destination_fetches_what_its_own_cache_lacks_once():
+    planner, request = TransferPlanner(RULE), destination()
+    assert planner.matched(request, 512) == 2816 - 512
+    assert planner.matched(request, 512) == 2816 - 512, "without side effects"
+    planner.allocated(request, ([1, 2],), 2816 - 512)
+    (fetching,) = planner.take(is_idle=False).fetches
+    assert (fetching.start, fetching.goal, fetching.leg.port) == (512, 2816, 8001)
+    assert planner.matched(request, 0) == 0, "after a failure it is computed here"
+    planner.allocated(request, ([1, 2],), 0)
+    assert planner.take(is_idle=False).fetches == []
+    assert planner.finish(request, is_whole=True) is False
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}])
+def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
+    planner, request = TransferPlanner(RULE), Request(kv_transfer_params=params)
+    assert planner.add(request) == 0
+    assert planner.matched(request, 0) == 0
+    planner.allocated(request, ([1],), 5)
+    assert planner.take(is_idle=False).fetches == []
+    assert planner.finish(request, is_whole=False) is False
+
+
+def test_settings_are_read_from_text_and_numbers_and_faults_are_named():
+    assert read_settings({"transfer_memory_mib": "64", "host": "10.1.1.1"}).transfer_memory_mib == 64
+    with pytest.raises(ConfigError, match="unknown field `hots`"):
+        read_settings({"hots": "x"})
+    with pytest.raises(ConfigError, match="compression is 'zip', want one of"):
+        read_settings({"compression": "zip"})
+    assert [data_port(9000, 0), data_port(None, 3)] == [9000, 8004]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"), [("0.32.0+cpu", True), ("0.33.1", True), ("0.31.2", False), ("x", False)]
+)
+def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is_known: bool):
+    if is_known:
+        require_supported(version)
+    else:
+        with pytest.raises(ConfigError, match=f"vLLM {version} is not supported by this version of prfaas"):
+            require_supported(version)
