@@ -57,9 +57,10 @@ class SourceStart:
 
 @dataclass(frozen=True)
 class SourceStep:
-    """After this step `computed` tokens of a source's request are in its blocks."""
+    """This step brings a source's request from `before` to `computed` tokens in its blocks."""
 
     request_id: str
+    before: int
     computed: int
     block_ids: BlockIds
 
@@ -146,8 +147,8 @@ class TransferPlanner:
     def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:
         """Note a request's part of the next step."""
         if request.request_id in self._sources:
-            computed = request.num_computed_tokens + tokens
-            self._plan.steps.append(SourceStep(request.request_id, computed, block_ids))
+            before = request.num_computed_tokens
+            self._plan.steps.append(SourceStep(request.request_id, before, before + tokens, block_ids))
 
     def is_source(self, request_id: str) -> bool:
         return request_id in self._sources

@@ -153,13 +153,15 @@ class Transfers:
         for number, group in enumerate(self._groups):
             if group.layout.kind == "attention":
                 parts += self._new_rows(source, number, min(step.computed, goal))
-        if step.computed == goal or (step.computed > goal and not self._has_states):
-            parts += self._copy_states(source, goal)
+        if step.computed >= goal:
             source.is_finished = True
-        elif step.computed > goal:
-            self.mover.fail(transfer_id, f"a step ended at token {step.computed}, none at {goal}, where a state is due")
-            source.is_finished = True
-            return
+            states = self._copy_states(source, goal) if goal in (step.before, step.computed) else None
+            if states is None and self._has_states:
+                self.mover.fail(
+                    transfer_id, f"no state at token {goal}: a step went from {step.before} to {step.computed}"
+                )
+                return
+            parts += states or []
         self.mover.put(transfer_id, parts)
         if source.is_finished:
             self.mover.finish(transfer_id, time.monotonic() - source.began)
@@ -182,12 +184,16 @@ class Transfers:
             for layer in layout.layers
         ]
 
-    def _copy_states(self, source: _Source, goal: int) -> list[CopyPart]:
+    def _copy_states(self, source: _Source, goal: int) -> list[CopyPart] | None:
+        """Copy the states after `goal` tokens: a step has ended there, or began there with a cached one. None if vLLM
+        has taken a block of them back."""
         parts = []
         for number, group in enumerate(self._groups):
             if group.layout.kind != "linear":
                 continue
             blocks = group.blocks_of(source.block_ids[group.number], goal, 0)
+            if 0 in blocks:
+                return None
             for layer, tensors in group.tensors.items():
                 room = bytearray(group.layout.nbytes)
                 read_blocks(tensors, blocks, memoryview(room))

@@ -57,7 +57,7 @@ def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
     planner.scheduled(request, 512, ([1, 2], [3]))
     plan = planner.take(is_idle=False)
     assert [(start.request_id, start.goal) for start in plan.starts] == [("r", 1024)]
-    assert [(step.computed, step.block_ids) for step in plan.steps] == [(512, ([1, 2], [3]))]
+    assert [(step.before, step.computed, step.block_ids) for step in plan.steps] == [(0, 512, ([1, 2], [3]))]
     assert planner.finish(request, is_whole=True) is True
     assert planner.take(is_idle=True).revoked == {}
     assert planner.is_source("r") is False
