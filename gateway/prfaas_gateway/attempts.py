@@ -119,7 +119,8 @@ class Attempts:
                     self._learn(route, answer)
                     self._note_lost_prefill(route, answer)
                     request.outcome = _outcome_of(answer.status, request.fell_back)
-                    begun = await begin_answer(self._http, answer, _added_headers(request, route, answer.status))
+                    added = _added_headers(request, route, answer.status)
+                    begun = await begin_answer(self._http, answer, added, request.resumable)
                     if isinstance(begun, web.Response):
                         return begun
                     request.stream = begun
@@ -143,6 +144,9 @@ class Attempts:
             if log is None:
                 break
             log.worker_died()
+            if rest := log.ending():
+                await stream.end(rest)
+                return stream.response
             if log.pieces > pieces:  # the stream moved on, so another recovery gets the full time
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
             if not log.can_go_on or log.is_refused or not self._may_retry():
@@ -177,7 +181,7 @@ class Attempts:
         request.resumes += 1
         metrics.resumes.inc()
         if stream.log is not None:
-            metrics.resumed_tokens.inc(stream.log.resume().sent_tokens)
+            metrics.resumed_tokens.inc(stream.log.sent_tokens)
 
     def _may_retry(self) -> bool:
         """Take a retry from the budget, and count the refusal if it is empty."""

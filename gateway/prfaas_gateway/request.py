@@ -34,7 +34,7 @@ from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
-from prfaas_gateway.stream import AnswerStream
+from prfaas_gateway.stream import AnswerStream, ResumeLog, StreamLog
 from prfaas_gateway.upstream import Answer
 
 log = logging.getLogger(__name__)
@@ -127,6 +127,8 @@ class GatewayRequest:
     """The error answer of the last failed leg."""
     stream: AnswerStream | None = None
     """Its answer, after the first byte was sent to the client."""
+    resumable: ResumeLog | None = None
+    """The log of its answer, of engines that do not announce it in a header."""
 
     # Its outcome.
     outcome: RequestOutcome = "failed"
@@ -183,7 +185,7 @@ class GatewayRequest:
         Raises BadInputError if the stream cannot be resumed.
         """
         sent, body = dict(self.headers), self.body
-        if self.stream is not None and self.stream.log is not None:
+        if self.stream is not None and isinstance(self.stream.log, StreamLog):
             document = self.stream.log.document()
             sent[headers.RESUME], body = str(len(document)), document + body
         if self.deadline_seconds is not None:

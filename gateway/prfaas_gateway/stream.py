@@ -6,8 +6,9 @@ keeps the data that another worker needs to resume.
 """
 
 import asyncio
+from collections.abc import Set
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import aiohttp
 from aiohttp import web
@@ -24,6 +25,7 @@ from prfaas.wire.resume import (
     encode_resume,
     read_comments,
 )
+from prfaas.wire.routes import EngineName
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import error_event, read_error, relayed_headers
 from prfaas_gateway.upstream import Answer
@@ -46,13 +48,61 @@ class BrokenOffError(Exception):
     """The worker died in the middle of its answer; the client has no error yet."""
 
 
+class ResumeLog(Protocol):
+    """What the client has of a stream, so that another instance can go on with it."""
+
+    @property
+    def engines(self) -> Set[EngineName]:
+        """The engines that can."""
+        ...
+
+    pieces: int
+    """Pieces passed on so far."""
+    error_event: bytes
+    """The last error event that a worker ended with."""
+    is_refused: bool
+    """True if the last dead worker ended with an error that every worker would answer."""
+
+    def take(self, piece: bytes) -> bytes:
+        """Add a piece from the worker; return the bytes to send to the client now. Raises BadInputError."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the client has the whole answer."""
+        ...
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether the answer is whole, and more of the worker is not wanted."""
+        ...
+
+    def worker_died(self) -> None:
+        """Discard what the client does not have; keep the worker's error."""
+        ...
+
+    def ending(self) -> bytes:
+        """Return the end of an answer that lacks nothing else."""
+        ...
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another instance could."""
+        ...
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens of the answer to compute again, as a prompt."""
+        ...
+
+
 class AnswerStream:
     """The answer to one client while it is streamed.
 
     `response` is prepared; `log` is None if no worker could resume the answer.
     """
 
-    def __init__(self, http: web.Request, response: web.StreamResponse, log: "StreamLog | None"):
+    def __init__(self, http: web.Request, response: web.StreamResponse, log: "ResumeLog | None"):
         self.response = response
         self.log = log
         self._http = http
@@ -65,6 +115,14 @@ class AnswerStream:
         """
         try:
             await self._pump(answer, limits)
+            await self.response.write_eof()
+        except (OSError, aiohttp.ClientError) as error:
+            raise ClientGoneError(str(error)) from error
+
+    async def end(self, rest: bytes) -> None:
+        """End an answer that lacks only `rest`; raises ClientGoneError if the client left."""
+        try:
+            await self.response.write(rest)
             await self.response.write_eof()
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError(str(error)) from error
@@ -103,6 +161,8 @@ class AnswerStream:
                     awaiting_worker = True
                     self._tail = piece[-2:]
                     timer.limit_seconds = stall_seconds
+                    if log is not None and log.has_enough:
+                        return
         except (OSError, aiohttp.ClientError, BadInputError) as error:  # TimeoutError is an OSError
             if not awaiting_worker:
                 raise
@@ -113,10 +173,12 @@ class AnswerStream:
             raise BrokenOffError("the worker's stream ended before the answer was whole")
 
 
-async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str]) -> AnswerStream | web.Response:
+async def begin_answer(
+    http: web.Request, answer: Answer, added: dict[str, str], resumable: ResumeLog | None
+) -> AnswerStream | web.Response:
     """Start the client's answer with our headers `added` (lower-case names); return an answer that is already complete.
 
-    Raises ClientGoneError if the client left.
+    `resumable` is the log of an engine that announces none. Raises ClientGoneError if the client left.
     """
     kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
@@ -129,7 +191,8 @@ async def begin_answer(http: web.Request, answer: Answer, added: dict[str, str])
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:
         raise ClientGoneError(str(error)) from error
-    return AnswerStream(http, response, _log_of(answer))
+    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
+    return AnswerStream(http, response, resumable if resumable is not None and is_stream else _log_of(answer))
 
 
 async def end_in_error(
@@ -167,6 +230,9 @@ class StreamLog:
     an event, or one without token ids.
     """
 
+    engines: Set[EngineName] = frozenset({"prfaas"})
+    has_enough = False
+
     def __init__(self, fingerprint: str, cached_tokens: int):
         self._fingerprint = fingerprint
         self._cached_tokens = cached_tokens
@@ -176,11 +242,8 @@ class StreamLog:
         self._held = b""
         self._last = b""
         self.pieces = 0
-        """Pieces passed on so far."""
         self.error_event = b""
-        """The last error event that a worker ended with."""
         self.is_refused = False
-        """True if the last dead worker ended with an error that every worker would answer."""
 
     def take(self, piece: bytes) -> bytes:
         """Add a piece from the worker; return the bytes to send to the client now.
@@ -224,6 +287,13 @@ class StreamLog:
             return len(self.document()) <= MAX_DOCUMENT_BYTES
         except BadInputError:
             return False
+
+    @property
+    def sent_tokens(self) -> int:
+        return self.resume().sent_tokens
+
+    def ending(self) -> bytes:
+        return b""
 
     def document(self) -> bytes:
         """Return the document for the worker that resumes. Raises BadInputError for invalid tokens."""

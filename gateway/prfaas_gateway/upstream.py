@@ -34,13 +34,14 @@ class Answer:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
         self.body = body
+        self.first = first
+        """The first piece of a stream, if the caller awaited it."""
         self._response = response
-        self._first = first
 
     async def read(self) -> bytes:
         """Return the next piece, empty at the end."""
-        if self._first:
-            piece, self._first = self._first, b""
+        if self.first:
+            piece, self.first = self.first, b""
             return piece
         return await self._response.content.readany()
 

@@ -25,14 +25,16 @@ class Engines:
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
         prefill, decode = route.prefill, route.decode
+        if request.stream is None:
+            request.resumable = None
         if prefill is not None and prefill.engine != decode.engine:
             message = (
                 f"{prefill.name} runs {prefill.engine} and {decode.name} {decode.engine}: give both pools one engine"
             )
             raise LegFailedError(message, leg="prefill", eject=True)
-        if request.stream is not None and decode.engine != "prfaas":
+        if request.stream is not None and (log := request.stream.log) and decode.engine not in log.engines:
             request.refused.add(decode.name)
-            message = f"{decode.name} runs {decode.engine}, which cannot resume another worker's answer"
+            message = f"{decode.name} runs {decode.engine}, which cannot resume another engine's answer"
             raise LegFailedError(message, leg="decode", eject=False)
         if not request.api.prefills:
             return await call(self._upstream, request, Leg("decode", decode, request.body))

@@ -26,6 +26,7 @@ OURS: Final = "x-prfaas-"
 VLLM: Final = cast(Set[EngineName], api.VLLM)
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
+_OF_DECODING: Final = ("stream_options", "min_tokens", "return_token_ids")
 _NULL: Final = msgspec.Raw(b"null")
 _BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
 _DIVISIBLE: Final = {
@@ -74,6 +75,8 @@ class Leg(NamedTuple):
     instance: Instance
     body: bytes
     headers: Mapping[str, str] = {}
+    path: str = ""
+    """Empty: the request's own."""
 
 
 def plain_headers(request: GatewayRequest) -> dict[str, str]:
@@ -89,7 +92,7 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
     rank = {headers.DATA_RANK: str(request.ranks[leg.instance.name])} if leg.instance.name in request.ranks else {}
     try:
         sent = {**plain_headers(request), **rank, **leg.headers}
-        answer = await upstream.post(leg.instance, request.path, sent, leg.body, await_piece=True)
+        answer = await upstream.post(leg.instance, leg.path or request.path, sent, leg.body, await_piece=True)
     except UnreachableError as error:
         raise LegFailedError(str(error), leg=leg.name, eject=True) from error
     if answer.status >= 500 and (leg.name == "prefill" or answer.status == 503):
@@ -158,14 +161,12 @@ class _Tied(Answer):
 
     def __init__(self, answer: Answer, filling: asyncio.Task[Answer | None], *, may_recompute: bool):
         self.status, self.headers, self.body = answer.status, answer.headers, answer.body
+        self.first = answer.first
         self._answer = answer
         self._response = answer._response  # it replaces the answer
         self._filling = filling
         if not may_recompute:
             filling.add_done_callback(self._prefill_ended)
-
-    async def read(self) -> bytes:
-        return await self._answer.read()
 
     def close(self) -> None:
         super().close()
@@ -192,7 +193,7 @@ def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
 
 def for_prefill(fields: Fields, added: Mapping[str, Any], answer_limit: str = "max_tokens") -> bytes:
     """Return the body of a leg that only prefills: one token and no stream."""
-    kept = {name: value for name, value in fields.items() if name not in ("stream_options", "min_tokens")}
+    kept = {name: value for name, value in fields.items() if name not in _OF_DECODING}
     kept |= {"stream": _FALSE, answer_limit: _ONE}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = _ONE

@@ -33,6 +33,7 @@ from prfaas.routing.facts import Route
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.shared import Leg, LegFailedError, bootstrap_url, call, call_both, for_prefill, with_fields
+from prfaas_gateway.engines.vllm_legs import VllmCall, check_begun, prepare
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -56,8 +57,9 @@ class VllmPrfaasEngine:
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        asked = await prepare(self._upstream, route.decode, request)
         if route.prefill is None:
-            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+            return await _decoded(self._upstream, request, route, asked)
         transfer = {
             "transfer_id": uuid.uuid4().hex,
             "epoch": secrets.randbits(EPOCH_BITS),
@@ -69,23 +71,24 @@ class VllmPrfaasEngine:
             "cluster": route.prefill.cluster,
         }
         request.transfer_id = transfer["transfer_id"]
-        fields = request.every_field()
         # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
-        asked = {"do_remote_decode": True, "prfaas": {"role": "source", **transfer}}
-        filled = for_prefill(fields, _params(asked), request.api.answer_limit)
-        decoded = with_fields(fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
+        source = {"do_remote_decode": True, "prfaas": {"role": "source", **transfer}}
+        filled = for_prefill(asked.fields, _params(source), asked.answer_limit)
+        decoded = with_fields(asked.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
         answer = await call_both(
             self._upstream,
             request,
-            Leg("prefill", route.prefill, filled),
-            Leg("decode", route.decode, decoded),
+            Leg("prefill", route.prefill, filled, path=asked.path),
+            Leg("decode", route.decode, decoded, path=asked.path),
             may_recompute=request.may_recompute,
         )
-        if answer.status == 500:  # with `failurePolicy: Fail` a lost cache is an error
-            answer.close()
-            message = f"{route.decode.name} could not use a cache of {route.prefill.name}"
-            raise LegFailedError(message, leg="prefill", eject=False, answer=answer)
-        return answer
+        return check_begun(answer, with_prefill=True)
+
+
+async def _decoded(upstream: Upstream, request: GatewayRequest, route: Route, asked: VllmCall) -> Answer:
+    """Run the one leg of a request that its decode instance prefills."""
+    answer = await call(upstream, request, Leg("decode", route.decode, asked.body, path=asked.path))
+    return check_begun(answer, with_prefill=False)
 
 
 class _Prefilled(msgspec.Struct):
@@ -100,17 +103,18 @@ class VllmNixlEngine:
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        asked = await prepare(self._upstream, route.decode, request)
         if route.prefill is None:
-            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
-        fields = request.every_field()
-        body = for_prefill(fields, {"kv_transfer_params": ASKS_FOR_CACHE}, request.api.answer_limit)
-        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
+            return await _decoded(self._upstream, request, route, asked)
+        body = for_prefill(asked.fields, {"kv_transfer_params": ASKS_FOR_CACHE}, asked.answer_limit)
+        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body, path=asked.path))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
         params = self._where(route.prefill.name, answer)
-        body = with_fields(fields, {"kv_transfer_params": params})
-        return await call(self._upstream, request, Leg("decode", route.decode, body))
+        body = with_fields(asked.fields, {"kv_transfer_params": params})
+        answer = await call(self._upstream, request, Leg("decode", route.decode, body, path=asked.path))
+        return check_begun(answer, with_prefill=True)
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
         """Return the prefill instance's kv_transfer_params.
@@ -145,30 +149,31 @@ class VllmMooncakeEngine:
         self._known: dict[str, _Known] = {}
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        asked = await prepare(self._upstream, route.decode, request)
         if route.prefill is None:
-            return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+            return await _decoded(self._upstream, request, route, asked)
         ranks = await self._ranks(route.prefill)
         chosen = str(request.ranks.get(route.prefill.name, ""))
         rank = chosen if chosen in ranks else random.choice(list(ranks))  # noqa: S311 - spreads load, guards nothing
         transfer_id = f"xfer-{uuid.uuid4()}"
-        asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-        taken = {
+        source = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        destination = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "remote_bootstrap_addr": bootstrap_url(route.prefill),
             "remote_engine_id": ranks[rank].engine_id,
             "transfer_id": transfer_id,
         }
-        fields = request.every_field()
-        filled = for_prefill(fields, _params(asked), request.api.answer_limit)
-        decoded = with_fields(fields, _params(taken))
+        filled = for_prefill(asked.fields, _params(source), asked.answer_limit)
+        decoded = with_fields(asked.fields, _params(destination))
         try:
-            return await call_both(
+            answer = await call_both(
                 self._upstream,
                 request,
-                Leg("prefill", route.prefill, filled, {headers.DATA_RANK: rank}),
-                Leg("decode", route.decode, decoded),
+                Leg("prefill", route.prefill, filled, {headers.DATA_RANK: rank}, path=asked.path),
+                Leg("decode", route.decode, decoded, path=asked.path),
             )
+            return check_begun(answer, with_prefill=True)
         except LegFailedError:
             self._known.pop(route.prefill.url, None)
             raise

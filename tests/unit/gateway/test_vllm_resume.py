@@ -1,0 +1,468 @@
+"""Proves that a broken stream of vLLM goes on at another vLLM instance, and ends honestly where none can go on with it.
+
+The instances are stand-ins whose streams have the form of recorded ones; tests/vllm has the real ones.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.wire.resume import DONE
+from prfaas_gateway.engines import vllm_legs
+from prfaas_gateway.engines.vllm_resume import DRAWN_AFRESH
+from prfaas_gateway.engines.vllm_stream import VllmStreamLog, can_resume
+from prfaas_gateway.request import read_fields
+
+from .conftest import QUICK
+from .vllm_standin import ANSWER, PROMPT, TOKENS, Vllm
+
+RECORDED = json.loads((Path(__file__).parent / "vllm_recorded.json").read_text())
+SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.5)
+COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 200, "stream": True}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "say"}], "stream": True}
+COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+REQUESTS = {
+    "completion": COMPLETION,
+    "limited": COMPLETION | {"max_tokens": 30, "stream_options": {"include_usage": True}},
+    "counted": COMPLETION | COUNTED,
+    "stopped": COMPLETION | {"stop": ["never", "END"], "stream_options": {"include_usage": True}},
+    "stopped by one character": COMPLETION | {"stop": "→"},
+    "stopped and shown": COMPLETION | {"stop": ["END of", "字 END"], "include_stop_str_in_output": True},
+    "chat": CHAT,
+    "counted chat": CHAT | COUNTED,
+    "stopped chat": CHAT | {"stop": ["END"], "max_completion_tokens": 100},
+}
+
+
+@dataclass
+class Answered:
+    """What a client read of a stream."""
+
+    text: str = ""
+    reasons: list[str] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+    usage: dict | None = None
+    heads: set[tuple] = field(default_factory=set)
+    ids: list[int] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, body: bytes) -> "Answered":
+        self = cls()
+        *events, last = body.removesuffix(b"\n\n").split(b"\n\n")
+        assert last == b"data: [DONE]", body[-400:]
+        for event in events:
+            if event.startswith(b":"):
+                continue
+            chunk = json.loads(event.removeprefix(b"data: "))
+            assert "error" not in chunk
+            self.heads.add((chunk["id"], chunk["object"], chunk["created"], chunk["model"]))
+            self.usage = chunk.get("usage") or self.usage
+            for choice in chunk["choices"]:
+                self.text += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                self.reasons += filter(None, [choice["finish_reason"]])
+                self.stops += filter(None, [choice.get("stop_reason")])
+                self.ids += choice.get("token_ids") or []
+        if self.usage is not None:
+            self.usage.pop("completion_tokens_details", None)
+        return self
+
+
+def path_of(asked: dict) -> str:
+    return "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+
+
+async def start(world, *names: str, engine: str = "vllm-prfaas", limits=SOON, **more) -> None:
+    await world.start(*(names or ("d0", "d1")), limits=limits, **more)
+    instances = [msgspec.structs.replace(one, engine=engine) for one in world.table.instances]
+    world.state.set_table(world.write_table(instances=tuple(instances), **more))
+    for worker in world.workers.values():
+        worker.reply = Vllm()
+
+
+class Pair(Vllm):
+    """One stand-in behind two names: it dies once and goes on as the other."""
+
+    def events(self, path: str, asked: dict):
+        self.length = 0
+        for event in super().events(path, asked):
+            self.length += len(f"data: {event}\n\n".encode())
+            yield event
+
+    async def _die(self, request: web.Request, response: web.StreamResponse) -> None:
+        self.dies_at = None
+        await super()._die(request, response)
+
+
+def both(world, reply: Vllm) -> Vllm:
+    for worker in world.workers.values():
+        worker.reply = reply
+        world.state.ejections.succeeded(worker.name)
+    return reply
+
+
+async def undisturbed(world, asked: dict, parts: int = 1) -> tuple[Answered, int]:
+    """Return the whole answer and the length of its stream at the instance."""
+    pair = both(world, Pair(parts=parts))
+    got = await world.post(asked, path_of(asked))
+    return Answered.read(got.body), pair.length
+
+
+def broken(body: bytes) -> dict:
+    """Return the error that a broken stream ends with."""
+    return json.loads(body.removesuffix(DONE).strip().split(b"\n\n")[-1].removeprefix(b"data: "))["error"]
+
+
+def shape(value) -> object:
+    """Return the form of a JSON value: keys in their order, and kinds of values."""
+    if isinstance(value, dict):
+        return [(name, shape(one)) for name, one in value.items()]
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [shape(one) for one in value]
+    return type(value).__name__
+
+
+# The form of the stand-in, and of what the client sees
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_the_stand_in_speaks_as_the_recorded_vllm_does(name):
+    recorded = RECORDED[name]
+    asked = (CHAT if "chat" in name else COMPLETION) | {"max_tokens": 6}
+    asked |= {"return_token_ids": name.endswith("-ids")} | (COUNTED if "continuous" in name else {})
+    spoken = [f"data: {one}" for one in Vllm().events(recorded["path"], asked)]
+    assert len(spoken) == len(recorded["stream"])
+    for ours, theirs in zip(spoken[:-1], recorded["stream"][:-1], strict=True):
+        assert shape(json.loads(ours[6:])) == shape(json.loads(theirs[6:]))
+    assert spoken[-1] == recorded["stream"][-1]
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if not name.endswith("-ids")])
+@pytest.mark.parametrize("cut", [1, 7, 100, 1 << 20])
+def test_a_client_that_asks_for_no_ids_gets_what_vllm_would_send_it_byte_for_byte(name, cut):
+    recorded = RECORDED[name + "-ids"]
+    stream = b"".join(one.encode() + b"\n\n" for one in recorded["stream"])
+    log = VllmStreamLog(recorded["path"], {})
+    got = b"".join(log.take(stream[at : at + cut]) for at in range(0, len(stream), cut))
+    assert got == b"".join(one.encode() + b"\n\n" for one in RECORDED[name]["stream"])
+    assert log.is_whole
+    answered = log.answered
+    assert answered is not None
+    assert (len(answered.prompt_ids), len(answered.sent_ids)) == ((23, 6) if "chat" in name else (11, 6))
+
+
+@pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
+async def test_an_undisturbed_stream_is_what_the_instance_alone_would_send(world, asked):
+    await start(world)
+    got = await world.post(asked, path_of(asked))
+    assert got.body.decode() == "".join(f"data: {one}\n\n" for one in Vllm().events(path_of(asked), asked))
+
+
+# A stream that breaks
+
+
+@pytest.mark.parametrize("how", ["resets", "ends", "fails"])
+@pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
+async def test_a_stream_goes_on_wherever_its_instance_dies(world, asked, how):
+    await start(world)
+    whole, length = await undisturbed(world, asked)
+    for place in [*range(1, length - 1, 211), length - 1]:
+        both(world, Pair(place, how))
+        got = await world.post(asked, path_of(asked))
+        assert (got.status, Answered.read(got.body)) == (200, whole), f"died after byte {place} of {length}"
+
+
+@pytest.mark.parametrize("engine", ["vllm-nixl", "vllm-mooncake"])
+async def test_every_connector_of_vllm_goes_on(world, engine):
+    await start(world, engine=engine)
+    whole, length = await undisturbed(world, COMPLETION)
+    both(world, Pair(length // 2))
+    assert Answered.read((await world.post(COMPLETION, "/v1/completions")).body) == whole
+
+
+@pytest.mark.parametrize("name", ["completion", "stopped", "stopped and shown", "stopped chat"])
+async def test_chunks_of_several_tokens_may_end_within_a_character(world, name):
+    asked = REQUESTS[name]
+    await start(world)
+    whole, length = await undisturbed(world, asked, parts=3)
+    for place in range(50, length, 173):
+        both(world, Pair(place, parts=3))
+        got = Answered.read((await world.post(asked, path_of(asked))).body)
+        if "stop" in asked:  # the tokens of a chunk behind a stop string are counted
+            assert got.usage is None or 0 <= got.usage["completion_tokens"] - whole.usage["completion_tokens"] < 3
+            got.usage = whole.usage
+        assert got == whole, f"died after byte {place}"
+
+
+async def test_without_care_for_cut_characters_the_prompt_would_be_said_again(world, monkeypatch):
+    """The stand-in, like vLLM, is wrong there; so this is what the care is for."""
+
+    async def careless(*_args) -> tuple[int, str]:
+        return 0, ""
+
+    await start(world)
+    whole, length = await undisturbed(world, COMPLETION)
+    monkeypatch.setattr(vllm_legs, "_last_text", careless)
+    wrong = []
+    for place in range(50, length, 97):
+        both(world, Pair(place))
+        wrong.append(Answered.read((await world.post(COMPLETION, "/v1/completions")).body).text)
+    assert any(text.count(PROMPT) for text in wrong)
+    assert whole.text == ANSWER
+
+
+class Dying(Vllm):
+    """Dies at each of some places of its streams, and then no more."""
+
+    def __init__(self, *places: int):
+        super().__init__()
+        self.places = list(places)
+
+    async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        if "/v1/" in request.path and request.method == "POST":
+            self.dies_at = self.places.pop(0) if self.places else None
+        return await super().__call__(request, body)
+
+
+@pytest.mark.parametrize("name", ["completion", "stopped", "counted chat"])
+async def test_a_stream_goes_on_after_a_second_and_a_third_break(world, name):
+    await start(world, limits=SOON._replace(recover_seconds=20))
+    asked = REQUESTS[name]
+    whole, _ = await undisturbed(world, asked)
+    for places in ((1500, 1, 700), (900, 1100, 1300), (2000, 300, 2)):
+        reply = both(world, Dying(*places))
+        assert Answered.read((await world.post(asked, path_of(asked))).body) == whole, places
+        assert len(reply.asked) == 4
+
+
+async def test_the_next_instance_gets_the_ids_and_what_is_left_of_the_limits(world):
+    await start(world)
+    asked = COMPLETION | {"max_tokens": 60, "min_tokens": 50, "seed": 7, "top_p": 0.9, "stop": ["END"]}
+    asked |= {"frequency_penalty": 0.5, "presence_penalty": 1.0, "logit_bias": {"195": 3.0, "65": 1.0}}
+    reply = both(world, Pair(1200))
+    await world.post(asked, "/v1/completions")
+    (_, first), (path, then) = reply.asked
+    sent = then["prompt"][len(PROMPT) :]
+    assert first == asked | {"return_token_ids": True}
+    assert path == "/v1/completions"
+    assert then["prompt"] == list((PROMPT + ANSWER).encode())[: len(PROMPT) + len(sent)]
+    assert len(sent) > 3
+    assert (then["max_tokens"], then["min_tokens"]) == (60 - len(sent), 50 - len(sent))
+    assert (then["seed"], then["top_p"], then["stream"], then["return_token_ids"]) == (7, 0.9, True, True)
+    assert "stop" not in then, "the gateway looks for them, from the held text on"
+    counts = {token: sent.count(token) for token in sent}
+    assert then["logit_bias"]["195"] == 3.0 - 0.5 * counts[195] - 1.0
+    assert then["logit_bias"]["65"] == 1.0
+    assert then["logit_bias"][str(sent[1])] == -0.5 * counts[sent[1]] - 1.0
+
+
+@pytest.mark.parametrize(("temperature", "notes"), [(0, 0), (0.5, 1), (None, 1)])
+async def test_a_comment_tells_that_a_sampled_answer_goes_on_with_other_random_numbers(world, temperature, notes):
+    await start(world)
+    both(world, Pair(1200))
+    got = await world.post(COMPLETION | {"temperature": temperature, "seed": 7}, "/v1/completions")
+    assert got.body.count(DRAWN_AFRESH) == notes
+    assert Answered.read(got.body).text == ANSWER
+
+
+async def test_a_chat_without_a_limit_may_fill_the_models_context(world):
+    await start(world)
+    reply = both(world, Pair(1200))
+    asked = CHAT | {"chat_template_kwargs": {"a": 1}, "tools": [], "response_format": {"type": "text"}}
+    await world.post(asked, "/v1/chat/completions")
+    _, (path, then) = reply.asked
+    assert (path, then["max_tokens"]) == ("/v1/completions", 4096 - len(then["prompt"]))
+    assert not {"messages", "chat_template_kwargs", "tools", "response_format"} & set(then)
+
+
+async def test_a_continuation_may_be_offloaded_like_any_prompt(world):
+    await start(world, "d0", "d1", "x0", tokens=1)
+    whole, length = await undisturbed(world, COMPLETION)
+    pair = both(world, Pair(length // 2))
+    assert Answered.read((await world.post(COMPLETION, "/v1/completions")).body) == whole
+    source, destination = [body for _, body in pair.asked if "kv_transfer_params" in body][-2:]
+    assert source["prompt"] == destination["prompt"]
+    assert {"stream": False, "max_tokens": 1}.items() <= source.items()
+
+
+async def test_a_client_that_asked_for_ids_gets_them_once(world):
+    asked = COMPLETION | {"return_token_ids": True}
+    await start(world)
+    whole, length = await undisturbed(world, asked)
+    assert whole.ids == list(ANSWER.encode())
+    went_on = 0
+    for place in range(300, length, 397):
+        both(world, Pair(place))
+        got = await world.post(asked, "/v1/completions", headers={"Connection": "close"})
+        if b'"error"' in got.body:  # it has the ids of half a character
+            assert "cut in the middle" in broken(got.body)["message"]
+        else:
+            assert Answered.read(got.body) == whole
+            went_on += 1
+    assert went_on > 10
+
+
+async def test_after_the_last_token_nothing_is_computed_again(world):
+    asked = REQUESTS["limited"]
+    await start(world)
+    whole, length = await undisturbed(world, asked)
+    for place in (length - len(DONE) - 1, length - 1):
+        reply = both(world, Pair(place))
+        assert Answered.read((await world.post(asked, "/v1/completions")).body) == whole
+        assert len(reply.asked) == 1
+
+
+async def test_the_gateway_ends_a_leg_whose_stop_string_it_found(world):
+    asked = REQUESTS["stopped"]
+    await start(world)
+
+    class Endless(Pair):
+        async def __call__(self, request, body):
+            response = await super().__call__(request, body)
+            if request.path == "/v1/completions" and len(self.asked) == 2:
+                await asyncio.sleep(60)
+            return response
+
+    whole, _ = await undisturbed(world, asked)
+    both(world, Endless(900))
+    assert Answered.read((await world.post(asked, "/v1/completions")).body) == whole
+    waits = [asyncio.ensure_future(worker.aborted.wait()) for worker in world.workers.values()]
+    done, pending = await asyncio.wait(waits, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    for one in pending:
+        one.cancel()
+    assert done
+
+
+async def test_an_error_before_the_first_token_is_retried_although_the_status_was_200(world):
+    await start(world)
+    error = {"message": "EngineCore", "type": "InternalServerError", "code": 500}
+    failing = []
+
+    async def fail_once(request: web.Request, body: bytes) -> web.StreamResponse:
+        failing.append(body)
+        if len(failing) > 1:
+            return await Vllm()(request, body)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    for worker in world.workers.values():
+        worker.reply = fail_once
+    got = await world.post(COMPLETION, "/v1/completions")
+    assert (got.status, Answered.read(got.body).text) == (200, ANSWER)
+
+
+async def test_a_silent_instance_is_left_for_another(world):
+    await start(world)
+    both(world, Pair(1500, "stalls"))
+    got = await world.post(COMPLETION, "/v1/completions")
+    assert Answered.read(got.body).text == ANSWER
+
+
+# A stream that cannot go on
+
+
+REFUSED = {
+    "two answers": {"n": 2},
+    "log probabilities": {"logprobs": 1},
+    "an echo": {"echo": True},
+    "a grammar": {"response_format": {"type": "json_object"}},
+    "structured outputs": {"structured_outputs": {"regex": "a*"}},
+    "guided decoding": {"guided_regex": "a*"},
+    "tools": {"tools": [{"type": "function"}]},
+}
+
+
+@pytest.mark.parametrize("more", REFUSED.values(), ids=REFUSED)
+async def test_an_answer_with_a_state_of_its_own_ends_with_an_error(world, more):
+    await start(world)
+    asked = COMPLETION | more
+    reply = both(world, Pair(900))
+    got = await world.post(asked, "/v1/completions")
+    assert broken(got.body)["code"] == "stream_broken"
+    assert [body for _, body in reply.asked] == [asked], "ids were not asked for, and nobody else was asked"
+
+
+@pytest.mark.parametrize("delta", [{"reasoning": "hm"}, {"tool_calls": [{"index": 0}]}])
+async def test_what_a_parser_took_apart_is_not_put_together_again(world, delta):
+    await start(world)
+
+    class Parsing(Pair):
+        def events(self, path, asked):
+            parsed = json.dumps(delta, separators=(",", ":"))
+            for event in super().events(path, asked):
+                yield event.replace('{"content":"b"}', parsed)
+
+    reply = both(world, Parsing(1500))
+    got = await world.post(CHAT, "/v1/chat/completions")
+    assert broken(got.body)["code"] == "stream_broken"
+    assert len(reply.asked) == 1
+
+
+async def test_an_image_is_not_taken_for_its_ids(world):
+    await start(world)
+    parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    reply = both(world, Pair(1500))
+    got = await world.post(CHAT | {"messages": [{"role": "user", "content": parts}]}, "/v1/chat/completions")
+    assert broken(got.body)["code"] == "stream_broken"
+    assert len(reply.asked) == 1
+
+
+async def test_an_instance_that_names_no_ids_ends_with_an_error(world):
+    await start(world)
+
+    class Older(Pair):
+        def events(self, path, asked):
+            return super().events(path, {name: value for name, value in asked.items() if name != "return_token_ids"})
+
+    reply = both(world, Older(900))
+    got = await world.post(COMPLETION, "/v1/completions")
+    assert broken(got.body)["code"] == "stream_broken"
+    assert len(reply.asked) == 1
+
+
+async def test_an_instance_that_cannot_tell_texts_is_no_way_on(world):
+    await start(world)
+
+    class Mute(Pair):
+        async def __call__(self, request, body):
+            if request.path == "/detokenize":
+                return web.Response(status=404)
+            return await super().__call__(request, body)
+
+    both(world, Mute(900))
+    got = await world.post(COMPLETION, "/v1/completions")
+    assert "/detokenize" in broken(got.body)["message"]
+
+
+async def test_our_own_worker_does_not_go_on_with_an_answer_of_vllm(world):
+    await start(world)
+    instances = [world.table.instances[0], msgspec.structs.replace(world.table.instances[1], engine="prfaas")]
+
+    class Switching(Pair):
+        async def _die(self, request, response):
+            world.state.set_table(msgspec.structs.replace(world.table, instances=tuple(instances)))
+            world.workers["d0"].reply = Vllm(0)
+            await super()._die(request, response)
+
+    world.state.set_table(msgspec.structs.replace(world.table, instances=tuple(instances[:1])))
+    world.workers["d0"].reply = Switching(900)
+    got = await world.post(COMPLETION, "/v1/completions")
+    assert b'"error"' in got.body
+    assert not [one for one in world.workers["d1"].seen if one.path == "/v1/completions"]
+
+
+def test_only_streams_of_one_text_ask_for_ids():
+    def asks(body: dict, path: str = "/v1/completions") -> bool:
+        return can_resume(path, read_fields(json.dumps(body).encode(), every=True)[1])
+
+    assert asks(COMPLETION)
+    assert asks(CHAT | {"tools": None, "logprobs": False, "n": 1}, "/v1/chat/completions")
+    assert not asks(COMPLETION | {"stream": False})
+    assert not asks(COMPLETION, "/v1/responses")
+    assert TOKENS > 60
