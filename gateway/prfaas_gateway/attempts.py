@@ -109,7 +109,7 @@ class Attempts:
         request = self._request
         request.route = route
         request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
-        with self._state.occupied(route, request.cached_on_ranks) as load:
+        with self._state.occupied(route, request.cached_on_ranks, request.request_id) as load:
             request.ranks = load.ranks
             answer = await self._parts.engines.open(route, request)
             try:

@@ -140,10 +140,10 @@ class GatewayState:
 
     @contextmanager
     def occupied(
-        self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+        self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({}), request_id: str = ""
     ) -> Iterator["LegLoad"]:
         """Choose the ranks of a leg's instances, and count the leg there while the block runs."""
-        ranks = self._choose_ranks(route, cached_on_ranks)
+        ranks = self._choose_ranks(route, cached_on_ranks, request_id)
         load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, (route, ranks), self.clock())
         for one in filter(None, (route.decode, route.prefill)):
             self.ejections.starting(one.name, self.clock())
@@ -152,14 +152,17 @@ class GatewayState:
         finally:
             load.done()
 
-    def _choose_ranks(self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    def _choose_ranks(
+        self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]], request_id: str
+    ) -> dict[str, int]:
         """Return the cheapest data-parallel rank of each instance of a route that takes one."""
         chosen: dict[str, int] = {}
         for one in filter(takes_rank, filter(None, (route.decode, route.prefill))):
             ranks = [rank_name(one.name, rank) for rank in range(one.ranks)]
             cached_tokens = cached_on_ranks.get(one.name, (0,) * one.ranks)
             queued_tokens = [self._queued_tokens[rank] for rank in ranks]
-            chosen[one.name] = cheapest_rank(cached_tokens, queued_tokens, [self._in_flight[rank] for rank in ranks])
+            decoding = [self._in_flight[rank] for rank in ranks]
+            chosen[one.name] = cheapest_rank(request_id, cached_tokens, queued_tokens, decoding)
         return chosen
 
     def offload_failed(self) -> None:

@@ -77,11 +77,14 @@ def cheapest(facts: RoutingFacts, instances: Sequence[Instance]) -> Instance | N
     return spread(facts, [one for one, cost in zip(instances, costs, strict=True) if cost == least])
 
 
-def cheapest_rank(cached_tokens: Sequence[int], queued_tokens: Sequence[int], decoding: Sequence[int]) -> int:
-    """Return the data-parallel rank of the lowest cost inside an instance; of equals the one that decodes least."""
+def cheapest_rank(
+    request_id: str, cached_tokens: Sequence[int], queued_tokens: Sequence[int], decoding: Sequence[int]
+) -> int:
+    """Return the data-parallel rank of the lowest cost inside an instance; equals are decided as of instances."""
 
-    def cost(rank: int) -> tuple[int, int]:
-        return queued_tokens[rank] - cached_tokens[rank] + ANSWER_TOKENS * decoding[rank], decoding[rank]
+    def cost(rank: int) -> tuple[int, int, int]:
+        lot = xxhash.xxh3_64_intdigest(f"{request_id}/{rank}".encode())
+        return queued_tokens[rank] - cached_tokens[rank] + ANSWER_TOKENS * decoding[rank], decoding[rank], lot
 
     return min(range(len(cached_tokens)), key=cost)
 

@@ -44,6 +44,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     data_port: int = WORKER_DATA_PORT
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     """Data-parallel ranks of the engine; each has a cache and cache events of its own."""
+    rank_ports: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Data ports of each of these ranks, one a GPU, from `data_port` on."""
 
 
 def rank_name(instance: str, rank: int) -> str:

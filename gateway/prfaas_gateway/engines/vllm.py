@@ -67,7 +67,7 @@ class VllmPrfaasEngine:
         }
         place = {
             "host": urlsplit(route.prefill.url).hostname,
-            "port": route.prefill.data_port,
+            "port": route.prefill.data_port + request.ranks.get(route.prefill.name, 0) * route.prefill.rank_ports,
             "cluster": route.prefill.cluster,
         }
         request.transfer_id = transfer["transfer_id"]

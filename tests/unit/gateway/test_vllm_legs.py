@@ -49,6 +49,17 @@ async def test_both_legs_name_one_transfer_and_the_destination_learns_the_place_
     assert len(transfer["token"]) >= 32
 
 
+async def test_the_place_of_a_source_is_that_of_its_data_parallel_rank(world):
+    await start(world)
+    instances = [msgspec.structs.replace(one, ranks=4, rank_ports=2) for one in world.table.instances]
+    world.state.set_table(world.write_table(instances=tuple(instances)))
+    for number in range(8):
+        await world.post(ASKED | {"max_tokens": 64 + number}, PATH, headers={headers.REQUEST_ID: f"{number}"})
+    ranks = [int(one.headers[headers.DATA_RANK]) for one in world.workers["x0"].seen]
+    assert [one["port"] for one in params(world, "d0")] == [9123 + 2 * rank for rank in ranks]
+    assert len(set(ranks)) > 1
+
+
 async def test_every_attempt_is_a_new_transfer(world):
     await start(world, names=("d0", "d1", "x0"))
     seen: list[bytes] = []
