@@ -19,10 +19,13 @@ LABEL_POLICY: Final = f"{GROUP}/policy"
 LABEL_POLICY_UID: Final = f"{GROUP}/policy-uid"
 LABEL_CLUSTER: Final = f"{GROUP}/cluster"  # the MemberCluster's name, or HUB
 LABEL_ROLE: Final = f"{GROUP}/role"  # prefill | decode
+LABEL_ENGINE: Final = f"{GROUP}/engine"  # an EngineName: the charts' NetworkPolicies select by it
 HUB: Final = "hub"
 
 ANNOTATION_SCHEME: Final = f"{GROUP}/scheme"
 """`https` on a pod with its cluster's certificate: its API port then uses TLS."""
+ANNOTATION_MODEL: Final = f"{GROUP}/model"
+"""The model that a pod serves, which its pool may have changed since."""
 
 FINALIZER: Final = f"{GROUP}/cleanup"
 FIELD_MANAGER_OPERATOR: Final = "prfaas-operator"

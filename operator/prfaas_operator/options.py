@@ -15,6 +15,7 @@ from prfaas_operator.plan.certificates import (
     terms_of,
 )
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
+from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 HELP = """Reconcile the prfaas resources of one namespace.
 
@@ -50,6 +51,9 @@ class OperatorOptions(NamedTuple):
     certificate_settle_seconds: Annotated[
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")
     ] = DEFAULT_SETTLE_SECONDS
+    connector_image: Annotated[
+        str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/engines.md.")
+    ] = DEFAULT_CONNECTOR_IMAGE
     log_format: LogFormatOption = "text"
 
     def certificate_terms(self) -> Terms:

@@ -67,7 +67,7 @@ def assemble(
     certificates = Certificates(view, members, options.certificate_terms())
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
-    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view))
+    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view), options.connector_image)
     policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view))
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
     reconciles = {

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
-from prfaas.kube.session import client_tls
+from prfaas.kube.session import client_tls, encode_body
 from prfaas_sandbox.credentials import read_kubeconfig
 
 TIMEOUT_SECONDS = 30.0
 NOT_FOUND = 404
 WRONG_OBJECT = (400, 422)
+WRONG_APPLY = (*WRONG_OBJECT, 500)
 
 Object = dict[str, Any]
 
@@ -79,10 +80,13 @@ class Reader:
         query = "fieldValidation=Strict" + ("&dryRun=All" if is_dry_run else "")
         return self._request("POST", f"{_path(kind, namespace)}?{query}", body)
 
-    def apply(self, namespace: str, body: Object) -> None:
-        """Make an object be as `body` says, and take what others say of these fields."""
+    def apply(self, namespace: str, body: Object, *, is_dry_run: bool = False) -> None:
+        """Make an object be as `body` says, and take what others say of these fields.
+
+        Raises `RefusedError` when the server finds it wrong.
+        """
         path = f"{_path(self._kind(body['kind'].lower()), namespace)}/{body['metadata']['name']}"
-        query = "fieldManager=tests&force=true&fieldValidation=Strict"
+        query = "fieldManager=tests&force=true&fieldValidation=Strict" + ("&dryRun=All" if is_dry_run else "")
         self._request("PATCH", f"{path}?{query}", body, "application/apply-patch+yaml")
 
     def patch(self, namespace: str, name_of_kind: str, name: str, body: Object, manager: str = "tests") -> None:
@@ -129,7 +133,7 @@ class Reader:
         ]
 
     def _request(self, method: str, path: str, body: Object | None = None, form: str = "") -> Object | None:
-        data = None if body is None else json.dumps(body)
+        data = None if body is None else encode_body(body)
         usual = {"POST": "application/json", "PATCH": "application/merge-patch+json"}
         headers = {"Content-Type": form or usual[method]} if body else {}
         for is_new in (False, True):  # the server may have closed a connection that was kept
@@ -145,7 +149,8 @@ class Reader:
             # A path that is not served is told as text, an object that is not there as a Status.
             if answer.status == NOT_FOUND and text.startswith(b"{"):
                 return None
-            if method == "POST" and answer.status in WRONG_OBJECT:
+            # An apply with two entries of one key is a fault inside the server.
+            if (method == "POST" and answer.status in WRONG_OBJECT) or (form and answer.status in WRONG_APPLY):
                 raise RefusedError(json.loads(text)["message"])
             break
         raise UnansweredError(f"{method} {path}")

@@ -66,7 +66,37 @@ GOOD = {
         "DecodePool",
         {"model": FOLDER, "engine": {"type": "vllm", "image": "v:1", "args": ["--max-model-len", "9"]}},
     ),
-    "mooncake": ("PrefillPool", {"model": FOLDER, "engine": {"type": "vllm", "connector": "Mooncake", "image": "v:1"}}),
+    "mooncake": (
+        "PrefillPool",
+        {"model": FOLDER, "engine": {"type": "vllm", "transfer": {"connector": "Mooncake"}, "image": "v:1"}},
+    ),
+    "transfer": (
+        "PrefillPool",
+        {
+            "model": FOLDER,
+            "engine": {
+                "type": "vllm",
+                "image": "v:1",
+                "transfer": {
+                    "connector": "Nixl",
+                    "protocol": "Rdma",
+                    "failurePolicy": "Fail",
+                    "extraConfig": {"enable_kv_digest": "true"},
+                },
+            },
+        },
+    ),
+    "gpus": (
+        "DecodePool",
+        {
+            "model": FOLDER,
+            "engine": {"type": "vllm", "image": "v:1"},
+            "parallelism": {"tensor": 4, "data": 2},
+            "template": {"resources": {"limits": {"nvidia.com/gpu": "8"}}},
+        },
+    ),
+    "tensorrt-llm": ("PrefillPool", {"model": FOLDER, "engine": {"type": "tensorrt-llm", "image": "t:1"}}),
+    "dynamo": ("DecodePool", {"model": FOLDER, "engine": {"type": "dynamo", "image": "d:1"}}),
     "sglang": ("PrefillPool", {"model": FOLDER, "engine": {"type": "sglang", "image": "s:1"}}),
     "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-keys"}}}),
     "decode-pool": ("DecodePool", POOL | {"clusterName": "", "template": {"resources": {"limits": {"cpu": "500m"}}}}),

@@ -31,6 +31,8 @@ VOLUME = {"name": "v", "emptyDir": {}}
 MOUNT = {"name": "v", "mountPath": "/v"}
 BOTH = {"name": "v", "emptyDir": {}, "secret": {"secretName": "s"}}
 POINT = {"tokens": 1024, "prefillMillis": 80}
+VLLM = {"type": "vllm", "image": "x"}
+SGLANG = {"type": "sglang", "image": "x"}
 TOO_MANY = {f"k{i}": "v" for i in range(33)}
 
 MEMBERS = [
@@ -61,15 +63,40 @@ POOLS = [
     ("model.name", "a b", "spec.model.name", "start with a letter or digit"),
     ("model.source", "models/kimi", "spec.model.source", "must be an absolute directory such as /models/kimi"),
     ("model.source", "builtin:", "spec.model.source", "or builtin:NAME"),
-    ("engine.type", "triton", 'Unsupported value: "triton": supported values: "prfaas", "vllm", "sglang"', ""),
+    (
+        "engine.type",
+        "triton",
+        'Unsupported value: "triton": supported values: "prfaas", "vllm", "sglang", "tensorrt-llm", "dynamo"',
+        "",
+    ),
     ("engine", {"type": "vllm"}, "spec.engine.image: Required value", "name an image of that engine"),
     ("engine", {"type": "sglang", "image": "x"}, "spec.model.source", "run only in that worker"),
-    ("engine.connector", "Nixl", "spec.engine.connector: Forbidden", "belongs to type vllm"),
+    ("engine.connector", "Nixl", 'unknown field "spec.engine.connector"', ""),
+    ("engine.transfer", {"protocol": "Rdma"}, "spec.engine.transfer: Forbidden", "leave it out"),
+    ("engine", SGLANG | {"transfer": {"connector": "Nixl"}}, "spec.engine.transfer: Forbidden", "belong to type vllm"),
+    ("engine", SGLANG | {"transfer": {"extraConfig": {"a": "b"}}}, "spec.engine.transfer.extraConfig", "in args"),
+    ("engine", VLLM | {"transfer": {"protocol": "Rdma"}}, "spec.engine.transfer.protocol", "choose connector Nixl"),
+    (
+        "engine",
+        VLLM | {"transfer": {"extraConfig": {"tls_dir": "/x"}}},
+        "extraConfig: Forbidden",
+        "for connector Prfaas",
+    ),
+    (
+        "engine",
+        VLLM | {"transfer": {"connector": "Mooncake", "extraConfig": {"mooncake_protocol": "rdma"}}},
+        "spec.engine.transfer.extraConfig: Forbidden",
+        "stands in transfer.protocol",
+    ),
+    ("engine", VLLM | {"args": ["-tp", "8"]}, "spec.engine.args: Forbidden", "spec.parallelism"),
+    ("engine", VLLM | {"args": ["--tensor-parallel-size=8"]}, "spec.engine.args: Forbidden", "spec.parallelism"),
+    ("engine", {"type": "dynamo", "image": "x"}, "spec.engine.type: Forbidden", "in a DecodePool only"),
+    ("parallelism", {"tensor": 2}, "spec.parallelism: Forbidden", "runs on one device"),
     (
         "engine",
         {"type": "vllm", "image": "x", "args": ["--kv_transfer_config={}"]},
         "spec.engine.args: Forbidden",
-        "what the operator sets for vllm and sglang",
+        "what the operator sets for other engines",
     ),
     ("engine.image", "my image", "spec.engine.image", "without spaces"),
     ("engine.args", ["--host=0.0.0.0"], "spec.engine.args: Forbidden", "change the pool's own fields"),
@@ -110,10 +137,24 @@ POOLS = [
     ("template.tolerations", [{"operator": "Exists", "value": "v"}], "tolerations[0].value", "remove value"),
     ("template.volumes", [{"name": "v"}], "spec.template.volumes[0]", "a volume needs exactly one of"),
     ("template.volumes", [BOTH], "spec.template.volumes[0]", "a volume needs exactly one of"),
+    ("template.volumes", [VOLUME | {"name": "prfaas-tmp"}], "volumes[0].name: Forbidden", "belong to the operator"),
     ("template.volumes", [VOLUME, VOLUME], 'spec.template.volumes[1]: Duplicate value: {"name":"v"}', ""),
     ("template.volumes", [{"name": "v", "hostPath": {"path": "/"}}], "unknown field", "volumes[0].hostPath"),
     ("template.volumeMounts", [MOUNT], "spec.template.volumeMounts", "must name an entry of volumes"),
     ("template", {"volumes": [VOLUME], "volumeMounts": [MOUNT | {"mountPath": "v"}]}, "mountPath", "absolute path"),
+    (
+        "template",
+        {"volumes": [VOLUME], "volumeMounts": [MOUNT | {"mountPath": "/etc//prfaas/tls"}]},
+        "mountPath: Forbidden",
+        "mount elsewhere",
+    ),
+    ("template.annotations", {"prfaas.io/scheme": "https"}, "spec.template.annotations: Forbidden", "another prefix"),
+    (
+        "template.env",
+        [{"name": "PYTHONPATH", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}],
+        "env[0].valueFrom: Forbidden",
+        "use value",
+    ),
     ("template.env", [{"name": "A"}], "spec.template.env[0]", "exactly one of value, valueFrom"),
     ("template.env", [{"name": "A", "valueFrom": {}}], "env[0].valueFrom", "exactly one of secretKeyRef"),
     ("template.env", [{"name": "POD_IP", "value": "::1"}], "env[0].name: Forbidden", "use another name"),

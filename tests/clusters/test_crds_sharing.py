@@ -41,6 +41,7 @@ def refusal(place, name: str, **spec) -> str:
         ({"shareWith": "decode", "drainSeconds": 30}, "leave out model, engine, template"),
         ({"shareWith": "decode", "rollout": {}}, "leave out model, engine, template"),
         ({"shareWith": "decode", "egressMbps": 7}, "leave out model, engine, template"),
+        ({"shareWith": "decode", "parallelism": {}}, "leave out model, engine, template"),
         ({"shareWith": "decode", "clusterName": "eu"}, "instances run in the hub"),
         ({"shareWith": "Decode_1"}, "must be the name of a DecodePool"),
         ({}, "spec.model: Required value"),

@@ -6,9 +6,10 @@ validates strictly, by the schema and CEL rules that `crd` generates from these 
 
 from prfaas.api.base import Condition, Meta, PoolStatus
 from prfaas.api.decodepool import DecodePool, DecodePoolSpec
+from prfaas.api.engine import Engine
 from prfaas.api.membercluster import MemberCluster, MemberClusterSpec, MemberClusterStatus
 from prfaas.api.policystatus import PrfaaSPolicyStatus
-from prfaas.api.pool import Engine, ModelRef
+from prfaas.api.pool import ModelRef
 from prfaas.api.prefillpool import PrefillPool, PrefillPoolSpec
 from prfaas.api.prfaaspolicy import PrfaaSPolicy, PrfaaSPolicySpec
 from prfaas.api.template import PodTemplate

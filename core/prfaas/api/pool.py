@@ -1,10 +1,11 @@
-"""Parts of PrefillPool and DecodePool: model, engine, replicas, pod template, and the replacement of instances."""
+"""Parts of PrefillPool and DecodePool: model, replicas, pod template, and the replacement of instances."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Hint, Image, ModelName, Rule, keyed_by
+from prfaas.api.base import ApiModel, Column, Hint, ModelName, Rule, keyed_by
+from prfaas.api.engine import PARALLELISM_RULES, Engine, Parallelism
 from prfaas.api.template import PodTemplate
 
 ClusterName = Annotated[
@@ -20,14 +21,6 @@ IntOrPercent = Annotated[
         "must be a number of instances such as 1, or a percentage up to 100% such as 25%",
     ),
 ]
-OWN_FLAGS = (
-    "model-source|model-name|host|api-port|data-port|instance|cluster|pool|role|drain-seconds|egress-file|tls-dir"
-)
-FOREIGN_FLAGS = (
-    "model|model-path|served-model-name|port|kv-transfer-config|kv-events-config|disaggregation-mode|"
-    "disaggregation-bootstrap-port"
-)
-Argument = Annotated[str, StringConstraints(max_length=1024)]
 
 
 class ModelRef(ApiModel):
@@ -42,51 +35,6 @@ class ModelRef(ApiModel):
     ]
     """A directory in the container (mount it through template.volumes), or builtin:NAME for a model that ships with the
     worker."""
-
-
-class Engine(ApiModel):
-    """The software that runs the model."""
-
-    rules: ClassVar = (
-        Rule(
-            f"!has(self.args) || !self.args.exists(a, a.matches('^--({OWN_FLAGS})(=|$)'))",
-            "args cannot set what the operator sets from the pool (--model-source, --model-name, --host, --api-port, "
-            "--data-port, --instance, --cluster, --pool, --role, --drain-seconds, --egress-file, --tls-dir): change "
-            "the pool's own fields",
-            field="args",
-            reason="FieldValueForbidden",
-        ),
-        Rule(
-            f"self.type == 'prfaas' || !has(self.args) || !self.args.exists(a, a.replace('_', '-').matches("
-            f"'^--({FOREIGN_FLAGS})(=|$)'))",
-            "args cannot set what the operator sets for vllm and sglang (--model, --model-path, --served-model-name, "
-            "--host, --port, --kv-transfer-config, --kv-events-config, --disaggregation-mode, "
-            "--disaggregation-bootstrap-port): change the pool's own fields",
-            field="args",
-            reason="FieldValueForbidden",
-        ),
-        Rule(
-            "self.type == 'prfaas' || !self.image.startsWith('prfaas/worker:')",
-            "name an image of that engine, such as vllm/vllm-openai:v0.11.0",
-            field="image",
-            reason="FieldValueRequired",
-        ),
-        Rule(
-            "!has(self.connector) || self.type == 'vllm'",
-            "connector belongs to type vllm: leave it out, or change the type",
-            field="connector",
-            reason="FieldValueForbidden",
-        ),
-    )
-
-    type: Literal["prfaas", "vllm", "sglang"] = "prfaas"
-    """Kind of engine: prfaas is the project's own worker. The pools of a policy have one kind."""
-    connector: Literal["Nixl", "Mooncake"] | None = None
-    """How instances of vLLM transfer caches; Nixl if unset."""
-    image: Image = "prfaas/worker:0.1.0"
-    """Container image of the engine."""
-    args: Annotated[list[Argument], Field(max_length=64)] = []
-    """Flags after those that the operator sets, such as --threads or --max-context."""
 
 
 class PrefillPoint(ApiModel):
@@ -180,12 +128,14 @@ class PoolSpec(ApiModel):
             "models that ship with the project's worker run only in that worker: give a directory such as /models/kimi",
             field="model.source",
         ),
+        *PARALLELISM_RULES,
     )
 
     cluster_name: ClusterName = ""
     """MemberCluster to run in; empty is the hub."""
     model: ModelRef
     engine: Engine = Engine()
+    parallelism: Parallelism | None = None
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
     """Number of wanted instances; /scale writes it."""
     min_replicas: Annotated[int, Field(ge=0, le=10_000)] | None = None

@@ -31,7 +31,16 @@ DecodePoolName = Annotated[
 ]
 NO_MODEL: Final = ModelRef.model_construct(name="", source="")
 """The model of a pool without instances of its own; no request names it."""
-OF_THE_DECODE_POOL: Final = ("model", "engine", "template", "profile", "drainSeconds", "rollout", "egressMbps")
+OF_THE_DECODE_POOL: Final = (
+    "model",
+    "engine",
+    "template",
+    "profile",
+    "drainSeconds",
+    "rollout",
+    "egressMbps",
+    "parallelism",
+)
 """Fields that describe instances, or belong to a Deployment: a sharing pool's are the DecodePool's."""
 
 
@@ -60,6 +69,12 @@ class PrefillPoolSpec(PoolSpec):
             f"self.shareWith == '' || !({' || '.join(f'has(self.{name})' for name in OF_THE_DECODE_POOL)})",
             f"a pool that shares instances must leave out {', '.join(OF_THE_DECODE_POOL)}, which are the DecodePool's",
             field="shareWith",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "!has(self.engine) || self.engine.type != 'dynamo'",
+            "a Dynamo deployment prefills and decodes by itself: name it in a DecodePool only",
+            field="engine.type",
             reason="FieldValueForbidden",
         ),
         Rule(

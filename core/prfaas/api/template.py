@@ -36,11 +36,25 @@ Quantity = Annotated[
     ),
 ]
 LabelMap = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), LABEL_KEYS]
-QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KEYS]
+KNOWN_RESOURCES = Rule(
+    "self.all(k, k.contains('/') ? !k.matches('^([^/]*[.])?kubernetes[.]io/') "
+    ": k in ['cpu', 'memory', 'ephemeral-storage'])",
+    "must name cpu, memory, ephemeral-storage, or DOMAIN/NAME such as nvidia.com/gpu",
+)
+WHOLE_DEVICES = Rule(
+    "self.all(k, !k.contains('/') || !isQuantity(string(self[k])) || quantity(string(self[k])).isInteger())",
+    "a resource with a domain, such as nvidia.com/gpu, comes in whole numbers",
+)
+QuantityMap = Annotated[dict[LabelKey, Quantity], Field(max_length=16), LABEL_KEYS, KNOWN_RESOURCES, WHOLE_DEVICES]
 MountPath = Annotated[
     str,
     StringConstraints(pattern=r"^/[^:]+$", max_length=1024),
     Hint("must be an absolute path other than /, without ':'"),
+    Rule(
+        "!self.matches('^/+(prfaas-vllm|etc/+prfaas)(/|$)')",
+        "/prfaas-vllm and /etc/prfaas belong to the operator: mount elsewhere",
+        reason="FieldValueForbidden",
+    ),
 ]
 
 
@@ -144,6 +158,12 @@ class Volume(ApiModel):
             ".filter(x, x).size() == 1",
             "a volume needs exactly one of secret, configMap, persistentVolumeClaim, emptyDir",
         ),
+        Rule(
+            "!self.name.startsWith('prfaas-')",
+            "names that start with prfaas- belong to the operator's volumes: use another name",
+            field="name",
+            reason="FieldValueForbidden",
+        ),
     )
 
     name: DnsLabel
@@ -199,6 +219,12 @@ class EnvVar(ApiModel):
             "!(self.name in ['POD_IP', 'POD_NAME', 'POD_NAMESPACE'])",
             "POD_IP, POD_NAME and POD_NAMESPACE are set by the operator: use another name",
             field="name",
+            reason="FieldValueForbidden",
+        ),
+        Rule(
+            "self.name != 'PYTHONPATH' || has(self.value)",
+            "PYTHONPATH must be a literal value, because the operator may have to add a folder: use value",
+            field="valueFrom",
             reason="FieldValueForbidden",
         ),
     )
@@ -274,6 +300,12 @@ class PodTemplate(ApiModel):
             field="labels",
             reason="FieldValueForbidden",
         ),
+        Rule(
+            "!has(self.annotations) || !self.annotations.exists(k, k.startsWith('prfaas.io/'))",
+            "annotations under prfaas.io/ are set by the operator: use another prefix",
+            field="annotations",
+            reason="FieldValueForbidden",
+        ),
     )
 
     labels: LabelMap = {}
@@ -289,9 +321,9 @@ class PodTemplate(ApiModel):
     volumes: Annotated[list[Volume], Field(max_length=16, json_schema_extra=keyed_by("name"))] = []
     """Volumes that volumeMounts may use."""
     volume_mounts: Annotated[list[VolumeMount], Field(max_length=16, json_schema_extra=keyed_by("mountPath"))] = []
-    """Mounts of the volumes in the worker container."""
+    """Mounts of the volumes in the worker container; one at /tmp or /dev/shm replaces the operator's."""
     env: Annotated[list[EnvVar], Field(max_length=64, json_schema_extra=keyed_by("name"))] = []
-    """Environment variables of the worker container."""
+    """Environment variables of the worker container; they replace the operator's of the same name, such as HOME."""
     image_pull_secrets: Annotated[list[LocalRef], Field(max_length=8, json_schema_extra=keyed_by("name"))] = []
     """Secrets for pulling the image."""
     priority_class_name: DnsName | None = None

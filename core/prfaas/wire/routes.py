@@ -17,7 +17,7 @@ from prfaas.wire.profile import PoolProfile
 MAX_RANKS: Final = 16
 """Most data-parallel ranks of an instance; vLLM's handshake ports follow the ports of their events and logs."""
 PoolRole = Literal["prefill", "decode"]
-EngineName = Literal["prfaas", "vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang"]
+EngineName = Literal["prfaas", "vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm", "dynamo"]
 InstanceState = Literal["Ready", "Draining"]
 ThresholdMode = Literal["Auto", "Priced", "Fixed", "Disabled"]
 OnOffloadFailure = Literal["PrefillLocally", "Reject"]

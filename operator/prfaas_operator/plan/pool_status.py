@@ -16,6 +16,9 @@ QUOTA_EXCEEDED: Final = "QuotaExceeded"
 PODS_REFUSED: Final = "PodsRefused"
 
 
+_OF_VLLM: Final[Mapping[str, EngineName]] = {"Prfaas": "vllm-prfaas", "Nixl": "vllm-nixl", "Mooncake": "vllm-mooncake"}
+
+
 class Counts(NamedTuple):
     """Instances of a Deployment, as its controller last saw them."""
 
@@ -30,7 +33,8 @@ def engine_name(pool: PoolObject) -> EngineName:
     """Return the protocol of a pool's instances."""
     engine = pool.spec.engine
     if engine.type == "vllm":
-        return "vllm-mooncake" if engine.connector == "Mooncake" else "vllm-nixl"
+        connector = engine.transfer.connector if engine.transfer else None
+        return _OF_VLLM[connector or "Prfaas"]
     return engine.type
 
 

@@ -25,8 +25,9 @@ from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.member import SecretGuard
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.reconcile.roles import SharedRoles
-from prfaas_operator.render import certificates, protection
 from prfaas_operator.render import pool_deployment as render
+from prfaas_operator.render import protection
+from prfaas_operator.render.launch import StartTerms
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class PoolReconciler:
     children: Children
     secrets: SecretGuard
     roles: SharedRoles
+    connector_image: str
 
     async def reconcile_prefill(self, live: Object) -> ReconcileResult:
         return await self._reconcile(Ref(PREFILL_POOL, live["metadata"]["name"]), read(PrefillPool, live), live)
@@ -63,8 +65,8 @@ class PoolReconciler:
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
         pool = shared.whole if shared else pool
-        manifest, failures = render.deployment(pool, member), []
-        manifest = certificates.worker_in_tls(manifest) if tls and plan.engine_name(pool) == "prfaas" else manifest
+        terms, failures = StartTerms(self.connector_image, tls), []
+        manifest = render.deployment(pool, member, terms)
         if shared:
             manifest = render.shared_deployment(manifest)
             failures = await self.roles.give_out(shared, manifest, live)

@@ -4,7 +4,7 @@ No manifest names a Secret's type, which cannot change: Secrets that people rest
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -23,26 +23,32 @@ AUTHORITY_SECRET: Final = names.AUTHORITY_SECRET
 VOLUME: Final = "prfaas-tls"
 PATH: Final = "/etc/prfaas/tls"
 MODE: Final = 0o440  # the pods' group only: the container is not root
+TLS_DIR_ARGS: Final = ("--tls-dir", PATH)
 PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 
-def worker_in_tls(deployment: Object) -> Object:
-    """Return a worker's Deployment with the certificate mounted and HTTPS probes."""
-    changed = gateway_in_tls(deployment)
+def worker_in_tls(deployment: Object, args: Sequence[str]) -> Object:
+    """Return a worker's Deployment with the certificate mounted, HTTPS probes and the engine's flags for TLS."""
+    changed = _with_certificate(deployment, args)
     container = changed["spec"]["template"]["spec"]["containers"][0]
-    for probe in ("readinessProbe", "livenessProbe"):
+    for probe in container.keys() & {"startupProbe", "readinessProbe", "livenessProbe"}:
         container[probe]["httpGet"]["scheme"] = "HTTPS"
     return changed
 
 
 def gateway_in_tls(deployment: Object) -> Object:
     """Return a gateway's Deployment whose gateway container reaches workers over TLS with the hub's certificate."""
+    return _with_certificate(deployment, TLS_DIR_ARGS)
+
+
+def _with_certificate(deployment: Object, args: Sequence[str]) -> Object:
+    """Return a Deployment whose first container mounts the certificate and has these flags."""
     changed = deepcopy(deployment)
     template = changed["spec"]["template"]
     template["metadata"].setdefault("annotations", {})[names.ANNOTATION_SCHEME] = "https"
     template["spec"]["volumes"].append({"name": VOLUME, "secret": {"secretName": SECRET, "defaultMode": MODE}})
     container = template["spec"]["containers"][0]
-    container["args"] += ["--tls-dir", PATH]
+    container["args"] += args
     # The whole folder: the kubelet never updates a file that is mounted by itself.
     container["volumeMounts"].append({"name": VOLUME, "mountPath": PATH, "readOnly": True})
     return changed

@@ -32,6 +32,9 @@ CONTAINER_SECURITY: Final[Object] = {
     "capabilities": {"drop": ["ALL"]},
 }
 TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+SETTINGS_PATH: Final = "/etc/prfaas/settings"
+EGRESS_KEY: Final = "egress-mbps"
+EGRESS_FILE: Final = f"{SETTINGS_PATH}/{EGRESS_KEY}"
 GRACE_MARGIN_SECONDS: Final = 10  # between a process's own drain limit and the kubelet's kill
 NOTICE_SECONDS: Final = 5
 """Longest time that a leaving pod still serves as before, until all clients know that it leaves. A routing table takes

@@ -1,72 +1,44 @@
-"""Containers of vLLM and SGLang as instances of a pool: command, flags, variables and ports.
+"""Containers of other engines as instances of a pool: command, flags, variables and ports.
 
 The flags for cache transfers and cache events are set here, under the engines' own documented names. A pool's
-`engine.args` come last. Cache events are on, over ZMQ. Caches cross connections that the engines open between
-themselves, without our data port and our certificates.
+`engine.args` come last. vLLM with our connector is in `vllm`. SGLang and TensorRT-LLM transfer caches over connections
+that they open between themselves, without our data port and our certificates. Their default is RDMA, which ends at a
+datacenter's border, so TCP is rendered unless a pool asks for RDMA.
 """
 
 import json
-from typing import Final, NamedTuple
+from typing import Final
 
 from prfaas import names
-from prfaas_operator.clusters.kinds import Object
+from prfaas.wire.routes import EngineName
 from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
+from prfaas_operator.render import vllm
 from prfaas_operator.render.common import TMP_PATH, words
+from prfaas_operator.render.launch import Start, StartTerms, cache_events, event_ports, json_values, parallel_flags
 
-REPLAY_PORT: Final = names.KV_EVENTS_PORT + 1
-SHM_VOLUME: Final = "prfaas-shm"
-_EVENT_PORTS: Final = {"api": names.WORKER_API_PORT, "kv-events": names.KV_EVENTS_PORT, "kv-replay": REPLAY_PORT}
-_VLLM_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
-
-
-class Start(NamedTuple):
-    """The fields of a container that differ from our own worker's."""
-
-    command: list[str]
-    args: list[str]
-    env: dict[str, str]
-    ports: dict[str, int]
-    health_path: str = "/health"
+UCX_TCP: Final = vllm.UCX_TCP
+_MOONCAKE_TCP: Final = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
+_ENGINE_CONFIG: Final = "PRFAAS_ENGINE_CONFIG"
+_ENGINE_CONFIG_PATH: Final = f"{TMP_PATH}/prfaas-engine.yaml"
+NEEDS_POD_IP: Final = frozenset[EngineName]({"vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm"})
+"""Engines that announce their pod's address to each other, or choose ports: a node's ports cannot lead to them."""
+ONE_SIDED: Final = frozenset[EngineName]({"vllm-mooncake", "sglang", "tensorrt-llm"})
+"""Engines whose instances get a fixed role when they start."""
 
 
-def start(pool: PoolObject) -> Start:
-    return _sglang(pool) if engine_name(pool) == "sglang" else _vllm(pool)
+def start(pool: PoolObject, terms: StartTerms) -> Start:
+    """Return how an instance of a foreign engine starts."""
+    name = engine_name(pool)
+    if name == "sglang":
+        return _sglang(pool)
+    if name == "tensorrt-llm":
+        return _tensorrt_llm(pool)
+    return _dynamo(pool) if name == "dynamo" else vllm.start(pool, terms)
 
 
-def volumes() -> tuple[list[Object], list[Object]]:
-    """Return volumes and mounts of these engines: memory that their processes share."""
-    volume = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
-    return [volume], [{"name": SHM_VOLUME, "mountPath": "/dev/shm"}]  # noqa: S108
-
-
-def _vllm(pool: PoolObject) -> Start:
-    spec = pool.spec
-    flags = {
-        "--served-model-name": spec.model.name,
-        "--host": "$(POD_IP)",
-        "--port": str(names.WORKER_API_PORT),
-        "--kv-events-config": json.dumps({"enable_kv_cache_events": True, **_events(pool)}),
-    }
-    if engine_name(pool) == "vllm-mooncake":
-        transfer = {"kv_connector": "MooncakeConnector", "kv_role": _VLLM_ROLES[role_of(pool)]}
-        variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(names.BOOTSTRAP_PORT)}
-        ports = {"bootstrap": names.BOOTSTRAP_PORT}
-    else:
-        transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-        variables = {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(names.SIDE_CHANNEL_PORT),
-            # Hybrid models: linear states cross in the layout that both sides can split.
-            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
-        }
-        ports = {"side-channel": names.SIDE_CHANNEL_PORT}
-    flags["--kv-transfer-config"] = json.dumps(transfer)
-    return Start(
-        ["vllm", "serve", spec.model.source],
-        [*words(flags), *spec.engine.args],
-        {"HOME": TMP_PATH, **variables},
-        {**_EVENT_PORTS, **ports},
-    )
+def asks_for_rdma(pool: PoolObject) -> bool:
+    transfer = pool.spec.engine.transfer
+    return transfer is not None and transfer.protocol == "Rdma"
 
 
 def _sglang(pool: PoolObject) -> Start:
@@ -78,20 +50,47 @@ def _sglang(pool: PoolObject) -> Start:
         "--port": str(names.WORKER_API_PORT),
         "--disaggregation-mode": role_of(pool),
         "--disaggregation-bootstrap-port": str(names.BOOTSTRAP_PORT),
-        "--kv-events-config": json.dumps(_events(pool)),
+        "--kv-events-config": json.dumps(cache_events(pool)),
+        **parallel_flags(pool),
     }
     return Start(
         ["python3", "-m", "sglang.launch_server"],
-        [*words(flags), "--enable-metrics", *spec.engine.args],
-        {"HOME": TMP_PATH},
-        {**_EVENT_PORTS, "bootstrap": names.BOOTSTRAP_PORT},
+        [*words(flags), "--disaggregation-enable-kv-checksum", "--enable-metrics", *spec.engine.args],
+        {} if asks_for_rdma(pool) else {**_MOONCAKE_TCP, **UCX_TCP},
+        {**event_ports(pool), "bootstrap": names.BOOTSTRAP_PORT},
     )
 
 
-def _events(pool: PoolObject) -> dict[str, str]:
-    return {
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{names.KV_EVENTS_PORT}",
-        "replay_endpoint": f"tcp://*:{REPLAY_PORT}",
-        "topic": f"kv@$(POD_NAME)@{pool.spec.model.name}",
+def _tensorrt_llm(pool: PoolObject) -> Start:
+    """Return the start of trtllm-serve, which reads its cache transceiver's settings only from a file."""
+    spec, parallelism = pool.spec, pool.spec.parallelism
+    extra = spec.engine.transfer.extra_config if spec.engine.transfer else {}
+    config = {
+        "cache_transceiver_config": {"backend": "UCX", **json_values(extra)},
+        # A prefill instance hands its cache over after each step.
+        **({"disable_overlap_scheduler": True} if role_of(pool) == "prefill" else {}),
     }
+    flags = {
+        "--host": "$(POD_IP)",
+        "--port": str(names.WORKER_API_PORT),
+        "--config": _ENGINE_CONFIG_PATH,
+        **({"--tp_size": str(parallelism.tensor), "--pp_size": str(parallelism.pipeline)} if parallelism else {}),
+    }
+    write = f'printf %s "${_ENGINE_CONFIG}" > {_ENGINE_CONFIG_PATH} && exec trtllm-serve "$@"'
+    return Start(
+        ["/bin/sh", "-c", write, "trtllm-serve"],
+        ["serve", spec.model.source, *words(flags), *spec.engine.args],
+        {_ENGINE_CONFIG: json.dumps(config), **({} if asks_for_rdma(pool) else UCX_TCP)},
+        {"api": names.WORKER_API_PORT},
+    )
+
+
+def _dynamo(pool: PoolObject) -> Start:
+    """Return the start of a Dynamo frontend, which finds its own workers by the pool's `env` and `args`."""
+    flags = {"--http-host": "$(POD_IP)", "--http-port": str(names.WORKER_API_PORT)}
+    return Start(
+        ["python3", "-m", "dynamo.frontend"],
+        [*words(flags), *pool.spec.engine.args],
+        {},
+        {"api": names.WORKER_API_PORT},
+    )

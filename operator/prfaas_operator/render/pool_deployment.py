@@ -11,6 +11,7 @@ Deployment already has that name (a DecodePool, another hub's pool), the pool's 
 import copy
 import hashlib
 import json
+from posixpath import normpath
 from typing import Any, Final
 
 from prfaas import names
@@ -22,15 +23,19 @@ from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMP
 from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, engine_name, role_of
 from prfaas_operator.plan.roles import Assignment
 from prfaas_operator.render import common, engines
+from prfaas_operator.render.certificates import TLS_DIR_ARGS, worker_in_tls
 from prfaas_operator.render.common import http_probe
-from prfaas_operator.render.engines import Start
+from prfaas_operator.render.launch import DEFAULT_TERMS, Start, StartTerms
 
 SETTINGS_VOLUME: Final = "prfaas-settings"
-SETTINGS_PATH: Final = "/etc/prfaas/settings"
-EGRESS_KEY: Final = "egress-mbps"
 SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
 """Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
 TMP_VOLUME: Final = "prfaas-tmp"
+SHM_VOLUME: Final = "prfaas-shm"
+SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
+PYTHON_PATH: Final = "PYTHONPATH"
+DEFAULTS: Final = {"HOME": common.TMP_PATH, "USER": "prfaas"}
+"""Libraries look these up; no account has the pods' number, and the root is read-only."""
 
 
 def selector(pool: PoolObject) -> dict[str, str]:
@@ -43,19 +48,26 @@ def scale_selector(pool: PoolObject) -> str:
     return common.selector_text({**selector(pool), names.LABEL_ROLE: role_of(pool)})
 
 
-def deployment(pool: PoolObject, member: MemberCluster | None) -> Object:
+def deployment(pool: PoolObject, member: MemberCluster | None, terms: StartTerms = DEFAULT_TERMS) -> Object:
     """Return the Deployment of a pool, for the hub when `member` is None."""
+    begin = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool, terms)
+    plain = _plain_deployment(pool, member, begin)
+    return worker_in_tls(plain, begin.tls_args) if terms.tls and begin.tls_args else plain
+
+
+def _plain_deployment(pool: PoolObject, member: MemberCluster | None, begin: Start) -> Object:
     by_host = member is not None and member.spec.addressing == "HostIP"
     metadata = _metadata(pool, member, pool.metadata.name)
     template = pool.spec.template
-    pod_metadata: Object = {"labels": {**template.labels, **metadata["labels"]}}
-    if template.annotations:
-        pod_metadata["annotations"] = dict(template.annotations)
+    pod_metadata: Object = {
+        "labels": {**template.labels, **metadata["labels"], names.LABEL_ENGINE: engine_name(pool)},
+        "annotations": {**template.annotations, names.ANNOTATION_MODEL: pool.spec.model.name},
+    }
     spec: Object = {
         "replicas": pool.spec.replicas,
         "selector": {"matchLabels": selector(pool)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(pool, by_host=by_host)},
-        "template": {"metadata": pod_metadata, "spec": _pod(pool, by_host=by_host)},
+        "template": {"metadata": pod_metadata, "spec": _pod(pool, begin, by_host=by_host)},
     }
     return manifest(kinds.DEPLOYMENT, metadata, spec=spec)
 
@@ -71,7 +83,7 @@ def _rolling_update(pool: PoolObject, *, by_host: bool) -> Object:
 def settings(pool: PrefillPool, member: MemberCluster | None) -> Object:
     """Return the ConfigMap of a pool's settings, for the hub when `member` is None; unset values have no key."""
     share_mbps = egress_share_mbps(pool)
-    data = {} if share_mbps is None else {EGRESS_KEY: str(share_mbps)}
+    data = {} if share_mbps is None else {common.EGRESS_KEY: str(share_mbps)}
     metadata = _metadata(pool, member, names.settings_configmap(pool.metadata.name))
     return manifest(kinds.CONFIG_MAP, metadata, data=data)
 
@@ -90,18 +102,19 @@ def _metadata(pool: PoolObject, member: MemberCluster | None, name: str) -> Obje
     return {"name": name, "labels": {**labels, common.LABEL_CLUSTER_UID: member.metadata.uid}}
 
 
-def _pod(pool: PoolObject, *, by_host: bool) -> Object:
+def _pod(pool: PoolObject, begin: Start, *, by_host: bool) -> Object:
     template = pool.spec.template
-    volumes, mounts = _volumes(pool)
+    volumes, mounts = _volumes(pool, begin)
     pod: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(pool.spec.drain_seconds),
         "securityContext": common.POD_SECURITY,
-        "containers": [_worker(pool, mounts, by_host=by_host)],
+        "containers": [_worker(pool, begin, mounts, by_host=by_host)],
         "volumes": volumes,
     }
     optional = {
+        "initContainers": list(begin.init_containers),
         "nodeSelector": dict(template.node_selector),
         "tolerations": [_dump(toleration) for toleration in template.tolerations],
         "imagePullSecrets": [_dump(reference) for reference in template.image_pull_secrets],
@@ -127,42 +140,57 @@ def _affinity(template: PodTemplate) -> Object:
     return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
 
 
-def _worker(pool: PoolObject, mounts: list[Object], *, by_host: bool) -> Object:
+def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bool) -> Object:
     host_port = (lambda port: {"hostPort": port}) if by_host else (lambda _: {})
-    start = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool)
-    variables = [{"name": name, "value": value} for name, value in start.env.items()]
     container: Object = {
         "name": "worker",
         "image": pool.spec.engine.image,
-        "command": start.command,
-        "args": start.args,
-        "env": [*common.pod_environment(), *variables, *(_dump(variable) for variable in pool.spec.template.env)],
+        "command": begin.command,
+        "args": begin.args,
+        "env": _environment(pool, begin),
         "ports": [
             {"name": name, "containerPort": port, "protocol": "TCP", **host_port(port)}
-            for name, port in start.ports.items()
+            for name, port in begin.ports.items()
         ],
-        **_probes(start),
-        "securityContext": common.CONTAINER_SECURITY,
+        **_probes(begin),
+        "securityContext": _security(pool),
         "volumeMounts": mounts,
         **common.on_leaving(pool.spec.drain_seconds),
     }
     return container | common.resources(pool.spec.template.resources)
 
 
+def _environment(pool: PoolObject, begin: Start) -> list[Object]:
+    """Return the container's variables: the pod's facts first, because others refer to them, the owner's last."""
+    owners = {variable.name: _dump(variable) for variable in pool.spec.template.env}
+    if begin.python_path:
+        folders = filter(None, (begin.python_path, owners.get(PYTHON_PATH, {}).get("value")))
+        owners[PYTHON_PATH] = {"name": PYTHON_PATH, "value": ":".join(folders)}
+    ours = [{"name": name, "value": value} for name, value in {**DEFAULTS, **begin.env}.items() if name not in owners]
+    return [*common.pod_environment(), *ours, *owners.values()]
+
+
+def _security(pool: PoolObject) -> Object:
+    """Return the container's security context; RDMA pins memory, which needs a right."""
+    if not engines.asks_for_rdma(pool):
+        return common.CONTAINER_SECURITY
+    return {**common.CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
+
+
 def _own_start(pool: PoolObject) -> Start:
     ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
-    return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="")
+    return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="", tls_args=TLS_DIR_ARGS)
 
 
-def _probes(start: Start) -> Object:
-    if not start.health_path:
+def _probes(begin: Start) -> Object:
+    if not begin.health_path:
         return {
             "readinessProbe": http_probe("/readyz", "api", period_seconds=1, failures=2),
             "livenessProbe": http_probe("/healthz", "api", period_seconds=5, failures=6),
         }
-    path = start.health_path
+    path = begin.health_path
     return {
-        # vLLM and SGLang answer nothing until the model is loaded, which may take an hour.
+        # Other engines answer nothing until the model is loaded, which may take an hour.
         "startupProbe": http_probe(path, "api", period_seconds=10, failures=360),
         "readinessProbe": http_probe(path, "api", period_seconds=1, failures=2),
         "livenessProbe": http_probe(path, "api", period_seconds=5, failures=6),
@@ -184,26 +212,28 @@ def _arguments(pool: PoolObject) -> list[str]:
         "--drain-seconds": str(spec.drain_seconds),
     }
     if isinstance(pool, PrefillPool):
-        flags["--egress-file"] = f"{SETTINGS_PATH}/{EGRESS_KEY}"
+        flags["--egress-file"] = common.EGRESS_FILE
     return [*common.words(flags), *spec.engine.args]
 
 
-def _volumes(pool: PoolObject) -> tuple[list[Object], list[Object]]:
-    """Return volumes and mounts: the owner's, scratch space at /tmp unless the owner mounts one there, and settings."""
+def _volumes(pool: PoolObject, begin: Start) -> tuple[list[Object], list[Object]]:
+    """Return volumes and mounts: the owner's, the engine's, settings, and scratch space where the owner mounts none."""
     template = pool.spec.template
-    volumes = [_dump(volume) for volume in template.volumes]
-    mounts = [_dump(mount) for mount in template.volume_mounts]
-    if all(mount.mount_path != common.TMP_PATH for mount in template.volume_mounts):
-        volumes.append({"name": TMP_VOLUME, "emptyDir": {}})
-        mounts.append({"name": TMP_VOLUME, "mountPath": common.TMP_PATH})
-    if engine_name(pool) != "prfaas":
-        more_volumes, more_mounts = engines.volumes()
-        return volumes + more_volumes, mounts + more_mounts
-    if isinstance(pool, PrefillPool):
+    volumes = [*(_dump(volume) for volume in template.volumes), *begin.volumes]
+    mounts = [*(_dump(mount) for mount in template.volume_mounts), *begin.mounts]
+    scratch: dict[str, Object] = {common.TMP_PATH: {"name": TMP_VOLUME, "emptyDir": {}}}
+    if engine_name(pool) != "prfaas":  # the processes of these engines share memory
+        scratch[SHM_PATH] = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
+    taken = {normpath(mount.mount_path) for mount in template.volume_mounts}
+    for path, volume in scratch.items():
+        if path not in taken:
+            volumes.append(volume)
+            mounts.append({"name": volume["name"], "mountPath": path})
+    if isinstance(pool, PrefillPool) and engine_name(pool) in {"prfaas", "vllm-prfaas"}:
         source = {"name": names.settings_configmap(pool.metadata.name), "optional": True}
         volumes.append({"name": SETTINGS_VOLUME, "configMap": source})
         # The whole folder: the kubelet never updates a file that is mounted by itself.
-        mounts.append({"name": SETTINGS_VOLUME, "mountPath": SETTINGS_PATH, "readOnly": True})
+        mounts.append({"name": SETTINGS_VOLUME, "mountPath": common.SETTINGS_PATH, "readOnly": True})
     return volumes, mounts
 
 

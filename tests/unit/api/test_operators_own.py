@@ -1,9 +1,10 @@
 """Proves that what a pool's owner may not set is exactly what the operator sets itself."""
 
 from prfaas.api import PrefillPool
-from prfaas.api.pool import OWN_FLAGS
+from prfaas.api.engine import OWN_FLAGS
 from prfaas.api.template import EnvVar, PodTemplate
-from prfaas_operator.render import certificates, common, pool_deployment
+from prfaas_operator.render import common, pool_deployment
+from prfaas_operator.render.launch import StartTerms
 
 OFFLOAD = PrefillPool.model_validate(
     {
@@ -14,7 +15,7 @@ OFFLOAD = PrefillPool.model_validate(
 
 
 def test_flags_refused_in_args_are_those_of_the_rendered_worker():
-    deployment = certificates.worker_in_tls(pool_deployment.deployment(OFFLOAD, None))
+    deployment = pool_deployment.deployment(OFFLOAD, None, StartTerms(tls=True))
     (worker,) = deployment["spec"]["template"]["spec"]["containers"]
     flags = {argument.removeprefix("--") for argument in worker["args"] if argument.startswith("--")}
     assert set(OWN_FLAGS.split("|")) == flags

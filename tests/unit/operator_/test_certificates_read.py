@@ -106,7 +106,7 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
         "livenessProbe": {"httpGet": {}},
     }
     plain = {"spec": {"template": {"metadata": {"labels": {}}, "spec": {"containers": [container], "volumes": []}}}}
-    changed = render.worker_in_tls(plain)
+    changed = render.worker_in_tls(plain, render.TLS_DIR_ARGS)
     template = changed["spec"]["template"]
     assert template["spec"]["containers"][0]["args"] == ["--x", "1", "--tls-dir", "/etc/prfaas/tls"]
     assert template["metadata"]["annotations"] == {"prfaas.io/scheme": "https"}

@@ -48,7 +48,8 @@ def test_a_worker_is_started_with_the_flags_of_its_pool(make):
         "--egress-file": "/etc/prfaas/settings/egress-mbps",
     }
     assert {port["name"]: port["containerPort"] for port in worker["ports"]} == {"api": 8000, "data": 8001}
-    assert [variable["name"] for variable in worker["env"]] == ["POD_IP", "POD_NAME", "POD_NAMESPACE"]
+    names = [variable["name"] for variable in worker["env"]]
+    assert names == ["POD_IP", "POD_NAME", "POD_NAMESPACE", "HOME", "USER"]
     assert (worker["readinessProbe"]["httpGet"]["path"], worker["livenessProbe"]["httpGet"]["path"]) == (
         "/readyz",
         "/healthz",
@@ -149,7 +150,11 @@ def test_no_instance_is_missing_during_a_rollout_unless_it_must_or_may_be(make, 
 def test_labels_of_the_operator_win_over_those_of_the_owner(make):
     wanted = {"labels": {"team": "a", "prfaas.io/role": "decode", "prfaas.io/pool-uid": "x"}}
     manifest = pool_deployment.deployment(make.prefill_pool(template=wanted), make.member())
-    assert manifest["spec"]["template"]["metadata"]["labels"] == {"team": "a", **OWN_LABELS}
+    assert manifest["spec"]["template"]["metadata"]["labels"] == {
+        "team": "a",
+        "prfaas.io/engine": "prfaas",
+        **OWN_LABELS,
+    }
     assert manifest["metadata"]["labels"] == OWN_LABELS
 
 
@@ -204,7 +209,7 @@ def test_the_whole_template_reaches_the_pod(make):
     }
     manifest = pool_deployment.deployment(make.prefill_pool(template=template), None)
     pod, worker = pod_of(manifest), worker_of(manifest)
-    assert manifest["spec"]["template"]["metadata"]["annotations"] == {"a": "b"}
+    assert manifest["spec"]["template"]["metadata"]["annotations"] == {"a": "b", "prfaas.io/model": "tiny"}
     assert worker["resources"] == {"limits": {"nvidia.com/gpu": 1, "memory": "80Gi"}}
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"gpu": "h200"}, "high")
     assert pod["tolerations"] == template["tolerations"]
@@ -228,7 +233,7 @@ def test_the_whole_template_reaches_the_pod(make):
         {"name": "scratch", "mountPath": "/tmp", "readOnly": False},
         {"name": "prfaas-settings", "mountPath": "/etc/prfaas/settings", "readOnly": True},
     ], "an owner's own /tmp takes the place of ours"
-    assert worker["env"][3:] == template["env"]
+    assert worker["env"][5:] == template["env"]
 
 
 def test_instances_spread_over_zones_and_nodes_unless_the_pool_says_otherwise(make):

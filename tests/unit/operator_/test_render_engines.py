@@ -1,10 +1,12 @@
-"""Proves that pools of vLLM and SGLang start with flags, fields and variables that these engines know, and that the
+"""Proves that pools of other engines start with flags, fields and variables that these engines know, and that the
 gateway learns by which protocol to ask them.
 
 engine_arguments.json holds those names, taken from the sources of the engines' own packages.
 """
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,47 +14,69 @@ import pytest
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan.pool_status import Counts
 from prfaas_operator.render import pool_deployment, protection
+from prfaas_operator.render.launch import DEFAULT_TERMS, StartTerms
 
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 MODEL = {"name": "kimi", "source": "/models/kimi"}
-NIXL = {"type": "vllm", "image": "vllm/vllm-openai:v0"}
-MOONCAKE = NIXL | {"connector": "Mooncake"}
+OURS = {"type": "vllm", "image": "vllm/vllm-openai:v0"}
+NIXL = OURS | {"transfer": {"connector": "Nixl"}}
+MOONCAKE = OURS | {"transfer": {"connector": "Mooncake"}}
 SGLANG = {"type": "sglang", "image": "lmsysorg/sglang:v0"}
-ALL = {"vllm-nixl": NIXL, "vllm-mooncake": MOONCAKE, "sglang": SGLANG}
+TENSORRT = {"type": "tensorrt-llm", "image": "nvcr.io/nvidia/tensorrt-llm/release:1"}
+DYNAMO = {"type": "dynamo", "image": "nvcr.io/nvidia/ai-dynamo/dynamo-frontend:1"}
+WITH_EVENTS = {"vllm-prfaas": OURS, "vllm-nixl": NIXL, "vllm-mooncake": MOONCAKE, "sglang": SGLANG}
+ALL = WITH_EVENTS | {"tensorrt-llm": TENSORRT, "dynamo": DYNAMO}
+OF_LIBRARIES = {"HOME", "USER", "PYTHONPATH", "UCX_TLS", "PRFAAS_ENGINE_CONFIG"}
+"""Variables that no engine defines: those of libraries, and one that our own command reads."""
+SWITCHES = ("--enable-metrics", "--disaggregation-enable-kv-checksum", "--enable-ssl-refresh")
 
 
-def pod_of(wanted, member=None) -> dict:
-    return pool_deployment.deployment(wanted, member)["spec"]["template"]["spec"]
+def pod_of(wanted, member=None, terms=DEFAULT_TERMS) -> dict:
+    return pool_deployment.deployment(wanted, member, terms)["spec"]["template"]["spec"]
 
 
-def container_of(wanted) -> dict:
-    return pod_of(wanted)["containers"][0]
+def container_of(wanted, terms=DEFAULT_TERMS) -> dict:
+    return pod_of(wanted, terms=terms)["containers"][0]
 
 
 def flags_of(container: dict) -> dict[str, str]:
-    words = [word for word in container["args"] if word != "--enable-metrics"]
+    words = [word for word in container["args"] if word not in SWITCHES]
+    words = words[2:] if words[0] == "serve" else words  # trtllm-serve's command and model
     return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def transfer_of(container: dict) -> dict:
+    return json.loads(flags_of(container)["--kv-transfer-config"])
 
 
 def variables_of(container: dict) -> dict[str, str]:
     return {one["name"]: one["value"] for one in container["env"] if "value" in one}
 
 
-def pools(make, engine: dict):
-    return make.prefill_pool(engine=engine, model=MODEL), make.decode_pool(engine=engine, model=MODEL)
+def ports_of(container: dict) -> dict[str, int]:
+    return {one["name"]: one["containerPort"] for one in container["ports"]}
+
+
+def pools(make, engine: dict, **spec):
+    decode = make.decode_pool(engine=engine, model=MODEL, **spec)
+    return (decode,) if engine is DYNAMO else (make.prefill_pool(engine=engine, model=MODEL, **spec), decode)
 
 
 @pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
 def test_every_name_is_one_that_the_engine_knows(make, engine):
     known = KNOWN[engine["type"]]
-    for wanted in pools(make, engine):
-        container = container_of(wanted)
-        assert {word for word in container["args"] if word.startswith("--")} <= set(known["flags"])
+    parallelism = {} if engine is DYNAMO else {"parallelism": {"tensor": 2, "pipeline": 2}}
+    for wanted in pools(make, engine, **parallelism):
+        container = container_of(wanted, StartTerms(tls=True))
+        words = {word for word in container["args"] if word.startswith("--")}
+        assert words <= set(known["flags"])
         flags = flags_of(container)
-        assert set(json.loads(flags["--kv-events-config"])) <= set(known["kv_events"])
-        if transfer := flags.get("--kv-transfer-config"):
-            assert set(json.loads(transfer)) <= set(known["kv_transfer"])
-        assert set(variables_of(container)) - {"HOME"} <= set(known.get("variables", []))
+        if "kv_events" in known:
+            assert set(json.loads(flags["--kv-events-config"])) <= set(known["kv_events"])
+        if "--kv-transfer-config" in flags:
+            assert set(transfer_of(container)) <= set(known["kv_transfer"])
+        assert set(variables_of(container)) - OF_LIBRARIES <= set(known.get("variables", []))
+        assert ("UCX_TLS" in variables_of(container)) == (engine in (NIXL, SGLANG, TENSORRT))
 
 
 def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make):
@@ -64,28 +88,99 @@ def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as
 
 
 @pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
-def test_it_serves_the_model_at_the_port_that_the_gateway_asks_and_tells_of_its_cache(make, engine):
+def test_it_serves_at_the_port_that_the_gateway_asks(make, engine):
     for wanted in pools(make, engine):
         container = container_of(wanted)
-        flags = flags_of(container)
-        assert (flags["--port"], flags["--host"], flags["--served-model-name"]) == ("8000", "$(POD_IP)", "kimi")
+        flags, ports = flags_of(container), ports_of(container)
+        http = "--http-" if engine is DYNAMO else "--"
+        assert (flags[f"{http}port"], flags[f"{http}host"], ports["api"]) == ("8000", "$(POD_IP)", 8000)
+        assert all(len(name) <= 15 for name in ports)
+        assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "api"}
+        assert "startupProbe" in container
+
+
+@pytest.mark.parametrize("engine", WITH_EVENTS.values(), ids=WITH_EVENTS)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_it_names_its_model_and_tells_of_its_cache(make, engine, ranks):
+    for wanted in pools(make, engine, parallelism={"data": ranks}):
+        container = container_of(wanted)
+        flags, ports = flags_of(container), ports_of(container)
+        assert flags["--served-model-name"] == "kimi"
         assert "/models/kimi" in (container["command"] + container["args"])
-        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
         events = json.loads(flags["--kv-events-config"])
         assert events["endpoint"] == f"tcp://*:{ports['kv-events']}"
         assert events["replay_endpoint"] == f"tcp://*:{ports['kv-replay']}"
         assert events["topic"] == "kv@$(POD_NAME)@kimi"
-        assert all(len(name) <= 15 for name in ports)
-        assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "api"}
-        assert "startupProbe" in container
+        assert len(set(ports.values())) == len(ports), "engines add a rank's number to both ports: none may meet"
+        assert set(range(5557, 5557 + 2 * ranks)) <= set(ports.values())
+
+
+def test_our_connector_comes_into_a_stock_image(make):
+    pod = pod_of(make.decode_pool(engine=OURS, model=MODEL), terms=StartTerms("reg/connector:7"))
+    (copy,), (container,) = pod["initContainers"], pod["containers"]
+    assert (copy["image"], container["image"]) == ("reg/connector:7", "vllm/vllm-openai:v0")
+    assert copy["command"] == ["cp", "-r", "/prfaas-vllm/.", copy["volumeMounts"][0]["mountPath"]]
+    assert copy["securityContext"] == container["securityContext"]
+    assert copy["resources"].keys() == {"requests", "limits"}, "a quota may ask for them"
+    (volume,) = [one for one in pod["volumes"] if one["name"] == copy["volumeMounts"][0]["name"]]
+    assert volume == {"name": "prfaas-connector", "emptyDir": {}}
+    mount = {"name": volume["name"], "mountPath": "/prfaas-vllm", "readOnly": True}
+    assert mount in container["volumeMounts"]
+    assert variables_of(container)["PYTHONPATH"] == "/prfaas-vllm"
+    assert transfer_of(container) == {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "prfaas_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_port": 8001,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"host": "$(POD_IP)", "cluster": "hub", "metrics_port": 8002},
+    }
+
+
+def test_our_connector_gets_the_certificate_the_cluster_and_the_egress_share_of_our_own_worker(make):
+    wanted = make.prefill_pool(engine=OURS, model=MODEL, egressMbps=100)
+    own = make.prefill_pool(egressMbps=100)
+    terms = StartTerms(tls=True)
+    manifest, ours = (pool_deployment.deployment(one, make.member(), terms) for one in (wanted, own))
+    (container,), (worker,) = (one["spec"]["template"]["spec"]["containers"] for one in (manifest, ours))
+    extra = transfer_of(container)["kv_connector_extra_config"]
+    flags = flags_of(worker)
+    assert (extra["tls_dir"], extra["cluster"]) == (flags["--tls-dir"], flags["--cluster"])
+    assert extra["egress_file"] == flags["--egress-file"]
+    for name in ("prfaas-tls", "prfaas-settings"):
+        (mounts, owns) = ([one for one in each["volumeMounts"] if one["name"] == name] for each in (container, worker))
+        assert mounts == owns
+        (volumes, owns) = (
+            [one for one in each["spec"]["template"]["spec"]["volumes"] if one["name"] == name]
+            for each in (manifest, ours)
+        )
+        assert volumes == owns
+    assert manifest["spec"]["template"]["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
+    words = container["args"]
+    assert words[words.index("--ssl-keyfile") + 1] == "/etc/prfaas/tls/tls.key"
+    assert {container[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "readiness", "liveness")} == {
+        "HTTPS"
+    }
+
+
+@pytest.mark.parametrize("engine", [NIXL, MOONCAKE, SGLANG, TENSORRT, DYNAMO])
+def test_an_engine_without_our_certificate_stays_plain(make, engine):
+    manifest = pool_deployment.deployment(make.decode_pool(engine=engine, model=MODEL), None, StartTerms(tls=True))
+    template = manifest["spec"]["template"]
+    assert "prfaas.io/scheme" not in template["metadata"]["annotations"]
+    assert "prfaas-tls" not in {one["name"] for one in template["spec"]["volumes"]}
+    assert "initContainers" not in template["spec"]
 
 
 def test_nixl_instances_serve_both_sides_and_shake_hands_at_their_own_address(make):
     for wanted in pools(make, NIXL):
         container = container_of(wanted)
         assert container["command"] == ["vllm", "serve", "/models/kimi"]
-        transfer = json.loads(flags_of(container)["--kv-transfer-config"])
-        assert transfer == {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+        assert transfer_of(container) == {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        }
         variables = variables_of(container)
         assert (variables["VLLM_NIXL_SIDE_CHANNEL_HOST"], variables["VLLM_NIXL_SIDE_CHANNEL_PORT"]) == (
             "$(POD_IP)",
@@ -96,12 +191,94 @@ def test_nixl_instances_serve_both_sides_and_shake_hands_at_their_own_address(ma
 
 
 def test_mooncake_and_sglang_instances_know_their_side(make):
-    transfers = [flags_of(container_of(one))["--kv-transfer-config"] for one in pools(make, MOONCAKE)]
-    assert [json.loads(one)["kv_role"] for one in transfers] == ["kv_producer", "kv_consumer"]
+    transfers = [transfer_of(container_of(one)) for one in pools(make, MOONCAKE)]
+    assert [one["kv_role"] for one in transfers] == ["kv_producer", "kv_consumer"]
     prefill, decode = (container_of(one) for one in pools(make, SGLANG))
     assert flags_of(prefill)["--disaggregation-mode"] == "prefill"
     assert flags_of(decode)["--disaggregation-mode"] == "decode"
-    assert "--enable-metrics" in prefill["args"]
+    assert {"--enable-metrics", "--disaggregation-enable-kv-checksum"} <= set(prefill["args"])
+
+
+def test_caches_cross_over_tcp_unless_a_pool_asks_for_rdma(make):
+    def rendered(engine: dict, **transfer) -> dict:
+        both = engine.get("transfer", {}) | transfer
+        return container_of(make.decode_pool(engine=engine | ({"transfer": both} if both else {}), model=MODEL))
+
+    def mooncake(container: dict) -> str:
+        return transfer_of(container)["kv_connector_extra_config"]["mooncake_protocol"]
+
+    assert variables_of(rendered(NIXL))["UCX_TLS"].startswith("tcp,")
+    assert mooncake(rendered(MOONCAKE)) == "tcp"
+    variables = variables_of(rendered(SGLANG))
+    assert (variables["MC_FORCE_TCP"], variables["MOONCAKE_PROTOCOL"]) == ("1", "tcp")
+    assert variables_of(rendered(TENSORRT))["UCX_TLS"].startswith("tcp,")
+    others = {name: engine for name, engine in ALL.items() if name not in ("vllm-prfaas", "dynamo")}
+    fast = {name: rendered(engine, protocol="Rdma") for name, engine in others.items()}
+    assert mooncake(fast["vllm-mooncake"]) == "rdma"
+    for container in fast.values():
+        assert not {"UCX_TLS", "MC_FORCE_TCP", "MOONCAKE_PROTOCOL"} & set(variables_of(container))
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert all("add" not in rendered(engine)["securityContext"]["capabilities"] for engine in ALL.values())
+
+
+def test_tensorrt_reads_its_cache_transceiver_from_a_file_that_its_command_writes(make):
+    engine = TENSORRT | {"transfer": {"extraConfig": {"max_tokens_in_buffer": "2048"}}}
+    prefill, decode = (container_of(one) for one in pools(make, engine, parallelism={"tensor": 4, "pipeline": 2}))
+    flags = flags_of(prefill)
+    assert (flags["--tp_size"], flags["--pp_size"]) == ("4", "2")
+    assert flags["--config"] in prefill["command"][2]
+    for container in (prefill, decode):
+        config = json.loads(variables_of(container)["PRFAAS_ENGINE_CONFIG"])
+        assert set(config) <= set(KNOWN["tensorrt-llm"]["config"])
+        assert config["cache_transceiver_config"] == {"backend": "UCX", "max_tokens_in_buffer": 2048}
+        assert set(config["cache_transceiver_config"]) <= set(KNOWN["tensorrt-llm"]["cache_transceiver"])
+        assert config.get("disable_overlap_scheduler", False) is (container is prefill)
+
+
+def test_the_written_file_is_what_the_variable_says(make, tmp_path):
+    """Run the command as a shell does, with `cat` in the place of trtllm-serve."""
+    container = container_of(make.decode_pool(engine=TENSORRT, model=MODEL))
+    path = tmp_path / "engine.yaml"
+    script = container["command"][2].replace("/tmp/prfaas-engine.yaml", str(path)).replace("trtllm-serve", "echo")
+    shown = subprocess.run(
+        [*container["command"][:2], script, "x", "serve", "a b"],
+        env={"PRFAAS_ENGINE_CONFIG": variables_of(container)["PRFAAS_ENGINE_CONFIG"], "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout == "serve a b\n"
+    assert json.loads(path.read_text()) == json.loads(variables_of(container)["PRFAAS_ENGINE_CONFIG"])
+
+
+def test_what_the_owner_says_of_the_transfer_reaches_the_engine(make):
+    extra = {"enable_kv_digest": "true", "backends": '["UCX"]', "note": "as it is", "num": "4"}
+    transfer = {"connector": "Nixl", "failurePolicy": "Fail", "extraConfig": extra}
+    config = transfer_of(container_of(make.decode_pool(engine=OURS | {"transfer": transfer}, model=MODEL)))
+    assert config["kv_load_failure_policy"] == "fail"
+    assert config["kv_connector_extra_config"] == {
+        "enable_kv_digest": True,
+        "backends": ["UCX"],
+        "note": "as it is",
+        "num": 4,
+    }
+    ours = OURS | {"transfer": {"extraConfig": {"compression": "lossless"}}}
+    config = transfer_of(container_of(make.decode_pool(engine=ours, model=MODEL)))
+    assert config["kv_connector_extra_config"]["compression"] == "lossless"
+
+
+@pytest.mark.parametrize("engine", [OURS, NIXL, SGLANG])
+def test_parallelism_becomes_flags_and_a_data_port_for_each_rank(make, engine):
+    sizes = {"tensor": 4, "pipeline": 2, "data": 2}
+    container = container_of(make.decode_pool(engine=engine, model=MODEL, parallelism=sizes))
+    flags = flags_of(container)
+    assert {name: flags[f"--{name}-parallel-size"] for name in sizes} == {"tensor": "4", "pipeline": "2", "data": "2"}
+    alone = flags_of(container_of(make.decode_pool(engine=engine, model=MODEL)))
+    assert not {one for one in alone if "parallel" in one}
+    if engine is OURS:
+        ports = ports_of(container)
+        assert {ports["data"], *(ports[f"data-{rank}"] for rank in range(1, 16))} == set(range(8001, 8017))
+        assert transfer_of(container)["kv_connector_extra_config"]["metrics_port"] == ports["link-metrics"] == 8017
 
 
 @pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
@@ -117,13 +294,50 @@ def test_a_pools_own_arguments_come_last_and_its_pod_is_as_hardened_as_ours(make
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
 
 
+def test_what_the_owner_sets_replaces_what_the_operator_would_set(make):
+    template = {
+        "env": [
+            {"name": "HOME", "value": "/models/home"},
+            {"name": "USER", "value": "me"},
+            {"name": "VLLM_SSM_CONV_STATE_LAYOUT", "value": "SD"},
+            {"name": "UCX_TLS", "value": "rc,cuda_copy"},
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}],
+        "volumeMounts": [
+            {"name": "shm", "mountPath": "/dev/shm/", "readOnly": False},
+            {"name": "shm", "mountPath": "/tmp", "readOnly": False},
+        ],
+    }
+    pod = pod_of(make.decode_pool(engine=NIXL, model=MODEL, template=template))
+    (container,) = pod["containers"]
+    names = [one["name"] for one in container["env"]]
+    assert len(set(names)) == len(names)
+    assert {one["name"]: one["value"] for one in template["env"]}.items() <= variables_of(container).items()
+    assert [one["mountPath"] for one in container["volumeMounts"]] == ["/dev/shm/", "/tmp"]
+    assert [one["name"] for one in pod["volumes"]] == ["shm"]
+
+
+def test_an_owners_python_path_comes_after_our_connector(make):
+    template = {"env": [{"name": "PYTHONPATH", "value": "/plugins:/more"}]}
+    container = container_of(make.decode_pool(engine=OURS, model=MODEL, template=template))
+    assert variables_of(container)["PYTHONPATH"] == "/prfaas-vllm:/plugins:/more"
+    assert variables_of(container_of(make.decode_pool(template=template)))["PYTHONPATH"] == "/plugins:/more"
+
+
+def test_instances_of_vllm_can_be_shared_by_both_roles(make):
+    plain = pool_deployment.deployment(make.decode_pool(engine=OURS, model=MODEL), None)
+    shared = pool_deployment.shared_deployment(plain)
+    assert shared["spec"]["template"]["spec"]["containers"] == plain["spec"]["template"]["spec"]["containers"]
+    assert shared["spec"]["template"]["spec"]["readinessGates"]
+
+
 @pytest.mark.parametrize(("name", "engine"), [*ALL.items(), ("prfaas", {})])
 def test_the_routing_table_says_by_which_protocol(make, name, engine):
-    prefill, decode = pools(make, engine)
+    *prefills, decode = pools(make, engine)
     facts = plan.PolicyFacts(
-        make.policy(model="kimi", prefillPools=["offload"]),
+        make.policy(model="kimi", prefillPools=["offload"][: len(prefills)]),
         {"decode": decode},
-        {"offload": prefill},
+        {one.metadata.name: one for one in prefills},
         {"eu": make.member()},
     )
     views = {

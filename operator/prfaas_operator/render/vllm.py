@@ -1,0 +1,148 @@
+"""Containers of vLLM, with our connector, NIXL's or Mooncake's.
+
+Our connector is not part of vLLM's image. An init container copies it from an image of ours into a volume, and
+PYTHONPATH leads to it. So a stock image of vLLM serves, and nobody rebuilds it. The connector uses the cluster's
+certificate on its data ports, and the same certificate puts vLLM's API inside TLS. vLLM's cache events stay plain.
+"""
+
+import json
+from typing import Any, Final
+
+from prfaas import names
+from prfaas.api import PrefillPool
+from prfaas.api.engine import Transfer
+from prfaas_operator.clusters.kinds import Object
+from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
+from prfaas_operator.render import common
+from prfaas_operator.render.certificates import PATH as TLS_PATH
+from prfaas_operator.render.launch import (
+    Start,
+    StartTerms,
+    cache_events,
+    event_ports,
+    gpus,
+    json_values,
+    parallel_flags,
+)
+
+UCX_TCP: Final = {"UCX_TLS": "tcp,cuda_copy,self,sm"}
+"""TCP between hosts. UCX reads GPU memory by cuda_copy, and skips it where there is no GPU."""
+CONNECTOR_VOLUME: Final = "prfaas-connector"
+CONNECTOR_PATH: Final = "/prfaas-vllm"
+_COPY_PATH: Final = "/prfaas-copy"
+_ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
+_FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
+_TLS_ARGS: Final = (
+    "--ssl-certfile",
+    f"{TLS_PATH}/{names.TLS_CERT}",
+    "--ssl-keyfile",
+    f"{TLS_PATH}/{names.TLS_KEY}",
+    "--ssl-ca-certs",
+    f"{TLS_PATH}/{names.TLS_TRUSTED}",
+    "--enable-ssl-refresh",
+)
+
+
+def start(pool: PoolObject, terms: StartTerms) -> Start:
+    """Return how an instance of vLLM starts."""
+    name, transfer = engine_name(pool), pool.spec.engine.transfer or Transfer()
+    if name == "vllm-nixl":
+        return _with_nixl(pool, transfer)
+    return _with_mooncake(pool, transfer) if name == "vllm-mooncake" else _with_ours(pool, transfer, terms)
+
+
+def metrics_port(pool: PoolObject) -> int:
+    """Return the port of our connector's metrics: the first after the data ports of all ranks."""
+    return names.WORKER_DATA_PORT + gpus(pool)
+
+
+def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start:
+    extra: dict[str, Any] = {
+        "host": "$(POD_IP)",
+        "cluster": pool.spec.cluster_name or names.HUB,
+        "metrics_port": metrics_port(pool),
+        **json_values(transfer.extra_config),
+    }
+    if terms.tls:
+        extra["tls_dir"] = TLS_PATH
+    if isinstance(pool, PrefillPool):
+        extra["egress_file"] = common.EGRESS_FILE
+    connector = {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "prfaas_vllm.connector",
+        "kv_role": "kv_both",
+        "kv_port": names.WORKER_DATA_PORT,
+        **_failure_policy(transfer),
+        "kv_connector_extra_config": extra,
+    }
+    data_ports = {f"data-{rank}" if rank else "data": names.WORKER_DATA_PORT + rank for rank in range(gpus(pool))}
+    plain = _start(pool, connector, {}, {**data_ports, "link-metrics": metrics_port(pool)})
+    return plain._replace(
+        tls_args=_TLS_ARGS,
+        volumes=({"name": CONNECTOR_VOLUME, "emptyDir": {}},),
+        mounts=({"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_PATH, "readOnly": True},),
+        init_containers=(_copy(terms.connector_image),),
+        python_path=CONNECTOR_PATH,
+    )
+
+
+def _copy(image: str) -> Object:
+    """Return the init container that copies our connector into the volume."""
+    return {
+        "name": "connector",
+        "image": image,
+        "command": ["cp", "-r", f"{CONNECTOR_PATH}/.", _COPY_PATH],
+        # A quota may ask for these from every container.
+        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}},
+        "securityContext": common.CONTAINER_SECURITY,
+        "volumeMounts": [{"name": CONNECTOR_VOLUME, "mountPath": _COPY_PATH}],
+    }
+
+
+def _with_nixl(pool: PoolObject, transfer: Transfer) -> Start:
+    connector: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **_failure_policy(transfer)}
+    if transfer.extra_config:
+        connector["kv_connector_extra_config"] = json_values(transfer.extra_config)
+    variables = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(names.SIDE_CHANNEL_PORT),
+        # Hybrid models: linear states cross in the layout that both sides can split.
+        "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+        **({} if transfer.protocol == "Rdma" else UCX_TCP),
+    }
+    return _start(pool, connector, variables, {"side-channel": names.SIDE_CHANNEL_PORT})
+
+
+def _with_mooncake(pool: PoolObject, transfer: Transfer) -> Start:
+    protocol = "rdma" if transfer.protocol == "Rdma" else "tcp"
+    connector = {
+        "kv_connector": "MooncakeConnector",
+        "kv_role": _ROLES[role_of(pool)],
+        **_failure_policy(transfer),
+        "kv_connector_extra_config": {"mooncake_protocol": protocol, **json_values(transfer.extra_config)},
+    }
+    variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(names.BOOTSTRAP_PORT)}
+    return _start(pool, connector, variables, {"bootstrap": names.BOOTSTRAP_PORT})
+
+
+def _failure_policy(transfer: Transfer) -> dict[str, str]:
+    """Return vLLM's own answer to a cache that did not arrive; its default would fail the request."""
+    return {"kv_load_failure_policy": _FAILURE_POLICIES[transfer.failure_policy or "Recompute"]}
+
+
+def _start(pool: PoolObject, connector: dict[str, Any], variables: dict[str, str], ports: dict[str, int]) -> Start:
+    spec = pool.spec
+    flags = {
+        "--served-model-name": spec.model.name,
+        "--host": "$(POD_IP)",
+        "--port": str(names.WORKER_API_PORT),
+        "--kv-events-config": json.dumps({"enable_kv_cache_events": True, **cache_events(pool)}),
+        "--kv-transfer-config": json.dumps(connector),
+        **parallel_flags(pool),
+    }
+    return Start(
+        ["vllm", "serve", spec.model.source],
+        [*common.words(flags), *spec.engine.args],
+        variables,
+        {**event_ports(pool), **ports},
+    )
