@@ -65,6 +65,12 @@ class ClusterNotFoundError(ConfigError):
     reason: ClassVar = "ClusterNotFound"
 
 
+class AddressingRefusedError(ConfigError):
+    """A pool's engine cannot be reached at its node's ports, and its cluster is reached so."""
+
+    reason: ClassVar = "EngineNeedsPodIP"
+
+
 class SecretNotFoundError(ConfigError):
     """A MemberCluster names a Secret, or a key of it, that does not exist."""
 

@@ -124,7 +124,9 @@ class HubView:
         return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
 
     def gateway_pods(self) -> list[PodFacts]:
-        return [pod for pod in self.pods.items.values() if not pod.pool_uid and not pod.terminating]
+        """Return the gateways' pods that live: one that was evicted, or is somebody else's, says nothing about them."""
+        pods = self.pods.items.values()
+        return [pod for pod in pods if pod.policy_uid and not pod.terminating and not pod.shared.over]
 
     def _wake(self, ref: Ref, *, changed: bool) -> None:
         self.queue.wake(ref)

@@ -48,6 +48,36 @@ def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodF
     )
 
 
+class InstanceFacts(NamedTuple):
+    """What an instance is, by its own pod: its pool's spec may have changed since, and is right for new pods only.
+
+    Args:
+        engine, model: empty for a pod of an older operator.
+        data_port: of rank 0; 0 for an engine without one.
+        ranks: data-parallel ranks, each with cache events.
+        by_host: its ports are its node's; None if the pod names no port.
+    """
+
+    engine: str = ""
+    model: str = ""
+    data_port: int = 0
+    ranks: int = 1
+    by_host: bool | None = None
+
+
+def _instance_facts(pod: dict[str, Any]) -> InstanceFacts:
+    metadata = pod["metadata"]
+    containers = (pod.get("spec") or {}).get("containers") or [{}]
+    ports = {port.get("name", ""): port for port in containers[0].get("ports") or ()}
+    return InstanceFacts(
+        engine=(metadata.get("labels") or {}).get(names.LABEL_ENGINE, ""),
+        model=(metadata.get("annotations") or {}).get(names.ANNOTATION_MODEL, ""),
+        data_port=ports.get("data", {}).get("containerPort", 0),
+        ranks=max(1, sum(name.startswith("kv-events") for name in ports)),
+        by_host=any("hostPort" in port for port in ports.values()) if ports else None,
+    )
+
+
 MAX_PROBLEM_CHARS = 300
 CRASHES: Final = 2
 """A container that ended this often before it was ready is crashing, also while it runs."""
@@ -86,6 +116,8 @@ class PodFacts(NamedTuple):
     cause: str = ""
     scheme: str = "http"
     shared: SharedPodFacts = SharedPodFacts()
+    instance: InstanceFacts = InstanceFacts()
+    policy_uid: str = ""
 
 
 def project_pod(pod: dict[str, Any]) -> PodFacts:
@@ -107,6 +139,8 @@ def project_pod(pod: dict[str, Any]) -> PodFacts:
         problem="" if ready else _problem(status, conditions, terminating=terminating)[:MAX_PROBLEM_CHARS],
         cause="" if ready or terminating else _cause(status, conditions),
         shared=_shared_facts(pod, conditions),
+        instance=_instance_facts(pod),
+        policy_uid=labels.get(names.LABEL_POLICY_UID, ""),
     )
 
 

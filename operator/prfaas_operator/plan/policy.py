@@ -5,12 +5,12 @@ has no list of pods there. Without them the gateway would lose working instances
 keeps the instances of the present table. The gateway itself ejects instances that refuse connections.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final, NamedTuple, get_args
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
 from prfaas.errors import PrfaasError
-from prfaas.names import HUB, WORKER_API_PORT
+from prfaas.names import HUB, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.ports import url_host
 from prfaas.wire import routes
 from prfaas.wire.profile import PoolProfile
@@ -21,6 +21,8 @@ from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import Counts, PoolObject, engine_name, role_of
 from prfaas_operator.plan.profile import seeds
 from prfaas_operator.plan.roles import refusal, sharer_of
+
+ENGINES: Final[Mapping[str, routes.EngineName]] = {name: name for name in get_args(routes.EngineName)}
 
 
 class PolicyFacts(NamedTuple):
@@ -37,6 +39,11 @@ class PolicyFacts(NamedTuple):
         spec = self.policy.spec
         decode = (self.decode_pools[spec.decode_pool],) if spec.decode_pool in self.decode_pools else ()
         return decode + tuple(self.prefill_pools[name] for name in spec.prefill_pools if name in self.prefill_pools)
+
+    @property
+    def known_pools(self) -> tuple[PoolObject, ...]:
+        """The policy's pools that have a model, of their own or their DecodePool's; its instances may be of another."""
+        return tuple(pool for pool in self.named_pools if pool.spec.model.name)
 
     @property
     def routed_pools(self) -> tuple[PoolObject, ...]:
@@ -95,10 +102,10 @@ def _model_mismatch(facts: PolicyFacts) -> ConditionState | None:
     wanted = facts.policy.spec.model
     for pool in facts.named_pools:
         if pool.spec.model.name != wanted:
-            what = f"{pool.kind_name} {pool.metadata.name}"
+            what, found = f"{pool.kind_name} {pool.metadata.name}", pool.spec.model.name
             return no(
                 "ModelMismatch",
-                f"{what} serves {pool.spec.model.name}, the policy {wanted}; {what} gets no request until both agree",
+                f"{what} serves {found}, the policy {wanted}; instances of {found} get no request until both agree",
             )
     return None
 
@@ -150,6 +157,9 @@ def routing_table(
     policy = facts.policy
     spec = policy.spec
     metrics = spec.metrics
+    if previous is not None and previous.model != spec.model:
+        previous = None
+    instances = _instances(facts, views, previous)
     return routes.RoutingTable(
         policy=policy.metadata.name,
         namespace=policy.metadata.namespace,
@@ -171,8 +181,8 @@ def routing_table(
         stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
         prefer_datacenters=tuple(spec.datacenters.prefer),
         forbid_datacenters=tuple(spec.datacenters.forbid),
-        clusters=_clusters(facts, views, previous),
-        instances=_instances(facts, views, previous),
+        clusters=_clusters(facts, views, previous, {instance.cluster for instance in instances}),
+        instances=instances,
         profiles=_profiles(facts),
     )
 
@@ -187,10 +197,13 @@ def _profiles(facts: PolicyFacts) -> tuple[PoolProfile, ...]:
 
 
 def _clusters(
-    facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
+    facts: PolicyFacts,
+    views: Mapping[str, ObservedCluster],
+    previous: routes.RoutingTable | None,
+    with_instances: Set[str],
 ) -> tuple[routes.Cluster, ...]:
     was_reachable = {cluster.name: cluster.reachable for cluster in (previous.clusters if previous else ())}
-    used = {pool.spec.cluster_name for pool in facts.routed_pools if pool.spec.cluster_name}
+    used = with_instances | {pool.spec.cluster_name for pool in facts.routed_pools}
     return tuple(
         routes.Cluster(
             name=name,
@@ -214,13 +227,18 @@ def _instances(
     facts: PolicyFacts, views: Mapping[str, ObservedCluster], previous: routes.RoutingTable | None
 ) -> tuple[routes.Instance, ...]:
     found: list[routes.Instance] = []
-    for pool in facts.routed_pools:
+    for pool in facts.known_pools:
         name = pool.spec.cluster_name or HUB
         pods = views.get(name, UNSEEN).pods
         if pods is None:
             found += _carried(pool, name, previous)
         else:
-            mine = [pod for pod in pods if (pod.pool_uid, pod.role) == (facts.pods_pool_uid(pool), role_of(pool))]
+            mine = [
+                pod
+                for pod in pods
+                if (pod.pool_uid, pod.role) == (facts.pods_pool_uid(pool), role_of(pool))
+                and (pod.instance.model or pool.spec.model.name) == facts.policy.spec.model
+            ]
             found += _of_pool(pool, name, mine, facts.clusters.get(name))
     return tuple(sorted(found, key=lambda instance: (instance.cluster, instance.pool, instance.name)))
 
@@ -233,9 +251,11 @@ def _carried(pool: PoolObject, cluster: str, previous: routes.RoutingTable | Non
 def _of_pool(
     pool: PoolObject, cluster: str, pods: Iterable[PodFacts], member: MemberCluster | None
 ) -> list[routes.Instance]:
-    by_host = member is not None and member.spec.addressing == "HostIP"
+    is_by_host = member is not None and member.spec.addressing == "HostIP"
     instances: list[routes.Instance] = []
     for pod in pods:
+        by_host = is_by_host if pod.instance.by_host is None else pod.instance.by_host
+        engine = _engine_of(pod, pool)
         address = pod.host_ip if by_host else pod.pod_ip
         if not address or not (pod.ready or pod.terminating):
             continue
@@ -248,10 +268,17 @@ def _of_pool(
                 url=f"{pod.scheme}://{url_host(address)}:{WORKER_API_PORT}",
                 state="Draining" if pod.terminating else "Ready",
                 convertible=pod.shared.gated,
-                engine=engine_name(pool),
+                engine=engine,
+                data_port=pod.instance.data_port or WORKER_DATA_PORT,
+                ranks=min(pod.instance.ranks, routes.MAX_RANKS),
             )
         )
     return instances
+
+
+def _engine_of(pod: PodFacts, pool: PoolObject) -> routes.EngineName:
+    """Return the engine that a pod runs, by its pool if the pod does not say a known one."""
+    return ENGINES.get(pod.instance.engine, engine_name(pool))
 
 
 def ready_by_role(table: routes.RoutingTable, role: routes.PoolRole) -> int:

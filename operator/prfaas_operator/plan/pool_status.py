@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from prfaas.api import DecodePool, PrefillPool
+from prfaas.api import DecodePool, MemberCluster, PrefillPool
 from prfaas.wire.routes import EngineName, PoolRole
+from prfaas_operator.errors import AddressingRefusedError
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 
@@ -17,6 +18,12 @@ PODS_REFUSED: Final = "PodsRefused"
 
 
 _OF_VLLM: Final[Mapping[str, EngineName]] = {"Prfaas": "vllm-prfaas", "Nixl": "vllm-nixl", "Mooncake": "vllm-mooncake"}
+
+
+NEEDS_POD_IP: Final = frozenset[EngineName]({"vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm"})
+"""Engines that announce their pod's address to each other, or choose ports: a node's ports do not lead to them."""
+SERVES_BOTH_ROLES: Final = frozenset[EngineName]({"prfaas", "vllm-prfaas", "vllm-nixl"})
+"""Engines whose instances prefill or decode as they are asked; all others get one role when they start."""
 
 
 class Counts(NamedTuple):
@@ -36,6 +43,16 @@ def engine_name(pool: PoolObject) -> EngineName:
         connector = engine.transfer.connector if engine.transfer else None
         return _OF_VLLM[connector or "Prfaas"]
     return engine.type
+
+
+def check_addressing(pool: PoolObject, member: MemberCluster | None) -> None:
+    """Raise AddressingRefusedError for an engine that is not reached at its node's ports, in a cluster that is."""
+    engine = engine_name(pool)
+    if member is not None and member.spec.addressing == "HostIP" and engine in NEEDS_POD_IP:
+        raise AddressingRefusedError(
+            f"instances of {engine} announce their pods' addresses to each other, and MemberCluster "
+            f"{member.metadata.name} has addressing HostIP: use addressing PodIP, or vllm with connector Prfaas"
+        )
 
 
 def role_of(pool: PoolObject) -> PoolRole:

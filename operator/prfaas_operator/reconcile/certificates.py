@@ -52,6 +52,7 @@ from prfaas_operator.plan.certificates_read import Store
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
 from prfaas_operator.plan.drift import view
 from prfaas_operator.plan.ownership import has_labels
+from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
 from prfaas_operator.render.common import GROUP_MANAGED
@@ -125,17 +126,19 @@ class Certificates:
             CERTIFICATE_READY: self._states.get(cluster) or ConditionState("Unknown", "NotNeeded", "no pool runs here")
         }
 
-    async def pool_uses_tls(self, cluster: str) -> bool:
-        """Return true if instances in a cluster must use TLS; then their Secret exists.
+    async def pool_uses_tls(self, cluster: str, pods: Iterable[PodFacts]) -> bool:
+        """Return true if instances in a cluster must use TLS; then their Secret exists. `pods` are the pool's present.
 
-        Gateways change first: a gateway without TLS would lose every instance that uses it.
+        Gateways change first: a gateway without TLS would lose every instance that uses it. A pool that is inside TLS
+        stays there until certificates are disabled, whatever any other pod says.
 
         Raises CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return False
         await self.wait_delivered(cluster)
-        return all(pod.scheme == "https" for pod in self._hub.gateway_pods())
+        inside = any(pod.scheme == "https" for pod in pods)
+        return inside or all(pod.scheme == "https" for pod in self._hub.gateway_pods())
 
     async def wait_delivered(self, cluster: str) -> None:
         """Request a cluster's Secret, and wait a moment for it.

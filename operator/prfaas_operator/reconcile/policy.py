@@ -19,7 +19,7 @@ from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult
 from prfaas_operator.errors import CertificateNotReadyError
 from prfaas_operator.plan import policy as plan
-from prfaas_operator.plan import roles
+from prfaas_operator.plan import roles, transfers
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.longloop import LongLoopResult
 from prfaas_operator.plan.pool_status import Counts, counts
@@ -70,7 +70,7 @@ class PolicyReconciler:
         balance = await self.long_loop.balance(facts, live)
         ready = plan.readiness(facts, table, gateway_counts, failures)
         return ReconcileResult(
-            conditions={READY: ready, **balance.conditions},
+            conditions={READY: ready, **transfers.conditions(table), **balance.conditions},
             fields={
                 "readyPrefill": plan.ready_by_role(table, "prefill"),
                 "readyDecode": plan.ready_by_role(table, "decode"),

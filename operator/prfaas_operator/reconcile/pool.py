@@ -20,6 +20,7 @@ from prfaas_operator.plan import ownership
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.member import check_secrets
+from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.member import SecretGuard
@@ -57,10 +58,12 @@ class PoolReconciler:
             return self.roles.reconcile_sharer(pool, live)
         check_secrets(pool.spec.template, self.hub.kubeconfigs().values())
         member = self._member(pool)
+        plan.check_addressing(pool, member)
         cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)
-        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB)
+        present = self._pods(pool, member)
+        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB, present)
         # Settings come before the pods that read them.
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
@@ -72,9 +75,7 @@ class PoolReconciler:
             failures = await self.roles.give_out(shared, manifest, live)
         deployment = (await self.children.apply_all(ref, cluster, [*settings, manifest]))[-1]
         await self._protect(ref, cluster, protection.pool_budget(manifest, deployment))
-        observed = self.members.observed(member.metadata.name) if member else self.hub.observed()
-        pods = [pod for pod in observed.pods or () if pod.pool_uid == pool.metadata.uid]
-        counts, ready = plan.counts(deployment), plan.readiness(pool, deployment, pods)
+        counts, ready = plan.counts(deployment), plan.readiness(pool, deployment, self._pods(pool, member))
         result = ReconcileResult(
             conditions={READY: ready},
             fields={
@@ -86,6 +87,11 @@ class PoolReconciler:
             again_seconds=self._again_seconds(cluster, ready),
         )
         return self.roles.result_of(shared, result, failures) if shared else result
+
+    def _pods(self, pool: plan.PoolObject, member: MemberCluster | None) -> list[PodFacts]:
+        """Return the observed pods of a pool."""
+        observed = self.members.observed(member.metadata.name) if member else self.hub.observed()
+        return [pod for pod in observed.pods or () if pod.pool_uid == pool.metadata.uid]
 
     def _again_seconds(self, cluster: ClusterClient, ready: ConditionState) -> float | None:
         """Return the delay until the next reconcile: longer where every change wakes the pool; None: the usual one."""

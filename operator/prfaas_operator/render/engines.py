@@ -10,7 +10,6 @@ import json
 from typing import Final
 
 from prfaas import names
-from prfaas.wire.routes import EngineName
 from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
 from prfaas_operator.render import vllm
 from prfaas_operator.render.common import TMP_PATH, words
@@ -20,10 +19,6 @@ UCX_TCP: Final = vllm.UCX_TCP
 _MOONCAKE_TCP: Final = {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
 _ENGINE_CONFIG: Final = "PRFAAS_ENGINE_CONFIG"
 _ENGINE_CONFIG_PATH: Final = f"{TMP_PATH}/prfaas-engine.yaml"
-NEEDS_POD_IP: Final = frozenset[EngineName]({"vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm"})
-"""Engines that announce their pod's address to each other, or choose ports: a node's ports cannot lead to them."""
-ONE_SIDED: Final = frozenset[EngineName]({"vllm-mooncake", "sglang", "tensorrt-llm"})
-"""Engines whose instances get a fixed role when they start."""
 
 
 def start(pool: PoolObject, terms: StartTerms) -> Start:
