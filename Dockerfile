@@ -2,6 +2,7 @@
 #     docker build --target operator -t prfaas/operator .
 #     docker build --target gateway  -t prfaas/gateway  .     (gateway and scheduler)
 #     docker build --target worker   -t prfaas/worker   .     (with torch's CUDA build: large; no compiler, so without the extra `cuda`)
+#     docker build --target vllm-connector -t prfaas/vllm-connector .    (a folder that pools of vLLM copy into vLLM's own image)
 # BASE is any Debian with python3, its venv module and CA certificates. TORCH=debian takes the distribution's torch, for
 # CPUs alone and a quarter of the size, where BASE's python3 is Debian's too (trixie). Needs BuildKit, which builds only
 # what a target is made of. Dependencies come before sources, which change more often.
@@ -49,6 +50,16 @@ RUN echo "torch; sys_platform == 'none'" >/tmp/without && sed -i 's/^\(include-s
 FROM dependencies-worker-${TORCH} AS build-worker
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --no-deps /dist/*.whl
 
+# Wheels for one processor and every Python that vLLM's images may have. Compiled files have their Python's tag in their
+# names and all else is equal, so that one folder serves all.
+FROM build AS build-vllm-connector
+RUN for python in 3.11 3.12 3.13; do \
+      uv pip install -q --constraints requirements.lock.txt --only-binary :all: --python-version $python --target /tmp/$python \
+        msgspec xxhash zstandard cryptography \
+   && mkdir -p /prfaas-vllm && cp -r /tmp/$python/. /prfaas-vllm || exit 1; done
+RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --target /prfaas-vllm --no-deps /dist/*.whl
+COPY connectors/vllm/prfaas_vllm /prfaas-vllm/prfaas_vllm
+
 FROM ${BASE} AS run
 # No account has this number, or any other that a cluster may choose, and some libraries ask for a name.
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 USER=prfaas
@@ -64,6 +75,11 @@ FROM run AS gateway
 LABEL org.opencontainers.image.title="prfaas gateway and scheduler"
 COPY --from=build-gateway /opt/venv /opt/venv
 CMD ["prfaas-gateway", "--help"]
+
+FROM run AS vllm-connector
+LABEL org.opencontainers.image.title="prfaas connector for vLLM"
+COPY --from=build-vllm-connector /prfaas-vllm /prfaas-vllm
+CMD ["ls", "/prfaas-vllm"]
 
 FROM run AS run-worker-pypi
 

@@ -14,9 +14,10 @@ import yaml
 from prfaas.api.pool import Engine
 from prfaas.api.prfaaspolicy import GatewaySpec
 from prfaas_operator.render.common import USER_ID
+from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 ROOT = Path(__file__).parents[2]
-TARGETS = ("operator", "gateway", "worker")
+TARGETS = ("operator", "gateway", "worker", "vllm-connector")
 INSTALLS = re.compile(r"pip install (?!.*--no-deps /dist/)[^&|;\n]*")
 
 
@@ -85,7 +86,8 @@ def test_an_image_stands_on_the_base_that_the_builder_names(target):
 def test_an_image_gets_an_environment_and_no_sources(target):
     copied = [rest for stage in lineage(target) for rest in stage.all("COPY")]
     assert len(copied) == 1
-    assert re.fullmatch(r"--from=build-\w+ /opt/venv /opt/venv", copied[0])
+    folder = "/prfaas-vllm" if target == "vllm-connector" else "/opt/venv"
+    assert re.fullmatch(rf"--from=build-[\w-]+ {folder} {folder}", copied[0])
 
 
 @each_target
@@ -141,7 +143,7 @@ def test_what_the_pages_build_is_what_charts_and_objects_ask_for():
         for page in ("README.md", "docs/install.md")
         for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
     ]
-    asked = [Engine().image, GatewaySpec().image]
-    assert len(built) == 4
+    asked = [Engine().image, GatewaySpec().image, DEFAULT_CONNECTOR_IMAGE]
+    assert len(built) == 5
     assert {chart["appVersion"] for chart in charts} == {version}
     assert {image.partition(":")[2] for image in (*built, *asked)} == {version}

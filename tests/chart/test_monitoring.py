@@ -196,7 +196,12 @@ def test_nothing_of_other_projects_kinds_is_asked_for_by_default(hub, member):
 def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_select_by(render):
     objects = render("prfaas", "--set", "monitoring.podMonitor.enabled=true")
     (monitor,) = (each["spec"] for each in objects if each["kind"] == "PodMonitor")
-    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {"api", "http", "metrics"}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {
+        "api",
+        "link-metrics",
+        "http",
+        "metrics",
+    }
     for endpoint in monitor["podMetricsEndpoints"]:
         assert {"cluster", "pool", "__scheme__"} <= {rule["targetLabel"] for rule in endpoint["relabelings"]}
 

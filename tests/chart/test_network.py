@@ -10,11 +10,31 @@ from typing import Any
 import pytest
 
 from prfaas import names
+from prfaas.api import DecodePool
+from prfaas_operator.render import pool_deployment
 from prfaas_operator.render.common import PART_OF
+from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = sorted((ROOT / "charts").glob("*/ci/*-values.yaml"))
-WORKER = {**PART_OF, names.LABEL_COMPONENT: "worker"}
+WORKER = {**PART_OF, names.LABEL_COMPONENT: "worker", names.LABEL_ENGINE: "prfaas"}
+OF_ENGINES = [f"prfaas-workers-{engine}" for engine in ("sglang", "vllm-mooncake", "vllm-nixl", "vllm-prfaas")]
+MODEL = {"name": "m", "source": "/models/m"}
+LARGEST = {
+    "vllm-prfaas": {"engine": {"type": "vllm", "image": "v:1"}, "parallelism": {"tensor": 2, "data": 16}},
+    "vllm-nixl": {
+        "engine": {"type": "vllm", "image": "v:1", "transfer": {"connector": "Nixl"}},
+        "parallelism": {"data": 16},
+    },
+    "vllm-mooncake": {
+        "engine": {"type": "vllm", "image": "v:1", "transfer": {"connector": "Mooncake"}},
+        "parallelism": {"data": 16},
+    },
+    "sglang": {"engine": {"type": "sglang", "image": "s:1"}, "parallelism": {"data": 16}},
+    "tensorrt-llm": {"engine": {"type": "tensorrt-llm", "image": "t:1"}},
+    "dynamo": {"engine": {"type": "dynamo", "image": "d:1"}},
+}
+"""Pools with as many ports as their engine may have."""
 GATEWAY = {**PART_OF, names.LABEL_COMPONENT: "gateway"}
 WORKER_PORTS = {names.WORKER_API_PORT, names.WORKER_DATA_PORT}
 
@@ -28,12 +48,23 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
     return selector["matchLabels"].items() <= labels.items()
 
 
+def about(found: dict[str, dict[str, Any]], labels: dict[str, str]) -> dict[str, Any]:
+    """Return the only policy that selects pods with these labels."""
+    (policy,) = (each for each in found.values() if selects(each["podSelector"], labels))
+    return policy
+
+
+def numbers(port: dict[str, Any]) -> range:
+    return range(port["port"], port.get("endPort", port["port"]) + 1)
+
+
 def ports_open_to(policy: dict[str, Any], labels: dict[str, str]) -> set[int]:
     """Return the ports that pods of the same namespace with these labels may reach."""
     return {
-        port["port"]
+        number
         for rule in policy["ingress"]
         for port in rule["ports"]
+        for number in numbers(port)
         if "from" not in rule
         or any(
             selects(peer["podSelector"], labels)
@@ -46,15 +77,16 @@ def ports_open_to(policy: dict[str, Any], labels: dict[str, str]) -> set[int]:
 def ports_open_to_namespace(policy: dict[str, Any], name: str) -> set[int]:
     wanted = {"matchLabels": {"kubernetes.io/metadata.name": name}}
     return {
-        port["port"]
+        number
         for rule in policy["ingress"]
         for port in rule["ports"]
+        for number in numbers(port)
         if any(peer.get("namespaceSelector") == wanted for peer in rule.get("from", ()))
     }
 
 
 def ports_reached(policy: dict[str, Any]) -> set[int]:
-    return {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+    return {number for rule in policy["egress"] for port in rule["ports"] for number in numbers(port)}
 
 
 def test_operator_hears_prometheus_and_the_helm_test_alone(hub):
@@ -89,7 +121,7 @@ def test_workers_of_the_hub_hear_gateways_each_other_and_prometheus(hub):
 
 
 def test_workers_of_a_member_hear_the_hub_and_each_other(render):
-    (policy,) = policies(render("prfaas-member", "--set", "networkPolicy.hubCidrs={192.0.2.0/24}")).values()
+    policy = about(policies(render("prfaas-member", "--set", "networkPolicy.hubCidrs={192.0.2.0/24}")), WORKER)
     assert selects(policy["podSelector"], WORKER)
     blocks = [peer["ipBlock"]["cidr"] for rule in policy["ingress"] for peer in rule["from"] if "ipBlock" in peer]
     assert blocks == ["192.0.2.0/24"]
@@ -99,14 +131,14 @@ def test_workers_of_a_member_hear_the_hub_and_each_other(render):
 
 def test_workers_of_a_member_need_no_route_back(member):
     """Nothing but names and other workers of the same namespace."""
-    (policy,) = policies(member).values()
+    policy = about(policies(member), WORKER)
     assert all(list(peer) == ["podSelector"] for rule in policy["egress"] for peer in rule.get("to", ()))
     assert {port["port"] for rule in policy["egress"] if "to" not in rule for port in rule["ports"]} == {53}
 
 
 def test_without_the_hubs_addresses_a_member_opens_its_two_ports_to_all(member):
     """The one rule of both charts without a source; the notes say so, and TLS decides."""
-    (policy,) = policies(member).values()
+    policy = about(policies(member), WORKER)
     assert ports_open_to(policy, {"app": "anybody"}) == WORKER_PORTS
 
 
@@ -129,10 +161,46 @@ def test_nobody_scrapes_where_nobody_is_named(render):
 @pytest.mark.parametrize(
     ("chart", "off", "left"),
     [
-        ("prfaas", "networkPolicy.enabled=false", ["prfaas-workers"]),
+        ("prfaas", "networkPolicy.enabled=false", ["prfaas-workers", *OF_ENGINES]),
         ("prfaas", "workers.networkPolicy.enabled=false", ["prfaas-operator"]),
         ("prfaas-member", "networkPolicy.enabled=false", []),
     ],
 )
 def test_policies_can_be_left_to_somebody_else(render, chart, off, left):
     assert sorted(policies(render(chart, "--set", off))) == left
+
+
+@pytest.mark.parametrize("engine", LARGEST)
+@pytest.mark.parametrize("chart", ["prfaas", "prfaas-member"])
+def test_every_port_that_the_operator_renders_for_an_engine_is_open_to_its_peers_and_to_no_other_engine(
+    render, chart, engine
+):
+    """Gateways follow cache events, other workers fetch caches; both are beyond the API port and the data port."""
+    pool = DecodePool.model_validate(
+        {"metadata": {"name": "p", "uid": "1"}, "spec": {"model": MODEL, **LARGEST[engine]}}
+    )
+    template = pool_deployment.deployment(pool, None)["spec"]["template"]
+    labels, (container,) = template["metadata"]["labels"], template["spec"]["containers"]
+    opened = {port["containerPort"] for port in container["ports"]}
+    found = policies(
+        render(chart, "--set", "networkPolicy.hubCidrs={192.0.2.0/24}") if chart != "prfaas" else render(chart)
+    )
+    mine = [policy for policy in found.values() if selects(policy["podSelector"], labels)]
+    assert opened <= {number for policy in mine for number in ports_open_to(policy, WORKER)}
+    assert opened <= {number for policy in mine for number in ports_reached(policy)}
+    assert all(ports_open_to(policy, {"app": "neighbour"}) == set() for policy in mine)
+    if chart == "prfaas":
+        assert opened <= {number for policy in mine for number in ports_open_to(policy, GATEWAY)}
+    if "link-metrics" in {port["name"] for port in container["ports"]}:
+        (metrics,) = (port["containerPort"] for port in container["ports"] if port["name"] == "link-metrics")
+        assert metrics in {number for policy in mine for number in ports_open_to_namespace(policy, "monitoring")}
+
+
+def test_the_connectors_image_is_the_charts_version_or_the_one_that_is_named(render):
+    def flag(*arguments: str) -> str:
+        (operator,) = (each for each in render("prfaas", *arguments) if each["kind"] == "Deployment")
+        words = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+        return words[words.index("--connector-image") + 1]
+
+    assert flag() == DEFAULT_CONNECTOR_IMAGE
+    assert flag("--set", "connectorImage=reg.example/c@sha256:1") == "reg.example/c@sha256:1"

@@ -145,6 +145,6 @@ def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[
         gateway.lease(policy),
         certificates.gateway_in_tls(deployment) if tls else deployment,
         gateway.service(policy),
-        protection.network_policy(policy, {one.engine for one in table.instances}),
+        protection.network_policy(policy, table.instances),
         *([budget] if budget else []),
     ]

@@ -1,15 +1,19 @@
 """PodDisruptionBudgets of gateways and pools, and the NetworkPolicy of a policy's gateway."""
 
-from collections.abc import Set
+from collections.abc import Iterable
+from typing import Final
 from urllib.parse import urlsplit
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
-from prfaas.wire.routes import EngineName
+from prfaas.wire.routes import EngineName, Instance
 from prfaas_operator.clusters.kinds import DISRUPTION_BUDGET, NETWORK_POLICY, Object, manifest
 from prfaas_operator.render.common import child, gateway_selector
 
 DNS_PORT = 53
+WITH_EVENTS: Final = frozenset[EngineName]({"vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang"})
+"""Engines that publish cache events over ZMQ."""
+WITH_BOOTSTRAP: Final = frozenset[EngineName]({"vllm-mooncake", "sglang"})
 API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Service; its address differs everywhere
 
 
@@ -38,12 +42,9 @@ def pool_budget(deployment: Object, live: Object) -> Object:
     return manifest(DISRUPTION_BUDGET, own, spec=spec)
 
 
-def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset()) -> Object:
-    """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus.
-
-    `engines` are those of its instances: vLLM and SGLang have more ports than ours.
-    """
-    others = () if engines <= {"prfaas"} else (names.BOOTSTRAP_PORT, names.KV_EVENTS_PORT, names.KV_EVENTS_PORT + 1)
+def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> Object:
+    """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus."""
+    others = [port for instance in instances for port in _ports_asked(instance)]
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
     spec = {
         "podSelector": {"matchLabels": gateway_selector(policy)},
@@ -55,6 +56,14 @@ def network_policy(policy: PrfaaSPolicy, engines: Set[EngineName] = frozenset())
         ],
     }
     return child(policy, NETWORK_POLICY, names.gateway_name(policy.metadata.name), spec=spec)
+
+
+def _ports_asked(instance: Instance) -> Iterable[int]:
+    """Return the ports of an instance that a gateway asks beside its API's: cache events of every rank, and more."""
+    if instance.engine not in WITH_EVENTS:
+        return ()
+    events = range(names.KV_EVENTS_PORT, names.kv_log_port(instance.ranks) + instance.ranks)
+    return (*events, names.BOOTSTRAP_PORT) if instance.engine in WITH_BOOTSTRAP else events
 
 
 def _tcp(port: int) -> Object:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.wire.routes import Instance
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan.pool_status import Counts
 from prfaas_operator.render import pool_deployment, protection
@@ -367,8 +368,15 @@ def test_two_kinds_of_engine_in_one_policy_are_told(make):
 
 
 def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some(make):
-    def ports(engines) -> set[int]:
-        policy = protection.network_policy(make.policy(), engines)
+    def ports(*engines: str, ranks: int = 1) -> set[int]:
+        instances = [
+            Instance(name="x", pool="p", cluster="eu", role="prefill", url="http://x", engine=engine, ranks=ranks)
+            for engine in engines
+        ]
+        policy = protection.network_policy(make.policy(), instances)
         return {one["port"] for rule in policy["spec"]["egress"] for one in rule["ports"]}
 
-    assert ports({"sglang"}) - ports({"prfaas"}) == ports({"vllm-mooncake"}) - ports(set()) == {8998, 5557, 5558}
+    assert ports("sglang") - ports("prfaas") == ports("vllm-mooncake") - ports() == {8998, 5557, 5558}
+    assert ports("vllm-prfaas", "vllm-nixl") - ports() == {5557, 5558}
+    assert ports("vllm-prfaas", ranks=4) - ports() == set(range(5557, 5565))
+    assert ports("tensorrt-llm", "dynamo") == ports()
