@@ -32,15 +32,24 @@ CONNECTOR_PATH: Final = "/prfaas-vllm"
 _COPY_PATH: Final = "/prfaas-copy"
 _ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
+_TLS_COPY: Final = f"{common.TMP_PATH}/prfaas-tls"
 _TLS_ARGS: Final = (
     "--ssl-certfile",
-    f"{TLS_PATH}/{names.TLS_CERT}",
+    f"{_TLS_COPY}/{names.TLS_CERT}",
     "--ssl-keyfile",
-    f"{TLS_PATH}/{names.TLS_KEY}",
+    f"{_TLS_COPY}/{names.TLS_KEY}",
     "--ssl-ca-certs",
-    f"{TLS_PATH}/{names.TLS_TRUSTED}",
+    f"{_TLS_COPY}/{names.TLS_TRUSTED}",
     "--enable-ssl-refresh",
 )
+_COPY_AND_SERVE: Final = f"""\
+copy() (umask 077; mkdir -p {_TLS_COPY}; for file in {names.TLS_KEY} {names.TLS_CERT} {names.TLS_TRUSTED}; do
+  cmp -s {TLS_PATH}/$file {_TLS_COPY}/$file || cat {TLS_PATH}/$file > {_TLS_COPY}/$file; done)
+copy; (while sleep 10; do copy; done) & exec vllm "$@"
+"""
+"""vLLM follows its certificate's files. The kubelet replaces their folder, after which vLLM hears of no second change:
+run with vLLM 0.32's watcher. So vLLM gets copies that are written in place.
+"""
 
 
 def start(pool: PoolObject, terms: StartTerms) -> Start:
@@ -77,6 +86,9 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
     }
     data_ports = {f"data-{rank}" if rank else "data": names.WORKER_DATA_PORT + rank for rank in range(gpus(pool))}
     plain = _start(pool, connector, {}, {**data_ports, "link-metrics": metrics_port(pool)})
+    if terms.tls:
+        serve = plain.command[1:]
+        plain = plain._replace(command=["/bin/sh", "-c", _COPY_AND_SERVE, "vllm"], args=[*serve, *plain.args])
     return plain._replace(
         tls_args=_TLS_ARGS,
         volumes=({"name": CONNECTOR_VOLUME, "emptyDir": {}},),

@@ -6,7 +6,10 @@ engine_arguments.json holds those names, taken from the sources of the engines' 
 
 import json
 import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,13 @@ def variables_of(container: dict) -> dict[str, str]:
 
 def ports_of(container: dict) -> dict[str, int]:
     return {one["name"]: one["containerPort"] for one in container["ports"]}
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def pools(make, engine: dict, **spec):
@@ -158,10 +168,43 @@ def test_our_connector_gets_the_certificate_the_cluster_and_the_egress_share_of_
         assert volumes == owns
     assert manifest["spec"]["template"]["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
     words = container["args"]
-    assert words[words.index("--ssl-keyfile") + 1] == "/etc/prfaas/tls/tls.key"
+    assert words[words.index("--ssl-keyfile") + 1] == "/tmp/prfaas-tls/tls.key"
     assert {container[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "readiness", "liveness")} == {
         "HTTPS"
     }
+
+
+def test_vllm_gets_copies_of_a_certificate_that_are_written_in_place(make, tmp_path):
+    """The kubelet swaps a folder by a link; vLLM's watcher hears of the first swap only."""
+    container = container_of(make.decode_pool(engine=OURS, model=MODEL), StartTerms(tls=True))
+    assert (container["command"][3], container["args"][:2]) == ("vllm", ["serve", "/models/kimi"])
+    secret, copies = tmp_path / "secret", tmp_path / "copies"
+    script = container["command"][2].replace("/etc/prfaas/tls", str(secret)).replace("/tmp/prfaas-tls", str(copies))
+    script = script.replace("sleep 10", "sleep 0.05").replace("exec vllm", "sleep 600 #")
+
+    def swap(number: int) -> None:
+        folder = tmp_path / f"version-{number}"
+        folder.mkdir()
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            (folder / name).write_text(f"{name} {number}")
+        (tmp_path / "new").symlink_to(folder)
+        (tmp_path / "new").rename(secret)
+
+    def is_copied(number: int) -> bool:
+        return all((copies / name).read_text() == f"{name} {number}" for name in ("tls.crt", "tls.key", "ca.crt"))
+
+    swap(0)
+    with subprocess.Popen(["/bin/sh", "-c", script, "vllm"], start_new_session=True) as process:
+        try:
+            wait_for(lambda: (copies / "ca.crt").exists() and is_copied(0))
+            before = {path.name: path.stat().st_ino for path in copies.iterdir()}
+            assert {path.stat().st_mode & 0o077 for path in copies.iterdir()} == {0}
+            for number in (1, 2):
+                swap(number)
+                wait_for(lambda number=number: is_copied(number))
+            assert {path.name: path.stat().st_ino for path in copies.iterdir()} == before
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("engine", [NIXL, MOONCAKE, SGLANG, TENSORRT, DYNAMO])
