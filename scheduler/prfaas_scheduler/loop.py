@@ -28,6 +28,7 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable, measured_as
 from prfaas_scheduler import observe, status
+from prfaas_scheduler.conditions import LOOP_MEASURED, LoopCondition
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
@@ -63,6 +64,7 @@ class Loop:
         self._clock = clock
         self._failures = LogOnce(log)
         self._profiles = LearnedProfiles()
+        self._condition = LoopCondition()
         self._history = observe.CounterHistory()
         self._known: LearnedState | None = None
         self._observed: Mapping[str, Any] | None = None
@@ -99,7 +101,9 @@ class Loop:
         if self._clock() >= self._observe_at:
             self._observed = await self._observe(table, measured, step) or self._observed
         offloaded = self._history.offloaded_percent()
-        self.report = status.report_of(table, step, measured.errors, offloaded, self.report, self._observed)
+        report = status.report_of(table, step, measured.errors, offloaded, self.report, self._observed)
+        loop_measured = self._condition.state(self._clock(), table, measured)
+        self.report = report._replace(conditions={**report.conditions, LOOP_MEASURED: loop_measured})
         return float(table.short_interval_seconds)
 
     async def _measure(self, table: RoutingTable) -> Measurements:

@@ -194,16 +194,14 @@ def test_nothing_of_other_projects_kinds_is_asked_for_by_default(hub, member):
 
 
 def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_select_by(render):
-    objects = render("prfaas", "--set", "monitoring.podMonitor.enabled=true")
-    (monitor,) = (each["spec"] for each in objects if each["kind"] == "PodMonitor")
-    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == {
-        "api",
-        "link-metrics",
-        "http",
-        "metrics",
-    }
-    for endpoint in monitor["podMetricsEndpoints"]:
-        assert {"cluster", "pool", "__scheme__"} <= {rule["targetLabel"] for rule in endpoint["relabelings"]}
+    instance_ports = {"api", "link-metrics"}
+    for chart, ports in (("prfaas", {"http", "metrics"} | instance_ports), ("prfaas-member", instance_ports)):
+        objects = render(chart, "--set", "monitoring.podMonitor.enabled=true")
+        (monitor,) = (each["spec"] for each in objects if each["kind"] == "PodMonitor")
+        assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == ports
+        for endpoint in monitor["podMetricsEndpoints"]:
+            labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
+            assert {"cluster", "pool", "role", "__scheme__", "__metrics_path__"} <= labels
 
 
 def test_the_page_of_metrics_names_every_metric():

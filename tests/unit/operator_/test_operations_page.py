@@ -37,7 +37,7 @@ def reasons(path: Path) -> Iterator[str]:
 def all_reasons() -> list[str]:
     modules = [
         *(ROOT / "operator/prfaas_operator").rglob("*.py"),
-        ROOT / "scheduler/prfaas_scheduler/status.py",
+        *(ROOT / "scheduler/prfaas_scheduler" / name for name in ("status.py", "conditions.py")),
         ROOT / "core/prfaas/capacity/longloop.py",
     ]
     found = {reason for path in modules for reason in reasons(path)} | set(WAITING_REASONS.values())

@@ -1,0 +1,96 @@
+"""What an engine lacks is said in a sentence with its cure, and never a threshold that silently stays where it is."""
+
+import pytest
+
+from prfaas.errors import UnreachableError
+from prfaas.routing.links import LinkSample
+from prfaas.wire.profile import PoolProfile, Profile
+from prfaas.wire.routes import Instance, Threshold
+from prfaas_scheduler.conditions import LoopCondition, lacking
+from prfaas_scheduler.engines.queries import ENGINES
+from prfaas_scheduler.measure import CacheSizes, Measurements
+
+PROFILE = Profile(state_bytes=1, token_bytes=2, token_seconds=1e-3, samples=9)
+BOTH = ("eu", "hub")
+
+
+def of_engine(table, engine, **more):
+    pools = (("offload", "eu", "prefill"), ("local", "hub", "prefill"), ("decode", "hub", "decode"))
+    instances = tuple(
+        Instance(name=f"{pool}-0", pool=pool, cluster=cluster, role=role, url="http://192.0.2.1:8000", engine=engine)
+        for pool, cluster, role in pools
+    )
+    return table(instances=instances, prometheus_url="http://p:9090", stale_after_seconds=10, **more)
+
+
+def measured(facts=("instances_sampled_at_seconds", "waiting_prefills"), **given) -> Measurements:
+    found = {(fact, cluster) for fact in facts for cluster in BOTH}
+    more = {("sampled_at_seconds", "eu")} if given.pop("counted", True) else set()
+    sample = LinkSample(sampled_at_seconds=1.0, age_seconds=0.0, traffic_mbps=given.pop("traffic_mbps", 5.0))
+    defaults = {
+        "samples": {"eu": sample},
+        "profiles": {("eu", "offload"): PROFILE, ("hub", "local"): PROFILE},
+        "cache_sizes": {("eu", "offload"): CacheSizes(1, 2)},
+    }
+    return Measurements(**{"hub_measured": True, "errors": (), "facts": frozenset(found | more), **defaults, **given})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_where_everything_is_measured_nothing_is_said(table, engine):
+    assert list(lacking(of_engine(table, engine), measured())) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "words"),
+    [
+        ("vllm-nixl", {"facts": ()}, ["no instance of vllm-nixl in eu is measured", "in hub is measured", "port api"]),
+        ("vllm-prfaas", {"counted": False}, ["counted and not scraped", "port link-metrics"]),
+        ("vllm-nixl", {"counted": False, "traffic_mbps": None}, ["utilisationQuery answers nothing", "a router"]),
+        ("sglang", {"counted": False}, ["does not say what waits", "link.capacityMbps looks idle"]),
+        ("tensorrt-llm", {"facts": ("instances_sampled_at_seconds",)}, ["enable_iter_perf_stats"]),
+        ("vllm-nixl", {"profiles": {}, "cache_sizes": {}}, ["set profile.tokenBytes and stateBytes of pool offload"]),
+        ("vllm-nixl", {"profiles": {}}, ["prefill times of pool offload", "of pool local", "set profile.points"]),
+        ("sglang", {"profiles": {}}, ["SGLang counts seconds and tokens of a prefill at different moments"]),
+        ("dynamo", {"profiles": {}}, ["Dynamo publishes no prefill times"]),
+    ],
+)
+def test_each_missing_fact_has_its_cure(table, engine, given, words):
+    said = ". ".join(lacking(of_engine(table, engine), measured(**given)))
+    assert [word for word in words if word not in said] == []
+
+
+def test_what_a_pool_says_is_not_missing(table):
+    said = tuple(PoolProfile(cluster=cluster, pool=pool, profile=PROFILE) for cluster, pool in measured().profiles)
+    given = measured(cache_sizes={}, prefills={})
+    assert list(lacking(of_engine(table, "vllm-nixl", profiles=said), given)) == []
+
+
+def test_a_policy_that_offloads_nothing_needs_no_link(table):
+    off = Threshold(mode="Disabled", tokens=1024, min_tokens=512, max_tokens=32768)
+    table_off = of_engine(table, "vllm-nixl", threshold=off)
+    assert list(lacking(table_off, measured(counted=False, traffic_mbps=None))) == []
+
+
+def test_the_condition_changes_only_for_what_stays(table):
+    condition, wanted = LoopCondition(), of_engine(table, "vllm-prfaas")
+    assert condition.state(0.0, wanted, measured()).status == "Unknown"
+    assert condition.state(10.0, wanted, measured())[:2] == ("True", "Measured")
+    assert condition.state(11.0, wanted, measured(counted=False)).status == "True", "one lost scrape is no lack"
+    assert condition.state(12.0, wanted, measured()).status == "True"
+    assert condition.state(13.0, wanted, measured(counted=False)).status == "True"
+    said = condition.state(23.0, wanted, measured(counted=False))
+    assert said[:2] == ("False", "LoopNotMeasured")
+    assert "link-metrics" in said.message
+
+
+def test_failed_queries_say_nothing_new(table):
+    condition, wanted = LoopCondition(), of_engine(table, "vllm-prfaas")
+    for now in (0.0, 10.0):
+        condition.state(now, wanted, measured())
+    blind = measured(facts=(), counted=False, errors=(UnreachableError("slow"),))
+    for now in (11.0, 60.0):
+        assert condition.state(now, wanted, blind)[:2] == ("True", "Measured")
+
+
+def test_without_prometheus_there_is_nothing_to_measure(table):
+    assert LoopCondition().state(0.0, table(), measured())[:2] == ("Unknown", "NotConfigured")
