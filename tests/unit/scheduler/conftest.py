@@ -181,7 +181,7 @@ class Site:
     prometheus_url: str
 
 
-def _prometheus() -> Path | None:
+def prometheus_binary() -> Path | None:
     """The binary that the sandbox built, or one on PATH; nothing is built here."""
     folder = os.environ.get("PRFAAS_CACHE_DIR") or Path.home() / ".cache" / "prfaas"
     built = sorted(Path(folder).glob("bin-prometheus-*/prometheus"))
@@ -222,7 +222,7 @@ async def _exporting(workers: dict[str, Worker]) -> AsyncIterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def _scraping(binary: Path, folder: Path, configuration: str) -> AsyncIterator[str]:
+async def scraping(binary: Path, folder: Path, configuration: str) -> AsyncIterator[str]:
     (folder / "prometheus.yml").write_text(configuration)
     (port,) = free_ports(1)
     with (folder / "prometheus.log").open("w") as log:
@@ -244,13 +244,13 @@ async def _scraping(binary: Path, folder: Path, configuration: str) -> AsyncIter
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSession) -> AsyncIterator[Site]:
     """Workers in eu, one of another policy's pool, one in the hub; a real Prometheus scrapes them (after 5 s)."""
-    binary = _prometheus()
+    binary = prometheus_binary()
     if binary is None:
         pytest.skip("no Prometheus: run `make tools` first")
     keys = ("eu/offload/eu-0", "eu/offload/eu-1", "hub/decode/hub-0", "eu/of-another-policy/eu-2")
     workers = {key: Worker() for key in keys}
     folder = tmp_path_factory.mktemp("prometheus")
-    async with _exporting(workers) as port, _scraping(binary, folder, _configuration(port, workers)) as url:
+    async with _exporting(workers) as port, scraping(binary, folder, _configuration(port, workers)) as url:
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(aiohttp.ClientError, KeyError):
