@@ -17,6 +17,10 @@ from benchmarks.kernels.rival import inputs, transformers_rule
 from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
 from benchmarks.report import Figure, run
 
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.engine.runner import Runner, prefill_seconds
+from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
 from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
@@ -59,20 +63,17 @@ def rule_figures() -> Iterator[Figure]:
 
 
 def prefill_figures() -> Iterator[Figure]:
-    """Share of the matrix product's peak that a prompt reaches."""
+    """Share of the matrix product's peak that a prompt reaches, in the steps of an engine."""
     config, tensors = random_model()
-    solo = Solo(KimiLinear(config, tensors, "random"), slots=1, tokens=TOKENS)
-    tokens = torch.randint(config.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(1))
-
-    def prefill() -> None:
-        sequence = solo.new()
-        solo.prefill(tokens, sequence)
-        solo.drop(sequence)
-
+    model = KimiLinear(config, tensors, "random")
+    geometry = CacheGeometry(model.layers)
+    memory = CacheMemory(geometry, num_pages=geometry.pages_for(TOKENS), num_slots=1, max_context=TOKENS)
+    step_tokens = BUDGETS["prefill"].step_tokens
+    prefill = partial(prefill_seconds, Runner(model, memory), HybridCache(memory), step_tokens, TOKENS)
     seconds = in_turns({"prefill": prefill, "gemm": gemm()}, 7)
     peak = gflops(GEMM_FLOPS, seconds["gemm"])
     yield Figure(
-        name=f"prefill, 69 M parameters, {TOKENS} tokens",
+        name=f"prefill, 69 M parameters, {TOKENS} tokens in steps of {step_tokens}",
         value=gflops(prefill_flops(config, TOKENS), seconds["prefill"]),
         unit="GFLOP/s",
         better="higher",

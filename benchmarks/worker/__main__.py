@@ -24,7 +24,7 @@ def figures(
     plots: Annotated[Path | None, typer.Option(help="Also write PNG files here, from the checkout.")] = None,
 ) -> list[Figure]:
     """Measure everything."""
-    with running("--profile-seconds", "0") as worker:
+    with running() as worker:  # with steps as long as it serves
         prefill = list(measures.prefill_rates(worker))
         decode = list(measures.decode_rates(worker))
         reuse = measures.prefix_reuse(worker)

@@ -41,8 +41,8 @@ def _count(help_text: str, *names: str, low: int = 1, shown: str | bool = True) 
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's configuration. `max_context_tokens` 0 and `threads` 0 leave the choice to model and torch.
-    `kv_events_port` and `profile_seconds` 0 mean none."""
+    """One worker's configuration. `max_context_tokens`, `threads` and `step_tokens` 0 leave the choice to model, torch
+    and a measurement. `kv_events_port` and `profile_seconds` 0 mean none."""
 
     model_source: Annotated[
         str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model of the package.")
@@ -79,6 +79,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="Compile decode steps of up to N sequences of TOKENS tokens: CPU only, 20 s each, needs g++.",
         ),
     ] = ()
+    step_tokens: Annotated[
+        int,
+        _count("Most tokens of a step; twice as many with the role prefill.", shown="measured at the start, else 1024"),
+    ] = 0
     cache_mib: Annotated[
         int,
         _count(
@@ -108,7 +112,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         typer.Option(
             parser=seconds_up_to(MAX_PROFILE_SECONDS),
             metavar="N",
-            help="Time to measure prefills before serving; 0: learn only from requests.",
+            help="Time to measure steps and prefills before serving; 0: learn only from requests.",
         ),
     ] = 1.0
     egress_mbps: Annotated[

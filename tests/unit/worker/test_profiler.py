@@ -1,5 +1,6 @@
 """The worker's profile: measured in the time that it is given, refined by real prefills, told to whoever asks."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from prfaas.capacity.profile import prefill_seconds
+from prfaas.errors import CapacityError
 from prfaas.wire.engine import Measured, Ready
 from prfaas.wire.profile import Profile
 from prfaas_worker.engine import assembly
-from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.profiler import Profiler, measure_steps
+from prfaas_worker.engine.runner import prefill_seconds as prefill_through
 from prfaas_worker.engine.runner import warm_up
+from prfaas_worker.engine.schedule import Budgets
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 from prfaas_worker.options import Options
@@ -62,6 +66,78 @@ def test_what_the_first_prefill_takes_to_get_ready_costs_no_sample(first_seconds
     machine.profiler.measure(machine.prefill, 1.0, max_tokens=100_000)
     assert machine.told[-1].samples == 5
     assert machine.error < 0.05
+
+
+class Steps:
+    """A machine with a clock of its own, and memory for steps of so many tokens."""
+
+    def __init__(self, fixed_seconds: float, token_seconds: float, most_tokens: int = 1 << 20):
+        self.now, self.most_tokens = 0.0, most_tokens
+        self.costs = fixed_seconds, token_seconds
+        self.sizes: list[int] = []
+
+    def run(self, tokens: int) -> float:
+        if tokens > self.most_tokens:
+            raise CapacityError("no memory left to compute this step")
+        self.sizes.append(tokens)
+        seconds = self.costs[0] + self.costs[1] * tokens
+        self.now += seconds
+        return seconds
+
+    def measured(self, budget_seconds: float, max_tokens: int = 1 << 20) -> list[int]:
+        return list(measure_steps(self.run, budget_seconds, max_tokens, lambda: self.now))
+
+
+def test_steps_are_measured_until_larger_ones_are_no_quicker():
+    assert Steps(0.004, 1e-4).measured(10.0) == [256, 512, 1024]
+    assert Steps(0.02, 3e-6).measured(10.0)[-1] == 32_768
+
+
+def test_steps_are_measured_as_far_as_time_memory_and_context_go():
+    machine = Steps(0.02, 3e-6)
+    assert machine.measured(0.3) == [256, 512, 1024]
+    assert machine.now <= 0.3
+    assert Steps(0.02, 3e-6, most_tokens=5000).measured(10.0)[-1] == 4096
+    assert Steps(0.02, 3e-6).measured(10.0, max_tokens=1000) == [256, 512]
+    assert Steps(0.02, 3e-6).measured(0.0) == []
+
+
+def assembled(**given: Any) -> Any:
+    """An engine that is made with these options, on the built-in model."""
+    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    outbox: Any = SimpleNamespace(put=lambda _: None)
+    traffic: Any = SimpleNamespace(auth=None)
+    options = Options(model_source="", model_name="tiny", **given)
+    engine, _ = assembly.assemble(model, directory, options, outbox, traffic)
+    return engine
+
+
+def test_the_length_of_steps_is_measured_unless_it_is_given_or_there_is_no_time(monkeypatch, caplog):
+    monkeypatch.setattr(assembly, "measure_steps", lambda *_: {512: 0.1, 1024: 0.1, 2048: 0.1, 4096: 0.1})
+    monkeypatch.setattr(assembly, "step_tokens", lambda seconds: max(seconds, default=1024))
+    with caplog.at_level(logging.INFO):
+        assert assembled(profile_seconds=0.1).budgets["mixed"].step_tokens == 4096
+    assert "a step computes up to 4096 tokens, 2048 of a prompt beside decodes" in caplog.messages
+    assert assembled(profile_seconds=0.1, step_tokens=96).budgets["decode"] == Budgets(96, 12)
+    monkeypatch.undo()
+    assert assembled(profile_seconds=0.0, role="prefill").budgets["prefill"] == Budgets(2048, 2048)
+
+
+def test_what_is_measured_is_the_work_of_many_experts(monkeypatch):
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
+    bench, seen = Bench(model), set[int]()
+    real = model.forward
+    monkeypatch.setattr(model, "forward", lambda batch, _: seen.update(batch.tokens.tolist()) or real(batch))
+    prefill_through(bench.engine.runner, bench.engine.cache, 256, 512)
+    assert len(seen) == model.vocab_size
+
+
+def test_prefills_are_measured_in_the_steps_that_are_served(monkeypatch):
+    chunks: list[int] = []
+    monkeypatch.setattr(assembly, "prefill_seconds", lambda *given: chunks.append(given[2]) or 0.001)
+    assembled(profile_seconds=0.1, step_tokens=96)
+    assembled(profile_seconds=0.1, step_tokens=96, role="prefill")
+    assert set(chunks) == {96, 192}
 
 
 def kinds_of_steps(model: Model) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,9 @@ from prfaas_worker.engine.schedule import (
     ScheduleFacts,
     WaitingSequence,
     most_further_slots,
+    role_budgets,
     schedule,
+    step_tokens,
 )
 
 BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
@@ -40,6 +43,30 @@ def facts(
     further_slots: int = 4,
 ) -> ScheduleFacts[int]:
     return ScheduleFacts(waits, running, slots, pages, further_slots)
+
+
+@pytest.mark.parametrize(
+    ("fixed_seconds", "token_seconds", "most_tokens", "expected"),
+    [
+        (0.004, 1e-4, 2048, 1024),  # a processor's cores: a small step is nearly as quick by the token
+        (0.004, 1e-4, 256, 1024),  # the same, without the time to measure more
+        (0.02, 3e-6, 32_768, 16_384),  # every step reads 98 GB of weights
+        (0.02, 3e-6, 4096, 2048),  # as quick, with memory for 4,096 tokens
+        (0.0, 1e-2, 1024, 256),  # a large model on a small machine: nobody waits longer than he must
+        (0.1, 7e-4, 1024, 512),  # half a second at most
+    ],
+)
+def test_a_step_is_as_long_as_makes_a_machine_quick_and_no_longer(fixed_seconds, token_seconds, most_tokens, expected):
+    sizes = [256 << doublings for doublings in range(8) if 256 << doublings <= most_tokens]
+    assert step_tokens({tokens: fixed_seconds + token_seconds * tokens for tokens in sizes}) == expected
+
+
+def test_without_a_measurement_steps_are_as_long_as_they_were():
+    assert role_budgets(step_tokens({})) == {
+        "prefill": Budgets(2048, 2048),
+        "mixed": Budgets(1024, 512),
+        "decode": Budgets(1024, 128),
+    }
 
 
 def test_nothing_to_do_is_an_empty_batch():

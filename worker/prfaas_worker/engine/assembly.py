@@ -9,7 +9,7 @@ import torch
 
 from prfaas.errors import CapacityError, ConfigError
 from prfaas.util import MIB
-from prfaas.wire.engine import Measured
+from prfaas.wire.engine import Measured, Role
 from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.leases import Offers
@@ -24,10 +24,10 @@ from prfaas_worker.cache.transfer_frames import Staging, layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.ipc import Outbox
 from prfaas_worker.engine.loop import EngineLoop
-from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.profiler import Profiler, measure_steps
 from prfaas_worker.engine.remote import Fetcher, RemoteCaches
-from prfaas_worker.engine.runner import Runner, prefill_seconds, warm_up
-from prfaas_worker.engine.schedule import BUDGETS
+from prfaas_worker.engine.runner import Runner, prefill_seconds, step_seconds, warm_up
+from prfaas_worker.engine.schedule import Budgets, role_budgets, step_tokens
 from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.memory import available_bytes
 from prfaas_worker.models import load_model
@@ -38,6 +38,7 @@ from prfaas_worker.tokenizer import load_tokenizer
 log = logging.getLogger(__name__)
 
 CPU_CACHE_MIB = 1024
+_STEPS_SHARE = 0.5  # Share of the time for measurements that is for the length of steps.
 LARGE_VOCABULARY = 10_000
 """With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""
 
@@ -77,6 +78,7 @@ def assemble(
         on_end=lambda handle: inbox.put(OfferEnded(handle)),
         counters=TransferCounters(lambda transfer: outbox.put([transfer])),
     )
+    budgets = _measured_budgets(runner, cache, options)
     shared = FetchContext(layout, Connections(traffic.auth), offers.counters, traffic)
     engine = EngineLoop(
         inbox=inbox,
@@ -85,10 +87,11 @@ def assemble(
         kv_events=kv_events,
         remote=RemoteCaches(runner, cache, offers, Fetcher(runner, options.model_name, shared), inbox.put),
         grammars=_grammars(model, directory),
-        profiler=_profiler(runner, cache, options, outbox),
+        profiler=_profiler(runner, cache, options, outbox, budgets[options.role].step_tokens),
         send=outbox.put,
         role=options.role,
         max_waiting=options.max_waiting,
+        budgets=budgets,
     )
     if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
         populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
@@ -96,15 +99,27 @@ def assemble(
     return engine, offers
 
 
-def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox) -> Profiler:
-    """Compile the decode steps, warm up and measure prefills, with the model as it serves."""
+def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> dict[Role, Budgets]:
+    """Compile the decode steps, warm up, and measure how long steps should be, unless the options say it."""
+    context = max_context(runner.model, options)
+    _compile(runner.model, options)
+    warm_up(runner, cache, context)
+    tokens = options.step_tokens
+    if not tokens:
+        step = partial(step_seconds, runner, cache)
+        tokens = step_tokens(measure_steps(step, options.profile_seconds * _STEPS_SHARE, context))
+    budgets = role_budgets(tokens)
+    log.info("a step computes up to %d tokens, %d of a prompt beside decodes", *budgets[options.role])
+    return budgets
+
+
+def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox, chunk_tokens: int) -> Profiler:
+    """Measure prefills, with the model and in the chunks as it serves."""
     geometry = runner.memory.geometry
     profiler = Profiler(geometry.state_bytes, geometry.token_bytes, lambda profile: outbox.put([Measured(profile)]))
-    _compile(runner.model, options)
-    context = max_context(runner.model, options)
-    warm_up(runner, cache, context)
-    prefill = partial(prefill_seconds, runner, cache, BUDGETS[options.role].step_tokens)
-    profiler.measure(prefill, options.profile_seconds, context)
+    prefill = partial(prefill_seconds, runner, cache, chunk_tokens)
+    seconds = options.profile_seconds * (1 - _STEPS_SHARE)
+    profiler.measure(prefill, seconds, max_context(runner.model, options))
     return profiler
 
 

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import Final
@@ -45,7 +45,7 @@ from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
-from prfaas_worker.engine.schedule import BUDGETS, Schedule, schedule
+from prfaas_worker.engine.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas_worker.engine.sequences import (
     End,
     EngineRequest,
@@ -82,6 +82,7 @@ class EngineLoop:
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
     max_waiting: int
+    budgets: Mapping[Role, Budgets] = field(default_factory=lambda: BUDGETS)
     stats: Stats = field(init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _messages: list[ToFront] = field(default_factory=list, init=False)
@@ -128,9 +129,10 @@ class EngineLoop:
 
     def _plan(self) -> Schedule[Sequence]:
         """Return the next step. Stored prompts give way before a sequence does, and before all stand still."""
-        planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+        budgets = self.budgets[self.stats.role]
+        planned = schedule(self.requests.facts(self.cache), budgets)
         if (planned.preempt or planned.empty) and self.requests.drop_stored(self.cache):
-            planned = schedule(self.requests.facts(self.cache), BUDGETS[self.stats.role])
+            planned = schedule(self.requests.facts(self.cache), budgets)
         return planned
 
     def _handle_events(self, *, wait: bool) -> None:

@@ -1,4 +1,4 @@
-"""Measures the costs of prefills on this machine: on a few lengths before serving, then with every real prefill.
+"""Measures the costs of steps and prefills on this machine: before serving, and prefills then with every real one.
 
 The first measurement has to be short, since nothing is served meanwhile, and has to reach far, since prompts do. So
 lengths double until the next one would not fit the time. Each is repeated, and its quickest time counts. A single slow
@@ -10,12 +10,39 @@ from collections.abc import Callable
 from typing import Final
 
 from prfaas.capacity.profile import Curve, Sample
+from prfaas.errors import CapacityError
 from prfaas.wire.profile import Profile
 
+STEP_SIZES: Final = tuple(256 << doublings for doublings in range(8))  # in tokens, to 32,768
 LENGTHS: Final = tuple(64 << doublings for doublings in range(7))  # in tokens, to 4,096
 REPEATS: Final = 3
 REPORT_SECONDS: Final = 1.0
+_LEAST_GAIN: Final = 1.05  # A step twice as long is worth measuring the next one if it is so much quicker by the token.
 _GROWTH: Final = 2.5  # A length that is twice as long is expected to take this many times as long.
+
+
+def measure_steps(
+    step: Callable[[int], float], budget_seconds: float, max_tokens: int, clock: Callable[[], float] = time.monotonic
+) -> dict[int, float]:
+    """Measure steps of one chunk, each twice as long as the one before, for about `budget_seconds`. Return seconds by
+    tokens, until larger ones are no quicker by the token or find no memory. `step(n)` computes n tokens of no request
+    and returns the seconds."""
+    deadline, seconds = clock() + budget_seconds, dict[int, float]()
+    expected = rate = 0.0
+    for tokens in STEP_SIZES if budget_seconds > 0 else ():
+        if tokens > max_tokens or clock() + REPEATS * _GROWTH * expected > deadline:
+            break
+        try:
+            taken = [step(tokens)]
+            while len(taken) < REPEATS and clock() + taken[-1] <= deadline:
+                taken.append(step(tokens))
+        except CapacityError:
+            break
+        seconds[tokens] = expected = min(taken)
+        before, rate = rate, tokens / expected
+        if rate < _LEAST_GAIN * before:
+            break
+    return seconds
 
 
 class Profiler:

@@ -26,6 +26,7 @@ from prfaas_worker.engine.sequences import EngineRequest, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
 _WARM_UP_TOKENS: Final = 64
+_STRIDE: Final = 7919  # A prime: its multiples are spread over any vocabulary.
 Export = Callable[[int, DeviceMark | None], None]  # Sends a computed layer of a prefill to another instance.
 
 
@@ -128,25 +129,32 @@ class Runner:
 
 def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
     """Return the seconds of prefilling a prompt of no request in chunks, while nothing is served."""
-    if (sequence := _open(cache, tokens)) is None:
+    if (sequence := _open(runner, cache, tokens)) is None:
         raise InternalError(f"no memory for a prompt of {tokens} tokens while nothing is served")
     seconds = 0.0
-    while left := sequence.remaining_tokens:
-        seconds += _compute(runner, [(sequence, min(left, chunk_tokens))])
-    cache.close(sequence.held)
+    try:
+        while left := sequence.remaining_tokens:
+            seconds += _compute(runner, [(sequence, min(left, chunk_tokens))])
+    finally:
+        cache.close(sequence.held)
     return seconds
+
+
+def step_seconds(runner: Runner, cache: HybridCache, tokens: int) -> float:
+    """Return the seconds of a step with one chunk of a prompt of no request, while nothing is served."""
+    return prefill_seconds(runner, cache, tokens, tokens)
 
 
 def warm_up(runner: Runner, cache: HybridCache, max_tokens: int) -> None:
     """Run every kind of step once, while nothing is served. A kernel is compiled and tuned when it is first called,
     which may take a minute. Kinds for which the memory is too small cannot occur later either."""
     tokens, part = _WARM_UP_TOKENS, _WARM_UP_TOKENS // 3
-    if max_tokens < tokens or (first := _open(cache, tokens)) is None:
+    if max_tokens < tokens or (first := _open(runner, cache, tokens)) is None:
         return
     _compute(runner, [(first, part)])
     _compute(runner, [(first, part)])
     _compute(runner, [], [first])
-    if (second := _open(cache, tokens)) is not None:
+    if (second := _open(runner, cache, tokens)) is not None:
         _compute(runner, [(second, part)])
         _compute(runner, [], [first, second])
         _compute(runner, [(second, part)], [first])
@@ -154,11 +162,13 @@ def warm_up(runner: Runner, cache: HybridCache, max_tokens: int) -> None:
     cache.close(first.held)
 
 
-def _open(cache: HybridCache, tokens: int) -> Sequence | None:
-    """Return a sequence of no request, with memory; None if there is too little."""
+def _open(runner: Runner, cache: HybridCache, tokens: int) -> Sequence | None:
+    """Return a sequence of no request, with memory; None if there is too little. Its tokens differ, as one token over
+    and over would be one expert's work."""
     if (opened := cache.open((), tokens, 0)) is None:
         return None
-    message = Generate(0, "", [0] * tokens, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
+    token_ids = [place * _STRIDE % runner.model.vocab_size for place in range(tokens)]
+    message = Generate(0, "", token_ids, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
     return Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
 
 

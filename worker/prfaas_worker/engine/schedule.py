@@ -14,10 +14,14 @@ A request for several choices is admitted as one sequence. Its further choices t
 half of all slots. So one request cannot stop the others.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas.wire.engine import Role
+
+STEP_TOKENS: Final = 1024
+MOST_STEP_SECONDS: Final = 0.5
+NEARLY: Final = 0.9
 
 _Key = TypeVar("_Key", bound=Hashable)  # The caller's reference to a sequence.
 
@@ -66,12 +70,35 @@ class Budgets(NamedTuple):
     prompt_tokens_beside_decodes: int
 
 
-BUDGETS: Final[dict[Role, Budgets]] = {
-    "prefill": Budgets(2048, 2048),
-    "mixed": Budgets(1024, 512),
-    "decode": Budgets(1024, 128),
-}
-"""Step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
+def step_tokens(seconds: Mapping[int, float]) -> int:
+    """Return the tokens of a step for a machine on which a chunk of so many tokens takes so many seconds.
+
+    Larger steps cost less a token, since each reads all weights. They also let others wait. So it is the smallest that
+    is nearly as quick by the token as the quickest, but not less than STEP_TOKENS, and takes MOST_STEP_SECONDS at most.
+    A prefill instance computes twice as many, so more than that has to have been measured, and to fit the memory.
+    """
+    if not seconds:
+        return STEP_TOKENS
+    least, rates = min(seconds), {tokens: tokens / taken for tokens, taken in seconds.items()}
+    most = max(least, max(rates.values()) * MOST_STEP_SECONDS)
+    while least < STEP_TOKENS and 2 * least <= most:
+        least *= 2
+    quick = {tokens: rate for tokens, rate in rates.items() if 2 * tokens in seconds and tokens <= most}
+    nearly = NEARLY * max(quick.values(), default=0.0)
+    return max(least, min((tokens for tokens, rate in quick.items() if rate >= nearly), default=least))
+
+
+def role_budgets(tokens: int) -> dict[Role, Budgets]:
+    """Return step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
+    return {
+        "prefill": Budgets(2 * tokens, 2 * tokens),
+        "mixed": Budgets(tokens, -(-tokens // 2)),
+        "decode": Budgets(tokens, -(-tokens // 8)),
+    }
+
+
+BUDGETS: Final = role_budgets(STEP_TOKENS)
+"""Step budgets of a machine that was not measured."""
 
 
 def most_further_slots(slots: int) -> int:
