@@ -1,5 +1,6 @@
 """The step loop and its memory: what is shared, who gives way, and that whatever ends leaves nothing behind."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from prfaas.wire.engine import Cancel, Failed, Sampling
 from prfaas_worker.engine import schedule
+from prfaas_worker.engine.runner import Runner
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
@@ -134,3 +136,19 @@ def test_requests_behind_one_long_prefix_need_only_their_own_pages(model: Model)
     assert (stats.requests_running, stats.requests_waiting) == (8, 0)
     bench.run()
     bench.assert_nothing_is_held()
+
+
+def test_a_step_on_a_gpu_waits_for_its_own_work_and_not_for_copies_of_caches(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    """A stand-in for a GPU: caches are copied on another stream, and a wait for the device would wait for them too."""
+    parrot, waited = Parrot(model), list[torch.device]()
+    parrot.device = torch.device("cuda")
+    stream = SimpleNamespace(synchronize=lambda: waited.append(parrot.device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream if device is parrot.device else None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waited for the device"))
+    monkeypatch.setattr(Runner, "_tensor", lambda _, numbers: torch.tensor(numbers))
+    bench = Bench(parrot)
+    bench.ask(b"def f(", max_tokens=3, ignore_eos=True)
+    bench.run()
+    assert len(waited) == 3

@@ -64,7 +64,8 @@ class Runner:
         try:
             hidden = self.model.forward(self._batch(work), self._on_layer(exports))
             if self.model.device.type == "cuda":
-                torch.cuda.synchronize(self.model.device)  # or the time below would be that of asking for the work
+                # Or the time below would be that of asking for the work. Copies of caches are on other streams.
+                torch.cuda.current_stream(self.model.device).synchronize()
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise CapacityError(f"no memory left to compute this step: {error}") from error
         except RuntimeError as error:
