@@ -5,11 +5,14 @@ import queue
 import secrets
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from prfaas.errors import ConfigError
+from prfaas.ports import free_ports
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
@@ -191,6 +194,37 @@ def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
         if not over(destination).reason:
             break
         assert time.monotonic() < deadline
+
+
+def test_the_first_rank_serves_the_figures_of_all_ranks(pair):
+    port = free_ports(2)[0]
+    ranks = [Engine(rank=rank, ranks=2, metrics_port=port) for rank in (0, 1)]
+    source = ranks[0]
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    pair[1].fetch(source, message)
+    assert "manifest field rank" in over(pair[1]).reason
+    other = Engine(ranks=2)
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    other.fetch(source, message)
+    assert over(other).reason == ""
+    assert source.offers_over.get(timeout=10)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    samples = {
+        (sample.name, sample.labels["rank"], sample.labels.get("outcome", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["prfaas_transfers_total", "0", "delivered"] == 1
+    assert samples["prfaas_transfer_sent_bytes_total", "0", ""] > 12_000
+    assert samples["prfaas_transfer_sent_bytes_total", "1", ""] == 0
+    assert text.count("# TYPE prfaas_transfers_total counter") == 1
+    for engine in (*ranks, other):
+        engine.mover.close()
 
 
 def test_a_port_that_is_taken_is_said_with_its_number(pair):

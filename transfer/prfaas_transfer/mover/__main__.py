@@ -14,7 +14,7 @@ import msgspec
 
 from prfaas.errors import PrfaasError
 from prfaas.telemetry.logs import configure_logs
-from prfaas.wire.engine import TransferSubject
+from prfaas.wire.engine import Stats, TransferSubject
 from prfaas.wire.frames import Address, FrameHeader, Kind
 from prfaas.wire.transfer import LayerGroup, Manifest
 from prfaas_transfer.cache import CacheLayout
@@ -41,6 +41,7 @@ from prfaas_transfer.mover.messages import (
     decode_for_mover,
     encode,
 )
+from prfaas_transfer.mover.metrics import LOOPBACK, MoverMetrics, serve
 from prfaas_transfer.mover.shared import SharedCache, SharedMemory, Slots
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, open_pull
 from prfaas_transfer.send import Frame
@@ -65,13 +66,18 @@ class Mover:
         self.data_port: int = listener.getsockname()[1]
         self._layout = CacheLayout(options.fingerprint, options.groups, 0, options.rank, options.ranks)
         self._slot_bytes = options.slot_bytes
-        self.counters = TransferCounters()
+        self.metrics = MoverMetrics(options.rank, self._stats)
+        self.counters = TransferCounters(self.metrics.transfers.record_end)
         self._offers = Offers(self._layout, self.data_port, MAX_OFFERS, self._offer_over, self.counters)
         self._context = FetchContext(self._layout, Connections(self.traffic.auth), self.counters, self.traffic)
         self._open: dict[str, Offer] = {}
         self._handles: dict[int, str] = {}
         self._pulls: dict[str, Pull] = {}
         DataPort(listener, self._offers, self.traffic, ANNOUNCED_SECONDS)
+        if options.metrics_port:
+            first, port = options.rank == 0, options.metrics_port + options.rank
+            others = range(port + 1, port + options.ranks) if first else ()
+            serve(options.host if first else LOOPBACK, port, self.metrics, others)
 
     def send(self, message: MoverReport) -> None:
         """Tell the engine; any thread may call."""
@@ -102,6 +108,18 @@ class Mover:
             case CancelFetch(request_id):
                 if (pull := self._pulls.get(request_id)) is not None:
                     pull.cancel()
+
+    def _stats(self) -> Stats:
+        transfers, sent_bytes, received_bytes = self.counters.snapshot()
+        return Stats(
+            transfers=transfers,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            links=tuple(self.traffic.monitor.links()),
+            egress_mbps=self.traffic.egress.mbps,
+            memory_bytes=self.traffic.memory.used_bytes,
+            memory_limit_bytes=self.traffic.memory.limit_bytes,
+        )
 
     def _announce(self, message: AnnounceCache) -> None:
         handle = len(self._handles) and max(self._handles) + 1

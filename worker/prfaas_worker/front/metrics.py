@@ -7,23 +7,19 @@ cluster or pool labels: Prometheus adds them from the pod.
 """
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partialmethod
-from typing import Any, Final, NamedTuple, get_args
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas.wire.engine import (
     ALL_CHOICES,
     Cancel,
-    Direction,
     Failed,
     Generate,
     Granted,
@@ -39,46 +35,21 @@ from prfaas.wire.engine import (
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats
 from prfaas_transfer.credentials import PeerCredentials
-
-Described = Mapping[str, tuple[str, str]]
+from prfaas_transfer.metrics import REQUEST_BUCKETS, Described, Histogram, Labelled, TransferMetrics, transfer_totals
 
 GAUGES: Final[Described] = {
     "prfaas_requests_running": ("requests_running", "Requests that hold memory: fetching, prefilling or decoding."),
     "prfaas_requests_waiting": ("requests_waiting", "Requests that wait for room."),
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
-    "prfaas_transfer_memory_bytes": ("memory_bytes", "Memory that transfers hold beside the cache."),
-    "prfaas_transfer_memory_limit_bytes": ("memory_limit_bytes", "Limit of prfaas_transfer_memory_bytes."),
 }
 COUNTERS: Final[Described] = {
-    "prfaas_transfer_sent_bytes": ("sent_bytes", "Bytes written to data connections."),
-    "prfaas_transfer_received_bytes": ("received_bytes", "Bytes read from data connections."),
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
     "prfaas_generation_tokens": ("generation_tokens", "Tokens generated here."),
     "prfaas_decode_steps": ("decode_steps", "Steps that computed only decodes."),
     "prfaas_decode_seconds": ("decode_seconds", "Seconds of the steps that computed only decodes."),
     "prfaas_prefix_fetched_tokens": ("prefix_tokens", "Tokens of cached prefixes fetched from other instances."),
     "prfaas_preemptions": ("preemptions", "Running requests that lost their memory to others and began again."),
-}
-LINK_GAUGES: Final[Described] = {
-    "prfaas_link_connections": ("connections", "Data connections to a peer cluster that transfer now."),
-    "prfaas_link_rtt_seconds": ("rtt_seconds", "Mean round-trip time; twice the minimum means a queue."),
-    "prfaas_link_min_rtt_seconds": ("min_rtt_seconds", "Minimum round-trip time of the last minutes."),
-    "prfaas_link_delivery_rate_bytes_per_second": (
-        "delivery_rate_bytes_per_second",
-        "Delivery rate by the kernel's estimate, summed over connections.",
-    ),
-    "prfaas_link_unsent_bytes": ("unsent_bytes", "Bytes that wait to be sent."),
-}
-LINK_COUNTERS: Final[Described] = {
-    "prfaas_link_sent_bytes": ("sent_bytes", "Bytes acknowledged by the peer, TLS included."),
-    "prfaas_link_received_bytes": ("received_bytes", "Bytes received from the peer, TLS included."),
-    "prfaas_link_retransmits": ("retransmits", "Segments sent again. They mean congestion under CUBIC, not under BBR."),
-    "prfaas_link_busy_seconds": ("busy_seconds", "Seconds with data in flight, summed over connections."),
-    "prfaas_link_rwnd_limited_seconds": ("rwnd_limited_seconds", "Busy seconds limited by the peer's receive window."),
-    "prfaas_link_sndbuf_limited_seconds": ("sndbuf_limited_seconds", "Busy seconds limited by our own send buffer."),
-    "prfaas_link_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
-    "prfaas_link_backlogged_seconds": ("backlogged_seconds", "Seconds in which data waited to be sent."),
 }
 CACHE_GAUGES: Final[Described] = {
     "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
@@ -107,7 +78,6 @@ VLLM_COUNTERS: Final[Described] = {
     "vllm:num_preemptions": ("preemptions", "Preemptions of running requests."),
 }
 PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)  # Lengths at which the profile's curves are exported.
-SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))  # 64 KiB to 64 GiB.
 # vLLM's buckets, so that its dashboards show ours; those of requests begin lower, for small models.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -117,25 +87,6 @@ TOKEN_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     *(20.0, 40.0, 80.0),
 )
-REQUEST_BUCKETS = (
-    *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
-    *(480.0, 960.0, 1920.0, 7680.0),
-)
-
-
-class Histogram:
-    """Counts of values by upper bound; the last one counts larger values."""
-
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]):
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 class _Stream(NamedTuple):
@@ -219,56 +170,6 @@ class LatencyMetrics:
                 self.request.observe(self._clock() - stream.sent_at)
 
 
-class TransferMetrics:
-    """Transfers by direction. The histograms hold only delivered ones: a partial one is no measure of a link."""
-
-    def __init__(self) -> None:
-        directions: tuple[Direction, ...] = get_args(Direction)
-        self.seconds = {direction: Histogram(REQUEST_BUCKETS) for direction in directions}
-        self.payload_bytes = {direction: Histogram(SIZE_BUCKETS) for direction in directions}
-        self.breaks: Counter[str] = Counter(dict.fromkeys(directions, 0))
-
-    def record_end(self, transfer: TransferEnded) -> None:
-        self.breaks[transfer.direction] += transfer.breaks
-        if transfer.outcome == "delivered":
-            self.seconds[transfer.direction].observe(transfer.flow_seconds)
-            self.payload_bytes[transfer.direction].observe(transfer.payload_bytes)
-
-
-class _Labelled:
-    """Makes metrics with fixed labels."""
-
-    def __init__(self, **labels: str):
-        self.labels = labels
-
-    def metric(self, kind: Callable[..., Any], name: str, text: str, values: Any, label: str = "") -> Metric:
-        """Make a metric of one value, or with `label` of a mapping from that label to values."""
-        more = [label] if label else []
-        family = kind(name, text, labels=[*self.labels, *more])
-        for own, value in values.items() if label else [("", values)]:
-            figures = (_cumulated(value), value.total) if isinstance(value, Histogram) else (value,)
-            family.add_metric([*self.labels.values(), *([own] if label else [])], *figures)
-        return family
-
-    gauge = partialmethod(metric, GaugeMetricFamily)
-    counter = partialmethod(metric, CounterMetricFamily)
-    histogram = partialmethod(metric, HistogramMetricFamily)
-
-    def fields(self, source: object, gauges: Described, counters: Described) -> Iterator[Metric]:
-        for name, (field, text) in gauges.items():
-            yield self.gauge(name, text, getattr(source, field))
-        for name, (field, text) in counters.items():
-            yield self.counter(name, text, getattr(source, field))
-
-
-def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
-    buckets, count = [], 0
-    for bound, more in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
-        count += more
-        buckets.append((floatToGoString(bound), count))
-    return buckets
-
-
 class WorkerMetrics(Collector):
     """All metrics of this worker. Listens to the engine."""
 
@@ -279,8 +180,8 @@ class WorkerMetrics(Collector):
         self.transfers = TransferMetrics()
         self.profile: Profile | None = None  # The costs of prefills, by the engine's last message.
         self._stats: Stats | None = None
-        self._ours = _Labelled()
-        self._vllms = _Labelled(model_name=model_name, engine="0")
+        self._ours = Labelled()
+        self._vllms = Labelled(model_name=model_name, engine="0")
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -305,7 +206,7 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_requests()
-        yield from self._of_transfers()
+        yield from self.transfers.collect(self._ours)
         if self._credentials is not None:
             yield self._ours.gauge(
                 "prfaas_certificate_expires_timestamp_seconds",
@@ -314,7 +215,7 @@ class WorkerMetrics(Collector):
             )
         if self._stats is not None:
             yield from self._of_engine(self._stats)
-            yield from self._of_links(self._stats)
+            yield from transfer_totals(self._ours, self._stats)
             yield from self._of_cache(self._stats.cache)
             yield from self._as_vllm(self._stats)
         if self.profile is not None:
@@ -333,25 +234,10 @@ class WorkerMetrics(Collector):
             "part",
         )
 
-    def _of_transfers(self) -> Iterator[Metric]:
-        ours, ended = self._ours, self.transfers
-        text = "From the first cache byte of a delivered transfer to its end."
-        yield ours.histogram("prfaas_transfer_seconds", text, ended.seconds, "direction")
-        text = "Payload bytes of delivered transfers as sent, after compression."
-        yield ours.histogram("prfaas_transfer_bytes", text, ended.payload_bytes, "direction")
-        text = "Connections that broke during transfers. A new connection continues the transfer until a deadline."
-        yield ours.counter("prfaas_transfer_breaks", text, ended.breaks, "direction")
-
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
         text = "Limit of requests that hold memory at the same time."
         yield self._ours.gauge("prfaas_requests_running_limit", text, self._max_running)
-        transfers = CounterMetricFamily(
-            "prfaas_transfers", "Cache transfers that ended.", labels=["direction", "outcome"]
-        )
-        for direction, outcome, count in stats.transfers:
-            transfers.add_metric([direction, outcome], count)
-        yield transfers
         yield self._ours.counter(
             "prfaas_prefix_fetches",
             "Prefixes asked of other instances: fetched, absent, failed, cancelled, or joined to a running fetch.",
@@ -360,22 +246,6 @@ class WorkerMetrics(Collector):
         )
         text = "1 for the role by which the engine divides its steps."
         yield self._ours.gauge("prfaas_role", text, {stats.role: 1}, "role")
-
-    def _of_links(self, stats: Stats) -> Iterator[Metric]:
-        """Yield families by peer cluster: a label for each connection would be one for each transfer."""
-        for make, described in ((self._ours.gauge, LINK_GAUGES), (self._ours.counter, LINK_COUNTERS)):
-            for name, (field, text) in described.items():
-                by_peer = {link.peer: getattr(link, field) for link in stats.links}
-                known = {peer: value for peer, value in by_peer.items() if value is not None}
-                yield make(name, text, known, "peer")
-        yield self._ours.gauge(
-            "prfaas_transfer_unsent_bytes",
-            "Cache bytes that wait to be sent over data connections.",
-            sum(link.unsent_bytes for link in stats.links),
-        )
-        yield self._ours.gauge(
-            "prfaas_egress_cap_mbps", "Cap of the sending rate in Mbit/s, 0 without one.", stats.egress_mbps or 0
-        )
 
     def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
         ours = self._ours
@@ -404,7 +274,7 @@ class WorkerMetrics(Collector):
         }.items():
             yield vllms.histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')}.", histogram)
         sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(cache.total_pages)}
-        yield _Labelled(**vllms.labels, **sizes).gauge("vllm:cache_config_info", "Sizes of the cache.", 1)
+        yield Labelled(**vllms.labels, **sizes).gauge("vllm:cache_config_info", "Sizes of the cache.", 1)
 
     def _of_profile(self, profile: Profile) -> Iterator[Metric]:
         ours = self._ours

@@ -1,0 +1,104 @@
+"""Serves GET /metrics of a mover. The first rank's answer holds the figures of all ranks of the instance.
+
+Prometheus scrapes one port a pod. So the other ranks listen on the loopback address alone, at the ports behind it, and
+the first one asks them at every scrape. Each figure has its rank as a label.
+"""
+
+import logging
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from prfaas.errors import ConfigError
+from prfaas.ports import url_host
+from prfaas.wire.engine import Stats
+from prfaas_transfer.metrics import Labelled, TransferMetrics, transfer_totals
+
+log = logging.getLogger(__name__)
+
+RANK_SECONDS: Final = 2.0
+LOOPBACK: Final = "127.0.0.1"
+
+
+class MoverMetrics(Collector):
+    """The figures of one mover; `stats` returns the present ones."""
+
+    def __init__(self, rank: int, stats: Callable[[], Stats]):
+        self.transfers = TransferMetrics()
+        self._labels = Labelled(rank=str(rank))
+        self._stats = stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self.transfers.collect(self._labels)
+        yield from transfer_totals(self._labels, self._stats())
+
+    def render(self) -> str:
+        return generate_latest(self._registry).decode()
+
+
+def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int] = ()) -> None:
+    """Serve on a thread of its own; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
+    available."""
+    others = tuple(other_ports)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # the base class calls it
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404)
+                return
+            body = merged([metrics.render(), *_scrape(others)]).encode()
+            self.send_response(200)
+            self.send_header("content-type", CONTENT_TYPE_PLAIN_0_0_4)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class names it
+            log.debug(format, *args)
+
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"metrics port {url_host(host)}:{port} cannot be opened: {error.strerror}") from error
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+
+
+def merged(texts: Iterable[str]) -> str:
+    """Join expositions: the samples of a family stand together."""
+    families: dict[str, Metric] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            families.setdefault(family.name, family).samples.extend(
+                family.samples if family is not families[family.name] else []
+            )
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return generate_latest(registry).decode()
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]):
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _scrape(ports: Iterable[int]) -> Iterable[str]:
+    for port in ports:
+        try:
+            with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=RANK_SECONDS) as answer:
+                yield answer.read().decode()
+        except OSError as error:
+            log.warning("the figures of the rank at port %d are missing: %s", port, error)
