@@ -25,6 +25,7 @@ from prfaas_sandbox.progress import console, progress
 from prfaas_sandbox.sandbox import DEFAULT_LINK_MBPS, Description, Sandbox, change_link, link_rate
 from prfaas_sandbox.state import StateFolder
 from prfaas_sandbox.tools import ensure_tools
+from prfaas_sandbox.vllm import ensure_vllm
 
 DOWN_TIMEOUT_SECONDS = 15.0
 POLL_SECONDS = 0.1
@@ -45,6 +46,14 @@ def build() -> None:
         tools = ensure_tools(report)
     for name, path in tools.paths.items():
         typer.echo(f"{name}\t{path}")
+
+
+@app.command()
+def vllm() -> None:
+    """Install a vLLM that runs without a GPU, once, in an environment of its own. Example: prfaas sandbox vllm."""
+    with progress() as report:
+        python = ensure_vllm(report)
+    typer.echo(python)
 
 
 @app.command()

