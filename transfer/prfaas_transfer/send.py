@@ -345,10 +345,10 @@ def receive_message(
 def receive_header(stream: DataStream, on_wait: OnWait) -> FrameHeader:
     """Read the next frame's header. Raises as `receive_message`."""
     raw = bytearray(HEADER_BYTES)
-    stream.receive_into(raw, on_wait=on_wait)
     try:
+        stream.receive_into(raw, on_wait=on_wait)
         return parse_header(raw)
-    except DamagedError as error:
+    except (DamagedError, UnreachableError) as error:  # an alert of TLS is shorter than a header
         if stream.peer is None and is_tls(raw):
             raise ProtocolError(f"the peer speaks TLS; {MIXED}") from error
         raise

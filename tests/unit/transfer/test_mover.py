@@ -1,5 +1,6 @@
 """Two engines and their movers: caches cross bit by bit, and every way of failing gives the memory back."""
 
+import datetime
 import os
 import queue
 import secrets
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
 
+from ..tls.mounts import Mount
 from ..worker.transfer_bench import eventually
 
 PAGE_TOKENS = 4
@@ -152,6 +155,18 @@ def test_both_models_are_named_where_they_differ(pair):
     other.fetch(source, message)
     assert "manifest field fingerprint is 'f', this instance needs 'g'" in over(other).reason
     other.mover.close()
+
+
+def test_a_destination_without_tls_hears_that_its_source_has_it(pair, tmp_path):
+    year = identity.valid_for(datetime.datetime.now(datetime.UTC), 365)
+    authority = identity.make_authority("first", year)
+    mount = Mount(tmp_path / "eu").put(identity.issue(authority, "eu", year), authority)
+    source = Engine(tls_dir=str(mount.path))
+    message = announced()
+    source.mover.announce(message)
+    pair[1].fetch(source, message)
+    assert "the peer speaks TLS; give --tls-dir to both instances, or to none" in over(pair[1]).reason
+    source.mover.close()
 
 
 def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pair):
