@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 6
 
 .DEFAULT_GOAL := help
-.PHONY: help setup tools browser demo kind kind-down test test-kind compiled unit lint format lock crds charts reference clean
+.PHONY: help setup tools browser demo kind kind-down test test-vllm test-kind compiled unit lint format lock crds charts reference clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,9 +46,13 @@ kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to 
 kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 removes the images, too
 	@prfaas kind down $(if $(filter-out 0,$(PURGE)),--purge,)
 
-test: tools browser ## Everything but kind: lint, types, unit, model parity, API server, whole system
+test: tools browser ## Everything but vLLM and kind: lint, types, unit, model parity, API server, whole system
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint compiled
-	$(PYTEST) -m "not (e2e and kind)" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not (e2e and kind) and not vllm" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-vllm: $(STAMP) ## A real vLLM, which runs without a GPU; installed in an environment of its own (6 GB, cached)
+	@prfaas sandbox vllm >/dev/null
+	$(PYTEST) -m vllm tests/vllm
 
 test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
 	$(PYTEST) -m "e2e and kind" tests/e2e -s
@@ -74,6 +78,9 @@ format: $(STAMP) ## Format the code
 lock: $(STAMP) ## Pin every dependency with hashes; names no index
 	uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header \
 		--extra dev --no-emit-package prfaas pyproject.toml sandbox/pyproject.toml -o requirements.lock.txt
+	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
+		--no-header --override connectors/vllm/override-test.in connectors/vllm/requirements-test.in \
+		-o connectors/vllm/requirements-test.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models

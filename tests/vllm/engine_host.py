@@ -1,0 +1,163 @@
+"""Runs in vLLM's own environment: imports vLLM once, then forks an engine for everybody who asks.
+
+An import takes 20 s, a fork and a tiny model 3 s. The one argument is the number of a Unix socket. Each message on it
+is a JSON object: {"name", "log", "options", "variables"}, with a socket of the new engine's own attached, or {"name",
+"signal"} for one that runs. On an engine's socket pickled tuples pass: see `serve`. An engine runs in one process, so
+that a test may look at all of it.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+IDLE_SECONDS = 0.02
+PR_SET_PDEATHSIG = 1
+
+
+def import_vllm() -> None:
+    """Import all that an engine would, so that no fork has to."""
+    import torch
+
+    torch.set_num_threads(1)
+    import vllm.entrypoints.llm
+    import vllm.model_executor.models.llama
+    import vllm.model_executor.models.qwen3_next
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main(control: socket.socket) -> None:
+    import_vllm()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an engine ended but by its socket
+    host, engines = os.getpid(), dict[str, int]()
+    control.sendall(b"ready\n")
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)
+        if not data:
+            return
+        wanted = json.loads(data)
+        if "signal" in wanted:
+            os.kill(engines[wanted["name"]], wanted["signal"])
+            continue
+        engines[wanted["name"]] = os.fork()
+        if engines[wanted["name"]] == 0:
+            end_with(host)
+            control.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            run_engine(Connection(descriptors[0]), wanted)
+        os.close(descriptors[0])
+
+
+def run_engine(connection: Connection, wanted: dict[str, Any]) -> None:
+    """Be an engine until the other end says "stop" or closes; never return."""
+    log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(wanted["variables"])
+    try:
+        serve(connection, start_engine(wanted["options"]))
+    except (EOFError, BrokenPipeError):
+        pass
+    except BaseException:
+        traceback.print_exc()
+        connection.send(("broken", traceback.format_exc(limit=-3)))
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def start_engine(options: dict[str, Any]) -> Any:
+    import torch
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    # vLLM 0.32 multiplies by AMX tiles in its attention before anybody has asked the kernel for them: SIGILL when the
+    # first prompt has four tokens or fewer, as a destination's has.
+    torch.cpu._init_amx()
+    return LLMEngine.from_engine_args(EngineArgs(**options))
+
+
+def serve(connection: Connection, engine: Any) -> None:
+    """Answer what comes, and step the engine while it has work.
+
+    In:  ("add", key, ids, sampling, params) ("abort", key) ("evaluate", key, expression) ("stop",)
+    Out: ("ready", facts) ("tokens", key, Δ) ("value", key, value) ("failed", key, text) ("broken", text)
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    connection.send(("ready", {"page_tokens": engine.vllm_config.cache_config.block_size}))
+    while True:
+        # Blocks whose transfer has not ended yet are given back in a step, which a server makes in its loop.
+        busy = engine.has_unfinished_requests() or scheduler.has_requests()
+        pinned = bool(scheduler.requests)
+        while connection.poll(0 if busy else IDLE_SECONDS if pinned else None):
+            message = connection.recv()
+            if message[0] == "stop":
+                return
+            answer(connection, engine, message)
+            busy = True
+        began = time.monotonic()
+        for output in engine.step():
+            connection.send(("tokens", output.request_id, describe(output)))
+        if not scheduler.running and time.monotonic() - began < IDLE_SECONDS / 10:
+            time.sleep(IDLE_SECONDS / 10)  # all wait for caches: leave the core to whoever computes them
+
+
+def answer(connection: Connection, engine: Any, message: tuple) -> None:
+    kind, key, *rest = message
+    try:
+        if kind == "add":
+            add(engine, key, *rest)
+        elif kind == "abort":
+            engine.abort_request([key])
+        else:
+            value = eval(rest[0], {"engine": engine, "core": engine.engine_core.engine_core, "os": os})
+            connection.send(("value", key, value))
+    except Exception:
+        connection.send(("failed", key, traceback.format_exc(limit=-3)))
+
+
+def add(engine: Any, key: str, ids: list[int], sampling: dict[str, Any], params: dict[str, Any] | None) -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    extra = {"kv_transfer_params": params} if params else None
+    chosen = SamplingParams(**sampling, extra_args=extra, output_kind=RequestOutputKind.DELTA)
+    (prompt,) = engine.renderer.render_cmpl([{"prompt_token_ids": ids}])
+    engine.add_request(key, prompt, chosen)
+
+
+def describe(output: Any) -> dict[str, Any]:
+    """What one step adds to an answer, in types that need no vLLM to be read."""
+    (new,) = output.outputs
+    ids = list(new.token_ids)
+    return {
+        "tokens": ids,
+        "logprobs": [found[token].logprob for token, found in zip(ids, new.logprobs or [], strict=False)],
+        "prompt_logprobs": [
+            None if found is None else found[token].logprob
+            for token, found in zip(output.prompt_token_ids or [], output.prompt_logprobs or [], strict=False)
+        ],
+        "cached_tokens": output.num_cached_tokens or 0,
+        "finish_reason": new.finish_reason if output.finished else None,
+        "params": output.kv_transfer_params,
+    }
+
+
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))  # the folder's files are pytest's, and none of ours
+    main(socket.socket(fileno=int(sys.argv[1])))

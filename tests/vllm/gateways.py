@@ -1,0 +1,74 @@
+"""Our gateway as a process, before two servers of any engine: one prefills in a member cluster, the other decodes."""
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prfaas.names import HUB
+from prfaas.ports import free_ports
+from prfaas.processes import ChildProcess
+from prfaas.wire import headers
+from prfaas.wire.routes import Cluster, EngineName, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+
+START_SECONDS = 30.0
+MEMBER = "member"
+
+
+def table_of(engine: EngineName, prefill_url: str, decode_url: str) -> RoutingTable:
+    """A policy that offloads every prompt."""
+    return RoutingTable(
+        policy="p",
+        namespace="n",
+        generation=1,
+        model="tiny",
+        on_offload_failure="PrefillLocally",
+        threshold=Threshold(mode="Fixed", tokens=1, min_tokens=1, max_tokens=1),
+        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
+        short_interval_seconds=1,
+        clusters=(Cluster(name=MEMBER, capacity_mbps=1000, utilisation_query="vector(0)"),),
+        instances=(
+            Instance(name="source", pool="far", cluster=MEMBER, role="prefill", url=prefill_url, engine=engine),
+            Instance(name="destination", pool="decode", cluster=HUB, role="decode", url=decode_url, engine=engine),
+        ),
+    )
+
+
+@contextmanager
+def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
+    """Run a gateway with this table; give its URL."""
+    routes, port = folder / "routes.json.gz", free_ports(1)[0]
+    routes.write_bytes(encode(table))
+    command = [sys.executable, "-m", "prfaas_gateway", "--routes-file", routes, "--port", str(port)]
+    child = ChildProcess("the gateway", command, folder / "gateway.log")
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
+        while not answers(f"{url}/readyz"):
+            child.check_running()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield url
+    finally:
+        child.stop(grace_seconds=2)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def offloaded(url: str, body: dict) -> dict:
+    """Send a completion through the gateway; fail if it was not prefilled in the member cluster."""
+    data = json.dumps({"model": "tiny"} | body).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.headers[headers.DECISION] == "offload"
+        assert answer.headers[headers.OUTCOME] == "ok"
+        return json.load(answer)

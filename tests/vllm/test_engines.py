@@ -1,0 +1,98 @@
+"""The engines that other tests stand on: what they answer, how they end, and that nothing is left of them."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prfaas_worker.assets import model_directory
+
+from .conftest import MODEL
+from .engines import Engine, EngineError, EngineHost, reference_of
+
+ROOT = Path(__file__).parents[2]
+# Started by a test as pytest would start it, with a process of its own to be killed.
+SESSION = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.vllm.engines import EngineHost
+host = EngineHost(*map(Path, sys.argv[2:5]))
+host.start("orphan").wait_ready()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def prompt_of(count: int) -> list[int]:
+    return [random.Random(count).randrange(256) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def other(engine_host: EngineHost) -> Engine:
+    return engine_host.start("other").wait_ready()
+
+
+@pytest.mark.parametrize("length", [5, 127, 128, 600])
+def test_two_engines_agree_to_the_last_bit(reference_engine: Engine, other: Engine, length: int):
+    first, second = (reference_of(one, prompt_of(length), 8) for one in (reference_engine, other))
+    assert first == second
+    assert len(first.tokens) == len(first.logprobs) == 8
+    assert len(first.prompt) == length + 1
+
+
+def test_a_request_is_aborted_and_its_pages_come_back(other: Engine):
+    other.forget_prefixes()
+    free = other.free_pages()
+    running = other.submit(prompt_of(300), 3000)
+    running.wait_tokens(3)
+    assert other.free_pages() < free
+    running.abort()
+    assert other.generate(prompt_of(5), 2).finish_reason == "length"
+    other.forget_prefixes()
+    assert other.free_pages() == free
+
+
+def test_what_vllm_refuses_is_told(other: Engine):
+    with pytest.raises(EngineError, match="maximum"):
+        other.generate(prompt_of(5000), 1)
+
+
+def test_a_killed_engine_fails_what_it_was_asked(engine_host: EngineHost):
+    engine = engine_host.start("killed").wait_ready()
+    running = engine.submit(prompt_of(300), 3000)
+    running.wait_tokens(1)
+    engine_host.kill(engine)
+    with pytest.raises(EngineError, match="killed has ended"):
+        running.result(10)
+
+
+def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path: Path):
+    arguments = [ROOT, vllm_python, tmp_path, model_directory(MODEL)]
+    command = [sys.executable, "-c", SESSION, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as session:
+        try:
+            assert session.stdout.readline() == "ready\n"
+            assert len(processes_with(str(tmp_path))) > 1
+        finally:
+            session.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while processes_with(str(tmp_path)):
+        assert time.monotonic() < deadline, processes_with(str(tmp_path))
+        time.sleep(0.05)
+
+
+def processes_with(open_file: str) -> list[int]:
+    """Processes that have a file below a folder open: an engine holds its log."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(str(one.readlink()).startswith(open_file) for one in (process / "fd").iterdir()):
+                found.append(int(process.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
