@@ -1,0 +1,101 @@
+"""Pairs of real vLLM engines with prfaas's connector, and the answers that they must give."""
+
+import random
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prfaas.ports import free_ports
+
+from .engines import Answer, Engine, EngineHost, Running, reference_of, wait_until
+
+TOKENS = 24
+CONNECTOR = {
+    "kv_connector": "PrfaasConnector",
+    "kv_connector_module_path": "prfaas_vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+TRANSFERS = "__import__('vllm.distributed.kv_transfer', fromlist=['x']).get_kv_transfer_group()._transfers"
+WHOLE_PAGES_FROM = 4
+
+
+class Pair(NamedTuple):
+    """A source and a destination; the source's egress cap is in a file."""
+
+    source: Engine
+    destination: Engine
+    port: int
+    egress: Path
+
+    def legs(self, **other: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        common = {
+            "transfer_id": secrets.token_hex(16),
+            "epoch": secrets.randbits(48),
+            "token": secrets.token_urlsafe(8),
+        }
+        where = {"host": "127.0.0.1", "port": self.port, "cluster": ""} | other
+        return ({"prfaas": common | {"role": "source"}}, {"prfaas": common | where | {"role": "destination"}})
+
+    def offload(self, ids: list[int], tokens: int = TOKENS, **other: Any) -> tuple[Running, Running]:
+        """Send both legs at once."""
+        source, destination = self.legs(**other)
+        return self.source.submit(ids, 1, source), self.destination.submit(ids, tokens, destination)
+
+    def slow(self, mbps: int | None) -> None:
+        """Cap the source's egress; the file is read every second."""
+        if mbps is None:
+            self.egress.unlink(missing_ok=True)
+        else:
+            self.egress.write_text(str(mbps))
+        time.sleep(1.5)
+
+    def assert_nothing_is_held(self, free: tuple[int, int]) -> None:
+        wait_until(lambda: (self.source.free_pages(), self.destination.free_pages()) == free, 20)
+
+
+def start(host: EngineHost, name: str, port: int, **extra: Any) -> Engine:
+    config = CONNECTOR | {"kv_port": port, "kv_connector_extra_config": extra}
+    return host.start(name, kv_transfer_config=config)
+
+
+@contextmanager
+def started(host: EngineHost, folder: Path, *extras: dict[str, Any]) -> Iterator[Pair]:
+    """Start a source and a destination, each with its own settings beside the common ones."""
+    ports, egress = free_ports(2), folder / "mbps"
+    engines: Sequence[Engine] = [
+        start(host, f"{name}-{port}", port, egress_file=str(egress), **extra)
+        for name, port, extra in zip("sd", ports, extras or ({}, {}), strict=True)
+    ]
+    yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress)
+    for engine in engines:
+        engine.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    choose = random.Random(f"{length} {seed}")
+    return [choose.randrange(256) for _ in range(length)]
+
+
+def reference(engine: Engine, pair: Pair, length: int) -> tuple[list[int], list[int], list[float]]:
+    """Return a prompt of `length` and what one engine says to it, where it computes the rest as the destination does.
+
+    All but the last token: the last one is a decode step. Whole pages: the tail is a chunk after a cached prefix.
+    """
+    pages = (length - 1) // pair.destination.page_tokens
+    if pages < WHOLE_PAGES_FROM:
+        return tuple(reference_of(engine, prompt_of(length - 1), TOKENS))  # type: ignore[return-value]
+    ids = prompt_of(length)
+    engine.forget_prefixes()
+    engine.generate(ids, 1)
+    answer = engine.generate(ids, TOKENS)
+    assert answer.cached_tokens == pages * pair.destination.page_tokens
+    return ids, answer.tokens, answer.logprobs
+
+
+def alone(engine: Engine, ids: list[int], count: int = TOKENS) -> Answer:
+    engine.forget_prefixes()
+    return engine.generate(ids, count)

@@ -1,0 +1,161 @@
+"""prfaas's connector between real vLLM engines: the answers of one engine, and every failure is computed around."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .connected import TOKENS, TRANSFERS, WHOLE_PAGES_FROM, Pair, alone, prompt_of, reference, started
+from .engines import Engine, EngineHost, wait_until
+
+
+@pytest.fixture(scope="module")
+def pair(engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started(engine_host, tmp_path_factory.mktemp("egress")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("length", [5, 6, 64, 127, 128, 129, 130, 256, 257, 512, 513, 514, 640, 641, 1500, 3000])
+def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on_either_side(
+    reference_engine: Engine, pair: Pair, length: int
+):
+    ids, tokens, logprobs = reference(reference_engine, pair, length)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    page = pair.destination.page_tokens
+    pages = (length - 1) // page
+    goal = pages * page if pages >= WHOLE_PAGES_FROM else length - 1
+    for forgets in ((), (pair.source,), (pair.destination,), ()):
+        for engine in forgets:
+            engine.forget_prefixes()
+        source, destination = pair.offload(ids)
+        answer = destination.result()
+        source.result()
+        assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
+        assert answer.cached_tokens == goal, "the rest came, or was here"
+    pair.assert_nothing_is_held(free)
+
+
+def spoil(engine: Engine, kind: str, layer: int) -> None:
+    """Have a source send zeros for one layer's state, or for the first rows of it."""
+    is_part = "not part.tokens" if kind == "state" else "part.tokens and part.start_token == 0"
+    engine.evaluate(
+        f"(lambda t: setattr(t, 'load', lambda transfer_id, part, room: room.__setitem__(slice(None), bytes(len(room)))"
+        f" if {is_part} and part.layer == {layer} else type(t).load(t, transfer_id, part, room)))({TRANSFERS})"
+    )
+
+
+def unspoil(engine: Engine) -> None:
+    engine.evaluate(f"delattr({TRANSFERS}, 'load')")
+
+
+@pytest.mark.parametrize("length", [300, 1500])
+def test_each_zeroed_state_and_each_zeroed_page_is_seen(reference_engine: Engine, pair: Pair, length: int):
+    """The control of the test above: it would fail if a state or a page did not come."""
+    ids, tokens, logprobs = reference(reference_engine, pair, length)
+    layouts = pair.source.evaluate(f"[(g.layout.kind, g.layout.layers) for g in {TRANSFERS}._groups]")
+    assert {kind for kind, _ in layouts} == {"linear", "attention"}
+    for kind, layers in layouts:
+        for layer in layers:
+            spoil(pair.source, "state" if kind == "linear" else "rows", layer)
+            pair.destination.forget_prefixes()
+            answer = pair.offload(ids)[1].result()
+            unspoil(pair.source)
+            assert (answer.tokens, answer.logprobs) != (tokens, logprobs), f"{kind} of layer {layer}"
+    pair.destination.forget_prefixes()
+    assert pair.offload(ids)[1].result().logprobs == logprobs
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": 5}, {"token": "other"}, {"transfer_id": "0" * 32}, {"port": 1}])
+def test_a_stale_epoch_or_a_wrong_token_brings_nothing_and_the_prompt_is_computed_at_home(
+    reference_engine: Engine, pair: Pair, wrong: dict[str, Any]
+):
+    ids = prompt_of(700, 1)
+    wanted = alone(reference_engine, ids)
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    source, _ = pair.legs()
+    pair.source.submit(ids, 1, source)
+    leg = (
+        pair.legs()[1]["prfaas"] | {name: source["prfaas"][name] for name in ("transfer_id", "epoch", "token")} | wrong
+    )
+    answer = pair.destination.generate(ids, TOKENS, {"prfaas": leg})
+    assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+    assert answer.cached_tokens == 0
+    pair.assert_nothing_is_held(free)
+
+
+def test_a_destination_that_leaves_in_the_middle_gives_the_memory_back_on_both_sides(pair: Pair):
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    pair.slow(1)
+    source, destination = pair.offload(prompt_of(3000, 2))
+    source.result()
+    assert pair.destination.free_pages() < free[1]
+    destination.abort()
+    pair.assert_nothing_is_held(free)
+    pair.slow(None)
+
+
+def test_a_source_that_is_aborted_in_the_middle_costs_the_destination_only_time(reference_engine: Engine, pair: Pair):
+    ids = prompt_of(3500, 3)
+    wanted = alone(reference_engine, ids)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    source, destination = pair.offload(ids)
+    wait_until(lambda: pair.source.free_pages() < free[0])
+    source.abort()
+    answer = destination.result()
+    assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+    pair.assert_nothing_is_held(free)
+
+
+def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(reference_engine: Engine, pair: Pair):
+    ids = prompt_of(1500, 4)
+    wanted = alone(reference_engine, ids)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    for side in (pair.source, pair.destination):
+        pair.slow(1)
+        source, destination = pair.offload(ids)
+        source.result()
+        began = time.monotonic()
+        side.evaluate(f"{TRANSFERS}.mover._process.kill()")
+        answer = destination.result()
+        assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs)
+        assert time.monotonic() - began < 8
+        pair.slow(None)
+        pair.destination.forget_prefixes()
+        pair.assert_nothing_is_held(free)
+
+    def crosses() -> bool:
+        pair.destination.forget_prefixes()
+        return pair.offload(ids)[1].result().cached_tokens > 0
+
+    wait_until(crosses, 30)
+    pair.destination.forget_prefixes()
+    pair.assert_nothing_is_held(free)
+
+
+def test_many_at_once_are_preempted_and_answered_as_alone(reference_engine: Engine, pair: Pair):
+    prompts = [prompt_of(900 + 37 * number, number) for number in range(16)]
+    wanted = []
+    for ids in prompts:
+        reference_engine.forget_prefixes()
+        reference_engine.generate(ids, 1)
+        wanted.append(reference_engine.generate(ids, TOKENS).tokens)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    found = [pair.offload(ids) for ids in prompts]
+    answers = [destination.result() for _, destination in found]
+    for number, answer in enumerate(answers):
+        same = sum(a == b for a, b in zip(answer.tokens, wanted[number], strict=True))
+        assert same >= TOKENS - 2, f"{number}: {same} of {TOKENS}"  # batches round otherwise than a lone prompt
+    assert sum(answer.cached_tokens > 0 for answer in answers) >= 14
+    pair.assert_nothing_is_held(free)
