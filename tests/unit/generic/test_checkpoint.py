@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from prfaas.errors import ConfigError
 from prfaas_worker.cache_spec import LayerSpec
 from prfaas_worker.models import load_model
 from prfaas_worker.models.generic.families import FAMILIES, family_of
+from prfaas_worker.models.generic.model import _check_fields
 
 from . import tiny
 
@@ -60,6 +62,44 @@ def test_an_unknown_family_is_named_beside_those_that_are_served():
     with pytest.raises(ConfigError, match="'gpt2'") as caught:
         family_of({"model_type": "gpt2"})
     assert all(name in str(caught.value) for name in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"gate_lower_bound": -5.0}, r"config\.json: gate_lower_bound is -5\.0, and this engine does not know"),
+        ({"attn_res_block_size": 12}, "attn_res_block_size is 12"),
+        ({"qk_norm": False}, "qk_norm is False"),
+        ({"mamba_use_mlp": False}, "mamba_use_mlp is False; only True is implemented"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "twist": 2}}, r"rope_scaling\.twist is 2"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "twist": 2}}},
+            r"rope_parameters\.full_attention\.twist is 2",
+        ),
+    ],
+)
+def test_a_field_that_transformers_would_ignore_is_refused_by_its_path(edited, fields, named):
+    with pytest.raises(ConfigError, match=named):
+        load(edited(fields))
+
+
+def test_what_transformers_ignores_and_changes_nothing_is_served(edited):
+    published = {
+        "mamba_use_mlp": True,
+        "mlp_expansion_factor": 8,
+        "time_step_max": 0.1,
+        "rope_scaling": None,
+        "unsloth_fixed": True,
+        "attn_layer_indices": None,
+    }
+    assert load(edited(published)).vocab_size == tiny.VOCAB
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_no_field_that_transformers_writes_itself_is_refused(family, tmp_path):
+    config = AutoConfig.for_model(family, **(tiny._COMMON | tiny.CONFIGS[family]))
+    config.save_pretrained(tmp_path)
+    _check_fields(tmp_path, AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,17 @@ must be what `scale_logits` makes of the head's output, which loading compares w
 imports transformers: a refusal should not take seconds.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
 from prfaas.errors import ConfigError
 from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.assets import read_object
+from prfaas_worker.models.config import ROPE_FIELDS, check_fields
 
 
 def _soft_capped(logits: Tensor, config: Any) -> Tensor:
@@ -24,27 +26,78 @@ def _soft_capped(logits: Tensor, config: Any) -> Tensor:
 
 class Family(NamedTuple):
     """Differences between families that their cache does not show. `scale_logits` takes the head's output and
-    transformers' configuration of the text model."""
+    transformers' configuration of the text model. `neutral` lists fields that transformers does not know, and the
+    values at which it computes what they ask for."""
 
     attention_kind: AttentionSpecKind = "full_attention"
     scale_logits: Callable[[Tensor, Any], Tensor] = lambda logits, _config: logits
+    neutral: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
+
+_QWEN: Final = {
+    "attn_output_gate": (True,),
+    "use_sliding_window": (False,),
+    "mamba_ssm_dtype": ("float32",),  # all is computed in it
+}
 
 # By the model_type of config.json.
 FAMILIES: Mapping[str, Family] = {
-    "bailing_hybrid": Family(attention_kind="mla_attention"),
-    "falcon_h1": Family(scale_logits=lambda logits, config: logits * config.lm_head_multiplier),
+    "bailing_hybrid": Family(
+        attention_kind="mla_attention",
+        neutral={
+            "gated_attention_proj_granularity_type": ("head_wise",),
+            "moe_router_enable_expert_bias": (True,),
+            "moe_router_enable_routed_scaling": (True,),
+            "moe_router_enable_shared_expert": (True,),
+            "no_kda_lora": (True,),
+            "rope_interleave": (True,),
+            "score_function": ("sigmoid",),
+            "use_bias": (False,),
+            "use_qkv_bias": (False,),
+            "use_rmsnorm": (True,),
+        },
+    ),
+    "falcon_h1": Family(
+        scale_logits=lambda logits, config: logits * config.lm_head_multiplier, neutral={"mamba_use_mlp": (True,)}
+    ),
     "gemma3_text": Family(scale_logits=_soft_capped),
-    "granitemoehybrid": Family(scale_logits=lambda logits, config: logits / config.logits_scaling),
+    "granitemoehybrid": Family(
+        scale_logits=lambda logits, config: logits / config.logits_scaling,
+        neutral={"normalization_function": ("rmsnorm",)},
+    ),
     "kimi_linear": Family(attention_kind="mla_attention"),
-    "lfm2": Family(),
+    "lfm2": Family(neutral={"block_use_swiglu": (True,), "use_pos_enc": (True,)}),
     "mimo_v2_flash": Family(),
     "nemotron_h": Family(),
     "olmo_hybrid": Family(),
-    "qwen3_5_moe_text": Family(),
-    "qwen3_5_text": Family(),
-    "qwen3_next": Family(),
+    "qwen3_5_moe_text": Family(neutral=_QWEN),
+    "qwen3_5_text": Family(neutral=_QWEN),
+    "qwen3_next": Family(neutral=_QWEN),
 }
+
+# Fields that transformers reads, or that lead to tensors which it checks or skips, though its classes do not name them.
+_READ: Final = frozenset(
+    {
+        *("first_k_dense_replace", "linear_attn_config", "num_local_experts", "sliding_window_size"),
+        *("_sliding_window_pattern", "sliding_window_pattern", "full_attention_interval", "head_dim"),
+        *("partial_rotary_factor", "rope_local_base_freq", "rope_theta", *ROPE_FIELDS),
+        *("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "num_mtp_layers", "num_nextn_predict_layers"),
+        # Sizes that others repeat: wrong ones would be seen in the tensors' shapes.
+        *("attention_head_dim", "block_dim", "conv_dim", "conv_dim_out", "intermediate_size", "linear_conv_kernel_dim"),
+        *("linear_head_dim", "linear_num_heads", "mlp_expansion_factor", "num_heads", "qk_head_dim"),
+        # Numbers for training, or for a window that is not used.
+        *("block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init"),
+        *("conv_use_xavier_init", "max_window_layers"),
+    }
+)
+_ROPE_READ: Final = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+        *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        *("low_freq_factor", "high_freq_factor"),
+        *("mrope_interleaved", "mrope_section"),  # of images; text has equal positions in all sections
+    }
+)
 
 _REFUSED = {
     "minimax": "its linear layers keep their state outside the layers of transformers' cache, so the state could "
@@ -88,6 +141,18 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         raise ConfigError(f"model_type is {name!r}; served are {', '.join(sorted(FAMILIES))}")
     _refuse_variants(raw)
     return family
+
+
+def check_read(raw: Mapping[str, Any], family: Family, unread: Collection[str]) -> None:
+    """Raise ConfigError for a field of config.json that transformers has kept `unread`, unless it is known to change
+    nothing, and for unknown parts of a rotary embedding."""
+    check_fields({name: raw[name] for name in raw if name in unread}, _READ, family.neutral)
+    for field in ROPE_FIELDS:
+        given = raw.get(field) or {}
+        by_layer = {name: entry for name, entry in given.items() if isinstance(entry, Mapping)}
+        plain = {name: value for name, value in given.items() if name not in by_layer}
+        for prefix, entry in ((f"{field}.", plain), *((f"{field}.{name}.", one) for name, one in by_layer.items())):
+            check_fields(entry, _ROPE_READ, {}, prefix)
 
 
 def _refuse_variants(raw: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ Decodes go through the model together, as each brings one token. Chunks go one a
 them by padding, and a linear layer would add pads to its state.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ import transformers
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from prfaas.errors import ConfigError, InternalError
 from prfaas.wire.kvevents import AttentionSpecKind
@@ -32,7 +33,7 @@ from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.memory import check_weights_fit
 from prfaas_worker.models.base import Batch, Chunk
 from prfaas_worker.models.generic.cache import PagedCache, layer_specs, pattern_of
-from prfaas_worker.models.generic.families import Family, read_family
+from prfaas_worker.models.generic.families import Family, check_read, read_family
 from prfaas_worker.models.kimi_linear.checkpoint import weight_files
 
 # The least that takes the path of a prompt, not that of a decode.
@@ -185,6 +186,7 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        _check_fields(directory, config)
         architecture = auto._model_mapping[type(config)]
         model, report = auto.from_pretrained(
             directory,
@@ -197,6 +199,8 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    except ConfigError:
+        raise
     except Exception as error:  # their tree has no root: a bad file or field may raise anything
         raise ConfigError(f"{directory}: transformers cannot load the checkpoint: {error}") from error
     if differences := _describe(report):
@@ -204,6 +208,18 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
         more = [f"and {len(differences) - len(listed)} more"] if len(differences) > len(listed) else []
         raise ConfigError(f"{directory}: the weights do not fit config.json:\n  " + "\n  ".join(listed + more))
     return model.eval().requires_grad_(False)
+
+
+def _check_fields(directory: Path, config: PreTrainedConfig) -> None:
+    """Raise ConfigError for a field that transformers does not know. It keeps such a field, and goes on without it."""
+    aliases = config.attribute_map
+    declared = {*(field.name for field in dataclasses.fields(config)), *aliases, *aliases.values()}
+    unread = vars(config).keys() - declared
+    path = directory / "config.json"
+    try:
+        check_read(read_object(path), read_family(directory), unread)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def fingerprint(directory: Path, model: PreTrainedModel) -> str:

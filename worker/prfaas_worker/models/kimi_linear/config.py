@@ -1,15 +1,15 @@
 """Reads the public config.json of Kimi Linear into one frozen record, and refuses by name what we do not implement.
 
-A field may change the computation and add no tensor. Weights do not show such a field, so it is looked for here.
+A field that is not listed here is refused too: it may change the computation and add no tensor.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from prfaas.errors import ConfigError
 from prfaas_worker.assets import read_object
+from prfaas_worker.models.config import ROPE_FIELDS, check_fields, check_plain_rope
 
 LayerKind = Literal["attention", "linear"]
 
@@ -19,23 +19,42 @@ MODEL_TYPE = "kimi_linear"
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
 
-# Values that change the computation and that we implement in one form only; an absent field has this value.
-_REQUIRED = {
-    "hidden_act": "silu",
-    "q_lora_rank": None,
-    "num_expert_group": 1,
-    "topk_group": 1,
-    "moe_layer_freq": 1,
-    "mla_use_nope": True,
-    "moe_router_activation_func": "sigmoid",
-    "tie_word_embeddings": False,
+# Fields of which only these values are implemented; an absent one has the first. Most are of later models.
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "hidden_act": ("silu",),
+    "q_lora_rank": (None,),
+    "num_expert_group": (1,),
+    "topk_group": (1,),
+    "topk_method": ("noaux_tc", None),
+    "moe_layer_freq": (1,),
+    "mla_use_nope": (True,),
+    "moe_router_activation_func": ("sigmoid",),
+    "tie_word_embeddings": (False,),
+    "attention_bias": (False, None),
+    "num_nextn_predict_layers": (0, None),
+    "attn_res_block_size": (None,),
+    "mla_use_output_gate": (False, None),
+    "latent_moe_use_norm": (False, None),
+    "routed_expert_hidden_size": (None,),
+    "activation_situ_beta": (None,),
+    "activation_situ_linear_beta": (None,),
+    "quantization_config": (None,),
 }
+_LINEAR_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {"gate_lower_bound": (None,), "use_full_rank_gate": (False, None)}
 
-# Fields of later models of the family and of quantised checkpoints: implemented only where they are off.
-_OFF = ("attn_res_block_size", "mla_use_output_gate", "latent_moe_use_norm", "quantization_config")
-
-# Any other field of linear_attn_config, such as gate_lower_bound, changes what KDA computes from the same tensors.
-_LINEAR_FIELDS = {"head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers"}
+_LINEAR_FIELDS: Final = {"head_dim", "num_heads", "short_conv_kernel_size", "full_attn_layers", "kda_layers"}
+_FIELDS: Final = {
+    *("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "model_max_length", "eos_token_id"),
+    *("num_hidden_layers", "linear_attn_config", "first_k_dense_replace", "mlp_layer_types"),
+    *("num_attention_heads", "num_key_value_heads"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("num_experts", "num_experts_per_token", "num_shared_experts", "moe_intermediate_size", "moe_renormalize"),
+    "routed_scaling_factor",
+    # What transformers writes besides: `_check_repeated` compares it.
+    *("layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim"),
+    # Without effect here: no positions are rotated, all experts are one group, MLA has sizes of its own.
+    *("rope_theta", *ROPE_FIELDS, "use_grouped_topk", "head_dim"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +113,11 @@ def parse_config(raw: dict[str, Any]) -> KimiLinearConfig:
     """Turn config.json's document into sizes; raises KeyError for a missing field, ConfigError for a wrong one."""
     if (family := raw.get("model_type")) != MODEL_TYPE:
         raise ConfigError(f"model_type is {family!r}; the engine runs {MODEL_TYPE!r}")
-    for field, wanted in _REQUIRED.items():
-        if (given := raw.get(field, wanted)) != wanted:
-            raise ConfigError(f"{field} is {given!r}; only {wanted!r} is implemented")
     linear = _field(raw, "linear_attn_config", dict)
-    _refuse_switched_on(raw, _OFF, "")
-    _refuse_switched_on(linear, sorted(linear.keys() - _LINEAR_FIELDS), "linear_attn_config.")
-    return KimiLinearConfig(
+    check_fields(raw, _FIELDS, _NEUTRAL)
+    check_fields(linear, _LINEAR_FIELDS, _LINEAR_NEUTRAL, "linear_attn_config.")
+    check_plain_rope(raw)
+    config = KimiLinearConfig(
         vocab_size=_size(raw, "vocab_size"),
         hidden_size=_size(raw, "hidden_size"),
         intermediate_size=_size(raw, "intermediate_size"),
@@ -124,13 +141,22 @@ def parse_config(raw: dict[str, Any]) -> KimiLinearConfig:
         renormalise=_field(raw, "moe_renormalize", bool),
         routed_scale=_field(raw, "routed_scaling_factor", float),
     )
+    _check_repeated(raw, config)
+    return config
 
 
-def _refuse_switched_on(raw: dict[str, Any], names: Iterable[str], prefix: str) -> None:
-    for name in names:
-        value = raw.get(name)
-        if value is not None and value is not False:
-            raise ConfigError(f"{prefix}{name} is {value!r}; it changes the computation and is not implemented")
+def _check_repeated(raw: dict[str, Any], config: KimiLinearConfig) -> None:
+    """Compare what transformers writes a second time with what it repeats."""
+    repeated = {
+        "layer_types": [f"{'full' if kind == 'attention' else kind}_attention" for kind in config.layer_kinds],
+        "linear_head_dim": config.kda_head_size,
+        "linear_num_heads": config.kda_heads,
+        "linear_conv_kernel_dim": config.conv_kernel,
+        "qk_head_dim": config.key_size,
+    }
+    for name, expected in repeated.items():
+        if raw.get(name) not in (None, expected):
+            raise ConfigError(f"{name} is {raw[name]!r}; by the other fields it is {expected!r}")
 
 
 def _field(raw: dict[str, Any], name: str, kind: type[_Kind]) -> _Kind:
