@@ -55,6 +55,7 @@ class InstanceFacts(NamedTuple):
         engine, model: empty for a pod of an older operator.
         data_port: of rank 0; 0 for an engine without one.
         ranks: data-parallel ranks, each with cache events.
+        rank_ports: data ports of each of these.
         by_host: its ports are its node's; None if the pod names no port.
     """
 
@@ -62,6 +63,7 @@ class InstanceFacts(NamedTuple):
     model: str = ""
     data_port: int = 0
     ranks: int = 1
+    rank_ports: int = 1
     by_host: bool | None = None
 
 
@@ -69,11 +71,14 @@ def _instance_facts(pod: dict[str, Any]) -> InstanceFacts:
     metadata = pod["metadata"]
     containers = (pod.get("spec") or {}).get("containers") or [{}]
     ports = {port.get("name", ""): port for port in containers[0].get("ports") or ()}
+    ranks = max(1, sum(name.startswith("kv-events") for name in ports))
+    data_ports = sum(name == "data" or name.startswith("data-") for name in ports)
     return InstanceFacts(
         engine=(metadata.get("labels") or {}).get(names.LABEL_ENGINE, ""),
         model=(metadata.get("annotations") or {}).get(names.ANNOTATION_MODEL, ""),
         data_port=ports.get("data", {}).get("containerPort", 0),
-        ranks=max(1, sum(name.startswith("kv-events") for name in ports)),
+        ranks=ranks,
+        rank_ports=max(1, data_ports // ranks),
         by_host=any("hostPort" in port for port in ports.values()) if ports else None,
     )
 

@@ -271,6 +271,7 @@ def _of_pool(
                 engine=engine,
                 data_port=pod.instance.data_port or WORKER_DATA_PORT,
                 ranks=min(pod.instance.ranks, routes.MAX_RANKS),
+                rank_ports=pod.instance.rank_ports,
             )
         )
     return instances

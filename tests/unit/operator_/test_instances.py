@@ -44,7 +44,7 @@ def table(make, old, new, pods_member=None, **changes):
 def test_a_pod_says_its_engine_model_ports_and_ranks(make):
     engine = {"engine": VLLM, "model": FOLDER, "parallelism": {"tensor": 2, "data": 4}}
     pod = project_pod(running(make.prefill_pool(**engine)))
-    assert pod.instance == InstanceFacts("vllm-prfaas", "tiny", 8001, 4, by_host=False)
+    assert pod.instance == InstanceFacts("vllm-prfaas", "tiny", 8001, 4, 2, by_host=False)
     assert project_pod(running(make.prefill_pool())).instance == InstanceFacts("prfaas", "tiny", 8001, 1, by_host=False)
     by_host = make.member(addressing="HostIP")
     assert project_pod(running(make.prefill_pool(), by_host)).instance.by_host is True
@@ -53,8 +53,10 @@ def test_a_pod_says_its_engine_model_ports_and_ranks(make):
 def test_a_changed_engine_is_no_outage_for_the_instances_of_the_old_one(make):
     _, found = table(make, make.prefill_pool(), make.prefill_pool(engine=VLLM, model=FOLDER))
     assert [one.engine for one in found.instances] == ["prfaas"]
-    _, found = table(make, make.prefill_pool(engine=VLLM, model=FOLDER, parallelism={"data": 2}), make.prefill_pool())
-    assert [(one.engine, one.ranks, one.data_port) for one in found.instances] == [("vllm-prfaas", 2, 8001)]
+    parallelism = {"tensor": 4, "data": 2}
+    _, found = table(make, make.prefill_pool(engine=VLLM, model=FOLDER, parallelism=parallelism), make.prefill_pool())
+    (one,) = found.instances
+    assert (one.engine, one.ranks, one.data_port, one.rank_ports) == ("vllm-prfaas", 2, 8001, 4)
 
 
 def test_changed_addressing_is_no_outage_for_the_instances_of_the_old_one(make):
