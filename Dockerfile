@@ -58,7 +58,6 @@ RUN for python in 3.11 3.12 3.13; do \
         msgspec xxhash zstandard cryptography \
    && mkdir -p /prfaas-vllm && cp -r /tmp/$python/. /prfaas-vllm || exit 1; done
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --target /prfaas-vllm --no-deps /dist/*.whl
-COPY connectors/vllm/prfaas_vllm /prfaas-vllm/prfaas_vllm
 
 FROM ${BASE} AS run
 # No account has this number, or any other that a cluster may choose, and some libraries ask for a name.

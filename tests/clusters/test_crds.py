@@ -164,9 +164,9 @@ def test_object_survives_the_way_from_model_to_server_and_back(crds, name):
 
 
 def test_examples_are_accepted(crds):
-    documents = [body for path in (ROOT / "examples").glob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
+    documents = [body for path in (ROOT / "examples").rglob("*.yaml") for body in yaml.safe_load_all(path.read_text())]
     objects = [body for body in documents if "apiVersion" in body]  # the others are plans
-    assert len(objects) >= 4
+    assert len(objects) >= 20
     for body in objects:
         body["metadata"]["namespace"] = "crds"
         crds.kubectl("create", "--dry-run=server", "-f", "-", stdin=json.dumps(body))

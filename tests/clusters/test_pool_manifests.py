@@ -4,9 +4,11 @@ Hypothesis makes pools. Names, paths and variables come from few values, those t
 so that they meet. A value that the server refuses in the pool itself proves nothing, and most are good.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from .reader import RefusedError
 pytestmark = pytest.mark.clusters
 
 NAMESPACE = "default"
+EXAMPLES_OF_ENGINES = Path(__file__).parents[2] / "examples" / "engines"
 EXAMPLES = 300
 LEAST_TAKEN = 60
 EU = MemberCluster.model_validate(
@@ -178,6 +181,20 @@ def test_a_pool_that_is_taken_is_rendered_into_objects_that_are_taken(crds, spec
         note(f"{manifest['kind']}: {manifest}")
         manifest["metadata"]["namespace"] = NAMESPACE
         crds.reader.apply(NAMESPACE, manifest, is_dry_run=True)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES_OF_ENGINES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_of_an_engine_is_taken_and_so_is_what_is_rendered_of_it(crds, path):
+    for body in yaml.safe_load_all(path.read_text()):
+        body["metadata"]["namespace"] = NAMESPACE
+        stored = crds.reader.create(body, is_dry_run=True)
+        kind = {"PrefillPool": PrefillPool, "DecodePool": DecodePool}.get(body["kind"])
+        if kind is None:
+            continue
+        pool = kind.model_validate(stored)
+        deployment = pool_deployment.deployment(pool, EU if pool.spec.cluster_name else None, StartTerms(tls=True))
+        deployment["metadata"]["namespace"] = NAMESPACE
+        crds.reader.apply(NAMESPACE, deployment, is_dry_run=True)
 
 
 def test_enough_pools_of_every_engine_were_taken():

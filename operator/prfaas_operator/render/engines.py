@@ -62,6 +62,8 @@ def _tensorrt_llm(pool: PoolObject) -> Start:
     extra = spec.engine.transfer.extra_config if spec.engine.transfer else {}
     config = {
         "cache_transceiver_config": {"backend": "UCX", **json_values(extra)},
+        "return_perf_metrics": True,
+        "enable_iter_perf_stats": True,
         # A prefill instance hands its cache over after each step.
         **({"disable_overlap_scheduler": True} if role_of(pool) == "prefill" else {}),
     }

@@ -19,6 +19,7 @@ from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan.pool_status import Counts
 from prfaas_operator.render import pool_deployment, protection
 from prfaas_operator.render.launch import DEFAULT_TERMS, StartTerms
+from prfaas_vllm.settings import read_settings
 
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 MODEL = {"name": "kimi", "source": "/models/kimi"}
@@ -146,6 +147,15 @@ def test_our_connector_comes_into_a_stock_image(make):
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"host": "$(POD_IP)", "cluster": "hub", "metrics_port": 8002},
     }
+
+
+def test_our_connector_knows_every_setting_that_it_gets(make):
+    transfer = {"extraConfig": {"compression": "none", "transfer_memory_mib": "512", "egress_mbps": "10"}}
+    wanted = make.prefill_pool(engine=OURS | {"transfer": transfer}, model=MODEL, parallelism={"tensor": 4})
+    extra = transfer_of(container_of(wanted, StartTerms(tls=True)))["kv_connector_extra_config"]
+    settings = read_settings(extra)
+    assert (settings.cluster, settings.tls_dir, settings.metrics_port) == ("eu", "/etc/prfaas/tls", 8005)
+    assert (settings.compression, settings.transfer_memory_mib, settings.egress_mbps) == ("none", 512, 10)
 
 
 def test_our_connector_gets_the_certificate_the_cluster_and_the_egress_share_of_our_own_worker(make):
