@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.errors import ConfigError
-from prfaas.wire.transfer import LayerGroup, TensorLayout
+from prfaas.wire.transfer import ITEM_BYTES, LayerGroup, TensorLayout
 
 FRAME_BYTES = 4 << 20
 """Blocks of one layer leave in frames of about this size at most."""
@@ -54,13 +54,14 @@ def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str
     for number in config.transfer_group_ids:
         group = config.kv_cache_groups[number]
         spec = _spec_of(group.kv_cache_spec)
-        tensors = {
+        parts = {
             extract_layer_index(name): _by_block(name, caches[name], config.num_blocks) for name in group.layer_names
         }
-        first = next(iter(tensors.values()))
+        first = next(iter(parts.values()))
+        tensors = {layer: [part.view(torch.uint8) for part in of_layer] for layer, of_layer in parts.items()}
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
-        axes = ("byte",) if kind == "linear" else ("page", "byte")
-        layouts = tuple(TensorLayout(f"part{at}", axes, (part.shape[1],), "uint8") for at, part in enumerate(first))
+        axes = ("element",) if kind == "linear" else ("page", "element")
+        layouts = tuple(_layout(f"part{at}", axes, part) for at, part in enumerate(first))
         name = _describe(spec, device_kind)
         layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, name)
         found.append(VllmGroup(number, layout, tensors))
@@ -135,7 +136,7 @@ def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
-    """Return a layer's tensors as [blocks, bytes], views of the same memory."""
+    """Return a layer's tensors as [blocks, elements], views of the same memory."""
     tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
     found: list[torch.Tensor] = []
     for tensor in tensors:
@@ -143,19 +144,26 @@ def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
             found += list(tensor.unbind(0))  # keys and values apart
         else:
             found.append(tensor)
-    return [_bytes_by_block(name, tensor, num_blocks) for tensor in found]
+    return [_flat_by_block(name, tensor, num_blocks) for tensor in found]
 
 
-def _bytes_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+def _flat_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if tensor.shape[0] % num_blocks:
         raise ConfigError(f"the cache of {name} has shape {tuple(tensor.shape)} for {num_blocks} blocks")
     flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
     if flat.data_ptr() != tensor.data_ptr():
         raise ConfigError(f"the cache of {name} is not contiguous within a block: strides {tensor.stride()}")
-    flat = flat.view(torch.uint8)
     if ratio := tensor.shape[0] // num_blocks - 1:  # the kernel's blocks are smaller than the manager's
         flat = flat.view(num_blocks, (ratio + 1) * flat.shape[1])
     return flat
+
+
+def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayout:
+    """Describe a tensor by its numbers' type, which the wire's codec makes use of; an unknown type is bytes."""
+    dtype = str(part.dtype).removeprefix("torch.")
+    if dtype in ITEM_BYTES:
+        return TensorLayout(name, axes, (part.shape[1],), dtype)
+    return TensorLayout(name, axes, (part.shape[1] * part.element_size(),), "uint8")
 
 
 def _describe(spec: KVCacheSpec, device_kind: str) -> str:
