@@ -22,6 +22,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import RequestStatus
 
+from prfaas.errors import ConfigError
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.layout import fingerprint_of, groups_of, slot_bytes
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
@@ -47,6 +48,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm.__version__)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                "PrfaasConnector carries no caches that are split by layers: set parallelism.pipeline to 1, or "
+                "engine.transfer.connector Nixl"
+            )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
@@ -108,17 +114,19 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         first = next(iter(kv_caches.values()))
         first = first[0] if isinstance(first, (list, tuple)) else first
         groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first))
-        rank = get_tensor_model_parallel_rank()
-        settings = self._settings
+        rank, parallel, settings = get_tensor_model_parallel_rank(), self._vllm_config.parallel_config, self._settings
+        mover = parallel.data_parallel_index * parallel.world_size + rank
         options = MoverOptions(
             host=settings.host,
-            data_port=data_port(self._kv_transfer_config.kv_port, rank),
+            data_port=data_port(self._kv_transfer_config.kv_port, mover),
             fingerprint=fingerprint_of(self._vllm_config),
             groups=tuple(group.layout for group in groups),
             slot_bytes=slot_bytes(groups),
             cluster=settings.cluster,
             rank=rank,
-            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            ranks=parallel.tensor_parallel_size,
+            mover=mover,
+            movers=parallel.data_parallel_size * parallel.world_size,
             metrics_port=settings.metrics_port,
             tls_dir=settings.tls_dir,
             egress_mbps=settings.egress_mbps,

@@ -47,9 +47,9 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     return settings
 
 
-def data_port(configured: int | None, rank: int) -> int:
-    """Return the data port of a rank; `configured` is that of the first one."""
-    return (configured or WORKER_DATA_PORT) + rank
+def data_port(configured: int | None, mover: int) -> int:
+    """Return the data port of an instance's mover with this number; `configured` is that of the first one."""
+    return (configured or WORKER_DATA_PORT) + mover
 
 
 def require_supported(version: str) -> None:

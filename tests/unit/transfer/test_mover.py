@@ -213,7 +213,7 @@ def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
 
 def test_the_first_rank_serves_the_figures_of_all_ranks(pair):
     port = free_ports(2)[0]
-    ranks = [Engine(rank=rank, ranks=2, metrics_port=port) for rank in (0, 1)]
+    ranks = [Engine(rank=rank, ranks=2, mover=rank, movers=2, metrics_port=port) for rank in (0, 1)]
     source = ranks[0]
     message = announced()
     source.mover.announce(message)

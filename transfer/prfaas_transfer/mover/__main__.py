@@ -66,7 +66,7 @@ class Mover:
         self.data_port: int = listener.getsockname()[1]
         self._layout = CacheLayout(options.fingerprint, options.groups, 0, options.rank, options.ranks)
         self._slot_bytes = options.slot_bytes
-        self.metrics = MoverMetrics(options.rank, self._stats)
+        self.metrics = MoverMetrics(options.mover, self._stats)
         self.counters = TransferCounters(self.metrics.transfers.record_end)
         self._offers = Offers(self._layout, self.data_port, MAX_OFFERS, self._offer_over, self.counters)
         self._context = FetchContext(self._layout, Connections(self.traffic.auth), self.counters, self.traffic)
@@ -75,8 +75,8 @@ class Mover:
         self._pulls: dict[str, Pull] = {}
         DataPort(listener, self._offers, self.traffic, ANNOUNCED_SECONDS)
         if options.metrics_port:
-            first, port = options.rank == 0, options.metrics_port + options.rank
-            others = range(port + 1, port + options.ranks) if first else ()
+            first, port = options.mover == 0, options.metrics_port + options.mover
+            others = range(port + 1, port + options.movers) if first else ()
             serve(options.host if first else LOOPBACK, port, self.metrics, others)
 
     def send(self, message: MoverReport) -> None:

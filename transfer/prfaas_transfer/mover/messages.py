@@ -25,7 +25,11 @@ MAX_PARTS: Final = 512
 
 
 class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache."""
+    """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache.
+
+    The cache is that of one tensor-parallel `rank` of `ranks`. An instance has `movers`, one for each of its ranks of
+    any kind, and this is number `mover`.
+    """
 
     host: str
     data_port: int
@@ -35,6 +39,8 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = ""
     rank: int = 0
     ranks: int = 1
+    mover: int = 0
+    movers: int = 1
     metrics_port: int = 0
     tls_dir: str = ""
     egress_mbps: int = 0
