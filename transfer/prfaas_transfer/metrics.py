@@ -45,6 +45,8 @@ LINK_COUNTERS: Final[Described] = {
     "prfaas_link_backlogged_bytes": ("backlogged_bytes", "Bytes delivered while data waited to be sent."),
     "prfaas_link_backlogged_seconds": ("backlogged_seconds", "Seconds in which data waited to be sent."),
 }
+PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)
+"""Lengths at which curves are exported."""
 SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))  # 64 KiB to 64 GiB.
 REQUEST_BUCKETS = (
     *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
@@ -123,6 +125,12 @@ class TransferMetrics:
         yield ours.histogram("prfaas_transfer_bytes", text, self.payload_bytes, "direction")
         text = "Connections that broke during transfers. A new connection continues the transfer until a deadline."
         yield ours.counter("prfaas_transfer_breaks", text, self.breaks, "direction")
+
+
+def cache_sizes(ours: Labelled, sizes: Mapping[int, int]) -> Metric:
+    """Return the bytes of the caches of prompts of these lengths."""
+    by_tokens = {str(tokens): size for tokens, size in sizes.items()}
+    return ours.gauge("prfaas_profile_cache_bytes", "Cache of a prompt of so many tokens.", by_tokens, "tokens")
 
 
 def transfer_totals(ours: Labelled, stats: Stats) -> Iterator[Metric]:

@@ -62,7 +62,7 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(tmp_path, ports=(8000, 8002), nodes=(), **table):
+async def running(tmp_path, engine="vllm-prfaas", ports=(8000, 8002), nodes=(), **table):
     """One instance of each pool answers at these ports; the loop runs once a second."""
     gateway = CountingGateway(tmp_path / "control.sock")
     gateway.plant = plant = Plant(gateway)
@@ -72,7 +72,7 @@ async def running(tmp_path, ports=(8000, 8002), nodes=(), **table):
         return None if key in plant.silent else plant.text(key)
 
     async with scraped(text, [*keys, *nodes], tmp_path) as url:
-        known = {"instances": instances("vllm-nixl"), "clusters": clusters(), "profiles": seeds(), "threshold": AUTO}
+        known = {"instances": instances(engine), "clusters": clusters(), "profiles": seeds(), "threshold": AUTO}
         gateway.table = make_table(**{"prometheus_url": url, **known, **table})
         async with gateway.listening(), GatewayClient(gateway.path) as client, aiohttp.ClientSession() as http:
             loop = Loop(client, http, SchedulerMetrics())
@@ -116,10 +116,10 @@ async def the_link_falls(run: Running) -> None:
 
 async def a_silent_member_is_dead(run: Running) -> None:
     run.plant.silent = {f"eu/offload/offload-0/{port}" for port in (8000, 8002)}
-    await run.until(lambda: run.update.offload_clusters == (), 5, "off")
+    await run.until(lambda: run.update.offload_clusters == (), 10, "off")
     assert run.loop.report.conditions["LinkHealthy"][:2] == ("False", "NoSamples")
     run.plant.silent = {"eu/offload/offload-0/8002"}
-    await run.until(lambda: run.update.offload_clusters == ("eu",), 5, "alive by the engine's own metrics")
+    await run.until(lambda: run.update.offload_clusters == ("eu",), 10, "alive by the engine's own metrics")
     run.plant.silent = set()
 
 
@@ -178,16 +178,17 @@ async def test_counters_of_a_node_move_the_threshold_of_pools_with_nixl(tmp_path
     query = 'sum(rate(node_network_transmit_bytes_total{cluster="$cluster",device="wan0"}[5s])) * 8 / 1e6'
     there = clusters(utilisation_query=query, capacity_mbps=300)
     node = "eu/node/node-0/9100"
-    async with running(tmp_path, (8000,), (node,), clusters=there, profiles=(), stale_after_seconds=4) as run:
+    table = {"clusters": there, "profiles": (), "stale_after_seconds": 4}
+    async with running(tmp_path, "vllm-nixl", (8000,), (node,), **table) as run:
         run.plant.set_link(300.0)
         await run.until(lambda: run.update.tokens >= 2 * AUTO.tokens, 30, "raised")
         assert run.loop.report.figures["linkUtilisationPercent"] > 80
         assert run.loop.report.conditions["MetricsFresh"].status == "True"
 
         run.plant.silent = {"eu/offload/offload-0/8000"}  # the node is counted on, the instances are gone
-        await run.until(lambda: run.update.offload_clusters == (), 5, "off")
+        await run.until(lambda: run.update.offload_clusters == (), 10, "off")
         run.plant.silent = set()
-        await run.until(lambda: run.update.offload_clusters == ("eu",), 5, "back")
+        await run.until(lambda: run.update.offload_clusters == ("eu",), 10, "back")
 
         await run.until(lambda: run.loop.report.conditions["LoopMeasured"].status == "False", 20, "said")
         said = run.loop.report.conditions["LoopMeasured"]

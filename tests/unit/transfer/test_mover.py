@@ -3,6 +3,7 @@
 import datetime
 import os
 import queue
+import re
 import secrets
 import signal
 import time
@@ -16,6 +17,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
 from prfaas.wire.transfer import LayerGroup, TensorLayout
+from prfaas_scheduler.engines.links import LINK
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
 
@@ -252,3 +254,24 @@ def children_of(engine: Engine) -> list[int]:
     process = engine.mover._process
     assert process is not None
     return [process.pid]
+
+
+def test_a_mover_shows_what_the_scheduler_asks_of_a_link_and_the_size_of_a_cache():
+    port = free_ports(2)[0]
+    engine = Engine(rank=0, ranks=2, metrics_port=port)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    engine.mover.close()
+    names = {sample.name for family in families for sample in family.samples}
+    asked = {name for query in LINK.values() for name in re.findall(r"prfaas_\w+", query)}
+    assert len(asked) == 4
+    assert asked <= names
+    sizes = {
+        sample.labels["tokens"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "prfaas_profile_cache_bytes"
+    }
+    state_bytes, token_bytes = 2 * GROUPS[0].nbytes, GROUPS[1].nbytes // PAGE_TOKENS
+    assert sizes["1024"] == 2 * (state_bytes + 1024 * token_bytes), "both ranks bring a part"
+    assert sizes["65536"] - sizes["1024"] == 2 * (65_536 - 1024) * token_bytes

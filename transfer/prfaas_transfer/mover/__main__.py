@@ -66,7 +66,7 @@ class Mover:
         self.data_port: int = listener.getsockname()[1]
         self._layout = CacheLayout(options.fingerprint, options.groups, 0, options.rank, options.ranks)
         self._slot_bytes = options.slot_bytes
-        self.metrics = MoverMetrics(options.mover, self._stats)
+        self.metrics = MoverMetrics(options, self._stats)
         self.counters = TransferCounters(self.metrics.transfers.record_end)
         self._offers = Offers(self._layout, self.data_port, MAX_OFFERS, self._offer_over, self.counters)
         self._context = FetchContext(self._layout, Connections(self.traffic.auth), self.counters, self.traffic)

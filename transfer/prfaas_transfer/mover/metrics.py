@@ -20,7 +20,9 @@ from prometheus_client.registry import Collector
 from prfaas.errors import ConfigError
 from prfaas.ports import url_host
 from prfaas.wire.engine import Stats
-from prfaas_transfer.metrics import Labelled, TransferMetrics, transfer_totals
+from prfaas.wire.transfer import LayerGroup
+from prfaas_transfer.metrics import PROFILE_TOKENS, Labelled, TransferMetrics, cache_sizes, transfer_totals
+from prfaas_transfer.mover.messages import MoverOptions
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +33,10 @@ LOOPBACK: Final = "127.0.0.1"
 class MoverMetrics(Collector):
     """The figures of one mover; `stats` returns the present ones."""
 
-    def __init__(self, rank: int, stats: Callable[[], Stats]):
+    def __init__(self, options: MoverOptions, stats: Callable[[], Stats]):
         self.transfers = TransferMetrics()
-        self._labels = Labelled(rank=str(rank))
+        self._labels = Labelled(rank=str(options.mover))
+        self._sizes = {tokens: cache_bytes(options, tokens) for tokens in PROFILE_TOKENS}
         self._stats = stats
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -41,9 +44,20 @@ class MoverMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         yield from self.transfers.collect(self._labels)
         yield from transfer_totals(self._labels, self._stats())
+        yield cache_sizes(self._labels, self._sizes)
 
     def render(self) -> str:
         return generate_latest(self._registry).decode()
+
+
+def cache_bytes(options: MoverOptions, tokens: int) -> int:
+    """Return what the cache of a prompt of so many tokens brings over a link, from all ranks together."""
+    return options.ranks * sum(_group_bytes(group, tokens) for group in options.groups)
+
+
+def _group_bytes(group: LayerGroup, tokens: int) -> int:
+    rows = tokens / group.row_tokens if group.kind == "attention" else 1
+    return round(rows * group.nbytes * len(group.layers))
 
 
 def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int] = ()) -> None:

@@ -35,7 +35,16 @@ from prfaas.wire.engine import (
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_transfer.metrics import REQUEST_BUCKETS, Described, Histogram, Labelled, TransferMetrics, transfer_totals
+from prfaas_transfer.metrics import (
+    PROFILE_TOKENS,
+    REQUEST_BUCKETS,
+    Described,
+    Histogram,
+    Labelled,
+    TransferMetrics,
+    cache_sizes,
+    transfer_totals,
+)
 
 GAUGES: Final[Described] = {
     "prfaas_requests_running": ("requests_running", "Requests that hold memory: fetching, prefilling or decoding."),
@@ -77,7 +86,6 @@ VLLM_COUNTERS: Final[Described] = {
     "vllm:generation_tokens": ("generation_tokens", "Generation tokens processed."),
     "vllm:num_preemptions": ("preemptions", "Preemptions of running requests."),
 }
-PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)  # Lengths at which the profile's curves are exported.
 # vLLM's buckets, so that its dashboards show ours; those of requests begin lower, for small models.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -281,6 +289,5 @@ class WorkerMetrics(Collector):
         seconds = {str(tokens): prefill_seconds(profile, tokens) for tokens in PROFILE_TOKENS}
         text = "Time to prefill a prompt of so many tokens."
         yield ours.gauge("prfaas_profile_prefill_seconds", text, seconds, "tokens")
-        sizes = {str(tokens): cache_bytes(profile, tokens) for tokens in PROFILE_TOKENS}
-        yield ours.gauge("prfaas_profile_cache_bytes", "Cache of a prompt of so many tokens.", sizes, "tokens")
+        yield cache_sizes(ours, {tokens: cache_bytes(profile, tokens) for tokens in PROFILE_TOKENS})
         yield ours.gauge("prfaas_profile_samples", "Prefills from which the profile was measured.", profile.samples)
