@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from prfaas.console import LogFormatOption, port_option
-from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+from prfaas.names import CONNECTOR_IMAGE, OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas_operator.plan.certificates import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
@@ -15,7 +15,6 @@ from prfaas_operator.plan.certificates import (
     terms_of,
 )
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
-from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 HELP = """Reconcile the prfaas resources of one namespace.
 
@@ -53,7 +52,7 @@ class OperatorOptions(NamedTuple):
     ] = DEFAULT_SETTLE_SECONDS
     connector_image: Annotated[
         str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/engines.md.")
-    ] = DEFAULT_CONNECTOR_IMAGE
+    ] = CONNECTOR_IMAGE
     log_format: LogFormatOption = "text"
 
     def certificate_terms(self) -> Terms:

@@ -13,8 +13,8 @@ import yaml
 
 from prfaas.api.pool import Engine
 from prfaas.api.prfaaspolicy import GatewaySpec
+from prfaas.names import CONNECTOR_IMAGE
 from prfaas_operator.render.common import USER_ID
-from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("operator", "gateway", "worker", "vllm-connector")
@@ -143,7 +143,7 @@ def test_what_the_pages_build_is_what_charts_and_objects_ask_for():
         for page in ("README.md", "docs/install.md")
         for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
     ]
-    asked = [Engine().image, GatewaySpec().image, DEFAULT_CONNECTOR_IMAGE]
+    asked = [Engine().image, GatewaySpec().image, CONNECTOR_IMAGE]
     assert len(built) == 5
     assert {chart["appVersion"] for chart in charts} == {version}
     assert {image.partition(":")[2] for image in (*built, *asked)} == {version}

@@ -11,9 +11,9 @@ import pytest
 
 from prfaas import names
 from prfaas.api import DecodePool
+from prfaas.names import CONNECTOR_IMAGE
 from prfaas_operator.render import pool_deployment
 from prfaas_operator.render.common import PART_OF
-from prfaas_operator.render.launch import DEFAULT_CONNECTOR_IMAGE
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = sorted((ROOT / "charts").glob("*/ci/*-values.yaml"))
@@ -202,5 +202,5 @@ def test_the_connectors_image_is_the_charts_version_or_the_one_that_is_named(ren
         words = operator["spec"]["template"]["spec"]["containers"][0]["args"]
         return words[words.index("--connector-image") + 1]
 
-    assert flag() == DEFAULT_CONNECTOR_IMAGE
+    assert flag() == CONNECTOR_IMAGE
     assert flag("--set", "connectorImage=reg.example/c@sha256:1") == "reg.example/c@sha256:1"

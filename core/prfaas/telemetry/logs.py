@@ -22,9 +22,8 @@ LogFormat = Literal["text", "json"]
 FORMAT_VARIABLE: Final = "PRFAAS_LOG_FORMAT"
 LEVEL_VARIABLE: Final = "PRFAAS_LOG_LEVEL"
 LEVELS: Final[Mapping[str, int]] = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING}
-OURS: Final = (
-    "prfaas", "prfaas_gateway", "prfaas_operator", "prfaas_scheduler", "prfaas_transfer", "prfaas_vllm", "prfaas_worker",
-)  # fmt: skip
+ROOMS: Final = ("gateway", "operator", "scheduler", "transfer", "vllm", "worker")
+OURS: Final = ("prfaas", *(f"prfaas_{room}" for room in ROOMS))
 """Packages to which the level applies; lines of libraries stay at INFO."""
 MAX_VALUE_CHARACTERS: Final = 500
 

@@ -8,8 +8,6 @@ from prfaas import names
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.pool_status import PoolObject
 
-DEFAULT_CONNECTOR_IMAGE: Final = "prfaas/vllm-connector:0.1.0"
-
 
 class StartTerms(NamedTuple):
     """What the operator decides about a pool's instances beside the pool's own spec.
@@ -19,7 +17,7 @@ class StartTerms(NamedTuple):
         tls: the instances get their cluster's certificate.
     """
 
-    connector_image: str = DEFAULT_CONNECTOR_IMAGE
+    connector_image: str = names.CONNECTOR_IMAGE
     tls: bool = False
 
 

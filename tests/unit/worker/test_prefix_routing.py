@@ -109,25 +109,26 @@ def managers(monkeypatch) -> list[KvManager]:
     return made
 
 
-async def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
 def text_of(length: int, seed: str) -> str:
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
 
 
-def known(manager: KvManager, prompt: str) -> GatewayRequest:
+async def known(manager: KvManager, prompt: str) -> GatewayRequest:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    request = GatewayRequest(OFF.start("request", NO_TRACE), path="/v1/completions", body=body)
+    request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
     request.model, request.fields = read_fields(body, every=False)
     request.total_tokens = len(prompt)
-    find(manager, request)
+    await find(manager, request)
     return request
+
+
+async def until_known(managers: list[KvManager], prompt: str, true: Callable[[GatewayRequest], bool]) -> None:
+    """Wait until what the first gateway knows of a prompt is enough."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not true(await known(managers[0], prompt)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
 
 
 async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
@@ -136,7 +137,7 @@ async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tup
     beginning = text_of(3000, seed)
     name, cached = await door.ask(beginning, 0)
     prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
-    await until(lambda: known(managers[0], prompts[0]).cached_on.get(name, 0) >= SURELY_CACHED)
+    await until_known(managers, prompts[0], lambda found: found.cached_on.get(name, 0) >= SURELY_CACHED)
     return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
 
 
@@ -151,7 +152,10 @@ async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, man
 
 
 async def test_without_the_index_the_same_requests_spread(gateway, managers, pair, monkeypatch):
-    monkeypatch.setattr(KvManager, "find", lambda *_: None)
+    async def find_nothing(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(KvManager, "find", find_nothing)
     urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
     async with gateway(urls) as door:
         answers = await asked(door, managers, "without")
@@ -170,8 +174,8 @@ async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, ma
             stream = door.open(text_of(20, f"{number}"), number, max_tokens=20_000, ignore_eos=True, stream=True)
             assert (await busy.enter_async_context(stream)).status == 200
         door.route({"d0": first.url, "d1": second.url})
-        await until(lambda: known(managers[0], prompt).cached_on.get("d0", 0) >= surely)
-        await until(lambda: "d1" in known(managers[0], prompt).profiles)
+        await until_known(managers, prompt, lambda found: found.cached_on.get("d0", 0) >= surely)
+        await until_known(managers, prompt, lambda found: "d1" in found.profiles)
         before = await client.metrics(second)
         async with door.open(prompt, 100, **fields) as answer:
             told, found = answer.headers, await answer.json()

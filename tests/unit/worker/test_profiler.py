@@ -176,7 +176,7 @@ def test_an_engine_is_warm_before_it_measures():
     told: list[Measured] = []
     model, directory = load_model("builtin:kimi-linear-tiny", 1)
     kinds = kinds_of_steps(model)
-    options = Options(model_source="", model_name="tiny", profile_seconds=0.2)
+    options = Options(model_source="", model_name="tiny", profile_seconds=2.0)
     outbox: Any = SimpleNamespace(put=told.extend)
     traffic: Any = SimpleNamespace(auth=None)
     assembly.assemble(model, directory, options, outbox, traffic)
