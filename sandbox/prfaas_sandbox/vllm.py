@@ -25,6 +25,7 @@ from prfaas_sandbox.tools import cache_folder, find_uv, locked
 INSTALL_TIMEOUT_SECONDS: Final = 1800.0
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What an engine imports of ours: the wire and the transfer, and the connector that uses them.
+CONNECTOR_PATH: Final = "/prfaas-vllm"
 PACKAGES: Final = ("core", "transfer", "connectors/vllm")
 
 
@@ -56,6 +57,23 @@ def lock_file() -> Path:
 def checkout_path() -> str:
     """Return the PYTHONPATH that gives a vLLM this checkout's packages."""
     return ":".join(str(ROOT / package) for package in PACKAGES)
+
+
+def is_connector(image: str) -> bool:
+    """Return whether an image is the one that holds our connector for vLLM, in whatever registry."""
+    return re.fullmatch(r"(.*/)?vllm-connector([:@].*)?", image) is not None
+
+
+def connector_folder(parent: Path) -> Path:
+    """Return a folder below `parent` with what the connector's image holds, but for packages that vLLM has here."""
+    folder = parent / "vllm-connector"
+    if not folder.exists():
+        parts = parent / "vllm-connector.new"
+        shutil.rmtree(parts, ignore_errors=True)
+        for package in (found for name in PACKAGES for found in (ROOT / name).glob("prfaas*") if found.is_dir()):
+            shutil.copytree(package, parts / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+        parts.rename(folder)
+    return folder
 
 
 def _stamp(lock: Path) -> str:

@@ -206,7 +206,7 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
 
 async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
     volumes = [{"name": "disk", "persistentVolumeClaim": {"claimName": "disk"}}]
-    init = [{"name": "first", "image": "none", "command": ["true"]}]
+    init = [{"name": "first", "image": "none", "command": ["true"], "restartPolicy": "Always"}]
     volume = {
         "apiVersion": "v1",
         "kind": "PersistentVolume",
@@ -231,8 +231,33 @@ async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
 
     await hub.eventually(waiting, "Unsupported")
     message = (await hub.main("fancy"))["state"]["waiting"]["message"]
-    assert "initContainers first" in message
+    assert "sidecars first" in message
     assert "volumes disk (persistentVolumeClaim)" in message
+
+
+async def test_init_containers_end_one_after_the_other_before_the_others_start(hub):
+    """The first one fails once, and is run again; the second one is of the image with our connector for vLLM."""
+    mount = [{"name": "shared", "mountPath": "/prfaas-copy"}]
+    again = "[ -e /prfaas-copy/tried ] && echo first > /prfaas-copy/log && exit 0; touch /prfaas-copy/tried; exit 3"
+    copy = "cat /prfaas-copy/log && cp -r /prfaas-vllm/. /prfaas-copy && echo second >> /prfaas-copy/log"
+    init = [
+        {"name": "first", "image": "none", "command": ["sh", "-c", again], "volumeMounts": mount},
+        {
+            "name": "second",
+            "image": "registry.example:5000/prfaas/vllm-connector:1",
+            "command": ["sh", "-c", copy],
+            "volumeMounts": mount,
+        },
+    ]
+    spec = {"restartPolicy": "OnFailure", "volumes": [{"name": "shared", "emptyDir": {}}], "initContainers": init}
+    show = "cat /shared/log && ls /shared/prfaas_vllm/connector.py /shared/prfaas/wire /shared/prfaas_transfer"
+    mounts = [{"name": "shared", "mountPath": "/shared"}]
+    output = await hub.output("staged", "sh", "-c", show, spec=spec, volumeMounts=mounts)
+    assert output.startswith("first\nsecond\n")
+    assert "/shared/prfaas_vllm/connector.py" in output
+    statuses = {one["name"]: one for one in (await hub.get("staged"))["status"]["initContainerStatuses"]}
+    assert [one["state"]["terminated"]["exitCode"] for one in statuses.values()] == [0, 0]
+    assert (statuses["first"]["restartCount"], statuses["second"]["restartCount"]) == (1, 0)
 
 
 async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):

@@ -98,3 +98,14 @@ def test_a_container_tells_its_state_and_how_it_ended_before():
     assert status["state"] == {"waiting": {"reason": "CrashLoopBackOff", "message": ""}}
     assert status["lastState"]["terminated"]["exitCode"] == 1
     assert (status["restartCount"], status["ready"], status["containerID"]) == (2, False, "process://u/b/2")
+
+
+def test_a_pod_waits_for_its_init_containers_and_fails_with_one_that_failed_for_good():
+    first, second = replace(DONE, name="first"), replace(STARTING, name="second")
+    status = pod_status(pod(), [STARTING], PLACE, NOW, [first, second])
+    assert (status["phase"], conditions(status)["Initialized"]) == ("Pending", "False")
+    assert [one["ready"] for one in status["initContainerStatuses"]] == [True, False]
+    status = pod_status(pod(), [UP], PLACE, NOW, [first])
+    assert (status["phase"], conditions(status)["Initialized"]) == ("Running", "True")
+    assert pod_status(pod(restartPolicy="Never"), [STARTING], PLACE, NOW, [FAILED])["phase"] == "Failed"
+    assert "initContainerStatuses" not in pod_status(pod(), [UP], PLACE, NOW)

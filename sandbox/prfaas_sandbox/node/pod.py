@@ -17,9 +17,10 @@ from prfaas.util import LogOnce
 from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.process import Mount, ProcessSpec, program_folders, with_programs
-from prfaas_sandbox.node.status import PodAddresses, pod_status
+from prfaas_sandbox.node.status import PodAddresses, is_done, pod_status
 from prfaas_sandbox.node.variables import command_line, environment, field, sources
 from prfaas_sandbox.node.volumes import PodVolumes, unsupported_volumes
+from prfaas_sandbox.vllm import CONNECTOR_PATH, connector_folder, is_connector
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,9 @@ def unsupported(pod: Object) -> str:
         for each in spec["containers"]
         if any("grpc" in each.get(f"{kind}Probe", {}) for kind in ("liveness", "readiness", "startup"))
     ]
+    sidecars = [each["name"] for each in spec.get("initContainers", []) if "restartPolicy" in each]
     wants = {
-        "initContainers": [each["name"] for each in spec.get("initContainers", [])],
+        "sidecars": sidecars,
         "volumes": unsupported_volumes(pod),
         "postStart hooks of": hooks,
         "gRPC probes of": probes,
@@ -96,13 +98,20 @@ class Pod:
         self._folder = node.folder / metadata["uid"]
         self._addresses = PodAddresses(address, node.address)
         self._volumes = PodVolumes(node.api, pod, self._folder / "volumes", (address, node.address))
-        self._containers = {spec["name"]: Container(spec, self._context(spec)) for spec in pod["spec"]["containers"]}
+        policy = pod["spec"].get("restartPolicy", "Always")
+        once = "Never" if policy == "Never" else "OnFailure"
+        self._containers = {
+            spec["name"]: Container(spec, self._context(spec, policy)) for spec in pod["spec"]["containers"]
+        }
+        self._init_containers = {
+            spec["name"]: Container(spec, self._context(spec, once)) for spec in pod["spec"].get("initContainers", [])
+        }
 
-    def _context(self, spec: Object) -> ContainerContext:
+    def _context(self, spec: Object, restart_policy: str) -> ContainerContext:
         metadata, pod_spec = self._pod["metadata"], self._pod["spec"]
         folder = f"{metadata['namespace']}_{metadata['name']}_{metadata['uid'][:8]}"
         return ContainerContext(
-            restart_policy=pod_spec.get("restartPolicy", "Always"),
+            restart_policy=restart_policy,
             grace_seconds=pod_spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS),
             address=self.address,
             logs=self._node.logs / folder / spec["name"],
@@ -116,7 +125,7 @@ class Pod:
         return self._pod["metadata"]["namespace"], self._pod["metadata"]["name"]
 
     def container(self, name: str) -> Container | None:
-        return self._containers.get(name)
+        return {**self._init_containers, **self._containers}.get(name)
 
     def observe(self, pod: Object) -> None:
         """Take a newer state of the pod object."""
@@ -146,7 +155,8 @@ class Pod:
             grace = (
                 0 if self._vanished else self._pod["metadata"].get("deletionGracePeriodSeconds", DEFAULT_GRACE_SECONDS)
             )
-            await asyncio.gather(*(container.stop(grace) for container in self._containers.values()))
+            everything = (*self._init_containers.values(), *self._containers.values())
+            await asyncio.gather(*(container.stop(grace) for container in everything))
         finally:
             reporting.cancel()
             working.cancel()
@@ -161,11 +171,22 @@ class Pod:
         await self._write_volumes()
         refreshing = asyncio.create_task(self._refresh_volumes())
         try:
-            await asyncio.gather(*(container.run() for container in self._containers.values()))
+            if await self._initialized():
+                await asyncio.gather(*(container.run() for container in self._containers.values()))
         except Exception:
             log.exception("pod %s/%s: the node agent failed", *self.name)
         finally:
             refreshing.cancel()
+
+    async def _initialized(self) -> bool:
+        """Run the init containers one after the other; return false if one failed for good."""
+        for init_container in self._init_containers.values():
+            for container in self._containers.values():
+                container.wait_for("PodInitializing", "")
+            await init_container.run()
+            if not is_done(init_container.facts):
+                return False
+        return True
 
     async def _write_volumes(self) -> None:
         """Write all volumes; report missing sources in the containers' status and in an Event."""
@@ -218,7 +239,10 @@ class Pod:
         addresses = (self.address, self._node.address)
         base = self._node.environment(self._pod["metadata"]["name"])
         env = environment(spec, base, data, lambda path: field(self._pod, path, addresses))
-        mounts = with_programs([self._mount(mount) for mount in spec.get("volumeMounts", [])], program_folders())
+        wanted = [self._mount(mount) for mount in spec.get("volumeMounts", [])]
+        if is_connector(spec.get("image", "")):
+            wanted.append(Mount(CONNECTOR_PATH, str(connector_folder(self._node.folder)), read_only=True))
+        mounts = with_programs(wanted, program_folders())
         argv, scratch = command_line(spec, env), self._folder / "roots" / spec["name"]
         return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch))
 
@@ -246,7 +270,8 @@ class Pod:
 
     async def _send_status(self) -> None:
         facts = [container.facts for container in self._containers.values()]
-        status = pod_status(self._pod, facts, self._addresses, now_text())
+        init = [container.facts for container in self._init_containers.values()]
+        status = pod_status(self._pod, facts, self._addresses, now_text(), init)
         if status == self._sent:
             return
         # The uid keeps us from writing to another pod of the same name.

@@ -5,7 +5,7 @@ PodScheduled, readiness gates). Rules: https://kubernetes.io/docs/concepts/workl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas_sandbox.api import Object
 
@@ -60,23 +60,37 @@ class PodAddresses:
     node_address: str
 
 
-def pod_status(pod: Object, containers: Sequence[ContainerFacts], addresses: PodAddresses, now: str) -> Object:
+def pod_status(
+    pod: Object,
+    containers: Sequence[ContainerFacts],
+    addresses: PodAddresses,
+    now: str,
+    init_containers: Sequence[ContainerFacts] = (),
+) -> Object:
     """Return the node's part of the status.
 
-    Unchanged conditions of `pod` keep their transition times; `now` is the time of new ones, RFC 3339. `containers` are
-    in the spec's order.
+    Unchanged conditions of `pod` keep their transition times; `now` is the time of new ones, RFC 3339. Both kinds of
+    containers are in the spec's order.
     """
-    current = phase(pod["spec"].get("restartPolicy", "Always"), containers)
-    return {
+    ended = [replace(facts, ready=is_done(facts)) for facts in init_containers]
+    failed = any(isinstance(facts.state, ContainerTerminated) and not facts.ready for facts in ended)
+    current = "Failed" if failed else phase(pod["spec"].get("restartPolicy", "Always"), containers)
+    status = {
         "phase": current,
         "podIP": addresses.pod_address,
         "podIPs": [{"ip": addresses.pod_address}],
         "hostIP": addresses.node_address,
         "hostIPs": [{"ip": addresses.node_address}],
         "startTime": pod.get("status", {}).get("startTime") or now,
-        "conditions": _conditions(pod, containers, current, now),
+        "conditions": _conditions(pod, containers, ended, current, now),
         "containerStatuses": [_container_status(pod, facts) for facts in containers],
     }
+    return status | ({"initContainerStatuses": [_container_status(pod, facts) for facts in ended]} if ended else {})
+
+
+def is_done(init_container: ContainerFacts) -> bool:
+    """Return whether an init container has ended well, so that the next container may start."""
+    return isinstance(init_container.state, ContainerTerminated) and init_container.state.exit_code == 0
 
 
 def phase(restart_policy: str, containers: Sequence[ContainerFacts]) -> str:
@@ -96,7 +110,9 @@ def should_restart(restart_policy: str, exit_code: int) -> bool:
     return restart_policy == "Always" or (restart_policy == "OnFailure" and exit_code != 0)
 
 
-def _conditions(pod: Object, containers: Sequence[ContainerFacts], current: str, now: str) -> list[Object]:
+def _conditions(
+    pod: Object, containers: Sequence[ContainerFacts], init_containers: Sequence[ContainerFacts], current: str, now: str
+) -> list[Object]:
     held = {condition["type"]: condition for condition in pod.get("status", {}).get("conditions", [])}
     not_ready = [each.name for each in containers if not each.ready]
     gates = [gate["conditionType"] for gate in pod["spec"].get("readinessGates", [])]
@@ -110,7 +126,9 @@ def _conditions(pod: Object, containers: Sequence[ContainerFacts], current: str,
         verdicts = {"ContainersReady": None, "Ready": blocked}
     else:
         verdicts = {"ContainersReady": None, "Ready": None}
-    verdicts = {"Initialized": None, **verdicts}
+    waiting = [each.name for each in init_containers if not each.ready]
+    uninitialized = ("ContainersNotInitialized", f"containers with incomplete status: {' '.join(waiting)}")
+    verdicts = {"Initialized": uninitialized if waiting else None, **verdicts}
     return [_condition(kind, verdict, held.get(kind, {}), now) for kind, verdict in verdicts.items()]
 
 
