@@ -2,9 +2,11 @@
 
 from prfaas.routing.facts import Route
 from prfaas.wire.routes import EngineName
+from prfaas_gateway.engines.dynamo import DynamoEngine
 from prfaas_gateway.engines.prfaas import PrfaasEngine
 from prfaas_gateway.engines.sglang import SglangEngine
 from prfaas_gateway.engines.shared import EngineProtocol, Leg, LegFailedError, call
+from prfaas_gateway.engines.tensorrt_llm import TensorRtLlmEngine
 from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine, VllmPrfaasEngine
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
@@ -21,6 +23,8 @@ class Engines:
             "vllm-nixl": VllmNixlEngine(upstream),
             "vllm-mooncake": VllmMooncakeEngine(upstream),
             "sglang": SglangEngine(upstream),
+            "tensorrt-llm": TensorRtLlmEngine(upstream),
+            "dynamo": DynamoEngine(upstream),
         }
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:

@@ -19,11 +19,16 @@ from prfaas.routing.facts import LegName, Route
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
 from prfaas_gateway import api
+from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 OURS: Final = "x-prfaas-"
 VLLM: Final = cast(Set[EngineName], api.VLLM)
+ONE_SEQUENCE: Final = VLLM | frozenset[EngineName]({"tensorrt-llm"})
+"""Engines whose hand-offs have one prompt and one answer each."""
+_ALONE: Final = frozenset[EngineName]({"dynamo"})
+ERROR_EVENT: Final = b'data: {"error"'
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 _OF_DECODING: Final = ("stream_options", "min_tokens", "return_token_ids")
@@ -31,6 +36,7 @@ _NULL: Final = msgspec.Raw(b"null")
 _BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
 _DIVISIBLE: Final = {
     "n": (b"null", b"1"),
+    "best_of": (b"null", b"1"),
     "use_beam_search": (b"null", b"false"),
     "prompt_logprobs": (b"null",),
     "prompt_embeds": (b"null",),
@@ -186,6 +192,23 @@ class _Tied(Answer):
             self._answer.close()
 
 
+def check_begun(answer: Answer, *, with_prefill: bool) -> Answer:
+    """Return an answer that has begun; raise LegFailedError if it is an error of the instance instead.
+
+    The first event of a stream may be an error. With `kv_load_failure_policy: fail`, a lost cache is one.
+    """
+    is_error = answer.status == 500 and with_prefill
+    if answer.status == 200 and answer.first.startswith(ERROR_EVENT):
+        code = read_error(answer.first.split(b"\n\n")[0].removeprefix(b"data: ")).get("code")
+        is_error = not isinstance(code, int) or code >= 500
+    if not is_error:
+        return answer
+    answer.close()
+    if with_prefill:
+        raise LegFailedError("the decode instance could not use the cache", leg="prefill", eject=False, answer=answer)
+    raise LegFailedError("the instance's stream began with an error", leg="decode", eject=True)
+
+
 def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
     """Return a body of these fields; fields in `added` replace those of the same name."""
     return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
@@ -203,17 +226,17 @@ def for_prefill(fields: Fields, added: Mapping[str, Any], answer_limit: str = "m
 def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
     """Return the engines that cannot hand over the cache of such a request from a prefill to a decode instance.
 
-    vLLM takes one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt need
-    the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
+    Most engines take one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt
+    need the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
     """
-    lacking = cast(Set[EngineName], request.api.engines - request.api.hand_over)
+    lacking = cast(Set[EngineName], request.api.engines - request.api.hand_over) | _ALONE
     if not request.has_every_field:
         return lacking
     fields = request.fields
     whole = any(bytes(fields.get(name, _NULL)) not in plain for name, plain in _DIVISIBLE.items())
     with_prompt = bytes(fields.get("echo", _NULL)) == b"true" and bytes(fields.get("logprobs", _NULL)) != b"null"
     is_whole = whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
-    return lacking | VLLM if is_whole else lacking
+    return lacking | ONE_SEQUENCE if is_whole else lacking
 
 
 def _has_server_tools(request: GatewayRequest) -> bool:

@@ -32,8 +32,17 @@ from prfaas.errors import UNREADABLE, UnreachableError
 from prfaas.routing.facts import Route
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
-from prfaas_gateway.engines.shared import Leg, LegFailedError, bootstrap_url, call, call_both, for_prefill, with_fields
-from prfaas_gateway.engines.vllm_legs import VllmCall, check_begun, prepare
+from prfaas_gateway.engines.shared import (
+    Leg,
+    LegFailedError,
+    bootstrap_url,
+    call,
+    call_both,
+    check_begun,
+    for_prefill,
+    with_fields,
+)
+from prfaas_gateway.engines.vllm_legs import VllmCall, prepare
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 

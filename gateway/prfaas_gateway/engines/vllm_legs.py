@@ -22,10 +22,9 @@ from prfaas_gateway.engines.vllm_resume import (
     stops_of,
     without_last,
 )
-from prfaas_gateway.engines.vllm_stream import ERROR, VllmStreamLog, can_resume
-from prfaas_gateway.openai import read_error
+from prfaas_gateway.engines.vllm_stream import VllmStreamLog, can_resume
 from prfaas_gateway.request import Fields, GatewayRequest
-from prfaas_gateway.upstream import Answer, Upstream
+from prfaas_gateway.upstream import Upstream
 
 ANSWER_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 1 << 20
@@ -152,20 +151,3 @@ async def _last_text(asking: _Asking, answered: SentAnswer, seen_characters: int
     if not seen_characters or not text:
         return cut, ""
     return cut, text[len(await asking.text(before)) :]
-
-
-def check_begun(answer: Answer, *, with_prefill: bool) -> Answer:
-    """Return an answer that has begun; raise LegFailedError if it is an error of the instance instead.
-
-    The first event of a stream may be an error. With `kv_load_failure_policy: fail`, a lost cache is one.
-    """
-    is_error = answer.status == 500 and with_prefill
-    if answer.status == 200 and answer.first.startswith(ERROR):
-        code = read_error(answer.first.split(b"\n\n")[0].removeprefix(b"data: ")).get("code")
-        is_error = not isinstance(code, int) or code >= 500
-    if not is_error:
-        return answer
-    answer.close()
-    if with_prefill:
-        raise LegFailedError("the decode instance could not use the cache", leg="prefill", eject=False, answer=answer)
-    raise LegFailedError("the instance's stream began with an error", leg="decode", eject=True)

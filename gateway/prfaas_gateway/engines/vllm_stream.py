@@ -17,7 +17,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, BadInputError
 from prfaas.wire.resume import DONE
-from prfaas_gateway.engines.shared import VLLM
+from prfaas_gateway.engines.shared import ERROR_EVENT, VLLM
 from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields
@@ -27,7 +27,6 @@ MAX_HELD_BYTES: Final = 16 << 20
 CHATS: Final = "/v1/chat/completions"
 UNREAD_BYTES: Final = 64 << 10
 STREAMS: Final = ("/v1/completions", CHATS)
-ERROR: Final = b'data: {"error"'
 _END: Final = b"\n\n"
 _IDS: Final = b'token_ids":['
 _PROMPT: Final = b'"prompt_'
@@ -211,11 +210,11 @@ class VllmStreamLog:
 
 def _error_at(events: bytes) -> int:
     """Return where an error event begins; -1 if there is none."""
-    if events.startswith(ERROR):
+    if events.startswith(ERROR_EVENT):
         return 0
     if events.find(_END) >= len(events) - len(_END):  # one event, as nearly always
         return -1
-    at = events.find(_END + ERROR)
+    at = events.find(_END + ERROR_EVENT)
     return -1 if at < 0 else at + len(_END)
 
 

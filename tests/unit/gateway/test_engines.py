@@ -20,7 +20,7 @@ from prfaas_gateway.engines.shared import for_prefill, prompts, with_fields
 from prfaas_gateway.request import read_fields
 
 CONTRACTS = json.loads((Path(__file__).parent / "contracts.json").read_text())
-ENGINES = sorted(CONTRACTS)
+ENGINES = sorted(name for name, contract in CONTRACTS.items() if "prefill" in contract)
 ASKED = {
     "model": "m",
     "messages": [{"role": "user", "content": "x" * 8000}],
@@ -91,6 +91,13 @@ async def test_both_legs_are_as_the_contract_says_and_the_client_gets_the_decode
     assert (filled["messages"], filled["temperature"]) == (ASKED["messages"], 0.25)
     ids = {one.headers["x-request-id"] for side in (pair.prefill, pair.decode) for one in side.seen if one.body}
     assert len(ids) == 1
+
+
+async def test_dynamo_splits_requests_itself_so_it_gets_them_whole(world, start):
+    pair = await start("dynamo")
+    got = await world.post(json.dumps(ASKED).encode())
+    assert (got.json, pair.prefill.seen) == (pair.contract["decode"]["answer"], [])
+    assert (got.headers[headers.DECISION], pair.bodies("decode")) == ("local", [ASKED])
 
 
 async def test_nixl_hands_on_what_prefill_said_and_nothing_else(world, start):

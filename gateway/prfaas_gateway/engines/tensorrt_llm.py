@@ -1,0 +1,82 @@
+"""The protocol of TensorRT-LLM's trtllm-serve: two legs one after the other, which meet by `disaggregated_params`.
+
+    1. to the prefill instance: the request without a stream, as `context_only`, with an id for both legs
+    2. its answer has the first token, the cache's place, and the prompt's token ids
+    3. to the decode instance: the request with those params as `generation_only`, and the ids in place of the text
+
+The first token is the prefill instance's, so that leg keeps every field of sampling. If that token ends the answer,
+nothing is left to generate: the answer is whole, or as a stream the decode instance computes it alone.
+
+The fields are those of the orchestrator in TensorRT-LLM's published source (tensorrt_llm/serve/
+openai_disagg_service.py). Its API refuses unknown ones, so `ctx_usage` goes only to a version that names it.
+"""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from prfaas.errors import UNREADABLE
+from prfaas.routing.facts import Route
+from prfaas_gateway.engines.shared import Leg, LegFailedError, call, check_begun, with_fields
+from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.upstream import Answer, Upstream
+
+GLOBAL_ID: Final = 1 << 62
+"""Ids of its own requests are small, ids of an orchestrator large."""
+UNFINISHED: Final = ("length", "not_finished")
+
+
+class TensorRtLlmEngine:
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+        if route.prefill is None:
+            return await self._decode(route, request, request.body)
+        fields, request_id = request.every_field(), GLOBAL_ID | secrets.randbits(62)
+        asked = {"request_type": "context_only", "disagg_request_id": request_id}
+        kept = {name: value for name, value in fields.items() if name != "stream_options"}
+        body = with_fields(kept, {"stream": False, "disaggregated_params": asked})
+        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
+        if answer.status >= 400:
+            return answer  # the request is at fault, and would fail at the other instance too
+        answer.close()
+        told = _read(route.prefill.name, answer)
+        choice = told["choices"][0]
+        if choice.get("finish_reason") not in UNFINISHED:
+            if bytes(fields.get("stream", b"")) == b"true":
+                return await self._decode(route, request, request.body)
+            answer.body = _whole(told, choice)
+            return answer
+        params = choice["disaggregated_params"] | asked | {"request_type": "generation_only"}
+        if "ctx_usage" in params:
+            params["ctx_usage"] = told.get("usage")
+        added = {"disaggregated_params": params}
+        if told.get("prompt_token_ids"):
+            added["prompt" if "prompt" in fields else "prompt_token_ids"] = told["prompt_token_ids"]
+        return await self._decode(route, request, with_fields(fields, added))
+
+    async def _decode(self, route: Route, request: GatewayRequest, body: bytes) -> Answer:
+        answer = await call(self._upstream, request, Leg("decode", route.decode, body))
+        return check_begun(answer, with_prefill=route.prefill is not None)
+
+
+def _read(name: str, answer: Answer) -> dict[str, Any]:
+    """Return a prefill instance's answer; raise LegFailedError if it does not tell the cache's place."""
+    try:
+        told = msgspec.json.decode(answer.body or b"", type=dict[str, Any])
+        if isinstance(told["choices"][0]["disaggregated_params"], Mapping):
+            return told
+    except (*UNREADABLE, KeyError, IndexError, TypeError):
+        pass
+    message = f"{name} gave no disaggregated_params; does it run with a cache_transceiver_config?"
+    raise LegFailedError(message, leg="prefill", eject=True)
+
+
+def _whole(told: dict[str, Any], choice: dict[str, Any]) -> bytes:
+    """Return an answer that the prefill instance gave alone, without what concerns the hand-off."""
+    rest = {name: value for name, value in choice.items() if name != "disaggregated_params"}
+    kept = {name: value for name, value in told.items() if name != "prompt_token_ids"}
+    return msgspec.json.encode(kept | {"choices": [rest]})

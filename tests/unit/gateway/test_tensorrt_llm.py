@@ -1,0 +1,172 @@
+"""Proves that the legs to TensorRT-LLM are those of its own orchestrator, as its published source and tests have them.
+
+The stand-in refuses what trtllm-serve refuses: fields that its API does not know, and params that do not match.
+"""
+
+import copy
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+
+ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "temperature": 0.25}
+PARAMS = {
+    "request_type",
+    "first_gen_tokens",
+    "ctx_request_id",
+    "encoded_opaque_state",
+    "draft_tokens",
+    "disagg_request_id",
+    "ctx_dp_rank",
+    "ctx_info_endpoint",
+    "schedule_style",
+}
+"""The fields of DisaggregatedParams in tensorrt_llm/serve/openai_protocol.py; newer versions have `ctx_usage` too."""
+IDS = [11, 12, 13]
+USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
+WHOLE = {"id": "cmpl-2", "choices": [{"index": 0, "text": "whole"}]}
+
+
+class Trtllm:
+    """A prefill and a decode instance of one version."""
+
+    def __init__(self, world, *, known: set[str], finish_reason: str = "length"):
+        self.known, self.finish_reason = known, finish_reason
+        self.held: dict[int, bytes] = {}
+        """The caches that wait for their generation leg, by id."""
+        self.asked: dict[str, list[dict]] = {"x0": [], "d0": []}
+        for name in self.asked:
+            world.workers[name].reply = self._replying(name)
+
+    def _replying(self, name: str):
+        async def reply(request: web.Request, body: bytes) -> web.Response:
+            asked = json.loads(body)
+            self.asked[name].append(asked)
+            params = asked.get("disaggregated_params")
+            if params is not None and not set(params) <= self.known:
+                return web.json_response({"object": "error", "message": "extra inputs are not permitted"}, status=400)
+            if params is None:
+                return web.json_response(WHOLE)
+            return self._context(asked, params) if name == "x0" else self._generation(asked, params)
+
+        return reply
+
+    def _context(self, asked: dict, params: dict) -> web.Response:
+        assert params["request_type"] == "context_only"
+        assert asked["stream"] is False
+        assert "stream_options" not in asked
+        number = params["disagg_request_id"]
+        assert 1 << 40 <= number < 1 << 63, "an id that no other request of the instance can have"
+        self.held[number] = b"cache"
+        told = dict.fromkeys(self.known) | params | {"ctx_request_id": number, "first_gen_tokens": [7]}
+        told |= {"encoded_opaque_state": "b3BhcXVl"}
+        choice = {"index": 0, "text": "a", "finish_reason": self.finish_reason, "disaggregated_params": told}
+        return web.json_response({"id": "cmpl-1", "choices": [choice], "usage": USAGE, "prompt_token_ids": IDS})
+
+    def _generation(self, asked: dict, params: dict) -> web.Response:
+        assert params["request_type"] == "generation_only"
+        assert (params["first_gen_tokens"], params["encoded_opaque_state"]) == ([7], "b3BhcXVl")
+        assert params["ctx_request_id"] == params["disagg_request_id"]
+        del self.held[params["disagg_request_id"]]
+        assert (asked["prompt"] if "prompt" in asked else asked["prompt_token_ids"]) == IDS
+        return web.json_response(WHOLE)
+
+
+@pytest.fixture
+def start(world):
+    async def started(*, known: set[str] = PARAMS, **more) -> Trtllm:
+        await world.start("d0", "x0")
+        instances = [msgspec.structs.replace(one, engine="tensorrt-llm") for one in world.table.instances]
+        world.state.set_table(world.write_table(instances=tuple(instances)))
+        return Trtllm(world, known=set(known), **more)
+
+    return started
+
+
+async def post(world, **more):
+    return await world.post(ASKED | more, "/v1/completions")
+
+
+async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cache(world, start):
+    engine = await start()
+    got = await post(world)
+    assert (got.status, got.json, got.headers[headers.DECISION]) == (200, WHOLE, "offload")
+    assert engine.held == {}
+    (context,), (generation,) = engine.asked["x0"], engine.asked["d0"]
+    assert {**context, "disaggregated_params": 0, "stream": 0} == ASKED | {"disaggregated_params": 0, "stream": 0}
+    assert {**generation, "disaggregated_params": 0} == ASKED | {"disaggregated_params": 0, "prompt": IDS}
+    assert "ctx_usage" not in generation["disaggregated_params"], "this version does not know it"
+
+
+async def test_a_chat_keeps_its_messages_beside_the_ids(world, start):
+    engine = await start()
+    asked = {"model": "m", "messages": [{"role": "user", "content": "x" * 8000}], "stream": True}
+    asked |= {"stream_options": {"include_usage": True}}
+    assert (await world.post(asked)).status == 200
+    (generation,) = engine.asked["d0"]
+    assert {name: generation[name] for name in asked} == asked
+    assert generation["prompt_token_ids"] == IDS
+
+
+async def test_a_version_that_counts_usage_of_both_legs_gets_the_first_ones(world, start):
+    engine = await start(known={*PARAMS, "ctx_usage"})
+    await post(world)
+    assert engine.asked["d0"][0]["disaggregated_params"]["ctx_usage"] == USAGE
+
+
+async def test_every_request_has_an_id_of_its_own(world, start):
+    engine = await start()
+    for letter in "abc":
+        await post(world, prompt=letter * 8000)
+    ids = [one["disaggregated_params"]["disagg_request_id"] for one in engine.asked["x0"]]
+    assert len(set(ids)) == 3
+
+
+async def test_an_answer_that_ends_with_its_first_token_needs_no_generation_leg(world, start):
+    engine = await start(finish_reason="stop")
+    got = await post(world)
+    assert got.json == {"id": "cmpl-1", "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}], "usage": USAGE}
+    assert engine.asked["d0"] == []
+
+
+async def test_such_an_answer_as_a_stream_is_the_decode_instances_own(world, start):
+    engine = await start(finish_reason="stop")
+    asked = ASKED | {"stream": True}
+    assert (await world.post(asked, "/v1/completions")).json == WHOLE
+    assert engine.asked["d0"] == [asked]
+
+
+async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, start):
+    engine = await start()
+
+    async def aggregated(_request: web.Request, _body: bytes) -> web.Response:
+        return web.json_response({"choices": [{"index": 0, "text": "a", "finish_reason": "length"}]})
+
+    world.workers["x0"].reply = aggregated
+    got = await post(world)
+    assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_CLUSTER]) == (200, "fallback", HUB)
+    assert engine.asked["d0"] == [ASKED]
+
+
+async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
+    engine = await start()
+    serve = world.workers["d0"].reply
+
+    async def fail(request: web.Request, body: bytes) -> web.StreamResponse:
+        return web.Response(status=500) if b"generation_only" in body else await serve(request, body)
+
+    world.workers["d0"].reply = fail
+    got = await post(world)
+    assert (got.status, got.json, got.headers[headers.OUTCOME]) == (200, WHOLE, "fallback")
+    assert engine.asked["d0"] == [ASKED]
+
+
+@pytest.mark.parametrize("more", [{"prompt": ["x" * 8000, "y"]}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}])
+async def test_its_orchestrator_hands_over_single_prompts_alone_and_so_does_ours(world, start, more):
+    engine = await start()
+    got = await post(world, **copy.deepcopy(more))
+    assert (got.status, got.headers[headers.DECISION], engine.asked["x0"]) == (200, "local", [])
