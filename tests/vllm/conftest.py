@@ -52,9 +52,9 @@ def reference_engine(engine_host: EngineHost) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def start_server(vllm_python: Path, vllm_logs: Path) -> Iterator[StartServer]:
+def start_server(engine_host: EngineHost) -> Iterator[StartServer]:
     """Starts `vllm serve`; all servers end with the module."""
-    with vllm_servers(vllm_python, model_directory(MODEL), vllm_logs) as start:
+    with vllm_servers(engine_host) as start:
         yield start
 
 

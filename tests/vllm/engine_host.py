@@ -1,9 +1,11 @@
-"""Runs in vLLM's own environment: imports vLLM once, then forks an engine for everybody who asks.
+"""Runs in vLLM's own environment: imports vLLM once, then forks an engine or a server for everybody who asks.
 
 An import takes 20 s, a fork and a tiny model 3 s. The one argument is the number of a Unix socket. Each message on it
-is a JSON object: {"name", "log", "options", "variables"}, with a socket of the new engine's own attached, or {"name",
-"signal"} for one that runs. On an engine's socket pickled tuples pass: see `serve`. An engine runs in one process, so
-that a test may look at all of it.
+is a JSON object:
+    {"name", "log", "variables", "options"}, with a socket attached: an engine, in one process, so that a test may look
+        at all of it. On its socket pickled tuples pass: see `serve`.
+    {"name", "log", "variables", "flags"}: `vllm serve` with these flags.
+    {"name", "signal"}: a signal for one of these, with all processes that it has started.
 """
 
 import ctypes
@@ -14,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,12 @@ def import_vllm() -> None:
     import torch
 
     torch.set_num_threads(1)
+    import vllm.entrypoints.cli.main
     import vllm.entrypoints.llm
+    import vllm.entrypoints.openai.api_server
     import vllm.model_executor.models.llama
     import vllm.model_executor.models.qwen3_next
+    import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
@@ -45,7 +51,7 @@ def end_with(parent: int) -> None:
 def main(control: socket.socket) -> None:
     import_vllm()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an engine ended but by its socket
-    host, engines = os.getpid(), dict[str, int]()
+    host, started = os.getpid(), dict[str, int]()
     control.sendall(b"ready\n")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 1)
@@ -53,33 +59,61 @@ def main(control: socket.socket) -> None:
             return
         wanted = json.loads(data)
         if "signal" in wanted:
-            os.kill(engines[wanted["name"]], wanted["signal"])
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(started[wanted["name"]], wanted["signal"])
             continue
-        engines[wanted["name"]] = os.fork()
-        if engines[wanted["name"]] == 0:
+        started[wanted["name"]] = os.fork()
+        if started[wanted["name"]] == 0:
             end_with(host)
             control.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            run_engine(Connection(descriptors[0]), wanted)
-        os.close(descriptors[0])
+            be_child(wanted, descriptors)
+        with suppress(PermissionError, ProcessLookupError):  # the child was quicker, or has ended
+            os.setpgid(started[wanted["name"]], 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def run_engine(connection: Connection, wanted: dict[str, Any]) -> None:
-    """Be an engine until the other end says "stop" or closes; never return."""
+def be_child(wanted: dict[str, Any], descriptors: list[int]) -> None:
+    """Be what was asked for; never return."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(wanted["variables"])
     try:
-        serve(connection, start_engine(wanted["options"]))
-    except (EOFError, BrokenPipeError):
+        if descriptors:
+            run_engine(Connection(descriptors[0]), wanted["options"])
+        else:
+            run_server(wanted["flags"])
+    except SystemExit:
         pass
     except BaseException:
         traceback.print_exc()
-        connection.send(("broken", traceback.format_exc(limit=-3)))
     finally:
+        if not descriptors:
+            print("vllm serve has ended", file=sys.stderr)
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def run_engine(connection: Connection, options: dict[str, Any]) -> None:
+    """Be an engine until the other end says "stop" or closes."""
+    try:
+        serve(connection, start_engine(options))
+    except (EOFError, BrokenPipeError):
+        pass
+    except BaseException:
+        connection.send(("broken", traceback.format_exc(limit=-3)))
+        raise
+
+
+def run_server(flags: list[str]) -> None:
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    sys.argv = ["vllm", "serve", *flags]
+    vllm_main()
 
 
 def start_engine(options: dict[str, Any]) -> Any:

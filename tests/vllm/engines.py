@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from prfaas.ports import free_ports
 from prfaas.processes import ends_with_us, tail
@@ -208,13 +208,18 @@ def contained() -> list[str]:
     return [*ends_with_us(), "unshare", "--user", "--map-root-user", "--pid", "--mount-proc", "--fork", "--kill-child"]
 
 
+class Named(Protocol):
+    """An engine or a server."""
+
+    name: str
+
+
 class EngineHost:
     """The process that forks engines. All of them end with the thread that made it, however that ends."""
 
     def __init__(self, python: Path, folder: Path, model: Path):
         self._folder, self._model = folder, model
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._engines: list[Engine] = []
         variables = VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": checkout_path()}
         with theirs, self._log("host").open("wb") as log:
             self._process = subprocess.Popen(
@@ -231,28 +236,34 @@ class EngineHost:
 
     def start(self, name: str, variables: Mapping[str, str] | None = None, **options: Any) -> Engine:
         """Fork an engine; `options` are arguments of vLLM's EngineArgs. It is ready after `wait_ready`."""
-        self._wait_imported()
         ours, theirs = socket.socketpair()
-        log = self._log(name)
-        wanted = {
-            "name": name,
-            "log": str(log),
-            "options": OPTIONS | {"model": str(self._model), "served_model_name": "tiny"} | options,
-            "variables": {"MASTER_PORT": str(next(self._ports))} | dict(variables or {}),
-        }
+        chosen = OPTIONS | {"model": str(self._model), "served_model_name": "tiny"} | options
         with theirs:
-            socket.send_fds(self._control, [json.dumps(wanted).encode()], [theirs.fileno()])
-        self._engines.append(Engine(name, Connection(ours.detach()), log))
-        return self._engines[-1]
+            log = self._start({"name": name, "options": chosen}, variables or {}, [theirs.fileno()])
+        return Engine(name, Connection(ours.detach()), log)
 
-    def kill(self, engine: Engine) -> None:
-        """End an engine now, in the middle of whatever it does."""
-        socket.send_fds(self._control, [json.dumps({"name": engine.name, "signal": signal.SIGKILL}).encode()], [])
+    def serve(self, name: str, flags: Sequence[str], variables: Mapping[str, str] | None = None) -> Path:
+        """Fork `vllm serve` for the model, with these flags besides; return its log."""
+        # Its engine is a process of its own, as it always is; what it forks has imported vLLM, too.
+        processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+        return self._start({"name": name, "flags": [str(self._model), *flags]}, processes | dict(variables or {}), [])
+
+    def kill(self, one: Named) -> None:
+        """End an engine or a server now, in the middle of whatever it does."""
+        self._control.sendall(json.dumps({"name": one.name, "signal": signal.SIGKILL}).encode())
 
     def close(self) -> None:
         self._control.close()
         self._process.kill()
         self._process.wait()
+
+    def _start(self, wanted: dict[str, Any], variables: Mapping[str, str], descriptors: list[int]) -> Path:
+        self._wait_imported()
+        log = self._log(wanted["name"])
+        log.touch()
+        wanted |= {"log": str(log), "variables": {"MASTER_PORT": str(next(self._ports))} | dict(variables)}
+        socket.send_fds(self._control, [json.dumps(wanted).encode()], descriptors)
+        return log
 
     def _wait_imported(self) -> None:
         if self._is_ready:

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, EngineName, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+
+from .servers import answers
 
 START_SECONDS = 30.0
 MEMBER = "member"
@@ -54,14 +55,6 @@ def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
         yield url
     finally:
         child.stop(grace_seconds=2)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 def offloaded(url: str, body: dict) -> dict:

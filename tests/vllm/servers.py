@@ -1,47 +1,39 @@
-"""`vllm serve` for tests: each server in a session of its own, with a log, and warmed up."""
+"""`vllm serve` for tests: forked as engines are, each with a log, and warmed up."""
 
 import itertools
 import json
-import os
-import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from prfaas.ports import free_ports
 from prfaas.processes import tail
-from prfaas_sandbox.vllm import checkout_path
 
-from .engines import VARIABLES, contained
+from .engines import EngineHost
 
-START_SECONDS = 240.0
+START_SECONDS = 180.0
 FLAGS = (
     *("--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
     *("--max-model-len", "32768", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--disable-uvicorn-access-log"),
+    *("--distributed-executor-backend", "uni"),
 )
+# The last line of a server's log: `engine_host.py` writes it.
+ENDED = "vllm serve has ended"
+NAMES = (f"server-{number}" for number in itertools.count())
 
 
 class VllmServer:
-    """A running `vllm serve`."""
+    """A running `vllm serve`: the API's process and the engine's."""
 
-    def __init__(self, python: Path, model: Path, log: Path, flags: Sequence[str], variables: Mapping[str, str]):
-        self.log, self.port = log, free_ports(1)[0]
+    def __init__(self, host: EngineHost, *flags: str, **variables: str):
+        self.name, self.port = next(NAMES), free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(self.port), *FLAGS, *flags]
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [*contained(), *command],
-                env=os.environ | VARIABLES | {"PYTHONPATH": checkout_path()} | dict(variables),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._host = host
+        self.log = host.serve(self.name, ["--port", str(self.port), *FLAGS, *flags], variables)
 
     def wait_ready(self) -> "VllmServer":
         """Wait until it answers, then have it compute a few tokens.
@@ -49,16 +41,10 @@ class VllmServer:
         A process of vLLM 0.32 dies of SIGILL if its first prompt has four tokens or fewer, on a processor with AMX.
         """
         deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert self._process.poll() is None, f"vllm serve has ended:\n{tail(self.log)}"
-            assert time.monotonic() < deadline, (
-                f"vllm serve is not ready after {START_SECONDS:.0f} s:\n{tail(self.log)}"
-            )
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
+        while not answers(f"{self.url}/health"):
+            assert ENDED not in tail(self.log), tail(self.log)
+            assert time.monotonic() < deadline, f"not ready after {START_SECONDS:.0f} s; {self.log}:\n{tail(self.log)}"
+            time.sleep(0.1)
         self.post("/v1/completions", prompt=list(range(16)), max_tokens=1)
         return self
 
@@ -66,9 +52,17 @@ class VllmServer:
         return post(self.url + path, **body)
 
     def stop(self) -> None:
-        """End it and all that it has started."""
-        self._process.kill()
-        self._process.wait()
+        """End it and all that it has started, now."""
+        self._host.kill(self)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET has status 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:
@@ -86,14 +80,12 @@ StartServer = Callable[..., VllmServer]
 
 
 @contextmanager
-def vllm_servers(python: Path, model: Path, folder: Path) -> Iterator[StartServer]:
-    """Give the function that starts a server; `wait_ready` before use. All end with the block."""
+def vllm_servers(host: EngineHost) -> Iterator[StartServer]:
+    """Give the function that starts a server by flags and variables; `wait_ready` before use. They end as the block."""
     started: list[VllmServer] = []
-    numbers = itertools.count()
 
     def start(*flags: str, **variables: str) -> VllmServer:
-        log = folder / f"server-{next(numbers)}.log"
-        started.append(VllmServer(python, model, log, flags, variables))
+        started.append(VllmServer(host, *flags, **variables))
         return started[-1]
 
     try:

@@ -13,6 +13,7 @@ from prfaas_worker.assets import model_directory
 
 from .conftest import MODEL
 from .engines import Engine, EngineError, EngineHost, reference_of
+from .servers import StartServer
 
 ROOT = Path(__file__).parents[2]
 # Started by a test as pytest would start it, with a process of its own to be killed.
@@ -22,8 +23,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.vllm.engines import EngineHost
 host = EngineHost(*map(Path, sys.argv[2:5]))
-host.start("orphan").wait_ready()
-print("ready", flush=True)
+print("started", flush=True)
 time.sleep(600)
 """
 
@@ -71,13 +71,19 @@ def test_a_killed_engine_fails_what_it_was_asked(engine_host: EngineHost):
         running.result(10)
 
 
+def test_a_server_that_cannot_start_says_why_at_once(start_server: StartServer):
+    with pytest.raises(AssertionError, match="no-such-flag"):
+        start_server("--no-such-flag").wait_ready()
+
+
 def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path: Path):
+    """The host is pid 1 of a namespace, so engines and servers end with it."""
     arguments = [ROOT, vllm_python, tmp_path, model_directory(MODEL)]
     command = [sys.executable, "-c", SESSION, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as session:
         try:
-            assert session.stdout.readline() == "ready\n"
-            assert len(processes_with(str(tmp_path))) > 1
+            assert session.stdout.readline() == "started\n"
+            assert processes_with(str(tmp_path))
         finally:
             session.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 10

@@ -9,7 +9,7 @@ from pathlib import Path
 from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess
 
-from .gateways import answers
+from .servers import answers
 
 START_SECONDS = 120.0
 
