@@ -160,7 +160,28 @@ POOLS = [
     ("template.env", [{"name": "POD_IP", "value": "::1"}], "env[0].name: Forbidden", "use another name"),
     ("template.env", [{"name": "1A", "value": "1"}], "env[0].name", "must be letters, digits and '_'"),
 ]
+FOLDER = {"name": "m", "source": "/m"}
 DECODE_POOLS = [
+    ("parallelism", {"tensor": 8}, "spec.parallelism: Forbidden", "runs on one device"),
+    ("", {"model": FOLDER, "engine": VLLM, "parallelism": {"pipeline": 2}}, "parallelism.pipeline", "connector Nixl"),
+    ("", {"model": FOLDER, "engine": VLLM, "parallelism": {"tensor": 32, "data": 2}}, "parallelism", "at most 32"),
+    (
+        "",
+        {"model": FOLDER, "engine": {"type": "tensorrt-llm", "image": "x"}, "parallelism": {"data": 2}},
+        "spec.parallelism.data: Forbidden",
+        "raise replicas",
+    ),
+    (
+        "",
+        {
+            "model": FOLDER,
+            "engine": VLLM,
+            "parallelism": {"tensor": 4},
+            "template": {"resources": {"limits": {"nvidia.com/gpu": "8"}}},
+        },
+        "spec.template.resources.limits",
+        "tensor * pipeline * data GPUs",
+    ),
     ("clusterName", "eu", "spec.clusterName: Forbidden", "leave clusterName empty"),
     ("maxBatch", 8, "spec.maxBatch: Required value", "give both"),
     ("stepMillis", 30, "spec.maxBatch: Required value", "give both"),
@@ -232,6 +253,8 @@ def manifest(kind: str, path: str, value: Any) -> dict[str, Any]:
         "metadata": {"name": "a", "namespace": "default"},
         "spec": copy.deepcopy(GOOD_SPECS[kind]),
     }
+    if not path:
+        return body | {"spec": value}
     *parents, last = path.split(".")
     target: dict[str, Any] = body if path.startswith("metadata") else body["spec"]
     for name in parents:

@@ -176,6 +176,14 @@ PARALLELISM_RULES: Final = (
         reason="FieldValueForbidden",
     ),
     Rule(
+        "!has(self.engine) || self.engine.type != 'vllm' || !has(self.parallelism) || self.parallelism.pipeline == 1 "
+        "|| (has(self.engine.transfer) && has(self.engine.transfer.connector) "
+        "&& self.engine.transfer.connector != 'Prfaas')",
+        "connector Prfaas carries no caches that are split by layers: leave pipeline out, or choose connector Nixl",
+        field="parallelism.pipeline",
+        reason="FieldValueForbidden",
+    ),
+    Rule(
         f"!({ON_GPUS}) || !has(self.template) || !has(self.template.resources) "
         "|| !has(self.template.resources.limits) || self.template.resources.limits.all(k, !k.endsWith('/gpu') "
         "|| !isQuantity(string(self.template.resources.limits[k])) "

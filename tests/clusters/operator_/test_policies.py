@@ -160,7 +160,8 @@ def test_what_other_writers_say_in_the_status_stays(served):
     served.hub.wait_reason("prfaas", "kimi", "NoReadyInstances")
     status = served.hub.get("prfaas", "kimi")["status"]
     assert status["thresholdTokens"] == 777
-    assert {one["type"] for one in status["conditions"]} == {"Ready", "MetricsFresh"}
+    ours = {"Ready", "Encrypted", "IntegrityChecked"}
+    assert {one["type"] for one in status["conditions"]} == {*ours, "MetricsFresh"}
     served.hub.set_pod(served.hub.pods("decode")[0], address="10.1.1.1")
     served.hub.wait_reason("prfaas", "kimi", "AllReady")
 
