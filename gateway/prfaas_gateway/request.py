@@ -70,6 +70,8 @@ class _KnownFields(msgspec.Struct):
 
 
 _PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
+TRANSFER_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
+STEERING_FIELDS: Final = frozenset((*TRANSFER_FIELDS, "bootstrap_host", "bootstrap_port", "bootstrap_room"))
 _known_fields = msgspec.json.Decoder(_KnownFields)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
@@ -264,6 +266,7 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
     try:
         if every:
             fields = _every_field.decode(body)
+            _refuse_steering(fields)
             return _model.decode(fields.get("model", b"null")), fields
         known = _known_fields.decode(body)
     except msgspec.ValidationError as error:
@@ -273,6 +276,19 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
     except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
     return known.model, {name: raw for name in _PROMPT_FIELDS if (raw := getattr(known, name)) is not _ABSENT}
+
+
+def _refuse_steering(fields: Fields) -> None:
+    """Raise RequestError for a field by which an engine would read or write a cache at a place of the client's choice.
+
+    The gateway alone writes these, for the legs of a request.
+    """
+    found = STEERING_FIELDS & fields.keys()
+    with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
+        found |= STEERING_FIELDS & _every_field.decode(fields.get("vllm_xargs", b"{}")).keys()
+    if found:
+        name = min(found)
+        raise RequestError(f"the field {name} is set by the gateway, not by clients: leave it out", param=name)
 
 
 def _only_once(http: web.Request) -> Mapping[str, str]:

@@ -182,7 +182,8 @@ class TransferPlanner:
 
 def leg_of(request: VllmRequest) -> LegParams | None:
     """Return the gateway's word to a request, None if it is not one of ours."""
-    params = (request.kv_transfer_params or {}).get("prfaas")
+    given = request.kv_transfer_params
+    params = given.get("prfaas") if isinstance(given, dict) else None  # vLLM passes on what a client made of it
     if params is None:
         return None
     try:

@@ -99,7 +99,9 @@ def test_a_destination_fetches_what_its_own_cache_lacks_once():
     assert planner.finish(request, is_whole=True) is False
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
+)
 def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
     planner, request = TransferPlanner(RULE), Request(kv_transfer_params=params)
     assert planner.add(request) == 0

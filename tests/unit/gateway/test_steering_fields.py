@@ -1,0 +1,33 @@
+"""Clients do not steer caches: fields that only the gateway writes into the legs of a request are refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from prfaas.errors import RequestError
+from prfaas_gateway.request import STEERING_FIELDS, read_fields
+
+PLACE = {"prfaas": {"role": "destination", "host": "169.254.169.254", "port": 80}}
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "tiny", "prompt": "x"} | fields).encode()
+
+
+@pytest.mark.parametrize("field", sorted(STEERING_FIELDS))
+def test_a_field_that_says_where_a_cache_lies_is_refused_by_name(field: str):
+    with pytest.raises(RequestError, match=f"the field {field} is set by the gateway") as refused:
+        read_fields(body(**{field: PLACE}), every=True)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("xargs", [b'{"kv_transfer_params": "x"}', b'{"kv_transfer\\u005fparams": "x"}'])
+def test_vllms_own_way_into_the_same_field_is_closed(xargs: bytes):
+    with pytest.raises(RequestError, match="kv_transfer_params"):
+        read_fields(b'{"model": "tiny", "vllm_xargs": ' + xargs + b"}", every=True)
+
+
+def test_other_arguments_pass():
+    assert "vllm_xargs" in read_fields(body(vllm_xargs={"temperature_of_tea": 70}), every=True)[1]
+    assert "vllm_xargs" in read_fields(body(vllm_xargs=[1]), every=True)[1]
