@@ -141,6 +141,10 @@ class Transfers:
     def _announce(self, start: SourceStart) -> None:
         leg = start.leg
         with self._lock:
+            if leg.transfer_id in self._sources:
+                log.warning("prfaas: transfer of %s has begun before, under another request", start.request_id)
+                self._sent.add(start.request_id)
+                return
             self._sources[leg.transfer_id] = _Source(start)
             self._transfer_of[start.request_id] = leg.transfer_id
         self.mover.announce(AnnounceCache(leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal))

@@ -184,13 +184,15 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
     assert "the prefill was aborted" in over(destination).reason
     assert source.offers_over.get(timeout=5) == message.transfer_id
 
-    message = announced()
-    source.mover.announce(message)
-    destination.fetch(source, message)
-    time.sleep(0.5)
-    destination.mover.cancel_fetch("request")
-    assert "cancelled" in over(destination).reason
-    assert source.offers_over.get(timeout=10) == message.transfer_id
+    for pause_seconds in (0.5, 0.0):
+        message = announced()
+        source.mover.announce(message)
+        destination.fetch(source, message)
+        time.sleep(pause_seconds)
+        destination.mover.cancel_fetch("request")
+        assert "cancelled" in over(destination).reason
+        source.mover.fail(message.transfer_id, "nobody wants it")
+        assert source.offers_over.get(timeout=10) == message.transfer_id
 
 
 def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):

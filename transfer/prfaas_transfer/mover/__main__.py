@@ -94,6 +94,7 @@ class Mover:
                 self._announce(message)
             case ComputedParts(transfer_id, parts):
                 if (offer := self._open.get(transfer_id)) is not None:
+                    offer.note_life()  # a destination may come until a while after the last part
                     for part in parts:
                         offer.put(self._frame(offer.manifest, part))
             case FinishCache(transfer_id, prefill_seconds):
@@ -104,7 +105,7 @@ class Mover:
                     offer.fail(reason)
                     self._offers.end(offer, "cancelled")
             case FetchCache():
-                threading.Thread(target=self._fetch, args=(message,), name="fetch", daemon=True).start()
+                self._fetch(message)
             case CancelFetch(request_id):
                 if (pull := self._pulls.get(request_id)) is not None:
                     pull.cancel()
@@ -151,7 +152,7 @@ class Mover:
         self.send(EndedOffer(transfer_id))
 
     def _fetch(self, message: FetchCache) -> None:
-        """Run one fetch to its end, in a thread of its own."""
+        """Start a fetch, which `CancelFetch` finds from now on."""
         subject = TransferSubject(0, message.request_id, message.cluster)
         record = TransferLog("receive", subject, message.transfer_id)
         address = Address(message.transfer_id, message.epoch)
@@ -160,6 +161,10 @@ class Mover:
         cache = SharedCache(self.shared, message.request_id)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
         self._pulls[message.request_id] = pull
+        threading.Thread(target=self._run, args=(message.request_id, pull, record), name="fetch", daemon=True).start()
+
+    def _run(self, request_id: str, pull: Pull, record: TransferLog) -> None:
+        """Run a fetch to its end, in a thread of its own."""
         reason = ""
         try:
             pull.run()
@@ -167,13 +172,13 @@ class Mover:
         except PrfaasError as error:
             reason = str(error)
         except Exception as error:  # a bug here must end this one request, never leave it waiting
-            log.exception("fetch of %s", message.request_id)
+            log.exception("fetch of %s", request_id)
             reason = repr(error)
-        del self._pulls[message.request_id]
+        del self._pulls[request_id]
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
         self.counters.count_end(record.end("failed" if reason else "delivered", reason, totals))
-        self.send(EndedFetch(message.request_id, reason, state.ledger.received_bytes, state.seconds))
+        self.send(EndedFetch(request_id, reason, state.ledger.received_bytes, state.seconds))
 
 
 def main() -> None:
