@@ -1,0 +1,139 @@
+"""A server of vLLM that dies in the middle of streams: they go on at the other one, and nothing shows where.
+
+In bf16 two batches may choose differently between tokens that are about as likely. So an answer is compared with the
+model itself: given the tokens before it, each one is the most likely, and usage and text fit the tokens.
+"""
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from prfaas.names import HUB
+from prfaas.wire import headers
+from prfaas.wire.routes import Instance
+
+from .gateways import gateway, table_of
+from .servers import StartServer, VllmServer
+
+TEMPLATE = "{% for one in messages %}{{ one.content }}{% endfor %}"
+TOKENS = 400
+BEGUN = 40
+NEAR_TIE = 0.25
+SAMPLING = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+
+
+class Servers(NamedTuple):
+    """Two decode instances, and the gateway before them."""
+
+    one: VllmServer
+    other: VllmServer
+    url: str
+
+
+@pytest.fixture
+def servers(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    started = [start_server("--chat-template", TEMPLATE) for _ in range(2)]
+    one, other = (server.wait_ready() for server in started)
+    table = msgspec.structs.replace(
+        table_of("vllm-prfaas", one.url, other.url),
+        instances=tuple(
+            Instance(name=name, pool="decode", cluster=HUB, role="decode", url=server.url, engine="vllm-prfaas")
+            for name, server in (("one", one), ("other", other))
+        ),
+    )
+    with gateway(tmp_path_factory.mktemp("gateway"), table) as url:
+        yield Servers(one, other, url)
+
+
+class Streamed(NamedTuple):
+    text: str
+    prompt_ids: list[int]
+    ids: list[int]
+    usage: dict[str, int]
+    instance: str
+
+
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """Return completions and chats of several lengths, some with stop strings that never come."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    for number in range(8):
+        text = f"The number {number} is " * (5 + 20 * number)
+        more = {"stop": ["\0never", "\0at all"]} if number % 3 == 0 else {}
+        if number % 2:
+            asked.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | more))
+        else:
+            asked.append(("/v1/completions", {"prompt": text} | more))
+    return asked
+
+
+def stream(url: str, path: str, body: dict[str, Any], begun: threading.Semaphore) -> Streamed:
+    """Read a stream to its end; fail if it has none. `begun` counts streams that have some tokens."""
+    data = json.dumps({"model": "tiny", "stream": True, "return_token_ids": True} | SAMPLING | body).encode()
+    request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
+    text, prompt_ids, ids, usage = "", [], [], {}
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        instance = answer.headers.get(headers.DECODE_INSTANCE, "")
+        for line in answer:
+            if not line.startswith(b"data: "):
+                continue
+            if line == b"data: [DONE]\n":
+                return Streamed(text, prompt_ids, ids, usage, instance)
+            chunk = json.loads(line[6:])
+            assert "error" not in chunk, chunk
+            prompt_ids = prompt_ids or chunk.get("prompt_token_ids") or []
+            for choice in chunk["choices"]:
+                prompt_ids = prompt_ids or choice.get("prompt_token_ids") or []
+                text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                had, ids = len(ids), ids + (choice.get("token_ids") or [])
+                if had < BEGUN <= len(ids):
+                    begun.release()
+            usage = chunk.get("usage") or usage
+    raise AssertionError(f"the stream ended without [DONE] after {text!r}")
+
+
+def worst_gap(server: VllmServer, prompt_ids: list[int], ids: list[int]) -> float:
+    """Return by how much a token of an answer was less likely than the best one at its place."""
+    told = server.post("/v1/completions", prompt=prompt_ids + ids, max_tokens=1, prompt_logprobs=1)
+    places = told["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
+    gaps = []
+    for token, place in zip(ids, places, strict=True):
+        likely = {int(name): one["logprob"] for name, one in place.items()}
+        gaps.append(max(likely.values()) - likely[token])
+    return max(gaps)
+
+
+def resumed(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(one.split()[1]) for one in lines if one.startswith("prfaas_gateway_resumes_total "))
+
+
+def test_streams_of_a_killed_server_go_on_at_the_other(servers: Servers):
+    asked = requests()
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(len(asked)) as pool:
+        streaming = [pool.submit(stream, servers.url, *one, begun) for one in asked]
+        for _ in asked:
+            while not begun.acquire(timeout=1):
+                assert not [one.result() for one in streaming if one.done()], "a stream is over too soon"
+        servers.one.stop()
+        got = [one.result() for one in streaming]
+
+    broken = [one for one in got if one.instance == "one"]
+    assert len(broken) >= 2, "both servers had streams"
+    assert resumed(servers.url) == len(broken)
+    for one in got:
+        assert len(one.ids) == one.usage["completion_tokens"] == TOKENS
+        assert len(one.prompt_ids) == one.usage["prompt_tokens"]
+        assert servers.other.post("/detokenize", tokens=one.ids)["prompt"] == one.text
+        assert worst_gap(servers.other, one.prompt_ids, one.ids) < NEAR_TIE
+
+    one = broken[0]
+    for wrong in (one.ids[: TOKENS // 2] + one.ids[TOKENS // 2 + 1 :], one.ids[:BEGUN] * 2):
+        assert worst_gap(servers.other, one.prompt_ids, wrong) > NEAR_TIE, "a lost or a repeated token shows"
