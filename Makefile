@@ -81,6 +81,8 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
 		--no-header --override connectors/vllm/override-test.in connectors/vllm/requirements-test.in \
 		-o connectors/vllm/requirements-test.lock.txt
+	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
+		--no-header tests/vllm/dynamo.in -o tests/vllm/dynamo.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
