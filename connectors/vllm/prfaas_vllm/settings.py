@@ -25,7 +25,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     egress_file: str = ""
     egress_mbps: int = 0
     transfer_memory_mib: int = 256
-    compression: str = "auto"
+    compression: WireCodec = "auto"
     whole_pages_from: int = 4
     """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one. The same on both
     sides."""
@@ -35,16 +35,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Return the settings. Raises ConfigError for an unknown key or a wrong value."""
-    try:
-        settings = msgspec.convert(dict(extra), ConnectorSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config of PrfaasConnector: {error}") from error
-    if settings.compression not in get_args(WireCodec):
+    codec = extra.get("compression", "auto")
+    if codec not in get_args(WireCodec):
         raise ConfigError(
-            f"kv_connector_extra_config of PrfaasConnector: compression is {settings.compression!r}, want one of "
+            f"kv_connector_extra_config of PrfaasConnector: compression is {codec!r}, want one of "
             f"{', '.join(get_args(WireCodec))}"
         )
-    return settings
+    try:
+        return msgspec.convert(dict(extra), ConnectorSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config of PrfaasConnector: {error}") from error
 
 
 def data_port(configured: int | None, mover: int) -> int:
