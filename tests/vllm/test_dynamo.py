@@ -1,4 +1,4 @@
-"""A real Dynamo behind our gateway: its frontends are instances, which split requests between their workers themselves."""
+"""A real Dynamo behind our gateway: its frontends are instances, which divide requests among their own workers."""
 
 import json
 import threading
