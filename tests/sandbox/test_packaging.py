@@ -17,7 +17,8 @@ def test_the_wheel_of_prfaas_holds_no_sandbox():
     project = read("pyproject.toml")
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert {Path(package).name for package in packages} == {
-        "prfaas", "prfaas_operator", "prfaas_gateway", "prfaas_scheduler", "prfaas_worker",
+        "prfaas", "prfaas_operator", "prfaas_gateway", "prfaas_scheduler", "prfaas_transfer",
+        "prfaas_vllm", "prfaas_worker",
     }  # fmt: skip
     assert "prfaas_sandbox" not in str(project["project"])
     assert all(not list((ROOT / package).rglob("prfaas_sandbox*")) for package in packages)
