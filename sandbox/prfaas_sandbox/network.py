@@ -1,8 +1,8 @@
 """The sandbox's network: one namespace per cluster, a veth pair between them, and its token bucket.
 
 Every address of a cluster's /16 is local to its namespace (AnyIP: one route of type local). So a pod gets an address
-without an interface, can bind to it, and the other cluster reaches it. The functions return commands as data;
-`prfaas_sandbox.supervisor` runs them.
+without an interface, can bind to it, and the other cluster reaches it. A pod whose program takes ports of all addresses
+gets a namespace of its own. The functions return commands as data; `prfaas_sandbox.supervisor` and the node run them.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any
 from prfaas.errors import BadInputError
 
 LINK = "link0"
+POD_DEVICE = "eth0"
 NOBODY = "02:00:00:00:00:01"
 # Long enough for a full bucket at any rate, short enough that TCP feels the link instead of filling a queue.
 QUEUE_MILLIS = 50
@@ -78,6 +79,39 @@ def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> li
         ["ip", "route", "add", other.range, "via", other.address, "dev", LINK, "src", own.address],
     ]
     return [enter(namespace, command) for command in commands]
+
+
+def join_pod(namespace: Path, cluster: ClusterNetwork, address: str) -> list[list[str]]:
+    """Return the commands that give a pod a network of its own, for a process in the cluster's.
+
+    Its address is no longer local there: a route in the local table, which is asked first, leads to the pod.
+    """
+    device = _pod_device(address)
+    inside = [
+        ["ip", "link", "set", "lo", "up"],
+        ["ip", "address", "add", f"{address}/32", "dev", POD_DEVICE],
+        ["ip", "link", "set", POD_DEVICE, "up"],
+        ["ip", "route", "add", cluster.address, "dev", POD_DEVICE],
+        ["ip", "route", "add", "default", "via", cluster.address, "dev", POD_DEVICE],
+    ]
+    return [
+        ["touch", str(namespace)],
+        ["unshare", f"--net={namespace}", "true"],
+        ["ip", "link", "add", device, "type", "veth", "peer", "name", POD_DEVICE, "netns", str(namespace)],
+        ["ip", "link", "set", device, "up"],
+        ["ip", "route", "add", address, "dev", device, "src", cluster.address, "table", "local"],
+        ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"],
+        *(enter(namespace, command) for command in inside),
+    ]
+
+
+def leave_pod(namespace: Path, address: str) -> list[list[str]]:
+    """Return the commands that undo `join_pod`."""
+    return [["ip", "link", "delete", _pod_device(address)], ["umount", str(namespace)], ["rm", str(namespace)]]
+
+
+def _pod_device(address: str) -> str:
+    return f"pod{address.split('.', 2)[2]}"
 
 
 def cut_link(hub: Path, member: Path, *, cut: bool) -> list[list[str]]:

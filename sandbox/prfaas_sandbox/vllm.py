@@ -27,6 +27,7 @@ from prfaas_sandbox.progress import OnProgress, ticking
 from prfaas_sandbox.tools import cache_folder, find_uv, locked
 
 INSTALL_TIMEOUT_SECONDS: Final = 1800.0
+COMPLETE: Final = ".complete"
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What an engine imports of ours: the wire and the transfer, and the connector that uses them.
 CONNECTOR_PATH: Final = "/prfaas-vllm"
@@ -49,18 +50,34 @@ def ensure_sources(report: OnProgress) -> Path:
     return _ensure("types", "vllm-sources", _fetch_sources, report)
 
 
+def environment_folder() -> Path:
+    """Return where this checkout's vLLM is, or will be. Raises ConfigError without a checkout."""
+    return cache_folder() / f"vllm-{_stamp(_lock_file('test'))}"
+
+
+def is_installed() -> bool:
+    """Return whether this checkout's vLLM is there, whole."""
+    return (environment_folder() / COMPLETE).exists()
+
+
 def _ensure(packages: str, name: str, make: _Maker, report: OnProgress) -> Path:
-    lock = ROOT / f"connectors/vllm/requirements-{packages}.lock.txt"
-    if not lock.is_file():
-        raise ConfigError(f"vLLM is installed from {lock}, and that file does not exist: clone the repository")
+    lock = _lock_file(packages)
     folder = cache_folder() / f"{name}-{_stamp(lock)}"
-    complete = folder / ".complete"
+    complete = folder / COMPLETE
     if not complete.exists():
         with locked(report):
             if not complete.exists():  # the installation we waited for may have made it
                 asyncio.run(make(folder, lock, report))
                 complete.touch()
     return folder
+
+
+def _lock_file(packages: str) -> Path:
+    """Return one of the checkout's lists of packages; raise ConfigError if prfaas is installed without them."""
+    lock = ROOT / f"connectors/vllm/requirements-{packages}.lock.txt"
+    if not lock.is_file():
+        raise ConfigError(f"vLLM is installed from {lock}, and that file does not exist: clone the repository")
+    return lock
 
 
 def checkout_path() -> str:

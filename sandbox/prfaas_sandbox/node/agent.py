@@ -71,7 +71,7 @@ class NodeAgent:
         # As the kubelet, probes look at the answer, not at certificates; and a probe must not find a stale connection.
         connector = aiohttp.TCPConnector(ssl=False, force_close=True, limit=0)
         async with connect(user) as api, aiohttp.ClientSession(connector=connector) as session:
-            node = Node(name, network.address, plane.api_port, api, session, folders.run, folders.logs)
+            node = Node(name, network, plane.api_port, api, session, folders.run, folders.logs)
             agent = cls(node, network)
             async with (
                 serve_logs(network.address, _server_tls(plane, network, folders.run), agent._find),

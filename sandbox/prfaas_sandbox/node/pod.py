@@ -15,12 +15,14 @@ from prfaas.kube import KubeSession, StatusError
 from prfaas.kube.session import APPLY_PATCH, with_query
 from prfaas.util import LogOnce
 from prfaas_sandbox.api import Object
+from prfaas_sandbox.network import ClusterNetwork, join_pod, leave_pod
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
+from prfaas_sandbox.node.images import SYSTEM_PATH, binds_everywhere, content
 from prfaas_sandbox.node.process import Mount, ProcessSpec, program_folders, with_programs
 from prfaas_sandbox.node.status import PodAddresses, is_done, pod_status
 from prfaas_sandbox.node.variables import command_line, environment, field, sources
 from prfaas_sandbox.node.volumes import PodVolumes, unsupported_volumes
-from prfaas_sandbox.vllm import CONNECTOR_PATH, connector_folder, is_connector
+from prfaas_sandbox.processes import Command, run
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +31,6 @@ RETRY_SECONDS = 1.0
 REFRESH_SECONDS = 10.0
 NOT_FOUND, CONFLICT = 404, 409
 DEFAULT_GRACE_SECONDS = 30
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,16 @@ class Node:
     """
 
     name: str
-    address: str
+    network: ClusterNetwork
     api_port: int
     api: KubeSession
     session: aiohttp.ClientSession
     folder: Path
     logs: Path
+
+    @property
+    def address(self) -> str:
+        return self.network.address
 
     def environment(self, hostname: str) -> dict[str, str]:
         """Return the environment variables of every container."""
@@ -106,6 +111,8 @@ class Pod:
         self._init_containers = {
             spec["name"]: Container(spec, self._context(spec, once)) for spec in pod["spec"].get("initContainers", [])
         }
+        wants_network = any(binds_everywhere(spec.get("image", "")) for spec in pod["spec"]["containers"])
+        self._network = self._folder / "network" if wants_network else None
 
     def _context(self, spec: Object, restart_policy: str) -> ContainerContext:
         metadata, pod_spec = self._pod["metadata"], self._pod["spec"]
@@ -162,6 +169,8 @@ class Pod:
             working.cancel()
         if not self._vanished:
             await self._finish()
+        if self._network is not None:
+            await self._change_network(leave_pod(self._network, self.address))
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _work(self) -> None:
@@ -169,6 +178,8 @@ class Pod:
             await self._wait_for("Unsupported", lack)
             return
         await self._write_volumes()
+        if self._network is not None:
+            await self._change_network(join_pod(self._network, self._node.network, self.address))
         refreshing = asyncio.create_task(self._refresh_volumes())
         try:
             if await self._initialized():
@@ -187,6 +198,13 @@ class Pod:
             if not is_done(init_container.facts):
                 return False
         return True
+
+    async def _change_network(self, commands: list[list[str]]) -> None:
+        for command in commands:
+            try:
+                await run(Command(command))
+            except PeerError as error:
+                log.warning("pod %s/%s: its network: %s", *self.name, error)
 
     async def _write_volumes(self) -> None:
         """Write all volumes; report missing sources in the containers' status and in an Event."""
@@ -237,14 +255,14 @@ class Pod:
         """Return the process of a container, from the present objects that it refers to."""
         data = await self._volumes.data(sources(spec))
         addresses = (self.address, self._node.address)
-        base = self._node.environment(self._pod["metadata"]["name"])
+        image = content(spec.get("image", ""), self._node.folder)
+        base = self._node.environment(self._pod["metadata"]["name"]) | dict(image.env)
         env = environment(spec, base, data, lambda path: field(self._pod, path, addresses))
-        wanted = [self._mount(mount) for mount in spec.get("volumeMounts", [])]
-        if is_connector(spec.get("image", "")):
-            wanted.append(Mount(CONNECTOR_PATH, str(connector_folder(self._node.folder)), read_only=True))
-        mounts = with_programs(wanted, program_folders())
+        volumes = [self._mount(mount) for mount in spec.get("volumeMounts", [])]
+        mounts = with_programs([*image.mounts, *volumes], program_folders() | image.folders)
         argv, scratch = command_line(spec, env), self._folder / "roots" / spec["name"]
-        return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch))
+        network = str(self._network) if self._network is not None else ""
+        return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch), network)
 
     def _mount(self, mount: Object) -> Mount:
         source = self._volumes.source(mount["name"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from prfaas.errors import PeerError
+from prfaas_sandbox.network import enter
 from prfaas_sandbox.processes import wait_process
 
 START_TIMEOUT_SECONDS = 30.0
@@ -39,6 +40,7 @@ class ProcessSpec:
     """The process to run.
 
     `argv`'s command is looked up in env's PATH. `scratch` is an empty folder of the host for the container's root.
+    `network` is the file of the pod's network namespace; without it the pod shares its cluster's.
     """
 
     argv: tuple[str, ...]
@@ -46,6 +48,7 @@ class ProcessSpec:
     cwd: str
     mounts: tuple[Mount, ...]
     scratch: str
+    network: str = ""
 
 
 def program_folders() -> set[str]:
@@ -115,7 +118,15 @@ class ContainerProcess:
 
     def enter_command(self, command: list[str]) -> list[str]:
         """Return a command that runs `command` in the container's namespaces and root folder."""
-        return [shutil.which("nsenter") or "nsenter", f"--target={self._pid}", "--mount", "--pid", "--root", *command]
+        return [
+            shutil.which("nsenter") or "nsenter",
+            f"--target={self._pid}",
+            "--net",
+            "--mount",
+            "--pid",
+            "--root",
+            *command,
+        ]
 
 
 def _launch(spec: ProcessSpec, log: Path, report_end: int) -> subprocess.Popen[bytes]:
@@ -125,7 +136,8 @@ def _launch(spec: ProcessSpec, log: Path, report_end: int) -> subprocess.Popen[b
         file.write(json.dumps(asdict(spec)).encode())
         file.flush()
         file.seek(0)
-        command: list[Any] = [*LAUNCH, str(descriptor), str(report_end)]
+        launch = enter(Path(spec.network), [*LAUNCH]) if spec.network else LAUNCH
+        command: list[Any] = [*launch, str(descriptor), str(report_end)]
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
