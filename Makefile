@@ -37,8 +37,8 @@ browser: ## Chromium, for the tests of the live page (Debian's package; elsewher
 		{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; } >/dev/null; } \
 		|| echo "Chromium could not be installed: the tests of the live page will be skipped"
 
-demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running
-	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,)
+demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running, ENGINE=vllm runs vLLM
+	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,) $(if $(ENGINE),--engine $(ENGINE),)
 
 kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
 	@prfaas kind up
@@ -50,7 +50,7 @@ test: tools browser ## Everything but vLLM and kind: lint, types, unit, model pa
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint compiled
 	$(PYTEST) -m "not (e2e and kind) and not vllm" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test-vllm: $(STAMP) ## A real vLLM, which runs without a GPU; installed in an environment of its own (6 GB, cached)
+test-vllm: tools ## A real vLLM, which runs without a GPU; installed in an environment of its own (6 GB, cached)
 	@prfaas sandbox vllm >/dev/null
 	$(PYTEST) -m vllm tests/vllm
 

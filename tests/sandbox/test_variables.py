@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from prfaas.errors import ConfigError
+from prfaas_sandbox.network import HUB
 from prfaas_sandbox.node.pod import Node
 from prfaas_sandbox.node.variables import ConfigSource, command_line, environment, expand, field, sources
 
@@ -95,7 +96,7 @@ def test_fields_of_a_pod():
 
 def test_containers_see_no_gpu_of_the_machine_unless_they_name_one():
     nothing = cast("Any", None)
-    node = Node("n", "10.0.0.1", 6443, nothing, nothing, Path("run"), Path("logs"))
+    node = Node("n", HUB, 6443, nothing, nothing, Path("run"), Path("logs"))
     base = node.environment("pod")
     assert base["CUDA_VISIBLE_DEVICES"] == ""
     chosen = {"env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0"}]}

@@ -6,6 +6,7 @@ make a prompt of about n tokens.
 
 import time
 import uuid
+from collections.abc import Callable
 from functools import cache
 
 import openai
@@ -28,8 +29,13 @@ class DemoClient:
     async def close(self) -> None:
         await self._openai.close()
 
-    async def ask(self, prompt: str, *, act: str, max_tokens: int = 24) -> RequestRecord:
-        """Stream one completion; a failure becomes a record with its reason as outcome, never an exception."""
+    async def ask(
+        self, prompt: str, *, act: str, max_tokens: int = 24, on_text: Callable[[str, int], None] | None = None
+    ) -> RequestRecord:
+        """Stream one completion; a failure becomes a record with its reason as outcome, never an exception.
+
+        `on_text` is told the instance that decodes, and how many events with text have come.
+        """
         request_id = f"demo-{uuid.uuid4().hex[:8]}"
         started = time.monotonic()
         try:
@@ -50,6 +56,8 @@ class DemoClient:
                 if chunk.choices:
                     first = first or time.monotonic()
                     pieces.append(chunk.choices[0].text)
+                    if on_text is not None:
+                        on_text(raw.headers.get(headers.DECODE_INSTANCE, ""), len(pieces))
             if usage is None or first is None:
                 return RequestRecord(id=request_id, act=act, outcome="failed: the stream ended early")
         except openai.OpenAIError as error:
@@ -62,6 +70,7 @@ class DemoClient:
             cached_tokens=int(head.get(headers.CACHED_TOKENS, 0)),
             decision=head.get(headers.DECISION, "?"),
             prefilled_in=head.get(headers.PREFILL_CLUSTER, "?"),
+            decoded_by=head.get(headers.DECODE_INSTANCE, "?"),
             threshold_tokens=int(head.get(headers.THRESHOLD_TOKENS, 0)),
             kv_bytes=int(head.get(headers.KV_BYTES, 0)),
             ttft_seconds=round(first - started, 4),

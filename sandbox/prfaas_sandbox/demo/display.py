@@ -120,7 +120,7 @@ class DemoDisplay:
 def summary(results: DemoResults) -> list[str]:
     """Return the closing lines in console markup: the figures, and the problems if there are any."""
     offloaded = [record for record in results.requests if record.decision == "offload"]
-    moved = human_bytes(sum(record.kv_bytes for record in offloaded))
+    moved = human_bytes(results.crossed_bytes)
     lines = [
         f"\n[bold]Summary[/bold]  {len(results.requests)} requests, {len(offloaded)} offloaded, "
         f"{moved} of cache crossed the link, {results.total_seconds:.0f} s",
@@ -138,5 +138,11 @@ def summary(results: DemoResults) -> list[str]:
         lines.append(
             f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; the request completed "
             f"({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s"
+        )
+    if (stream := results.stream_drill) is not None:
+        same = "the same text" if stream.request.text == stream.undisturbed.text else "another text"
+        lines.append(
+            f"  stream      killed after {stream.events_before_kill} of {stream.request.output_tokens} tokens; it "
+            f"went on elsewhere, with {same} as undisturbed"
         )
     return lines + [f"  [red]problem[/red]     {problem}" for problem in results.problems]

@@ -9,10 +9,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.demo.records import EngineType
 from prfaas_sandbox.environment import ClusterAccess, Environment, Images
 
 NAMESPACE = "prfaas"
@@ -20,8 +22,26 @@ MEMBER = "prefill-eu"
 POLICY = "kimi"
 MODEL = "kimi-linear-tiny"
 OFFLOAD_POOL = "offload"
-EXAMPLE = "examples/two-clusters.yaml"
 COMMAND_TIMEOUT_SECONDS = 240.0
+
+
+class ExampleFile(NamedTuple):
+    """An example: its engine, policy and model. Its pool in the member cluster is OFFLOAD_POOL."""
+
+    engine: EngineType = "prfaas"
+    path: str = "examples/two-clusters.yaml"
+    policy: str = POLICY
+    model: str = MODEL
+    ready_seconds: float = 240.0
+    """Limit of its start. A vLLM alone imports modules for 20 to 45 s; three of them share the machine's cores."""
+    recovery_seconds: float = 60.0
+    """Likewise of a killed instance's."""
+
+
+OUR_WORKERS = ExampleFile()
+ON_VLLM = ExampleFile(
+    "vllm", "examples/two-clusters-vllm.yaml", "qwen", "qwen3-next-tiny", ready_seconds=600.0, recovery_seconds=300.0
+)
 
 
 class ExampleInstallation:
@@ -30,17 +50,20 @@ class ExampleInstallation:
     namespace = NAMESPACE
     member_name = MEMBER
 
-    def __init__(self, environment: Environment):
+    def __init__(self, environment: Environment, file: ExampleFile = OUR_WORKERS):
         self.environment = environment
+        self.file = file
         self.gateway_url = ""
 
     @classmethod
-    async def create(cls, environment: Environment, *, report: Callable[[str], None]) -> "ExampleInstallation":
+    async def create(
+        cls, environment: Environment, *, report: Callable[[str], None], file: ExampleFile = OUR_WORKERS
+    ) -> "ExampleInstallation":
         """Install both charts, join the member cluster, apply the example and wait until its policy is Ready.
 
         Raises PeerError, with the last output, after a failed command or if an object is not Ready in time.
         """
-        self = cls(environment)
+        self = cls(environment, file)
         report("helm install prfaas and prfaas-member")
         await asyncio.gather(
             self.helm_install(environment.hub, "prfaas", *operator_values(environment.images)),
@@ -48,14 +71,14 @@ class ExampleInstallation:
         )
         report(f"prfaas cluster join {MEMBER}")
         await self.join()
-        report(f"kubectl apply -f {EXAMPLE}")
-        objects = example((repository_root() / EXAMPLE).read_text(), environment.images)
+        report(f"kubectl apply -f {file.path}")
+        objects = example((repository_root() / file.path).read_text(), environment.images)
         await environment.kubectl(environment.hub, "apply", "-f", "-", stdin=objects)
         report("waiting for workers in both clusters, the gateway and the policy")
-        await self.wait_ready("prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
+        await self.wait_ready("prfaaspolicy", file.policy, timeout_seconds=file.ready_seconds)
         # Ready serves requests; offload begins once the scheduler has seen the link.
-        await self.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
-        self.gateway_url = await environment.forward(environment.hub, NAMESPACE, f"{POLICY}-gateway", 80)
+        await self.wait_for("LinkHealthy", "prfaaspolicy", file.policy, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
+        self.gateway_url = await environment.forward(environment.hub, NAMESPACE, f"{file.policy}-gateway", 80)
         return self
 
     async def helm_install(self, cluster: ClusterAccess, chart: str, *arguments: str) -> None:
@@ -132,9 +155,9 @@ class ExampleInstallation:
         return f"""
 {opening}
   curl {self.gateway_url}/v1/completions -H 'content-type: application/json' \\
-       -d '{{"model": "{MODEL}", "prompt": "The with statement", "max_tokens": 40}}'
+       -d '{{"model": "{self.file.model}", "prompt": "The with statement", "max_tokens": 40}}'
   {kubectl} --kubeconfig {hub} -n {NAMESPACE} get prfaas-all
-  {kubectl} --kubeconfig {hub} -n {NAMESPACE} scale pfpool/local --replicas=2
+  {kubectl} --kubeconfig {hub} -n {NAMESPACE} scale pfpool/{OFFLOAD_POOL} --replicas=2
   {kubectl} --kubeconfig {member} -n {NAMESPACE} logs deployment/{OFFLOAD_POOL} -f
   {prfaas} {self.environment.command} link 5        # narrow the link to 5 Mbit/s
   Prometheus: {self.environment.prometheus_url}"""

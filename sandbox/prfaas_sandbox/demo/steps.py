@@ -1,5 +1,6 @@
 """The steps of the demo: install, prompts of many lengths, a link that narrows and widens, a killed worker.
 
+Any engine runs through the same steps; one with two decode instances loses one of them in the middle of a stream.
 Each step drives the running system only from outside: HTTP to the gateway, tc on the link, a signal to a process. Each
 step records the results.
 """
@@ -17,26 +18,33 @@ import msgspec
 from prfaas.util import Deadline
 from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.display import DemoDisplay, summary
-from prfaas_sandbox.demo.install import MODEL, OFFLOAD_POOL, ExampleInstallation
-from prfaas_sandbox.demo.records import FailureDrill, RequestRecord, ThresholdSample, find_problems
+from prfaas_sandbox.demo.install import MEMBER, OFFLOAD_POOL, ExampleFile, ExampleInstallation
+from prfaas_sandbox.demo.records import FailureDrill, RequestRecord, StreamDrill, ThresholdSample, find_problems
 from prfaas_sandbox.sandbox import Sandbox
 
 LENGTHS = (100, 300, 600, 1_200, 2_500, 5_000, 10_000, 16_000)
 WIDE_MBPS, NARROW_MBPS, DRILL_MBPS = 100, 5, 4
 LOAD_TOKENS, LOAD_CLIENTS = 6_000, 3
 DRILL_TOKENS, DRILL_BYTES = 8_000, 250_000  # so much of the cache has left when the worker is killed
-NARROW_TIMEOUT_SECONDS, WIDEN_TIMEOUT_SECONDS, RECOVERY_TIMEOUT_SECONDS = 30.0, 40.0, 60.0
+STREAM_PROMPT_TOKENS, STREAM_TOKENS, STREAM_EVENTS = (
+    200,
+    300,
+    60,
+)  # so many events have come when the instance is killed
+COUNTED_SECONDS = 2.5  # until Prometheus has a request's last byte
+NARROW_TIMEOUT_SECONDS, WIDEN_TIMEOUT_SECONDS = 30.0, 40.0
 THRESHOLD_QUERY = "max(prfaas_gateway_threshold_tokens)"
 UTILISATION_QUERY = "max(prfaas_scheduler_link_utilisation_percent)"
-SENT_BYTES_QUERY = "sum(prfaas_transfer_sent_bytes_total{{cluster='{cluster}'}})"
+SENT_BYTES_QUERY = f"sum(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}})"
 
 
-async def run(display: DemoDisplay, *, state: Path, keep: bool) -> None:
-    """Run the demo and write `state`/demo.json; with `keep` go on until cancelled.
+async def run(display: DemoDisplay, *, state: Path, keep: bool, file: ExampleFile) -> None:
+    """Run the demo with an example's engine and write `state`/demo.json; with `keep` go on until cancelled.
 
     Raises PrfaasError if the system does not start; later problems are in the results.
     """
     started, results = time.monotonic(), display.results
+    results.engine = file.engine
 
     def report(text: str) -> None:
         display.line(f"  {text}")
@@ -44,7 +52,7 @@ async def run(display: DemoDisplay, *, state: Path, keep: bool) -> None:
     display.step("Starting two clusters joined by a shaped link")
     async with Sandbox.start(state / "sandbox", link_mbps=WIDE_MBPS, report=report) as sandbox:
         results.startup_seconds["clusters"] = round(time.monotonic() - started, 1)
-        installation = await ExampleInstallation.create(sandbox, report=report)
+        installation = await ExampleInstallation.create(sandbox, report=report, file=file)
         results.startup_seconds["all"] = round(time.monotonic() - started, 1)
         await _play(installation, display)
         results.total_seconds = round(time.monotonic() - started, 1)
@@ -67,12 +75,13 @@ async def _play(installation: ExampleInstallation, display: DemoDisplay) -> None
         display.results.threshold.append(sample)
         display.sample(sample)
 
-    client = DemoClient(installation.gateway_url, MODEL)
+    client = DemoClient(installation.gateway_url, installation.file.model)
     sampler = ThresholdSampler(installation.environment.prometheus_url, on_sample)
     try:
         with display.live():
             async with sampler.running():
                 await DemoSteps(installation, client, sampler, display).play()
+                display.results.crossed_bytes = sampler.crossed_bytes
     finally:
         await client.close()
 
@@ -93,24 +102,33 @@ class DemoSteps:
 
     async def play(self) -> None:
         await self._shape(WIDE_MBPS)
-        await self._lengths()
-        await self._narrow_and_widen()
-        await self._drill()
+        await self.lengths()
+        await self.narrow_and_widen()
+        await self.drill()
+        if self._installation.file.engine == "vllm":
+            await self.drill_stream()
 
     async def _shape(self, mbps: int) -> None:
         await self._environment.shape_link(mbps)
         self._sampler.link_mbps = mbps
 
     async def _ask(self, tokens: int, act: str, *, max_tokens: int = 24) -> RequestRecord:
-        record = await self._client.ask(text_of(tokens, start=next(self._starts)), act=act, max_tokens=max_tokens)
+        prompt = text_of(tokens, start=next(self._starts))
+        return self._note(await self._client.ask(prompt, act=act, max_tokens=max_tokens))
+
+    def _note(self, record: RequestRecord) -> RequestRecord:
         self._results.requests.append(record)
         self._display.request(record)
         return record
 
-    async def _lengths(self) -> None:
+    async def lengths(self) -> None:
         self._display.step(f"Prompts of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
         for tokens in LENGTHS:
-            await self._ask(tokens, "lengths")
+            before = self._sampler.crossed_bytes
+            record = await self._ask(tokens, "lengths")
+            if record.decision == "offload" and not record.kv_bytes:  # vLLM does not say it: the link's counter does
+                await asyncio.sleep(COUNTED_SECONDS)
+                record.kv_bytes = self._sampler.crossed_bytes - before
 
     @contextlib.asynccontextmanager
     async def _load(self, act: str) -> AsyncIterator[None]:
@@ -129,7 +147,7 @@ class DemoSteps:
             finally:
                 done.set()
 
-    async def _narrow_and_widen(self) -> None:
+    async def narrow_and_widen(self) -> None:
         results = self._results
         results.threshold_before_narrowing = before = self._sampler.samples[-1].tokens if self._sampler.samples else 0
         self._display.step(
@@ -146,22 +164,21 @@ class DemoSteps:
             lambda tokens: tokens <= peak / 2, timeout_seconds=WIDEN_TIMEOUT_SECONDS
         )
 
-    async def _drill(self) -> None:
+    async def drill(self) -> None:
         tokens = DRILL_TOKENS
         self._display.step(
             f"The cache of {tokens:,} tokens crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed"
         )
         await self._shape(DRILL_MBPS)
-        query = SENT_BYTES_QUERY.format(cluster=self._installation.member_name)
-        before = await self._sampler.query(query) or 0.0
+        before = await self._sampler.sent_bytes()
         request = asyncio.create_task(self._ask(tokens, "kill"))
         sent = 0.0
         while sent < DRILL_BYTES and not request.done():
             await asyncio.sleep(0.1)
-            sent = (await self._sampler.query(query) or 0.0) - before
+            sent = await self._sampler.sent_bytes() - before
         pod = await self._installation.ready_pod(OFFLOAD_POOL)
         await self._environment.kill_pod(self._environment.member, self._installation.namespace, pod)
-        killed_at, deadline = time.monotonic(), Deadline(RECOVERY_TIMEOUT_SECONDS)
+        killed_at, deadline = time.monotonic(), Deadline(self._installation.file.recovery_seconds)
         sent_before_kill = 0 if request.done() else int(sent)
         self._display.line(f"  killed {pod}")
         record = await request
@@ -175,6 +192,32 @@ class DemoSteps:
             request_after_recovery=after,
         )
 
+    async def drill_stream(self) -> None:
+        """Kill the instance that decodes an answer; compare the answer with the same one undisturbed."""
+        self._display.step(f"A decode instance is killed in the middle of a stream of {STREAM_TOKENS} tokens")
+        prompt, events = text_of(STREAM_PROMPT_TOKENS, start=next(self._starts)), 0
+        midway: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_text(instance: str, count: int) -> None:
+            nonlocal events
+            events = count
+            if count >= STREAM_EVENTS and not midway.done():
+                midway.set_result(instance)
+
+        async def ask(act: str, on_text: Callable[[str, int], None] | None = None) -> RequestRecord:
+            return self._note(await self._client.ask(prompt, act=act, max_tokens=STREAM_TOKENS, on_text=on_text))
+
+        undisturbed = await ask("undisturbed")
+        request = asyncio.create_task(ask("killed", on_text))
+        await asyncio.wait({request, midway}, return_when=asyncio.FIRST_COMPLETED)
+        pod, events_before_kill = midway.result() if midway.done() else "", events
+        if pod:
+            await self._environment.kill_pod(self._environment.hub, self._installation.namespace, pod)
+            self._display.line(f"  killed {pod}")
+        self._results.stream_drill = StreamDrill(
+            undisturbed=undisturbed, request=await request, killed_pod=pod, events_before_kill=events_before_kill
+        )
+
     async def _until_offloaded_again(self, tokens: int, deadline: Deadline) -> RequestRecord:
         """Send prompts until one is offloaded: the gateway ejects a failed worker for a moment."""
         await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline.left_seconds)
@@ -186,11 +229,13 @@ class DemoSteps:
 
 
 class ThresholdSampler:
-    """Samples of the threshold since the start; `on_sample` gets every new one."""
+    """Samples of the threshold since the start, each given to `on_sample`; and the bytes that crossed the link."""
 
     def __init__(self, prometheus_url: str, on_sample: Callable[[ThresholdSample], None]):
         self.samples: list[ThresholdSample] = []
         self.link_mbps = 0
+        self.crossed_bytes = 0
+        self._sent = 0.0
         self._on_sample = on_sample
         self._started = time.monotonic()
         self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=2.0, trust_env=False)  # no proxy
@@ -204,8 +249,16 @@ class ThresholdSampler:
             return None
         return float(results[0]["value"][1]) if results else None
 
+    async def sent_bytes(self) -> float:
+        """Return the bytes of cache that the member's instances have sent since they began."""
+        return await self.query(SENT_BYTES_QUERY) or 0.0
+
     async def _sample(self) -> None:
-        threshold, utilisation = await asyncio.gather(self.query(THRESHOLD_QUERY), self.query(UTILISATION_QUERY))
+        threshold, utilisation, sent = await asyncio.gather(
+            self.query(THRESHOLD_QUERY), self.query(UTILISATION_QUERY), self.sent_bytes()
+        )
+        self.crossed_bytes += int(sent - self._sent if sent >= self._sent else sent)  # a killed instance begins anew
+        self._sent = sent
         if threshold is None:
             return
         sample = ThresholdSample(

@@ -43,7 +43,12 @@ def content(image: str, scratch: Path) -> ImageContent:
     folder = vllm.environment_folder()
     if not vllm.is_installed():
         raise ConfigError(f"image {image} stands for a vLLM that is not installed: run `prfaas sandbox vllm`")
-    env = {"PATH": f"{folder}/bin:{SYSTEM_PATH}", "VLLM_TARGET_DEVICE": "cpu"}
+    env = {
+        "PATH": f"{folder}/bin:{SYSTEM_PATH}",
+        "VLLM_TARGET_DEVICE": "cpu",
+        # To learn what a model's class can do, vLLM imports itself in one more process, unless it has noted it.
+        "VLLM_CACHE_ROOT": f"{folder}/cache",
+    }
     model = Mount(f"/models/{MODEL}", str(vllm.ROOT / "worker/prfaas_worker/assets" / MODEL), read_only=True)
     return ImageContent(env, (model,), frozenset({str(folder.resolve())}))
 

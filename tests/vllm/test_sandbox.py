@@ -1,0 +1,101 @@
+"""vLLM behind our operator, gateway and scheduler, in two clusters: installed by the example, and driven from outside.
+
+One installation serves all tests of this file, in their order: the last ones kill an instance each.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from rich.console import Console
+
+from prfaas_sandbox.demo.client import DemoClient
+from prfaas_sandbox.demo.display import DemoDisplay
+from prfaas_sandbox.demo.install import MEMBER, NAMESPACE, ON_VLLM, ExampleInstallation
+from prfaas_sandbox.demo.records import DemoResults
+from prfaas_sandbox.demo.steps import DemoSteps, ThresholdSampler
+from prfaas_sandbox.sandbox import Sandbox
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300, func_only=True)]
+WIDE_MBPS = 100
+FELL_MBPS = 10
+SENT = f"sum(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}})"
+RECEIVED = "sum(prfaas_transfer_received_bytes_total{cluster='hub'})"
+ON_THE_LINK = f"sum(prfaas_link_sent_bytes_total{{cluster='{MEMBER}'}})"
+
+
+class Running:
+    """The installation, its clients and what they have seen so far."""
+
+    def __init__(self, installation: ExampleInstallation):
+        self.installation = installation
+        self.results = DemoResults(engine="vllm")
+        self.client = DemoClient(installation.gateway_url, ON_VLLM.model)
+        self.sampler = ThresholdSampler(installation.environment.prometheus_url, self.results.threshold.append)
+        self.steps = DemoSteps(installation, self.client, self.sampler, DemoDisplay(self.results, Console(quiet=True)))
+
+    async def moved(self) -> tuple[float, ...]:
+        """What the connectors' own metrics say was sent, was received, and was on the link."""
+        return tuple([await self.sampler.query(query) or 0.0 for query in (SENT, RECEIVED, ON_THE_LINK)])
+
+    async def reason(self, condition: str) -> str:
+        environment = self.installation.environment
+        words = ("-n", NAMESPACE, "get", "prfaaspolicy", ON_VLLM.policy, "-o", "json")
+        policy = json.loads(await environment.kubectl(environment.hub, *words))
+        return next(each["reason"] for each in policy["status"]["conditions"] if each["type"] == condition)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    state = tmp_path_factory.mktemp("sandbox")
+    async with Sandbox.start(state, link_mbps=WIDE_MBPS, report=print) as sandbox:
+        running = Running(await ExampleInstallation.create(sandbox, report=print, file=ON_VLLM))
+        async with running.sampler.running():
+            yield running
+        await running.client.close()
+
+
+async def test_long_prompts_are_prefilled_in_the_member_and_their_cache_crosses_by_the_connector(running: Running):
+    before = await running.moved()
+    await running.steps.lengths()
+    sent, received, on_the_link = (now - then for now, then in zip(await running.moved(), before, strict=True))
+    offloaded = [record for record in running.results.requests if record.decision == "offload"]
+    assert [r.outcome for r in running.results.requests] == ["ok"] * len(running.results.requests)
+    assert {r.prefilled_in for r in offloaded} == {MEMBER}
+    assert any(r.decision == "local" for r in running.results.requests)
+    assert all(r.kv_bytes > 300 * r.tokens for r in offloaded if r.tokens > 2_000), "caches crossed, not their absence"
+    assert received == pytest.approx(sent, rel=0.01), "scraped within a second of each other"
+    assert sent == pytest.approx(sum(r.kv_bytes for r in offloaded), rel=0.01)
+    assert on_the_link > 0.99 * sent
+
+
+async def test_requests_and_caches_cross_inside_tls(running: Running):
+    assert await running.reason("Encrypted") == "PlainCacheEvents"  # its message says that all else is inside TLS
+    assert await running.reason("IntegrityChecked") == "DigestPerFrame"
+
+
+async def test_the_threshold_follows_the_link_within_three_intervals(running: Running):
+    await running.steps.narrow_and_widen()
+    results = running.results
+    assert results.threshold_narrow_peak >= 2 * results.threshold_before_narrowing > 0
+    assert 0 < results.threshold_after_widening <= results.threshold_narrow_peak / 2
+
+
+async def test_a_prefill_instance_that_dies_in_a_transfer_costs_no_answer(running: Running):
+    await running.steps.drill()
+    drill = running.results.failure_drill
+    assert drill is not None
+    assert drill.bytes_sent_before_kill > 0
+    assert drill.request.decision == "offload"
+    assert drill.request.output_tokens == 24
+    assert drill.request_after_recovery.prefilled_in == MEMBER
+
+
+async def test_a_decode_instance_that_dies_in_a_stream_costs_no_token(running: Running):
+    await running.steps.drill_stream()
+    drill = running.results.stream_drill
+    assert drill is not None
+    assert 0 < drill.events_before_kill < drill.request.output_tokens == drill.undisturbed.output_tokens
+    assert drill.request.text == drill.undisturbed.text
