@@ -113,6 +113,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         first = next(iter(kv_caches.values()))
         first = first[0] if isinstance(first, (list, tuple)) else first
+        if first.device.type == "cpu":
+            # vLLM 0.32 dies of SIGILL if a process's first step has four tokens or fewer, on a processor with AMX. A
+            # destination's first step may have one.
+            torch.cpu._init_amx()
         groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first))
         rank, parallel, settings = get_tensor_model_parallel_rank(), self._vllm_config.parallel_config, self._settings
         mover = parallel.data_parallel_index * parallel.world_size + rank
