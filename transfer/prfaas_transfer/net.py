@@ -1,8 +1,10 @@
 """Data connections over TCP, plain or inside TLS: whole buffers in and out, and a callback on every wait.
 
 Plain TCP moves memory without copies: the kernel gathers and scatters. TLS cannot, since every byte is encrypted on its
-way. OpenSSL makes records of 16 KiB. So smaller pieces are first gathered into one buffer, and larger ones go as they
-are. (A call for each piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
+way. OpenSSL makes records of 16 KiB, and on a socket it would make a system call for each that it sends, and two for
+each that it receives. So it has memory instead of a socket, and many records cross the kernel's border at once. Pieces
+of less than a record are first gathered into one buffer, and larger ones are encrypted as they are. (A call for each
+piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
 
 A call waits for the socket timeout at most, all its waits together. Then `on_wait(silent_seconds)` decides, by
 raising, whether to go on. The callback knows about the peer's other connections and about a cancelled transfer. It is
@@ -33,8 +35,10 @@ NEAR_SECONDS = 0.002  # A peer within this round trip is in the same site.
 SOCKET_TIMEOUT_SECONDS: Final = 0.2
 _SOCKET_TIMEOUT: Final = struct.pack("@ll", 0, int(SOCKET_TIMEOUT_SECONDS * 1e6))  # struct timeval
 STALL_SECONDS: Final = 5.0  # A peer that takes nothing, or sends nothing that is due, for this long counts as gone.
-WRITE_BYTES: Final = 64 << 10  # Most that one call encrypts: 4 records. Beyond it neither speed nor CPU changes.
+WRITE_BYTES: Final = 256 << 10  # Most that one call encrypts: 16 records.
+READ_BYTES: Final = 256 << 10  # Most ciphertext that one call receives.
 RECORD_BYTES: Final = 16 << 10
+MAX_RECORD_BYTES: Final = RECORD_BYTES + 1024  # More than a record has with its header and tag.
 # The kernel takes 1,024 at once.
 _MAX_PIECES: Final = 512
 LOW_WATER_BYTES: Final = 256 << 10  # A reader of a large payload is woken for this much.
@@ -86,6 +90,19 @@ def give_up(silent_seconds: float) -> None:
     """Raise UnreachableError after `STALL_SECONDS` of silence."""
     if silent_seconds > STALL_SECONDS:
         raise UnreachableError(f"the peer moved no byte for {silent_seconds:.1f} s: given up")
+
+
+class Share:
+    """Counts a whole of `amount` in proportion to its `parts` that are done."""
+
+    def __init__(self, amount: int, parts: int):
+        self._amount, self._parts, self._done, self._told = amount, parts, 0, 0
+
+    def add(self, parts: int) -> int:
+        """Return by how much the amount grew."""
+        self._done += parts
+        before, self._told = self._told, self._amount * self._done // self._parts
+        return self._told - before
 
 
 class ProvenPeer(NamedTuple):
@@ -153,11 +170,6 @@ class DataStream:
         """Return the descriptor to poll; call `readable` first, which knows of buffered bytes."""
         return self.socket.fileno()
 
-    def blocking_socket(self, timeout_seconds: float) -> socket.socket:
-        """Return the connection for a library that needs a socket; this stream ends."""
-        self.socket.settimeout(timeout_seconds)
-        return self.socket
-
     def shutdown(self) -> None:
         """Cut the connection from any thread: its readers and writers get UnreachableError."""
         with suppress(OSError):  # it is disconnected already
@@ -212,56 +224,127 @@ class DataStream:
         return bool(poller.poll(timeout_seconds * 1000))
 
 
+class TlsChannel:
+    """A socket and OpenSSL's side of it, with memory in between: many records cross the kernel's border at once."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool):
+        self.socket = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def do_handshake(self) -> None:
+        """Go on as far as the peer's bytes reach, on a socket that does not block; SSLWantReadError: more must come."""
+        while True:
+            try:
+                self.tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush()
+                with suppress(BlockingIOError):
+                    self.add(self.socket.recv(READ_BYTES))
+                    continue
+                raise
+            except ssl.SSLError:
+                with suppress(OSError):
+                    self._flush()  # the alert that tells the peer what is wrong with it
+                raise
+            self._flush()
+            return
+
+    def add(self, received: Buffer) -> None:
+        """Note ciphertext that came, or the connection's end."""
+        if len(received):
+            self._incoming.write(received)
+        else:
+            self._incoming.write_eof()
+
+    def encrypt(self, piece: Buffer) -> bytes:
+        self.tls.write(piece)
+        return self._outgoing.read()
+
+    @property
+    def has_bytes(self) -> bool:
+        return bool(self.tls.pending() or self._incoming.pending)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _flush(self) -> None:
+        """Send what the handshake says: less than any socket's buffer has room for."""
+        if said := self._outgoing.read():
+            self.socket.sendall(said)
+
+
 class TlsStream(DataStream):
     """A connection to a peer inside TLS, after the handshake."""
 
-    socket: ssl.SSLSocket
-
-    def __init__(self, sock: ssl.SSLSocket, peer: ProvenPeer):
-        super().__init__(sock)
+    def __init__(self, channel: TlsChannel, peer: ProvenPeer):
+        super().__init__(channel.socket)
         self.peer = peer
-        sock.setblocking(False)  # OpenSSL wants to be called again with what it could not send: waits are our own
+        self.channel = channel
         self._gathered = memoryview(bytearray())
+        self._room = memoryview(bytearray())
 
     def send(self, parts: Sequence[Buffer], on_sent: OnSent = lambda _sent: None, on_wait: OnWait = give_up) -> None:
         for piece in self._pieces(parts):
-            super().send([piece], on_sent, on_wait)
+            try:
+                encrypted = self.channel.encrypt(piece)
+            except (OSError, ValueError) as error:
+                raise explain(error, "while sending") from error
+            share = Share(len(piece), len(encrypted))
+            super().send([encrypted], lambda sent, share=share: on_sent(share.add(sent)), on_wait)
 
     def readable(self) -> bool:
-        return bool(self.socket.pending()) or super().readable()  # OpenSSL may hold bytes
+        return self.channel.has_bytes or super().readable()
 
     def _send_some(self, left: list[memoryview]) -> int:
         try:
-            return self.socket.send(left[0])
-        except ssl.SSLWantWriteError:
-            self._poll(select.POLLOUT, SOCKET_TIMEOUT_SECONDS)
-            return 0
-        except ssl.SSLWantReadError:
-            self._poll(select.POLLIN, SOCKET_TIMEOUT_SECONDS)
-            return 0
-        except (OSError, ValueError) as error:  # ValueError: closed under us
-            raise self._refusal(error) from error
+            return super()._send_some(left)
+        except UnreachableError as error:
+            raise self._refusal(error) from error.__cause__
 
-    def _receive_some(self, left: list[memoryview], _left_bytes: int, /) -> int | None:
+    def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
+        """Decrypt what came; without any, wait for more, and return None."""
+        room, received = left[0], 0
         try:
-            return self.socket.recv_into(left[0])
+            while received < len(room):
+                received += self.channel.tls.read(len(room) - received, room[received:])  # type: ignore[arg-type]
         except ssl.SSLWantReadError:
-            self._poll(select.POLLIN | select.POLLRDHUP, SOCKET_TIMEOUT_SECONDS)
-            return None
-        except ssl.SSLWantWriteError:
-            self._poll(select.POLLOUT, SOCKET_TIMEOUT_SECONDS)
-            return None
+            if not received:
+                self._fill(left_bytes)
         except (OSError, ValueError) as error:
             raise explain(error, "while receiving") from error
+        return received or None
 
-    def _refusal(self, error: Exception) -> PeerError:
+    def _fill(self, left_bytes: int) -> None:
+        """Receive ciphertext, for a frame that has so many bytes left, of which OpenSSL may have a part of a record."""
+        if not self._room:
+            self._room = memoryview(bytearray(READ_BYTES))
+        due_bytes = left_bytes - MAX_RECORD_BYTES
+        is_large = due_bytes >= 2 * LOW_WATER_BYTES
+        room = self._room[: min(len(self._room), due_bytes - LOW_WATER_BYTES)] if is_large else self._room
+        self._wake_at(LOW_WATER_BYTES if is_large else 1)
+        try:
+            received = self.socket.recv_into(room, 0, socket.MSG_WAITALL if is_large else 0)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise explain(error, "while receiving") from error
+        if received:
+            self.heard_at = time.monotonic()
+        self.channel.add(room[:received])
+
+    def _refusal(self, error: UnreachableError) -> PeerError:
         """Return the reason of a failed send: the peer's alert, which a writer must read."""
-        if isinstance(error, ConnectionError):
-            try:
-                self.socket.recv(1)
-            except (OSError, ValueError) as said:
-                error = said if is_alert(said) else error
-        return explain(error, "while sending")
+        try:
+            self.channel.add(self.socket.recv(READ_BYTES, socket.MSG_DONTWAIT))
+            self.channel.tls.read(1)
+        except (OSError, ValueError) as said:
+            if is_alert(said):
+                return explain(said, "while sending")
+        return error
 
     def _pieces(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:
         """Yield pieces to encrypt at once: large parts in slices without a copy, runs of small ones gathered."""

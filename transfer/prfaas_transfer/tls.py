@@ -8,13 +8,17 @@ import http.client
 import select
 import socket
 import ssl
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
 from prfaas.util import Deadline
 from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
-from prfaas_transfer.net import DataStream, ProvenPeer, TlsStream, plain, tune
+from prfaas_transfer.net import DataStream, ProvenPeer, TlsChannel, TlsStream, plain, tune
+
+Handshaking = TypeVar("Handshaking", ssl.SSLSocket, TlsChannel)
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
@@ -28,7 +32,8 @@ def accept_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float
     """Serve the handshake of a client that must prove its cluster; close the socket on failure. Raises IdentityError
     without a valid certificate, ProtocolError for other protocols, UnreachableError after `seconds` or if it left."""
     contexts = credentials.now()
-    return _prove(_handshake(sock, contexts.data, seconds, server_side=True), credentials, contexts, "")
+    channel = _handshake(sock, partial(TlsChannel, context=contexts.data, server_side=True), seconds)
+    return TlsStream(channel, _prove(channel, channel.tls, credentials, contexts))
 
 
 def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float, expected_cluster: str) -> TlsStream:
@@ -37,16 +42,25 @@ def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: floa
     `accept_tls`."""
     contexts = credentials.now()
     credentials.require_valid()
-    tls = _handshake(sock, contexts.client, seconds, server_side=False)
-    return _prove(tls, credentials, contexts, expected_cluster)
+    channel = _handshake(sock, partial(TlsChannel, context=contexts.client, server_side=False), seconds)
+    return TlsStream(channel, _prove(channel, channel.tls, credentials, contexts, expected_cluster))
 
 
-def _handshake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, server_side: bool) -> ssl.SSLSocket:
+def connect_api(sock: socket.socket, credentials: PeerCredentials, seconds: float, cluster: str) -> ssl.SSLSocket:
+    """Do the client's handshake for a library that needs a socket. Raises as `connect_tls`."""
+    contexts = credentials.now()
+    credentials.require_valid()
+    tls = _handshake(sock, partial(contexts.client.wrap_socket, do_handshake_on_connect=False), seconds)
+    _prove(tls, tls, credentials, contexts, cluster)
+    return tls
+
+
+def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], Handshaking], seconds: float) -> Handshaking:
     deadline = Deadline(seconds)
     try:
         tune(sock)
         sock.setblocking(False)
-        tls = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+        tls = wrap(sock)
     except OSError as error:
         sock.close()
         raise explain(error, "before the TLS handshake") from error
@@ -56,7 +70,7 @@ def _handshake(sock: socket.socket, context: ssl.SSLContext, seconds: float, *, 
     except OSError as error:
         reason = explain(error, "during the TLS handshake")
         if isinstance(reason, ProtocolError):
-            _tell_plain(tls)
+            _tell_plain(sock if isinstance(tls, TlsChannel) else tls)
         tls.close()
         raise reason from error
     return tls
@@ -70,7 +84,7 @@ def _tell_plain(sock: socket.socket) -> None:
         socket.socket.send(sock, _ALERT_PROTOCOL_VERSION)
 
 
-def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
+def _step(tls: ssl.SSLSocket | TlsChannel, deadline: Deadline) -> bool:
     poller = select.poll()
     try:
         tls.do_handshake()
@@ -86,7 +100,13 @@ def _step(tls: ssl.SSLSocket, deadline: Deadline) -> bool:
     return False
 
 
-def _prove(tls: ssl.SSLSocket, credentials: PeerCredentials, contexts: Contexts, expected_cluster: str) -> TlsStream:
+def _prove(
+    connection: ssl.SSLSocket | TlsChannel,
+    tls: ssl.SSLSocket | ssl.SSLObject,
+    credentials: PeerCredentials,
+    contexts: Contexts,
+    expected_cluster: str = "",
+) -> ProvenPeer:
     try:
         certificate = tls.getpeercert(binary_form=True) or b""
         files = contexts.files
@@ -97,9 +117,9 @@ def _prove(tls: ssl.SSLSocket, credentials: PeerCredentials, contexts: Contexts,
                 "check the addresses in the routing table"
             )
     except PrfaasError:
-        tls.close()
+        connection.close()
         raise
-    return TlsStream(tls, peer)
+    return peer
 
 
 class PeerAuth:
@@ -124,8 +144,13 @@ class PeerAuth:
     def http(self, sock: socket.socket, address: tuple[str, int], cluster: str) -> http.client.HTTPConnection:
         """Return an HTTP connection over a connected socket; raises as `connect`."""
         connection = http.client.HTTPConnection(*address)
-        connection.sock = self.connect(sock, cluster).blocking_socket(ANSWER_SECONDS)
+        connection.sock = self._api_socket(sock, cluster)
+        connection.sock.settimeout(ANSWER_SECONDS)
         return connection
+
+    def _api_socket(self, sock: socket.socket, _cluster: str, /) -> socket.socket:
+        tune(sock)
+        return sock
 
 
 class TlsAuth(PeerAuth):
@@ -139,6 +164,9 @@ class TlsAuth(PeerAuth):
 
     def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
         return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
+
+    def _api_socket(self, sock: socket.socket, cluster: str, /) -> socket.socket:
+        return connect_api(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
 
     def check(self, stream: DataStream) -> None:
         if stream.peer is not None:

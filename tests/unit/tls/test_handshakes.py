@@ -79,12 +79,13 @@ def test_both_sides_know_the_others_cluster(served, connect, hub, eu):
 
 def test_it_is_tls_1_3_without_session_tickets(served, connect, hub, eu):
     sock, accepted = served(eu)
-    client = connect(sock, hub).socket
-    client.settimeout(SECONDS)
+    client, heard = connect(sock, hub), bytearray(1)
     server = accepted.result()
     server.send([b"x"], lambda _sent: None)
-    assert client.recv(1) == b"x"
-    assert (client.version(), client.compression(), client.session.has_ticket) == ("TLSv1.3", None, False)
+    client.receive_into(heard)
+    tls = client.channel.tls
+    assert heard == b"x"
+    assert (tls.version(), tls.compression(), tls.session.has_ticket) == ("TLSv1.3", None, False)
 
 
 def test_older_tls_is_refused(served, eu):
