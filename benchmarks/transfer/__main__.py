@@ -1,6 +1,6 @@
 """How caches cross a constrained link: goodput, CPU, memory, and what a prefill's end still waits for.
 
-    prfaas bench transfer [goodput secure far tail memory] [--plots DIR] [-o json]
+    prfaas bench transfer [goodput secure movers far tail memory] [--plots DIR] [-o json]
 
 Source and destination are processes in network namespaces with a link between them (see link.py); iperf3 crosses the
 same link in the same minute, and what counts is the ratio. Needs root's rights over namespaces, which
@@ -22,6 +22,7 @@ from benchmarks.transfer import measures
 MEASURES: dict[str, Callable[[], Iterator[Figure]]] = {
     "goodput": partial(measures.goodput, measures.GOODPUT),
     "secure": measures.secure,
+    "movers": measures.movers,
     "far": partial(measures.goodput, measures.FAR),
     "tail": measures.tail,
     "memory": measures.memory,

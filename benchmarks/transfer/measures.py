@@ -5,7 +5,7 @@ import re
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from benchmarks.report import Figure, say
 from benchmarks.transfer.ends import CHUNK_TOKENS, HAS_TLS, MEMORY_LIMIT_MIB, Plan
 from benchmarks.transfer.link import Link, link
+from benchmarks.transfer.movers import PAGED
 from benchmarks.transfer.process import End, ends
 from benchmarks.transfer.rivals import Carried, best_rival
 from benchmarks.transfer.shapes import SHAPES
@@ -31,43 +32,59 @@ TINY_TOKENS = 16_384
 
 
 class Case(NamedTuple):
-    """A link, how many caches of 8K tokens of the 48B model's shape cross it in a round, and what to reach."""
+    """A link, how many caches of a shape cross it in a round, and what to reach: of the rival's goodput, and CPU
+    seconds of both ends for a GiB. Shapes of vLLM's cross from mover to mover."""
 
     name: str
-    reach: float
+    reach: float | None = None
     mbps: float | None = None
     round_trip_seconds: float = 0.0
     loss: float = 0.0
     transfers: int = 1
     rounds: int = 1
     tls: bool = False
+    shape: str = "48b"
+    cpu_reach: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return PAGED[self.shape].tokens if self.shape in PAGED else TOKENS
 
 
 GOODPUT = (
     Case("200 Mbit/s", 0.95, SLOW_MBPS),
     Case("1 Gbit/s", 0.95, 1000, transfers=4),
-    Case("unshaped", 0.75, transfers=8, rounds=5),
+    Case("unshaped", 0.8, transfers=8, rounds=5, cpu_reach=0.6),
 )
 SECURE = (
     Case("mutual TLS, 200 Mbit/s", 0.95, SLOW_MBPS, tls=True),
     Case("mutual TLS, 1 Gbit/s", 0.95, 1000, transfers=4, tls=True),
+    Case("mutual TLS, unshaped", transfers=4, rounds=3, tls=True, cpu_reach=1.2),
+)
+LARGE_PAGES = max(PAGED, key=lambda name: PAGED[name].page_bytes)
+MOVERS = (
+    *(Case(f"{name}, 200 Mbit/s", 0.95, SLOW_MBPS, shape=name) for name in PAGED),
+    *(Case(f"{name}, 1 Gbit/s", 0.95, 1000, transfers=4, shape=name) for name in PAGED),
+    *(Case(f"{name}, mutual TLS, 1 Gbit/s", 0.95, 1000, transfers=4, tls=True, shape=name) for name in PAGED),
+    Case(f"{LARGE_PAGES}, unshaped", 0.8, transfers=8, rounds=5, cpu_reach=0.6, shape=LARGE_PAGES),
+    Case(f"{LARGE_PAGES}, mutual TLS, unshaped", transfers=4, rounds=3, tls=True, cpu_reach=1.2, shape=LARGE_PAGES),
 )
 FAR = (
     Case("200 Mbit/s, 30 ms", 0.9, SLOW_MBPS, ROUND_TRIP_SECONDS),
     Case("200 Mbit/s, 30 ms, 0.1% lost", 0.7, SLOW_MBPS, ROUND_TRIP_SECONDS, LOSS),
     Case("1 Gbit/s, 30 ms, 0.1% lost", 0.7, 1000, ROUND_TRIP_SECONDS, LOSS, transfers=4),
 )
-CPU_REACH = 0.7
 TAIL_REACH = 1.2
 
 
 class Round(NamedTuple):
-    """One round of transfers: bytes, seconds of wall clock, CPU seconds of source and destination."""
+    """One round of transfers: bytes, seconds of wall clock, and CPU seconds: of both ends' transfers, and of what the
+    engines behind movers copied."""
 
     count_bytes: int
     seconds: float
-    source_cpu: float
-    destination_cpu: float
+    cpu: float
+    copies_cpu: float
 
     @property
     def mbps(self) -> float:
@@ -77,7 +94,12 @@ class Round(NamedTuple):
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds of both ends for 2^30 bytes."""
-        return (self.source_cpu + self.destination_cpu) / self.count_bytes * GIB
+        return self.cpu / self.count_bytes * GIB
+
+    @property
+    def copies_seconds(self) -> float:
+        """CPU seconds of the engines' copies for 2^30 bytes."""
+        return self.copies_cpu / self.count_bytes * GIB
 
 
 def secure() -> Iterator[Figure]:
@@ -85,6 +107,19 @@ def secure() -> Iterator[Figure]:
     if not HAS_TLS:
         say("mutual TLS is not measured: the ends do not speak it")
         return
+    with _certificates() as directory:
+        yield from goodput(SECURE, directory)
+
+
+def movers() -> Iterator[Figure]:
+    """The same from vLLM's mover to another, with and without mutual TLS."""
+    with _certificates() as directory:
+        yield from goodput(MOVERS, directory)
+
+
+@contextmanager
+def _certificates() -> Iterator[str]:
+    """Give a directory with TLS files of both clusters, for a block."""
     validity = identity.valid_for(datetime.datetime.now(datetime.UTC), days=1)
     authority = identity.make_authority("bench", validity)
     with tempfile.TemporaryDirectory() as directory:
@@ -94,10 +129,10 @@ def secure() -> Iterator[Figure]:
             (files / "tls.crt").write_bytes(pair.certificate)
             (files / "tls.key").write_bytes(pair.key)
             (files / "ca.crt").write_bytes(identity.bundle(authority.certificate))
-        yield from goodput(SECURE, directory)
+        yield directory
 
 
-def goodput(cases: tuple[Case, ...], tls: str = "") -> Iterator[Figure]:
+def goodput(cases: Sequence[Case], tls: str = "") -> Iterator[Figure]:
     """Goodput of one cache after the other, from connecting to the last byte placed, and the CPU it takes.
 
     Where the cases ask for TLS, its files are in the directory `tls`.
@@ -105,8 +140,9 @@ def goodput(cases: tuple[Case, ...], tls: str = "") -> Iterator[Figure]:
     for case in cases:
         say(f"goodput, {case.name}")
         with link(case.mbps, case.round_trip_seconds, case.loss) as made:
-            plan = Plan("48b", TOKENS, tls=tls if case.tls else "")
+            plan = Plan(case.shape, case.tokens, tls=tls if case.tls else "")
             with ends(made, plan) as (source, destination):
+                _transfer(source, destination, 1)  # touches all memory
                 rounds, rivals = [], []
                 for _ in range(case.rounds):
                     rivals.append(best_rival(made, 1.0 if case.mbps is None else 4.0))
@@ -126,22 +162,31 @@ def _figures(case: Case, rounds: list[Round], rivals: list[Carried]) -> Iterator
         name=f"CPU for a GiB, {case.name}",
         value=statistics.median(one.cpu_seconds for one in rounds),
         unit="s",
-        reach=CPU_REACH if case.mbps is None else None,
+        reach=case.cpu_reach,
         rival_value=statistics.median(one.cpu_seconds for one in rivals),
         **named,
     )
+    if case.shape in PAGED:
+        copies = statistics.median(one.copies_seconds for one in rounds)
+        yield Figure(name=f"CPU of the engines' copies, {case.name}", value=copies, unit="s")
 
 
 def _transfer(source: End, destination: End, count: int) -> Round:
-    before = source.ask("cpu"), destination.ask("cpu")
+    before = _cpu(source, destination)
     count_bytes, seconds = 0, 0.0
     for _ in range(count):
         grant = source.ask("offer", tokens=source.plan.tokens, prefill_seconds=0.0)
         taken = destination.ask("take", grants=[grant])
         count_bytes += taken["bytes"]
         seconds += taken["seconds"]
-    after = source.ask("cpu"), destination.ask("cpu")
-    return Round(count_bytes, seconds, after[0] - before[0], after[1] - before[1])
+    cpu, copies_cpu = (after - begun for after, begun in zip(_cpu(source, destination), before, strict=True))
+    return Round(count_bytes, seconds, cpu, copies_cpu)
+
+
+def _cpu(source: End, destination: End) -> tuple[float, float]:
+    """CPU seconds of both ends' transfers and of their engines' copies."""
+    first, second = source.ask("cpu"), destination.ask("cpu")
+    return first[0] + second[0], first[1] + second[1]
 
 
 def _require_equal(source: End, destination: End) -> None:

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from benchmarks.transfer.ends import Destination, Plan, Source
 from benchmarks.transfer.link import Link, Namespace
+from benchmarks.transfer.movers import PAGED, MoverDestination, MoverSource
 
 from prfaas.errors import PeerError
 
 ROOT = Path(__file__).resolve().parents[2]
+AnyEnd: TypeAlias = Source | Destination | MoverSource | MoverDestination
 
 
 class End:
@@ -80,7 +82,7 @@ def ends(link: Link, plan: Plan) -> Iterator[tuple[End, End]]:
         destination.close()
 
 
-def _give(source: Source, what: str, details: dict[str, Any]) -> Any:
+def _give(source: Source | MoverSource, what: str, details: dict[str, Any]) -> Any:
     if what == "offer":
         return source.offer(**details)
     if what == "prefill ended":
@@ -88,7 +90,7 @@ def _give(source: Source, what: str, details: dict[str, Any]) -> Any:
     return _either(source, what, details)
 
 
-def _take(destination: Destination, what: str, details: dict[str, Any]) -> Any:
+def _take(destination: Destination | MoverDestination, what: str, details: dict[str, Any]) -> Any:
     if what != "take":
         return _either(destination, what, details)
     grants = details["grants"]
@@ -99,21 +101,29 @@ def _take(destination: Destination, what: str, details: dict[str, Any]) -> Any:
     return {"bytes": taken, "seconds": ended - started, "ended": ended}
 
 
-def _either(end: Source | Destination, what: str, details: dict[str, Any]) -> Any:
+def _either(end: AnyEnd, what: str, details: dict[str, Any]) -> Any:
+    """Answer what both ends are asked: "cpu" is that of the transfer and, of a mover's engine, that of its copies."""
     if what == "digest":
         return end.caches.digest(**details)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    own = used.ru_utime + used.ru_stime
+    return [end.mover_cpu, own] if isinstance(end, (MoverSource, MoverDestination)) else [own, 0.0]
+
+
+def _end(role: str, address: str, plan: Plan) -> AnyEnd:
+    if plan.shape in PAGED:
+        return MoverSource(address, plan) if role == "give" else MoverDestination(address, plan)
+    return Source(address, plan) if role == "give" else Destination(address, plan)
 
 
 def main() -> None:
     role, address, plan = sys.argv[1], sys.argv[2], Plan(*json.loads(sys.argv[3]))
-    end = Source(address, plan) if role == "give" else Destination(address, plan)
+    end = _end(role, address, plan)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         what, details = json.loads(line)
-        answer = _give(end, what, details) if isinstance(end, Source) else _take(end, what, details)
-        print(json.dumps(answer), flush=True)
+        gives = isinstance(end, (Source, MoverSource))
+        print(json.dumps(_give(end, what, details) if gives else _take(end, what, details)), flush=True)
 
 
 if __name__ == "__main__":
