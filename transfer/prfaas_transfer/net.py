@@ -92,7 +92,7 @@ def give_up(silent_seconds: float) -> None:
         raise UnreachableError(f"the peer moved no byte for {silent_seconds:.1f} s: given up")
 
 
-class Share:
+class SentShare:
     """Counts a whole of `amount` in proportion to its `parts` that are done."""
 
     def __init__(self, amount: int, parts: int):
@@ -229,8 +229,8 @@ class TlsChannel:
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool):
         self.socket = sock
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._received, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._received, self._encrypted, server_side=server_side)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -256,24 +256,24 @@ class TlsChannel:
     def add(self, received: Buffer) -> None:
         """Note ciphertext that came, or the connection's end."""
         if len(received):
-            self._incoming.write(received)
+            self._received.write(received)
         else:
-            self._incoming.write_eof()
+            self._received.write_eof()
 
     def encrypt(self, piece: Buffer) -> bytes:
         self.tls.write(piece)
-        return self._outgoing.read()
+        return self._encrypted.read()
 
     @property
     def has_bytes(self) -> bool:
-        return bool(self.tls.pending() or self._incoming.pending)
+        return bool(self.tls.pending() or self._received.pending)
 
     def close(self) -> None:
         self.socket.close()
 
     def _flush(self) -> None:
         """Send what the handshake says: less than any socket's buffer has room for."""
-        if said := self._outgoing.read():
+        if said := self._encrypted.read():
             self.socket.sendall(said)
 
 
@@ -293,7 +293,7 @@ class TlsStream(DataStream):
                 encrypted = self.channel.encrypt(piece)
             except (OSError, ValueError) as error:
                 raise explain(error, "while sending") from error
-            share = Share(len(piece), len(encrypted))
+            share = SentShare(len(piece), len(encrypted))
             super().send([encrypted], lambda sent, share=share: on_sent(share.add(sent)), on_wait)
 
     def readable(self) -> bool:

@@ -18,7 +18,7 @@ from prfaas.util import Deadline
 from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
 from prfaas_transfer.net import DataStream, ProvenPeer, TlsChannel, TlsStream, plain, tune
 
-Handshaking = TypeVar("Handshaking", ssl.SSLSocket, TlsChannel)
+TlsSocket = TypeVar("TlsSocket", ssl.SSLSocket, TlsChannel)
 
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
@@ -55,7 +55,7 @@ def connect_api(sock: socket.socket, credentials: PeerCredentials, seconds: floa
     return tls
 
 
-def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], Handshaking], seconds: float) -> Handshaking:
+def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsSocket], seconds: float) -> TlsSocket:
     deadline = Deadline(seconds)
     try:
         tune(sock)
