@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 KEEP_SECONDS = 20.0  # Less than a source waits for the next HELLO.
 KEEP_AT_MOST = 8  # Idle connections to one source.
-NEAR_STRIPES, FAR_STRIPES = 1, 4
-"""Most connections of a transfer. Near, one is enough, and threads cost: two that encrypt wait for each other's turn
-with the interpreter and take a third more CPU. Far, windows limit."""
+NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
+"""Most connections of a transfer. Near, one is enough without encryption, and threads cost. With encryption one sends
+while the other encrypts: a single one left 1 Gbit/s a quarter empty on a busy machine. Far, windows limit."""
 STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connection.
 MAX_BREAKS = 16  # Breaks that one transfer survives.
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
@@ -128,8 +128,9 @@ class Connections:
                 del self._idle[source]
 
 
-def stripes_for(nbytes: int, round_trip_seconds: float) -> int:
-    most = NEAR_STRIPES if round_trip_seconds < NEAR_SECONDS else FAR_STRIPES
+def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -> int:
+    near = NEAR_TLS_STRIPES if is_encrypted else NEAR_STRIPES
+    most = near if round_trip_seconds < NEAR_SECONDS else FAR_STRIPES
     return min(most, 1 + nbytes // STRIPE_BYTES)
 
 
@@ -196,7 +197,8 @@ class Pull:
                 return
             self._is_wide = True
         round_trip_seconds = read_tcp_info(stream.socket).rtt_seconds or 0.0
-        for _ in range(stripes_for(self._state.ledger.expected.nbytes, round_trip_seconds) - 1):
+        nbytes, is_encrypted = self._state.ledger.expected.nbytes, stream.peer is not None
+        for _ in range(stripes_for(nbytes, round_trip_seconds, is_encrypted=is_encrypted) - 1):
             self._start_thread()
 
     def _carry(self) -> None:
