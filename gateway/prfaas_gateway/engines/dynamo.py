@@ -1,7 +1,10 @@
-"""The protocol of a Dynamo frontend: one call, unchanged. Dynamo itself splits requests between its workers."""
+"""The protocol of a Dynamo frontend: one call, unchanged. Dynamo itself splits requests between its workers.
+
+The gateway serves only the table's model. So a frontend that answers 404 has no workers yet, and another one may have.
+"""
 
 from prfaas.routing.facts import Route
-from prfaas_gateway.engines.shared import Leg, call
+from prfaas_gateway.engines.shared import Leg, LegFailedError, call
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -11,4 +14,9 @@ class DynamoEngine:
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        return await call(self._upstream, request, Leg("decode", route.decode, request.body))
+        answer = await call(self._upstream, request, Leg("decode", route.decode, request.body))
+        if answer.status == 404:
+            answer.close()
+            message = f"{route.decode.name} does not know the model {request.model}: it has no workers"
+            raise LegFailedError(message, leg="decode", eject=True, answer=answer)
+        return answer

@@ -134,13 +134,14 @@ class VllmStreamLog:
             kept += events[end : first - 1], _NULL
             end = after + 1
             at = events.find(_IDS, end)
+        shown = b"".join((*kept, events[end:])) if kept else events
         if not self._first:
-            self._first = events[: events.index(_END)]
+            self._first = shown[: shown.index(_END)]
         self._unread.append(events)
         self._unread_bytes += len(events)
         if self._unread_bytes > UNREAD_BYTES:
             self._read_unread()
-        return events if self.shows_ids or not kept else b"".join((*kept, events[end:]))
+        return events if self.shows_ids else shown
 
     def _read_unread(self) -> None:
         """Look for what nearly no event has; in many events at once that costs a tenth."""

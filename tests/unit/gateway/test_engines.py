@@ -100,6 +100,22 @@ async def test_dynamo_splits_requests_itself_so_it_gets_them_whole(world, start)
     assert (got.headers[headers.DECISION], pair.bodies("decode")) == ("local", [ASKED])
 
 
+async def test_a_dynamo_without_workers_is_left_for_another(world):
+    await world.start("d0", "d1")
+    instances = [msgspec.structs.replace(one, engine="dynamo") for one in world.table.instances]
+    world.state.set_table(world.write_table(instances=tuple(instances)))
+
+    async def unknown(_request: web.Request, _body: bytes) -> web.Response:
+        return web.json_response({"message": "Model not found", "type": "Not Found", "code": 404}, status=404)
+
+    world.workers["d0"].reply = unknown
+    for _ in range(6):
+        assert (await world.post(json.dumps(ASKED).encode())).status == 200
+    world.workers["d1"].reply = unknown
+    got = await world.post(json.dumps(ASKED).encode())
+    assert (got.status, got.json["message"]) == (404, "Model not found")
+
+
 async def test_nixl_hands_on_what_prefill_said_and_nothing_else(world, start):
     pair = await start("vllm-nixl")
     await world.post(json.dumps(ASKED).encode())

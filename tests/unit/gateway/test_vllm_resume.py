@@ -155,6 +155,17 @@ def test_a_client_that_asks_for_no_ids_gets_what_vllm_would_send_it_byte_for_byt
     assert (len(answered.prompt_ids), len(answered.sent_ids)) == ((23, 6) if "chat" in name else (11, 6))
 
 
+def test_the_ids_of_a_long_prompt_are_kept_once():
+    prompt = ",".join(map(str, range(100_000)))
+    event = '{"id":"c","choices":[{"index":0,"text":"x","prompt_token_ids":[%s],"token_ids":[5]}]}'
+    log = VllmStreamLog("/v1/completions", {})
+    log.take(f"data: {event % prompt}\n\n".encode())
+    kept = [value for value in vars(log).values() if isinstance(value, bytes | bytearray) and len(value) > 1000]
+    assert [one.decode() for one in kept] == [prompt]
+    assert log.answered is not None
+    assert len(log.answered.prompt_ids) == 100_000
+
+
 @pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
 async def test_an_undisturbed_stream_is_what_the_instance_alone_would_send(world, asked):
     await start(world)
