@@ -140,9 +140,13 @@ def summary(results: DemoResults) -> list[str]:
             f"({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s"
         )
     if (stream := results.stream_drill) is not None:
-        same = "the same text" if stream.request.text == stream.undisturbed.text else "another text"
+        same = (
+            "the text of the undisturbed one"
+            if stream.request.text == stream.undisturbed.text
+            else "another text after a near-tie"
+        )
         lines.append(
             f"  stream      killed after {stream.events_before_kill} of {stream.request.output_tokens} tokens; it "
-            f"went on elsewhere, with {same} as undisturbed"
+            f"went on elsewhere, with {same}"
         )
     return lines + [f"  [red]problem[/red]     {problem}" for problem in results.problems]

@@ -59,6 +59,12 @@ class StreamDrill(msgspec.Struct, kw_only=True):
     killed_pod: str
     events_before_kill: int
 
+    @property
+    def is_same_until_kill(self) -> bool:
+        """After it the answer may leave the undisturbed one at a near-tie, as two batches in bf16 do."""
+        count = self.events_before_kill  # the model's tokens are bytes
+        return self.request.text[:count] == self.undisturbed.text[:count]
+
 
 class DemoResults(msgspec.Struct, kw_only=True):
     """The content of `.prfaas/demo.json`."""
@@ -140,7 +146,7 @@ def _claims_on_vllm(results: DemoResults) -> list[tuple[bool, str]]:
             "the stream whose decode instance died is shorter than the undisturbed one",
         ),
         (
-            stream is not None and stream.request.text == stream.undisturbed.text,
-            "the stream whose decode instance died went on with another text",
+            stream is not None and stream.is_same_until_kill,
+            "the stream whose decode instance died began with another text than the undisturbed one",
         ),
     ]
