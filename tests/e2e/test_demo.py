@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas_sandbox.demo.records import DemoResults, FailureDrill, find_problems
+from prfaas_sandbox.demo.records import DemoResults, FailureDrill, RequestRecord, StreamDrill, find_problems
 
 pytestmark = pytest.mark.e2e
 
@@ -48,3 +48,22 @@ def test_the_verdict_names_every_promise_that_an_empty_story_breaks():
     problems = find_problems(DemoResults())
     assert len(problems) >= 6
     assert all(FailureDrill.__name__ not in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "events", "problem"),
+    [
+        ("abcd", 4, 2, ""),
+        ("abxy", 4, 2, ""),  # a near-tie after the kill
+        ("axcd", 4, 2, "began with another text"),
+        ("abc", 3, 2, "shorter"),
+        ("abcd", 4, 4, "in the middle of a stream"),
+    ],
+)
+def test_the_verdict_on_vllm_asks_for_every_token_of_the_broken_stream(text, tokens, events, problem):
+    undisturbed = RequestRecord(id="u", act="undisturbed", outcome="ok", output_tokens=4, text="abcd")
+    request = RequestRecord(id="k", act="killed", outcome="ok", output_tokens=tokens, text=text)
+    drill = StreamDrill(undisturbed=undisturbed, request=request, killed_pod="p", events_before_kill=events)
+    found = find_problems(DemoResults(engine="vllm", stream_drill=drill))
+    about_streams = [each for each in found if "stream" in each]
+    assert [problem in each for each in about_streams] == ([True] if problem else [])
