@@ -125,10 +125,11 @@ class DemoSteps:
         self._display.step(f"Prompts of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
         for tokens in LENGTHS:
             before = self._sampler.crossed_bytes
-            record = await self._ask(tokens, "lengths")
+            record = await self._client.ask(text_of(tokens, start=next(self._starts)), act="lengths")
             if record.decision == "offload" and not record.kv_bytes:  # vLLM does not say it: the link's counter does
                 await asyncio.sleep(COUNTED_SECONDS)
                 record.kv_bytes = self._sampler.crossed_bytes - before
+            self._note(record)
 
     @contextlib.asynccontextmanager
     async def _load(self, act: str) -> AsyncIterator[None]:
