@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prfaas_sandbox.demo.records import DemoResults, FailureDrill, RequestRecord, StreamDrill, find_problems
+from prfaas_sandbox.demo.steps import SENT_BYTES_QUERY, ThresholdSampler
 
 pytestmark = pytest.mark.e2e
 
@@ -67,3 +68,16 @@ def test_the_verdict_on_vllm_asks_for_every_token_of_the_broken_stream(text, tok
     found = find_problems(DemoResults(engine="vllm", stream_drill=drill))
     about_streams = [each for each in found if "stream" in each]
     assert [problem in each for each in about_streams] == ([True] if problem else [])
+
+
+async def test_crossed_bytes_count_once_over_gaps_and_restarts(monkeypatch: pytest.MonkeyPatch):
+    seen = iter([100.0, 250.0, None, 250.0, None, 40.0, 60.0])
+
+    async def query(self: ThresholdSampler, promql: str) -> float | None:
+        return next(seen) if promql == SENT_BYTES_QUERY else None
+
+    monkeypatch.setattr(ThresholdSampler, "query", query)
+    sampler = ThresholdSampler("http://127.0.0.1:1", [].append)
+    for _ in range(7):
+        await sampler._sample()
+    assert sampler.crossed_bytes == 250 + 60

@@ -256,10 +256,11 @@ class ThresholdSampler:
 
     async def _sample(self) -> None:
         threshold, utilisation, sent = await asyncio.gather(
-            self.query(THRESHOLD_QUERY), self.query(UTILISATION_QUERY), self.sent_bytes()
+            self.query(THRESHOLD_QUERY), self.query(UTILISATION_QUERY), self.query(SENT_BYTES_QUERY)
         )
-        self.crossed_bytes += int(sent - self._sent if sent >= self._sent else sent)  # a killed instance begins anew
-        self._sent = sent
+        if sent is not None:  # it is missing while an instance does not answer
+            self.crossed_bytes += int(sent - self._sent if sent >= self._sent else sent)  # a new one begins at 0
+            self._sent = sent
         if threshold is None:
             return
         sample = ThresholdSample(
