@@ -30,6 +30,9 @@ def import_vllm() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # vLLM 0.32 multiplies by AMX tiles in its attention before anybody has asked the kernel for them: SIGILL when the
+    # first prompt has four tokens or fewer, as a destination's has. Children inherit what is asked for here.
+    torch.cpu._init_amx()
     import vllm.entrypoints.cli.main
     import vllm.entrypoints.llm
     import vllm.entrypoints.openai.api_server
@@ -41,6 +44,25 @@ def import_vllm() -> None:
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
 
+def fork_engines_of_servers() -> None:
+    """Have a server fork its engine, as it does for a GPU, and the engine compute.
+
+    For CPUs vLLM would spawn both an engine and a process that computes, to bind threads to cores, which nobody wants
+    here. Each would import vLLM anew: a server would take a minute of a core to start.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_fork(config: Any) -> None:
+        check(config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if config.parallel_config.world_size == 1:
+            config.parallel_config.distributed_executor_backend = "uni"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+
+
 def end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -50,6 +72,7 @@ def end_with(parent: int) -> None:
 
 def main(control: socket.socket) -> None:
     import_vllm()
+    fork_engines_of_servers()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an engine ended but by its socket
     host, started = os.getpid(), dict[str, int]()
     control.sendall(b"ready\n")
@@ -117,13 +140,9 @@ def run_server(flags: list[str]) -> None:
 
 
 def start_engine(options: dict[str, Any]) -> Any:
-    import torch
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # vLLM 0.32 multiplies by AMX tiles in its attention before anybody has asked the kernel for them: SIGILL when the
-    # first prompt has four tokens or fewer, as a destination's has.
-    torch.cpu._init_amx()
     return LLMEngine.from_engine_args(EngineArgs(**options))
 
 

@@ -14,12 +14,11 @@ from prfaas.processes import tail
 
 from .engines import EngineHost
 
-START_SECONDS = 180.0
+START_SECONDS = 240.0
 FLAGS = (
     *("--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
     *("--max-model-len", "32768", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20), "--disable-uvicorn-access-log"),
-    *("--distributed-executor-backend", "uni"),
 )
 # The last line of a server's log: `engine_host.py` writes it.
 ENDED = "vllm serve has ended"
@@ -27,7 +26,7 @@ NAMES = (f"server-{number}" for number in itertools.count())
 
 
 class VllmServer:
-    """A running `vllm serve`: the API's process and the engine's."""
+    """A running `vllm serve`: the API's process, and the engine's that it has forked."""
 
     def __init__(self, host: EngineHost, *flags: str, **variables: str):
         self.name, self.port = next(NAMES), free_ports(1)[0]
@@ -36,10 +35,7 @@ class VllmServer:
         self.log = host.serve(self.name, ["--port", str(self.port), *FLAGS, *flags], variables)
 
     def wait_ready(self) -> "VllmServer":
-        """Wait until it answers, then have it compute a few tokens.
-
-        A process of vLLM 0.32 dies of SIGILL if its first prompt has four tokens or fewer, on a processor with AMX.
-        """
+        """Wait until it answers, then have it compute a few tokens, which takes longer the first time."""
         deadline = time.monotonic() + START_SECONDS
         while not answers(f"{self.url}/health"):
             assert ENDED not in tail(self.log), tail(self.log)
