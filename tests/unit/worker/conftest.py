@@ -117,9 +117,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
-    """A prefill and a decode worker that all tests share and none may break."""
+    """A prefill and a decode worker that all tests share and none may break. Their steps are equally long: measured
+    ones may differ, and then two answers differ in the last bits."""
+    equal = ("--step-tokens", "2048")
     with _launcher(tmp_path_factory.mktemp("pair")) as launch:
-        pair = launch("prefill", "--role", "prefill"), launch("decode", "--role", "decode")
+        pair = launch("prefill", "--role", "prefill", *equal), launch("decode", "--role", "decode", *equal)
         asyncio.run(_all_ready(*pair))
         yield pair
 
