@@ -62,35 +62,38 @@ class PolicyBalancer:
         last = self._balances.get(uid)
         if last is not None and now_seconds < last.again_at_seconds and last.generation == generation:
             return last
+        fields: dict[str, Any] = {}
         try:
-            conditions, fields = await self._balance(facts, live)
+            conditions = {BALANCED: await self._balance(facts, live, fields)}
         except PrfaasError as error:
-            conditions, fields = {BALANCED: no(reason_of(error), str(error))}, {}
+            conditions = {BALANCED: no(reason_of(error), str(error))}
         balance = LongLoopResult(generation, now_seconds + policy.spec.intervals.long_seconds, conditions, fields)
         self._balances[uid] = balance
         return balance
 
-    async def _balance(self, facts: PolicyFacts, live: Object) -> tuple[dict[str, ConditionState], dict[str, Any]]:
+    async def _balance(self, facts: PolicyFacts, live: Object, fields: dict[str, Any]) -> ConditionState:
+        """Return the condition; put into `fields` what the status says of it, also if a later write fails."""
         policy, now = facts.policy, self._hub.client.now()
         pools = [one for one in map(self._read, facts.routed_pools) if one]
         if rest := longloop.unfinished(policy, pools):
             await self._write_all(pools, rest)
             words = ", ".join(f"{name} to {count}" for name, count in rest.items())
-            return {BALANCED: ConditionState("Unknown", "Converting", f"finishes an interrupted change: {words}")}, {}
+            return ConditionState("Unknown", "Converting", f"finishes an interrupted change: {words}")
         policies = read_each(PrfaaSPolicy, self._hub.all(POLICY))
         found = installation.installation(facts, longloop.refusals(policy, pools, policies))
         decision = decide(
             longloop.rules(policy), found, longloop.moment(facts, found, now, self._summary_seconds(policy))
         )
-        conditions = {BALANCED: longloop.condition(decision)}
-        fields = {"capacity": longloop.capacity_fields(found, decision)}
+        condition = longloop.condition(decision)
+        fields["capacity"] = longloop.capacity_fields(found, decision)
         metrics.balanced(policy.metadata.name, decision)
         if decision.changes:
-            fields["plan"] = longloop.plan_fields(found, decision, rfc3339(now))
-            await write_status(self._hub, POLICY, live, ReconcileResult(conditions, fields))
+            plan = {"plan": longloop.plan_fields(found, decision, rfc3339(now))}
+            await write_status(self._hub, POLICY, live, ReconcileResult({BALANCED: condition}, fields | plan))
+            fields |= plan
             await self._write_all(pools, decision.changes)
             await self._tell(live, pools, decision)
-        return conditions, fields
+        return condition
 
     def _summary_seconds(self, policy: PrfaaSPolicy) -> float:
         """Return the age of the scheduler's summary, 0 while there is none."""

@@ -1,6 +1,7 @@
 """The long loop between custom resources and the capacity model: what holds, who owns replicas, what was cut off."""
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ from prfaas.api import PrfaaSPolicyStatus
 from prfaas.capacity.comparison import compare
 from prfaas.capacity.longloop import decide
 from prfaas.errors import ConfigError
+from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import longloop, roles
 from prfaas_operator.plan.installation import installation
 from prfaas_operator.plan.longloop import PoolSeen
 from prfaas_operator.plan_cli import plan_file
+from prfaas_operator.reconcile.longloop import PolicyBalancer
 
 NOW = datetime(2026, 5, 1, 12, 0, 0, tzinfo=UTC)
 MEASURES = {"prometheusUrl": "http://p:9090"}
@@ -221,6 +224,40 @@ def test_a_change_that_was_cut_off_between_its_writes_is_finished_and_a_later_on
     assert left(wrote("kubectl", -600)) == {"decode": 2}
     assert left(wrote("kubectl", -30)) == {}
     assert left(by_scale) == {}
+
+
+class ContendedClient:
+    """Takes statuses, and refuses new replicas: a pool is gone when they are written."""
+
+    def __init__(self):
+        self.statuses: list[dict[str, Any]] = []
+
+    def now(self) -> datetime:
+        return NOW
+
+    async def get(self, *_: Any) -> None:
+        return None
+
+    async def apply(self, body: dict[str, Any], *, subresource: str = "") -> dict[str, Any]:
+        if subresource != "status":
+            raise ConflictError("the object was changed")
+        self.statuses.append(body["status"])
+        return body
+
+
+async def test_a_change_whose_writes_are_refused_stays_in_the_status_so_that_it_can_be_finished(built):
+    facts = built(observed(links=[]))
+    pools = {one.metadata.name: one.model_dump(by_alias=True) for one in facts.named_pools}
+    hub = SimpleNamespace(
+        client=ContendedClient(), get=lambda ref: pools[ref.name], all=lambda _: [], learn=lambda _: None
+    )
+    balance = await PolicyBalancer(hub).balance(
+        facts, {"kind": "PrfaaSPolicy", **facts.policy.model_dump(by_alias=True)}
+    )
+    assert balance.conditions["Balanced"].reason == "Conflict"
+    (written,) = hub.client.statuses
+    assert balance.fields["plan"] == written["plan"]
+    assert written["plan"]["replicas"] == {"decode": 2, "swing": 2}
 
 
 def test_status_fields_are_what_the_custom_resource_declares(built):
