@@ -186,7 +186,7 @@ class Peer:
         """Leave the slot as it is."""
 
     def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
-        raise NotImplementedError
+        """Do nothing: a source gets no bytes."""
 
     @contextmanager
     def giving(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Final
 from prfaas.conditions import ConditionState
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable, measured_as
-from prfaas_scheduler.engines.queries import ENGINES
+from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.measure import Measurements
 
 LOOP_MEASURED: Final = "LoopMeasured"

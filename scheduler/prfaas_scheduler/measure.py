@@ -22,8 +22,8 @@ from prfaas.names import HUB
 from prfaas.routing.links import LinkSample
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, RoutingTable
-from prfaas_scheduler.engines.queries import sample_time_query, short_query
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure, Prometheus
+from prfaas_scheduler.queries import sample_time_query, short_query
 
 _Points = dict[int, float]
 PoolKey = tuple[str, str]

@@ -18,8 +18,8 @@ from prfaas.routing.lengths import EDGES
 from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler.engines.queries import long_query
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
+from prfaas_scheduler.queries import long_query
 
 OFFLOADED_WINDOW_SECONDS = 60.0
 LENGTHS_WINDOW_SECONDS = 300.0

@@ -22,6 +22,7 @@ import random
 import secrets
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
@@ -61,23 +62,34 @@ ASKS_FOR_CACHE: Final = {
 }
 
 
-class VllmPrfaasEngine:
+class _VllmEngine(ABC):
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
         asked = await prepare(self._upstream, route.decode, request)
-        if route.prefill is None:
-            return await _decoded(self._upstream, request, route, asked)
+        if route.prefill is not None:
+            return await self._offloaded(route.prefill, route.decode, request, asked)
+        answer = await call(self._upstream, request, Leg("decode", route.decode, asked.body, path=asked.path))
+        return check_begun(answer, with_prefill=False)
+
+    @abstractmethod
+    async def _offloaded(
+        self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall
+    ) -> Answer: ...
+
+
+class VllmPrfaasEngine(_VllmEngine):
+    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
         transfer = {
             "transfer_id": uuid.uuid4().hex,
             "epoch": secrets.randbits(EPOCH_BITS),
             "token": secrets.token_urlsafe(TOKEN_BYTES),
         }
         place = {
-            "host": urlsplit(route.prefill.url).hostname,
-            "port": route.prefill.data_port + request.ranks.get(route.prefill.name, 0) * route.prefill.rank_ports,
-            "cluster": route.prefill.cluster,
+            "host": urlsplit(prefill.url).hostname,
+            "port": prefill.data_port + request.ranks.get(prefill.name, 0) * prefill.rank_ports,
+            "cluster": prefill.cluster,
         }
         request.transfer_id = transfer["transfer_id"]
         # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
@@ -87,17 +99,11 @@ class VllmPrfaasEngine:
         answer = await call_both(
             self._upstream,
             request,
-            Leg("prefill", route.prefill, filled, path=asked.path),
-            Leg("decode", route.decode, decoded, path=asked.path),
+            Leg("prefill", prefill, filled, path=asked.path),
+            Leg("decode", decode, decoded, path=asked.path),
             may_recompute=request.may_recompute,
         )
         return check_begun(answer, with_prefill=True)
-
-
-async def _decoded(upstream: Upstream, request: GatewayRequest, route: Route, asked: VllmCall) -> Answer:
-    """Run the one leg of a request that its decode instance prefills."""
-    answer = await call(upstream, request, Leg("decode", route.decode, asked.body, path=asked.path))
-    return check_begun(answer, with_prefill=False)
 
 
 class _Prefilled(msgspec.Struct):
@@ -107,22 +113,16 @@ class _Prefilled(msgspec.Struct):
 _prefilled = msgspec.json.Decoder(_Prefilled)
 
 
-class VllmNixlEngine:
-    def __init__(self, upstream: Upstream):
-        self._upstream = upstream
-
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        asked = await prepare(self._upstream, route.decode, request)
-        if route.prefill is None:
-            return await _decoded(self._upstream, request, route, asked)
+class VllmNixlEngine(_VllmEngine):
+    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
         body = for_prefill(asked.fields, {"kv_transfer_params": ASKS_FOR_CACHE}, asked.answer_limit)
-        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body, path=asked.path))
+        answer = await call(self._upstream, request, Leg("prefill", prefill, body, path=asked.path))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
-        params = self._where(route.prefill.name, answer)
+        params = self._where(prefill.name, answer)
         body = with_fields(asked.fields, {"kv_transfer_params": params})
-        answer = await call(self._upstream, request, Leg("decode", route.decode, body, path=asked.path))
+        answer = await call(self._upstream, request, Leg("decode", decode, body, path=asked.path))
         return check_begun(answer, with_prefill=True)
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
@@ -152,24 +152,21 @@ class _Known(NamedTuple):
 _ranks = msgspec.json.Decoder(dict[str, _Rank])
 
 
-class VllmMooncakeEngine:
+class VllmMooncakeEngine(_VllmEngine):
     def __init__(self, upstream: Upstream):
-        self._upstream = upstream
+        super().__init__(upstream)
         self._known: dict[str, _Known] = {}
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        asked = await prepare(self._upstream, route.decode, request)
-        if route.prefill is None:
-            return await _decoded(self._upstream, request, route, asked)
-        ranks = await self._ranks(route.prefill)
-        chosen = str(request.ranks.get(route.prefill.name, ""))
+    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
+        ranks = await self._ranks(prefill)
+        chosen = str(request.ranks.get(prefill.name, ""))
         rank = chosen if chosen in ranks else random.choice(list(ranks))  # noqa: S311 - spreads load, guards nothing
         transfer_id = f"xfer-{uuid.uuid4()}"
         source = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
         destination = {
             "do_remote_decode": False,
             "do_remote_prefill": True,
-            "remote_bootstrap_addr": bootstrap_url(route.prefill),
+            "remote_bootstrap_addr": bootstrap_url(prefill),
             "remote_engine_id": ranks[rank].engine_id,
             "transfer_id": transfer_id,
         }
@@ -179,12 +176,12 @@ class VllmMooncakeEngine:
             answer = await call_both(
                 self._upstream,
                 request,
-                Leg("prefill", route.prefill, filled, {headers.DATA_RANK: rank}, path=asked.path),
-                Leg("decode", route.decode, decoded, path=asked.path),
+                Leg("prefill", prefill, filled, {headers.DATA_RANK: rank}, path=asked.path),
+                Leg("decode", decode, decoded, path=asked.path),
             )
             return check_begun(answer, with_prefill=True)
         except LegFailedError:
-            self._known.pop(route.prefill.url, None)
+            self._known.pop(prefill.url, None)
             raise
 
     async def _ranks(self, instance: Instance) -> dict[str, _Rank]:

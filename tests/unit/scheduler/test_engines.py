@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from prfaas.wire.routes import Cluster, EngineName, Instance
-from prfaas_scheduler.engines import facts
-from prfaas_scheduler.engines.queries import ENGINES, long_query, sample_time_query, short_query
+from prfaas_scheduler import engines
+from prfaas_scheduler.engines import ENGINES
+from prfaas_scheduler.queries import long_query, sample_time_query, short_query
 
 ASKED = [
     ('sum(rate(node_bytes_total{device="wan0"}[10s]))', ['node_bytes_total{device="wan0"}']),
@@ -32,7 +33,7 @@ def test_every_engine_has_an_adapter():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_adapter_answers_facts_that_have_a_name(engine):
-    known = set((facts.__doc__ or "").replace(",", " ").split())
+    known = set((engines.__doc__ or "").replace(",", " ").split())
     assert ENGINES[engine].short.keys() | ENGINES[engine].long.keys() | ENGINES[engine].lacks.keys() <= known
     assert "instances_sampled_at_seconds" in ENGINES[engine].short, "a dead link is else a quiet one"
 

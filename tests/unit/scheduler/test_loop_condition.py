@@ -7,7 +7,7 @@ from prfaas.routing.links import LinkSample
 from prfaas.wire.profile import PoolProfile, Profile
 from prfaas.wire.routes import Instance, Threshold
 from prfaas_scheduler.conditions import LoopCondition, lacking
-from prfaas_scheduler.engines.queries import ENGINES
+from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.measure import CacheSizes, Measurements
 
 PROFILE = Profile(state_bytes=1, token_bytes=2, token_seconds=1e-3, samples=9)

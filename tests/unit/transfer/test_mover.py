@@ -17,7 +17,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
 from prfaas.wire.transfer import LayerGroup, TensorLayout
-from prfaas_scheduler.engines.links import LINK
+from prfaas_scheduler.engines import LINK
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
 

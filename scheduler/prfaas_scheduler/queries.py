@@ -11,20 +11,9 @@ from typing import Final
 
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler.engines import dynamo, prfaas, sglang, tensorrt_llm, vllm
-from prfaas_scheduler.engines.facts import EngineQueries
-from prfaas_scheduler.engines.links import LINK
+from prfaas_scheduler.engines import ENGINES, LINK
 from prfaas_scheduler.prometheus import FIGURE_LABEL
 
-ENGINES: Final[Mapping[str, EngineQueries]] = {
-    "prfaas": prfaas.QUERIES,
-    "vllm-prfaas": vllm.QUERIES,
-    "vllm-nixl": vllm.QUERIES,
-    "vllm-mooncake": vllm.QUERIES,
-    "sglang": sglang.QUERIES,
-    "tensorrt-llm": tensorrt_llm.QUERIES,
-    "dynamo": dynamo.QUERIES,
-}
 _SELECTOR: Final = re.compile(
     r"""[a-zA-Z_:][a-zA-Z0-9_:]*\s*(?:\{(?:[^{}"']|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*\}|(?=\[))"""
 )
