@@ -71,7 +71,8 @@ def cost(host: Host) -> Iterator[Figure]:
     for engine in (without, connected):
         _serve(engine, 0)  # warms up
     found = [(_serve(without, at), _serve(connected, at)) for at in range(1, ROUNDS + 1)]
-    without.stop(), connected.stop()
+    without.stop()
+    connected.stop()
     yield Figure(
         name="throughput with the connector, nothing offloaded",
         value=statistics.median(two.rate for _, two in found),
@@ -107,7 +108,8 @@ def leaves(host: Host) -> Iterator[Figure]:
     source = host.start("source", {"metrics_port": metrics})
     destination = host.start("destination", {})
     shares = [_left_at(source, destination, metrics, seed) for seed in range(ROUNDS)]
-    source.stop(), destination.stop()
+    source.stop()
+    destination.stop()
     yield _ratio(f"first bytes of a prefill of {LONG_TOKENS:,} tokens leave, of its time", shares[1:], LEAVES_REACH)
 
 
