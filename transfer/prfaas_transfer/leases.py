@@ -30,6 +30,7 @@ LEASE_SECONDS = 10
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
+UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
 
 
@@ -188,24 +189,27 @@ class Offers:
 
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,
-        epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames."""
+        epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames,
+        and to who declines: the offer is over then."""
         with self._lock:
-            offer = self._offers.get(address.transfer_id)
-            known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
-            if offer is None or not known or offer.manifest.epoch != address.epoch:
-                raise _unknown(address)
-            if not offer.is_announced and offer.subject.peer != peer:
-                raise _unknown(address)
-            offer.start_at(peer, hello.start_token)
-            offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
-            offer.note_life()
-            stale = [stream for number, stream in offer.streams.items() if number in hello.broken]
-            offer.streams[hello.connection] = stream
-            offer.was_connected = True
+            offer = self._known(address, hello, peer)
+            stale = [] if hello.declines else _bind(offer, hello, peer, stream)
+        if hello.declines:
+            self.end(offer, "cancelled", UNWANTED)
+            raise PeerError(f"transfer {address.transfer_id} is over: {UNWANTED}")
         for other in stale:
             other.shutdown()
         offer.log.mark("connected", connection=hello.connection)
         offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
+        return offer
+
+    def _known(self, address: Address, hello: Hello, peer: str) -> Offer:
+        offer = self._offers.get(address.transfer_id)
+        known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
+        if offer is None or not known or offer.manifest.epoch != address.epoch:
+            raise _unknown(address)
+        if not offer.is_announced and offer.subject.peer != peer:
+            raise _unknown(address)
         return offer
 
     def disconnect(self, offer: Offer, connection: int) -> None:
@@ -234,7 +238,7 @@ class Offers:
         with self._lock:
             offer = self._offers.get(transfer_id)
         if offer is not None:
-            self.end(offer, "cancelled", "the destination does not want it any more")
+            self.end(offer, "cancelled", UNWANTED)
 
     def expire(self) -> None:
         """End offers whose destination did not connect, reconnect, or show life in time."""
@@ -258,6 +262,17 @@ class Offers:
             prompt_tokens=offer.manifest.end_token,
             connected=offer.connected,
         )
+
+
+def _bind(offer: Offer, hello: Hello, peer: str, stream: DataStream) -> list[DataStream]:
+    """Bind a connection to an offer; return those that it takes over from."""
+    offer.start_at(peer, hello.start_token)
+    offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
+    offer.note_life()
+    stale = [other for number, other in offer.streams.items() if number in hello.broken]
+    offer.streams[hello.connection] = stream
+    offer.was_connected = True
+    return stale
 
 
 def _unknown(address: Address) -> PeerError:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
-from prfaas.wire.frames import MAX_MESSAGE_BYTES, Kind
+from prfaas.wire.frames import MAX_MESSAGE_BYTES, Address, Kind
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Manifest, Welcome, decode_message, message_frame
 from prfaas_transfer.cache import CacheLayout, DestinationCache
@@ -164,6 +164,7 @@ class Pull:
         self._changed = threading.Condition()
         self._whole = False
         self._failure: PrfaasError | None = None
+        self.is_cancelled = False
         self._is_wide = False
         self._numbers = 0
         self._breaks = 0
@@ -185,6 +186,7 @@ class Pull:
         raise self._failure or InternalError("a transfer ended without a reason")
 
     def cancel(self) -> None:
+        self.is_cancelled = True
         self._fail(UnreachableError("cancelled"))
 
     def _start_thread(self) -> None:
@@ -315,6 +317,24 @@ class Pull:
         with self._changed:
             self._failure = self._failure or self._state.gave_up or error
             self._changed.notify_all()
+
+
+def decline(connections: Connections, source: SourceAddress, token: str, address: Address) -> None:
+    """Tell a source that nobody wants its cache any more. Raises PeerError: it was not told, and keeps it for its
+    lease."""
+    patience = Deadline(NO_PROGRESS_SECONDS)
+
+    def check_patience(_silent_seconds: float = 0.0) -> None:
+        if patience.is_over:
+            raise UnreachableError("the source sent no answer to what it is told")
+
+    stream = connections.open(source)
+    try:
+        stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True))])
+        while receive_message(stream, check_patience, MAX_MESSAGE_BYTES)[0].kind != Kind.ABORT:
+            check_patience()
+    finally:
+        connections.drop(source, stream)
 
 
 def open_pull(

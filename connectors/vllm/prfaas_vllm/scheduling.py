@@ -76,6 +76,14 @@ class Fetching:
     block_ids: BlockIds
 
 
+@dataclass(frozen=True)
+class Declined:
+    """A destination's own prefix cache has all that its source would send."""
+
+    request_id: str
+    leg: LegParams
+
+
 @dataclass
 class StepPlan:
     """All that the worker's side must know of a step. `is_idle` if the model does not run."""
@@ -83,6 +91,7 @@ class StepPlan:
     starts: list[SourceStart] = field(default_factory=list)
     steps: list[SourceStep] = field(default_factory=list)
     fetches: list[Fetching] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
     is_idle: bool = False
 
@@ -136,12 +145,15 @@ class TransferPlanner:
         return max(0, self._rule.goal(request.num_prompt_tokens) - computed)
 
     def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
-        """Note the blocks for `external` tokens, and fetch them in this step."""
+        """Note the blocks for `external` tokens, and fetch them in this step; without any its source is told."""
         leg = leg_of(request)
-        if leg is None or leg.role != "destination" or not external or request.request_id in self._asked:
+        goal = self._rule.goal(request.num_prompt_tokens)
+        if leg is None or leg.role != "destination" or not goal or request.request_id in self._asked:
             return
         self._asked.add(request.request_id)
-        goal = self._rule.goal(request.num_prompt_tokens)
+        if not external:
+            self._plan.declined.append(Declined(request.request_id, leg))
+            return
         self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids))
 
     def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from prfaas.errors import PeerError
 from prfaas_transfer.mover.client import MoverClient
-from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
+from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
 from prfaas_vllm.layout import VllmGroup, frame_tokens, read_blocks, write_blocks
 from prfaas_vllm.scheduling import BlockIds, Fetching, SourceStart, SourceStep, StepPlan
 
@@ -70,7 +70,12 @@ class Transfers:
             self._announce(start)
 
     def fetch(self, plan: StepPlan) -> None:
-        """Ask for the caches that this step's new destinations wait for."""
+        """Ask for the caches that this step's new destinations wait for; decline those that they have."""
+        for request_id, leg in ((one.request_id, one.leg) for one in plan.declined):
+            port = leg.port + self._port_of_rank
+            self.mover.decline(
+                DeclineCache(request_id, leg.transfer_id, leg.epoch, leg.token, leg.host, port, leg.cluster)
+            )
         for fetching in plan.fetches:
             leg = fetching.leg
             with self._lock:

@@ -128,7 +128,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     `connection` numbers the connections of this transfer. Frames that were sent on one of the `broken` and are not
     among `received` were lost; the destination does not read from those connections any more. `start_token`, `rank`
-    and `ranks` say what the destination wants of a transfer that no grant described.
+    and `ranks` say what the destination wants of a transfer that no grant described. One that `declines` wants nothing:
+    the source answers ABORT, and need not keep the cache.
     """
 
     versions: tuple[int, ...] = (VERSION,)
@@ -140,6 +141,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     start_token: int = 0
     rank: int = 0
     ranks: int = 1
+    declines: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,6 +99,18 @@ def test_a_destination_fetches_what_its_own_cache_lacks_once():
     assert planner.finish(request, is_whole=True) is False
 
 
+def test_a_destination_that_has_it_all_tells_the_source_once():
+    planner, request = TransferPlanner(RULE), destination()
+    assert planner.matched(request, 2816) == 0
+    planner.allocated(request, ([1, 2],), 0)
+    planner.allocated(request, ([1, 2],), 0)
+    plan = planner.take(is_idle=False)
+    assert [(one.request_id, one.leg.token) for one in plan.declined] == [("r", "secret")]
+    assert plan.fetches == []
+    planner.allocated(destination(num_prompt_tokens=1), ([1],), 0)
+    assert planner.take(is_idle=False).declined == [], "no source offers what is too short"
+
+
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
 )

@@ -19,7 +19,7 @@ from prfaas.ports import free_ports
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_scheduler.engines import LINK
 from prfaas_transfer.mover.client import MoverClient
-from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, EndedFetch, FetchCache, MoverOptions
+from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
 
 from ..tls.mounts import Mount
 from ..worker.transfer_bench import eventually
@@ -133,6 +133,39 @@ def test_a_cache_of_pages_crosses_bit_by_bit_from_where_the_destination_wants_it
     }
     assert destination.landed == wanted
     assert ended.received_bytes == sum(map(len, wanted.values()))
+
+
+def outcomes(engine: Engine) -> dict[str, float]:
+    """Return the ended transfers of a mover by outcome."""
+    url = f"http://127.0.0.1:{engine.options.metrics_port}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [one for family in families for one in family.samples if one.name == "prfaas_transfers_total"]
+    return {one.labels["outcome"]: one.value for one in samples if one.value}
+
+
+@pytest.mark.parametrize("asks_first", [False, True], ids=["has it all", "asks and thinks again"])
+def test_a_cache_that_nobody_wants_is_not_kept_for_its_lease(asks_first):
+    source, destination = (Engine(metrics_port=port) for port in free_ports(2))
+    message = announced()
+    source.mover.announce(message)
+    if asks_first:
+        destination.fetch(source, message)
+        time.sleep(0.5)
+        destination.mover.cancel_fetch(message.request_id)
+        assert over(destination).reason
+    else:
+        place = ("127.0.0.1", source.mover.data_port, "")
+        common = (message.request_id, message.transfer_id, message.epoch)
+        destination.mover.decline(DeclineCache(*common, "other", *place))
+        with pytest.raises(queue.Empty):
+            source.offers_over.get(timeout=1)
+        destination.mover.decline(DeclineCache(*common, message.token, *place))
+    assert source.offers_over.get(timeout=3) == message.transfer_id
+    assert outcomes(source) == {"cancelled": 1}
+    assert outcomes(destination) == ({"cancelled": 1} if asks_first else {})
+    for one in (source, destination):
+        one.mover.close()
 
 
 def test_a_destination_that_nobody_announced_hears_so_and_a_wrong_token_or_epoch_is_no_other(pair):

@@ -28,6 +28,7 @@ from prfaas_transfer.mover.messages import (
     ComputedParts,
     CopyDone,
     CopyPart,
+    DeclineCache,
     EndedFetch,
     EndedOffer,
     FailedCache,
@@ -43,7 +44,7 @@ from prfaas_transfer.mover.messages import (
 )
 from prfaas_transfer.mover.metrics import LOOPBACK, MoverMetrics, serve
 from prfaas_transfer.mover.shared import SharedCache, SharedMemory, Slots
-from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, open_pull
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, decline, open_pull
 from prfaas_transfer.send import Frame
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
 
@@ -92,23 +93,16 @@ class Mover:
                 self.shared.copies.finish(message)
             case AnnounceCache():
                 self._announce(message)
-            case ComputedParts(transfer_id, parts):
-                if (offer := self._open.get(transfer_id)) is not None:
-                    offer.note_life()  # a destination may come until a while after the last part
-                    for part in parts:
-                        offer.put(self._frame(offer.manifest, part))
-            case FinishCache(transfer_id, prefill_seconds):
-                if (offer := self._open.get(transfer_id)) is not None:
-                    offer.finish_computing(prefill_seconds)
-            case FailedCache(transfer_id, reason):
-                if (offer := self._open.get(transfer_id)) is not None:
-                    offer.fail(reason)
-                    self._offers.end(offer, "cancelled")
+            case ComputedParts() | FinishCache() | FailedCache():
+                if (offer := self._open.get(message.transfer_id)) is not None:
+                    self._continue(offer, message)
             case FetchCache():
                 self._fetch(message)
             case CancelFetch(request_id):
                 if (pull := self._pulls.get(request_id)) is not None:
                     pull.cancel()
+            case DeclineCache():
+                threading.Thread(target=self._decline, args=(message,), name="decline", daemon=True).start()
 
     def _stats(self) -> Stats:
         transfers, sent_bytes, received_bytes = self.counters.snapshot()
@@ -136,6 +130,18 @@ class Mover:
         self._open[message.transfer_id] = offer
         offer.start_computing()
 
+    def _continue(self, offer: Offer, message: ComputedParts | FinishCache | FailedCache) -> None:
+        match message:
+            case ComputedParts(_, parts):
+                offer.note_life()  # a destination may come until a while after the last part
+                for part in parts:
+                    offer.put(self._frame(offer.manifest, part))
+            case FinishCache(_, prefill_seconds):
+                offer.finish_computing(prefill_seconds)
+            case FailedCache(_, reason):
+                offer.fail(reason)
+                self._offers.end(offer, "cancelled")
+
     def _frame(self, manifest: Manifest, part: CopyPart) -> Frame:
         group: LayerGroup = manifest.groups[part.group]
         if part.tokens:
@@ -161,11 +167,19 @@ class Mover:
         cache = SharedCache(self.shared, message.request_id)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
         self._pulls[message.request_id] = pull
-        threading.Thread(target=self._run, args=(message.request_id, pull, record), name="fetch", daemon=True).start()
+        threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
 
-    def _run(self, request_id: str, pull: Pull, record: TransferLog) -> None:
+    def _decline(self, message: FetchCache | DeclineCache) -> None:
+        source = SourceAddress(message.host, message.port, message.cluster)
+        address = Address(message.transfer_id, message.epoch)
+        try:
+            decline(self._context.connections, source, message.token, address)
+        except PrfaasError as error:
+            log.info("the source of %s keeps its cache for its lease: %s", message.request_id, error)
+
+    def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
         """Run a fetch to its end, in a thread of its own."""
-        reason = ""
+        request_id, reason = message.request_id, ""
         try:
             pull.run()
             pull.state.ledger.require_whole()
@@ -177,8 +191,11 @@ class Mover:
         del self._pulls[request_id]
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
-        self.counters.count_end(record.end("failed" if reason else "delivered", reason, totals))
+        failed = "cancelled" if pull.is_cancelled else "failed"
+        self.counters.count_end(record.end(failed if reason else "delivered", reason, totals))
         self.send(EndedFetch(request_id, reason, state.ledger.received_bytes, state.seconds))
+        if reason and pull.is_cancelled:
+            self._decline(message)
 
 
 def main() -> None:

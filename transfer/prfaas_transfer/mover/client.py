@@ -28,6 +28,7 @@ from prfaas_transfer.mover.messages import (
     CopyDone,
     CopyPart,
     CopyRequest,
+    DeclineCache,
     EndedFetch,
     EndedOffer,
     FailedCache,
@@ -115,6 +116,9 @@ class MoverClient:
 
     def cancel_fetch(self, request_id: str) -> None:
         self._send(CancelFetch(request_id))
+
+    def decline(self, message: DeclineCache) -> None:
+        self._send(message)
 
     def close(self) -> None:
         self._closing = True

@@ -2,6 +2,7 @@
 
     engine   ANNOUNCE PUT FINISH FAIL      a cache for a destination, part by part as it is computed
              FETCH CANCEL                  a cache from a source
+             DECLINE                       a source's cache is not wanted
              COPIED                        a copy is done, or why it is not
     mover    READY, or REFUSED             the data port is open, or why it is not
              COPY                          move a part between the engine's memory and a slot of the shared memory
@@ -115,6 +116,18 @@ class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
     request_id: str
 
 
+class DeclineCache(_Message, frozen=True, array_like=True, tag=True):
+    """The engine has of itself what this source offers; the fields are those of `FetchCache`."""
+
+    request_id: str
+    transfer_id: str
+    epoch: int
+    token: str
+    host: str
+    port: int
+    cluster: str
+
+
 class CopyDone(_Message, frozen=True, array_like=True, tag=True):
     """The copy with this number is done, or failed for this reason."""
 
@@ -161,7 +174,7 @@ class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
 
 
 MoverCommand: TypeAlias = (
-    AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | CopyDone
+    AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | DeclineCache | CopyDone
 )
 MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
 
