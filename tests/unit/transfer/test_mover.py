@@ -10,19 +10,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
-from prfaas.wire.transfer import LayerGroup, TensorLayout
+from prfaas.wire.frames import HEADER_BYTES, Kind
+from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, message_frame
 from prfaas_scheduler.engines import LINK
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
 
 from ..tls.mounts import Mount
 from ..worker.transfer_bench import eventually
+from ..worker.transfer_proxy import Proxy, Seen
 
 PAGE_TOKENS = 4
 GROUPS = (
@@ -190,6 +193,29 @@ def test_both_models_are_named_where_they_differ(pair):
     other.fetch(source, message)
     assert "manifest field fingerprint is 'f', this instance needs 'g'" in over(other).reason
     other.mover.close()
+
+
+@pytest.mark.parametrize("length", [150_000, 400_000])
+def test_a_source_that_says_too_much_costs_its_own_fetch_alone(pair, length):
+    source, destination = pair
+
+    def enlarge(frame: Seen) -> list[bytes]:
+        if frame.header.kind != Kind.WELCOME:
+            return [frame.raw]
+        welcome = msgspec.json.decode(frame.raw[HEADER_BYTES:], type=Welcome)
+        manifest = msgspec.structs.replace(welcome.manifest, fingerprint="g" * length)
+        return [message_frame(Kind.WELCOME, frame.header.address, Welcome(version=VERSION, manifest=manifest))]
+
+    message = announced()
+    source.mover.announce(message)
+    with Proxy(("127.0.0.1", source.mover.data_port), down=enlarge) as proxy:
+        destination.fetch(source, message, port=proxy.address[1])
+        assert over(destination).reason.startswith("manifest field fingerprint is 'ggg")
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    destination.fetch(source, message)
+    assert over(destination).reason == ""
 
 
 def test_a_destination_without_tls_hears_that_its_source_has_it(pair, tmp_path):

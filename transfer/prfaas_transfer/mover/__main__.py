@@ -23,6 +23,7 @@ from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import Traffic, traffic_of
 from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
+    MAX_REASON,
     AnnounceCache,
     CancelFetch,
     ComputedParts,
@@ -184,10 +185,10 @@ class Mover:
             pull.run()
             pull.state.ledger.require_whole()
         except PrfaasError as error:
-            reason = str(error)
+            reason = str(error)[:MAX_REASON]
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", request_id)
-            reason = repr(error)
+            reason = repr(error)[:MAX_REASON]
         del self._pulls[request_id]
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)

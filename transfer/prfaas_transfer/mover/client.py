@@ -149,6 +149,8 @@ class MoverClient:
                     self._handle(decode_from_mover(data))
             except OSError as error:
                 log.debug("the mover's socket: %s", error)
+            except Exception:  # a bug here must cost this mover, never the thread that starts the next
+                log.exception("messages of the mover")
             with self._lock:
                 self._socket = None
             ours.close()

@@ -23,6 +23,8 @@ MAX_MESSAGE_BYTES: Final = 128 << 10
 """More than any message has; a kernel's default buffer takes it whole."""
 MAX_PARTS: Final = 512
 """Parts of one PUT."""
+MAX_REASON: Final = 4096
+"""Characters of a reason; a peer may have chosen them, and as many as it likes."""
 
 
 class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
