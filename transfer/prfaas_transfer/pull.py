@@ -80,7 +80,7 @@ class Connections:
         """Return a fresh connection. Raises PeerError if the source, or its cluster, does not answer."""
         try:
             sock = connect_tcp(source.host, source.port, CONNECT_SECONDS)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
             raise UnreachableError(f"cannot connect to {source.host}:{source.port}: {error}") from error
         try:
             stream = self._auth.connect(sock, source.cluster)
@@ -212,6 +212,9 @@ class Pull:
                 # Without this stripe the others do, unless something was lost on it that only a HELLO brings back.
                 if connected or self._alone or not isinstance(error, UnreachableError):
                     self._fail(error)
+                return
+            except Exception as error:  # a bug here must end this transfer, never leave it waiting
+                self._fail(error if isinstance(error, PrfaasError) else InternalError(repr(error)))
                 return
             connected = True
             try:

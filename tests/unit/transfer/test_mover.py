@@ -185,6 +185,13 @@ def test_a_destination_that_nobody_announced_hears_so_and_a_wrong_token_or_epoch
     assert destination.landed == {}
 
 
+def test_a_place_that_is_none_ends_a_fetch_at_once(pair):
+    source, destination = pair
+    for host in ("a" * 64 + ".example", "a..example"):
+        destination.fetch(source, announced(), host=host)
+        assert f"cannot connect to {host}:" in over(destination).reason
+
+
 def test_both_models_are_named_where_they_differ(pair):
     source, _ = pair
     other = Engine(fingerprint="g")
