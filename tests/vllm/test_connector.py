@@ -85,6 +85,21 @@ def test_a_stale_epoch_or_a_wrong_token_brings_nothing_and_the_prompt_is_compute
     pair.assert_nothing_is_held(free, LEASE_SECONDS + 5)
 
 
+def test_a_cache_of_other_tokens_is_refused_also_where_they_are_as_many(reference_engine: Engine, pair: Pair):
+    theirs, ids = prompt_of(1500, 11), prompt_of(1500, 12)
+    wanted = alone(reference_engine, ids)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    source, destination = pair.legs()
+    pair.source.submit(theirs, 1, source)
+    answer = pair.destination.generate(ids, TOKENS, destination)
+    assert (answer.tokens, answer.cached_tokens) == (wanted.tokens, 0)
+    assert pair.destination.generate(ids, TOKENS).tokens == wanted.tokens, "and its own prefix cache is right, too"
+    assert "manifest field prompt is" in pair.destination.log.read_text()
+    pair.assert_nothing_is_held(free)
+
+
 def test_a_destination_that_leaves_in_the_middle_gives_the_memory_back_on_both_sides(pair: Pair):
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()

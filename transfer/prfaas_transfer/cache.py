@@ -40,7 +40,9 @@ class CacheLayout(NamedTuple):
     rank: int = 0
     ranks: int = 1
 
-    def manifest(self, address: Address, start_token: int, end_token: int, *, is_prefix: bool) -> Manifest:
+    def manifest(
+        self, address: Address, start_token: int, end_token: int, *, is_prefix: bool, prompt: str = ""
+    ) -> Manifest:
         return Manifest(
             fingerprint=self.fingerprint,
             transfer_id=address.transfer_id,
@@ -51,4 +53,5 @@ class CacheLayout(NamedTuple):
             hidden_size=0 if is_prefix else self.hidden_size,
             rank=self.rank,
             ranks=self.ranks,
+            prompt=prompt,
         )

@@ -168,10 +168,12 @@ class Offers:
             expires_seconds=LEASE_SECONDS,
         )
 
-    def announce(self, subject: TransferSubject, address: Address, token: str, end_token: int) -> Offer:
+    def announce(
+        self, subject: TransferSubject, address: Address, token: str, end_token: int, prompt: str = ""
+    ) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
         CapacityError if too many are open, ProtocolError if this transfer was announced before."""
-        manifest = self._layout.manifest(address, 0, end_token, is_prefix=True)
+        manifest = self._layout.manifest(address, 0, end_token, is_prefix=True, prompt=prompt)
         with self._lock:
             if len(self._offers) >= self._capacity:
                 raise CapacityError(f"{self._capacity} caches are undelivered already")

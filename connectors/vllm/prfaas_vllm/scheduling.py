@@ -11,16 +11,19 @@ state at the page's end at the source, too.
 Nothing here imports vLLM: requests are known by the few attributes of `VllmRequest`.
 """
 
+import hashlib
 import logging
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
 log = logging.getLogger("vllm.prfaas")
 
 BlockIds = tuple[list[int], ...]
+DIGEST_CHARS: Final = 32
 
 
 class VllmRequest(Protocol):
@@ -48,11 +51,12 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class SourceStart:
-    """A source's request came: a destination may ask for its cache from now on."""
+    """A source's request came: a destination may ask for its cache from now on. `prompt` is its tokens' digest."""
 
     request_id: str
     leg: LegParams
     goal: int
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class Fetching:
     start: int
     goal: int
     block_ids: BlockIds
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,17 @@ def kept_prompt(goal: int, prompt_tokens: int) -> int:
     return goal if goal == prompt_tokens - 1 else goal + 1
 
 
+def prompt_digest(request: VllmRequest, goal: int) -> str:
+    """Return a digest of the tokens before a goal; empty for a prompt without token ids.
+
+    Each side makes token ids of a prompt by its own tokenizer and chat template, which may add the day's date. A cache
+    of other tokens has the same shape if they are as many.
+    """
+    if request.prompt_token_ids is None:
+        return ""
+    return hashlib.sha256(array("I", request.prompt_token_ids[:goal])).hexdigest()[:DIGEST_CHARS]
+
+
 class TransferPlanner:
     """Follows the requests of one scheduler."""
 
@@ -133,7 +149,8 @@ class TransferPlanner:
         if not goal:
             log.info("prfaas: %s has %d tokens, too few to cross", request.request_id, request.num_prompt_tokens)
             return 0
-        self._sources[request.request_id] = start = SourceStart(request.request_id, leg, goal)
+        start = SourceStart(request.request_id, leg, goal, prompt_digest(request, goal))
+        self._sources[request.request_id] = start
         self._plan.starts.append(start)
         return request.num_prompt_tokens - kept_prompt(goal, request.num_prompt_tokens)
 
@@ -154,7 +171,8 @@ class TransferPlanner:
         if not external:
             self._plan.declined.append(Declined(request.request_id, leg))
             return
-        self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids))
+        prompt = prompt_digest(request, goal)
+        self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt))
 
     def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:
         """Note a request's part of the next step."""

@@ -91,6 +91,7 @@ class Transfers:
                     leg.cluster,
                     fetching.start,
                     fetching.goal,
+                    fetching.prompt,
                 )
             )
 
@@ -152,7 +153,9 @@ class Transfers:
                 return
             self._sources[leg.transfer_id] = _Source(start)
             self._transfer_of[start.request_id] = leg.transfer_id
-        self.mover.announce(AnnounceCache(leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal))
+        self.mover.announce(
+            AnnounceCache(leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
+        )
 
     def _put(self, source: _Source, step: SourceStep) -> None:
         goal, transfer_id = source.start.goal, source.start.leg.transfer_id

@@ -51,6 +51,22 @@ def test_source_and_destination_agree_and_neither_takes_the_last_token():
         assert TransferPlanner(RULE).matched(destination(num_prompt_tokens=prompt), 0) == goal
 
 
+def test_both_sides_name_the_tokens_that_cross_and_no_others():
+    def prompts(ids: list[int]) -> tuple[str, str]:
+        request = {"prompt_token_ids": ids, "num_prompt_tokens": len(ids)}
+        planner = TransferPlanner(RULE)
+        planner.add(source(request_id="s", **request))
+        planner.allocated(destination(request_id="d", **request), ([1], [2]), 100)
+        plan = planner.take(is_idle=False)
+        return plan.starts[0].prompt, plan.fetches[0].prompt
+
+    ids = list(range(1100))
+    announced, wanted = prompts(ids)
+    assert announced == wanted != ""
+    assert prompts([*ids[:1024], *[7] * 76]) == (announced, wanted), "the rest is computed by each side"
+    assert prompts([*ids[:1023], 7, *ids[1024:]])[0] != announced
+
+
 def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
     planner, request = TransferPlanner(RULE), source(num_prompt_tokens=1100)
     assert planner.add(request) == 1100 - 1025

@@ -123,7 +123,7 @@ class Mover:
         subject = TransferSubject(handle, message.request_id)
         try:
             address = Address(message.transfer_id, message.epoch)
-            offer = self._offers.announce(subject, address, message.token, message.end_token)
+            offer = self._offers.announce(subject, address, message.token, message.end_token, message.prompt)
         except PrfaasError as error:
             log.warning("cache of %s is not offered: %s", message.request_id, error)
             self._offer_over(handle)
@@ -163,7 +163,9 @@ class Mover:
         subject = TransferSubject(0, message.request_id, message.cluster)
         record = TransferLog("receive", subject, message.transfer_id)
         address = Address(message.transfer_id, message.epoch)
-        expected = self._layout.manifest(address, message.start_token, message.end_token, is_prefix=True)
+        expected = self._layout.manifest(
+            address, message.start_token, message.end_token, is_prefix=True, prompt=message.prompt
+        )
         source = SourceAddress(message.host, message.port, message.cluster)
         cache = SharedCache(self.shared, message.request_id)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)

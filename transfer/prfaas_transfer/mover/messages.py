@@ -70,13 +70,14 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
-    """A cache of `end_token` tokens will be computed for whoever has the token."""
+    """A cache of `end_token` tokens, of which `prompt` is a digest, will be computed for whoever has the token."""
 
     transfer_id: str
     epoch: int
     token: str
     request_id: str
     end_token: int
+    prompt: str = ""
 
 
 class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
@@ -101,7 +102,8 @@ class FailedCache(_Message, frozen=True, array_like=True, tag=True):
 
 
 class FetchCache(_Message, frozen=True, array_like=True, tag=True):
-    """Get a cache, from `start_token` on, from a data port; its certificate must name this cluster, empty for any."""
+    """Get the cache of this `prompt`, from `start_token` on, from a data port; its certificate must name this cluster,
+    empty for any."""
 
     request_id: str
     transfer_id: str
@@ -112,6 +114,7 @@ class FetchCache(_Message, frozen=True, array_like=True, tag=True):
     cluster: str
     start_token: int
     end_token: int
+    prompt: str = ""
 
 
 class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
