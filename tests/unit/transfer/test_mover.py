@@ -6,9 +6,11 @@ import queue
 import re
 import secrets
 import signal
+import socket
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,6 +24,7 @@ from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, mes
 from prfaas_scheduler.engines import LINK
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
+from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS
 
 from ..tls.mounts import Mount
 from ..worker.transfer_bench import eventually
@@ -310,6 +313,24 @@ def test_the_first_rank_serves_the_figures_of_all_ranks(pair):
     assert text.count("# TYPE prfaas_transfers_total counter") == 1
     for engine in (*ranks, other):
         engine.mover.close()
+
+
+def test_silent_peers_cost_a_mover_few_threads_and_its_figures_only_for_a_moment():
+    port = free_ports(1)[0]
+    engine = Engine(metrics_port=port)
+    tasks = Path(f"/proc/{children_of(engine)[0]}/task")
+    at_rest = len(list(tasks.iterdir()))
+    silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(100)]
+    for one in silent:
+        one.sendall(b"GET /metrics HTTP/1.1\r\n")
+    eventually(lambda: len(list(tasks.iterdir())) > at_rest)
+    assert len(list(tasks.iterdir())) <= at_rest + MAX_SCRAPES
+    eventually(lambda: len(list(tasks.iterdir())) <= at_rest, REQUEST_SECONDS + 5)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        assert answer.status == 200
+    for one in silent:
+        one.close()
+    engine.mover.close()
 
 
 def test_a_port_that_is_taken_is_said_with_its_number(pair):

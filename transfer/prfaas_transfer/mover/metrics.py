@@ -9,7 +9,7 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -27,6 +27,10 @@ from prfaas_transfer.mover.messages import MoverOptions
 log = logging.getLogger(__name__)
 
 RANK_SECONDS: Final = 2.0
+REQUEST_SECONDS: Final = 5.0
+"""A peer that says nothing for this long is gone."""
+MAX_SCRAPES: Final = 16
+"""Connections at a time: each costs a thread and a descriptor of the process that carries the caches."""
 LOOPBACK: Final = "127.0.0.1"
 
 
@@ -60,12 +64,36 @@ def _group_bytes(group: LayerGroup, tokens: int) -> int:
     return round(rows * group.nbytes * len(group.layers))
 
 
+class _Server(ThreadingHTTPServer):
+    """A server with a bound: what comes beyond it is closed at once."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]):
+        self._free = threading.BoundedSemaphore(MAX_SCRAPES)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+
 def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int] = ()) -> None:
     """Serve on a thread of its own; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
     available."""
     others = tuple(other_ports)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = REQUEST_SECONDS
+
         def do_GET(self) -> None:  # the base class calls it
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404)
@@ -81,10 +109,9 @@ def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int
             log.debug(format, *args)
 
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = _Server((host, port), Handler)
     except OSError as error:
         raise ConfigError(f"metrics port {url_host(host)}:{port} cannot be opened: {error.strerror}") from error
-    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
 
 
