@@ -1,7 +1,8 @@
 """The memory that an engine and its mover share, as the mover uses it: slots, and copies that the engine makes.
 
 A slot holds one frame's payload on its way between a socket and the engine's own memory. The transfers' memory budget
-counts whole slots, so a frame that was admitted always finds one.
+counts whole slots, so a frame that was admitted always finds one, but behind an engine that has stopped: a copy that
+nobody waits for any more keeps its slot until the engine made it.
 """
 
 import itertools
@@ -27,6 +28,8 @@ class Slots:
         self._view = memoryview(memory)
         self.slot_bytes = slot_bytes
         self._free = list(range(count))
+        self._late: set[int] = set()  # Offsets that the engine may still read or write.
+        self._left: set[int] = set()  # Those of them that nobody else has any more.
         self._lock = threading.Lock()
 
     @contextmanager
@@ -36,24 +39,41 @@ class Slots:
             raise InternalError(f"a part of {count_bytes} bytes in slots of {self.slot_bytes}")
         with self._lock:
             if not self._free:
-                raise InternalError("the memory budget admitted a frame for which no slot is free")
+                raise InternalError(f"no slot is free: the engine has yet to make {len(self._left)} late copies")
             slot = self._free.pop()
         offset = slot * self.slot_bytes
         try:
             yield offset, self._view[offset : offset + count_bytes]
         finally:
             with self._lock:
-                self._free.append(slot)
+                if offset in self._late:
+                    self._left.add(offset)
+                else:
+                    self._free.append(slot)
+
+    def keep(self, offset: int) -> None:
+        """Give this slot to nobody else before `release`."""
+        with self._lock:
+            self._late.add(offset)
+
+    def release(self, offset: int) -> None:
+        with self._lock:
+            self._late.discard(offset)
+            if offset in self._left:
+                self._left.discard(offset)
+                self._free.append(offset // self.slot_bytes)
 
 
 class Copies:
     """Copies that the engine was asked for. The threads of connections wait for them."""
 
-    def __init__(self, send: Callable[[MoverReport], None]):
+    def __init__(self, slots: Slots, send: Callable[[MoverReport], None]):
+        self._slots = slots
         self._send = send
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._done: dict[int, CopyDone | None] = {}
+        self._late: dict[int, int] = {}  # Offsets by number.
 
     def make(self, copy: CopyRequest) -> None:
         """Ask for a copy, and wait for it; its own number is given here. Raises PeerError if the engine has not made
@@ -65,6 +85,9 @@ class Copies:
         with self._changed:
             in_time = self._changed.wait_for(lambda: self._done[number], COPY_SECONDS)
             done = self._done.pop(number)
+            if not in_time:
+                self._late[number] = copy.offset
+                self._slots.keep(copy.offset)
         if not in_time or done is None:
             raise PeerError(f"the engine copied nothing for {COPY_SECONDS:g} s")
         if done.reason:
@@ -75,6 +98,8 @@ class Copies:
             if copied.number in self._done:
                 self._done[copied.number] = copied
                 self._changed.notify_all()
+            elif copied.number in self._late:
+                self._slots.release(self._late.pop(copied.number))
 
 
 class SharedMemory:
@@ -82,7 +107,7 @@ class SharedMemory:
 
     def __init__(self, slots: Slots, send: Callable[[MoverReport], None]):
         self.slots = slots
-        self.copies = Copies(send)
+        self.copies = Copies(slots, send)
 
     @contextmanager
     def load(self, manifest: Manifest, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
