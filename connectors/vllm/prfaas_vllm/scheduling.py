@@ -16,9 +16,10 @@ import logging
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Meta
 
 log = logging.getLogger("vllm.prfaas")
 
@@ -38,15 +39,18 @@ class VllmRequest(Protocol):
 
 
 class LegParams(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged."""
+    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged.
+
+    Whoever reaches vLLM's port may say it. So all of it fits into one message to the mover, and into a frame's header.
+    """
 
     role: Literal["source", "destination"]
-    transfer_id: str
-    epoch: int
-    token: str
-    host: str = ""
-    port: int = 0
-    cluster: str = ""
+    transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    token: Annotated[str, Meta(max_length=256)]
+    host: Annotated[str, Meta(max_length=253)] = ""
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    cluster: Annotated[str, Meta(max_length=253)] = ""
 
 
 @dataclass(frozen=True)
