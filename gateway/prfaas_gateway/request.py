@@ -71,7 +71,16 @@ class _KnownFields(msgspec.Struct):
 
 _PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
 TRANSFER_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
-STEERING_FIELDS: Final = frozenset((*TRANSFER_FIELDS, "bootstrap_host", "bootstrap_port", "bootstrap_room"))
+_SGLANGS_FIELDS: Final = (
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+)
+STEERING_FIELDS: Final = frozenset((*TRANSFER_FIELDS, *_SGLANGS_FIELDS))
+DYNAMOS_FIELDS: Final = frozenset(
+    ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank", "token_data")
+)
+"""Of Dynamo's own object in a body: they name its workers, and a prompt other than the one that is matched here."""
+_NESTED: Final = {"vllm_xargs": STEERING_FIELDS, "nvext": DYNAMOS_FIELDS}
 _known_fields = msgspec.json.Decoder(_KnownFields)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
@@ -284,8 +293,9 @@ def _refuse_steering(fields: Fields) -> None:
     The gateway alone writes these, for the legs of a request.
     """
     found = STEERING_FIELDS & fields.keys()
-    with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
-        found |= STEERING_FIELDS & _every_field.decode(fields.get("vllm_xargs", b"{}")).keys()
+    for name, steering in _NESTED.items():
+        with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
+            found |= steering & _every_field.decode(fields.get(name, b"{}")).keys()
     if found:
         name = min(found)
         raise RequestError(f"the field {name} is set by the gateway, not by clients: leave it out", param=name)

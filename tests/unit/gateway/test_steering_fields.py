@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.errors import RequestError
-from prfaas_gateway.request import STEERING_FIELDS, read_fields
+from prfaas_gateway.request import DYNAMOS_FIELDS, STEERING_FIELDS, read_fields
 
 PLACE = {"prfaas": {"role": "destination", "host": "169.254.169.254", "port": 80}}
 
@@ -28,6 +28,17 @@ def test_vllms_own_way_into_the_same_field_is_closed(xargs: bytes):
         read_fields(b'{"model": "tiny", "vllm_xargs": ' + xargs + b"}", every=True)
 
 
+@pytest.mark.parametrize("field", sorted(DYNAMOS_FIELDS))
+def test_a_client_does_not_choose_among_dynamos_workers(field: str):
+    with pytest.raises(RequestError, match=f"the field {field} is set by the gateway"):
+        read_fields(body(nvext={field: 7}), every=True)
+
+
+def test_a_client_does_not_choose_among_sglangs_ranks():
+    assert {"routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"} <= STEERING_FIELDS
+
+
 def test_other_arguments_pass():
+    assert "nvext" in read_fields(body(nvext={"greed_sampling": True}), every=True)[1]
     assert "vllm_xargs" in read_fields(body(vllm_xargs={"temperature_of_tea": 70}), every=True)[1]
     assert "vllm_xargs" in read_fields(body(vllm_xargs=[1]), every=True)[1]
