@@ -90,5 +90,5 @@ def json_values(texts: Mapping[str, str]) -> dict[str, Any]:
 def _json_value(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or none that anybody could read
         return text

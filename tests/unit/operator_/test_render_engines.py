@@ -316,9 +316,10 @@ def test_what_the_owner_says_of_the_transfer_reaches_the_engine(make):
         "note": "as it is",
         "num": 4,
     }
-    ours = OURS | {"transfer": {"extraConfig": {"compression": "lossless"}}}
+    ours = OURS | {"transfer": {"extraConfig": {"compression": "lossless", "deep": "[" * 4096}}}
     config = transfer_of(container_of(make.decode_pool(engine=ours, model=MODEL)))
     assert config["kv_connector_extra_config"]["compression"] == "lossless"
+    assert config["kv_connector_extra_config"]["deep"] == "[" * 4096
 
 
 @pytest.mark.parametrize("engine", [OURS, NIXL, SGLANG])
