@@ -201,6 +201,8 @@ class EngineTokenizer:
             answer.close()
             if answer.status == 400:
                 return None  # the request is at fault, and the engine will say so
+            if answer.status == 200 and answer.body is None and "Content-Length" in answer.headers:
+                return None  # a prompt of more ids than are read here
             if answer.status != 200 or answer.body is None:
                 raise UnreachableError(f"HTTP {answer.status}, or too long")
             tokens = _tokenized.decode(answer.body).tokens

@@ -195,6 +195,16 @@ async def test_a_request_that_an_engine_refuses_is_no_failure_of_the_engine(vllm
     assert len(vllms.questions) == 3
 
 
+async def test_a_prompt_of_too_many_tokens_does_not_silence_an_engine_for_others(vllms):
+    await vllms.start()
+    vllms.tokenize = lambda _: web.json_response({"tokens": [100_000] * 600_000})
+    await vllms.ask("/v1/completions", {"model": "m", "prompt": "x" * 2000})
+    vllms.tokenize = vllms.recorded
+    step = next(one for one in TEXTS if one["what"] == "the text again")
+    assert await vllms.ask(step["path"], step["body"]) == "d1"
+    assert await vllms.answers("asked") == 1
+
+
 async def test_short_salted_and_other_prompts_are_never_asked_for(vllms, monkeypatch):
     await vllms.start()
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
