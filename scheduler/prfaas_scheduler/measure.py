@@ -12,9 +12,8 @@ profile. Other engines only count, and `prfaas_scheduler.profiles` learns curves
 """
 
 import asyncio
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prfaas.capacity.profile import MeasuredPoint, profile_through
 from prfaas.errors import PrfaasError
@@ -28,6 +27,9 @@ from prfaas_scheduler.queries import sample_time_query, short_query
 _Points = dict[int, float]
 PoolKey = tuple[str, str]
 """Cluster and pool."""
+MOST: Final = 1e15
+"""No figure of a prompt or a process is larger, whatever a metric says; so sums and products of them are numbers."""
+MOST_TOKENS_DIGITS: Final = 9
 
 
 class Prefills(NamedTuple):
@@ -195,7 +197,7 @@ def prefills_of(figures: Sequence[Figure]) -> dict[tuple[str, ...], Prefills]:
     names = ("prompts", "prompts_seconds", "prompts_tokens", "prompts_cached_tokens")
     counters: dict[tuple[str, ...], dict[str, float]] = {}
     for figure in figures:
-        if (name := figure.labels.get(FIGURE_LABEL, "")) in names and math.isfinite(figure.value):
+        if (name := figure.labels.get(FIGURE_LABEL, "")) in names and _is_possible(figure):
             key = tuple(figure.labels.get(label, "") for label in ("cluster", "pool", "instance", "engine"))
             counters.setdefault(key, {})[name] = figure.value
     return {
@@ -236,7 +238,7 @@ def profiles_of(figures: Sequence[Figure]) -> Mapping[PoolKey, Profile]:
                 _note(seconds.setdefault(key, {}), figure)
             case "cache_bytes":
                 _note(sizes.setdefault(key, {}), figure)
-            case "profile_samples" if math.isfinite(figure.value):
+            case "profile_samples" if _is_possible(figure):
                 samples[key] = int(figure.value)
             case _:
                 pass
@@ -248,9 +250,13 @@ def profiles_of(figures: Sequence[Figure]) -> Mapping[PoolKey, Profile]:
     return {key: profile for key, profile in found.items() if profile is not None}
 
 
+def _is_possible(figure: Figure) -> bool:
+    return -MOST <= figure.value <= MOST
+
+
 def _note(points: _Points, figure: Figure) -> None:
     text = figure.labels.get("tokens", "")
-    if text.isdecimal() and math.isfinite(figure.value):
+    if text.isdecimal() and len(text) <= MOST_TOKENS_DIGITS and _is_possible(figure):
         points[int(text)] = figure.value
 
 

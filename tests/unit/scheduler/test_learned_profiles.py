@@ -9,7 +9,7 @@ from prfaas.wire.profile import PoolProfile, Profile
 from prfaas_scheduler import measure
 from prfaas_scheduler.measure import CacheSizes, Measurements, Prefills
 from prfaas_scheduler.profiles import MIN_PREFILLS, LearnedProfiles
-from prfaas_scheduler.prometheus import Figure
+from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
 
 TRUE = Profile(
     state_bytes=180_000_000, token_bytes=17_143, fixed_seconds=0.3, token_seconds=4e-5, squared_seconds=9e-11
@@ -56,6 +56,24 @@ def served(learned, table, process, lengths, together=1):
 
 def error(profile: Profile, tokens: int) -> float:
     return abs(prefill_seconds(profile, tokens) / prefill_seconds(TRUE, tokens) - 1)
+
+
+@pytest.mark.parametrize("absurd", [1.7e308, -1.7e308, float("inf"), float("nan")])
+def test_an_absurd_figure_of_one_process_says_nothing_and_ends_nothing(table, absurd):
+    place = {"cluster": "eu", "pool": "offload", "instance": "i", "engine": "0"}
+
+    def figure(name: str, value: float, **more: str) -> Figure:
+        return Figure({**place, FIGURE_LABEL: name, **more}, value, 0.0)
+
+    learned = LearnedProfiles()
+    for value in (1.0, absurd, -absurd, 2.0):
+        figures = [figure(name, value) for name in ("prompts", "prompts_seconds", "prompts_tokens")]
+        figures += [figure("cache_bytes", size, tokens=text) for text, size in (("1024", 1.0), ("65536", value))]
+        figures += [figure("cache_bytes", 5.0, tokens="9" * 400), figure("profile_samples", value)]
+        sizes, prefills = measure.cache_sizes_of(figures), measure.prefills_of(figures)
+        found = Measurements({}, hub_measured=True, errors=(), prefills=prefills, cache_sizes=sizes)
+        assert learned.profiles(table(), found) == {}
+        assert measure.profiles_of(figures) == {}
 
 
 def test_single_prefills_give_the_curve_again(table):
