@@ -82,6 +82,11 @@ def slot_bytes(groups: Sequence[VllmGroup]) -> int:
     return -(-max(largest) // 4096) * 4096
 
 
+def started_kernels(device: torch.device) -> torch.Event | None:
+    """Return an event after all that this thread has started on the device; None for CPUs, which compute at once."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
+
+
 def read_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], room: memoryview) -> None:
     """Copy blocks into plain memory, tensor after tensor; returns when they are there."""
     at = 0

@@ -1,15 +1,18 @@
 """The worker's side of the connector: hands computed blocks to the mover, and lands what the mover fetched.
 
 Blocks of a source's request stay as they are until its offer is over: vLLM keeps them, so nothing is copied before a
-connection can send it. States are another matter. A state's block is taken again two steps later, so each is copied
+connection can send it. On an accelerator a step's kernels still run when vLLM's Python is through with it, on a stream
+of vLLM's own. The mover copies on another thread, whose stream waits for none, so it hears of blocks when they are
+written. States are another matter. A state's block is taken again two steps later, so each is copied
 when its step ends. A source whose blocks are taken away is revoked first, and from then on the mover gets nothing of
 it: what a destination has by then is not whole, and not used.
 """
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +20,7 @@ import torch
 from prfaas.errors import PeerError
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
-from prfaas_vllm.layout import VllmGroup, frame_tokens, read_blocks, write_blocks
+from prfaas_vllm.layout import VllmGroup, frame_tokens, read_blocks, started_kernels, write_blocks
 from prfaas_vllm.scheduling import BlockIds, Fetching, SourceStart, SourceStep, StepPlan
 
 log = logging.getLogger("vllm.prfaas")
@@ -43,6 +46,7 @@ class Transfers:
 
     def __init__(self, groups: Sequence[VllmGroup], options: MoverOptions):
         self._groups = groups
+        self._device = next(iter(groups[0].tensors.values()))[0].device
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sources: dict[str, _Source] = {}  # By transfer.
@@ -53,6 +57,8 @@ class Transfers:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._port_of_rank = options.rank
+        self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
         self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
 
     def begin(self, plan: StepPlan) -> None:
@@ -174,9 +180,27 @@ class Transfers:
                 )
                 return
             parts += states or []
+        self._when_computed(lambda: self._tell_mover(source, parts, is_last=step.computed >= goal))
+
+    def _tell_mover(self, source: _Source, parts: list[CopyPart], *, is_last: bool) -> None:
+        transfer_id = source.start.leg.transfer_id
         self.mover.put(transfer_id, parts)
-        if source.is_finished:
+        if is_last:
             self.mover.finish(transfer_id, time.monotonic() - source.began)
+
+    def _when_computed(self, call: Callable[[], None]) -> None:
+        """Call when the kernels that were started until now are done, one after another."""
+        kernels = started_kernels(self._device)
+        if kernels is None:
+            call()
+        else:
+            self._hand_overs.put((kernels, call))
+
+    def _hand_over(self) -> None:
+        while True:
+            kernels, call = self._hand_overs.get()
+            kernels.synchronize()
+            call()
 
     @property
     def _has_states(self) -> bool:

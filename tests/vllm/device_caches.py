@@ -1,0 +1,65 @@
+"""Runs in vLLM's own environment: what the connector does with the memory of an accelerator, where there is none.
+
+Kernels of a GPU run on when Python is through with a step. Here they are a function that is called later. Prints JSON.
+"""
+
+import json
+import threading
+import time
+
+import torch
+from kda_caches import DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
+
+from prfaas_vllm import transfers
+from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
+
+
+class Kernels:
+    """Stands for an event of a GPU's stream, behind kernels that write all of a cache."""
+
+    def __init__(self, side: Side):
+        self._side = side
+        self._done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self._done.wait(30)
+
+    def run(self) -> None:
+        for group in self._side.groups:
+            for tensors in group.tensors.values():
+                for tensor in tensors:
+                    tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
+        self._done.set()
+
+
+def blocks_written_after_the_step() -> bool:
+    """Whether a destination gets what kernels write after the step's Python has ended."""
+    source, destination = Side("eu"), Side("hub")
+    leg = {"transfer_id": "0" * 32, "epoch": 7, "token": "secret", "host": "127.0.0.1"}
+    to = LegParams(role="destination", port=source.transfers.mover.data_port, **leg)
+    destination.step(StepPlan(fetches=[Fetching("d", to, 0, GOAL, (DESTINATION_BLOCKS["kda"], [3, 2, 11, 7]))]))
+    kernels = Kernels(source)
+    transfers.started_kernels = lambda _: kernels
+    start = SourceStart("s", LegParams(role="source", **leg), GOAL)
+    source.step(StepPlan(starts=[start], steps=[SourceStep("s", 0, 128, tuple(SOURCE_BLOCKS.values()))]))
+    time.sleep(1)  # enough for a mover that does not wait
+    kernels.run()
+    source.step(StepPlan(steps=[SourceStep("s", 128, GOAL, tuple(SOURCE_BLOCKS.values()))]))
+    received: set[str] = set()
+    deadline = time.monotonic() + 30
+    while not received and time.monotonic() < deadline:
+        _, received, failed = destination.transfers.results(set(), is_idle=True)
+    assert not failed
+    pages = zip(SOURCE_BLOCKS["mla"], [3, 2, 11, 7], strict=True)
+    same = all(source.bytes_of("mla", here) == destination.bytes_of("mla", there) for here, there in pages)
+    for side in (source, destination):
+        side.transfers.mover.close()
+    return bool(received) and same
+
+
+def main() -> None:
+    print(json.dumps({"written after the step": blocks_written_after_the_step()}))
+
+
+if __name__ == "__main__":
+    main()
