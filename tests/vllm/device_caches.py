@@ -11,6 +11,7 @@ import torch
 from kda_caches import DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
 
 from prfaas_vllm import transfers
+from prfaas_vllm.layout import write_blocks
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
 
 
@@ -57,8 +58,25 @@ def blocks_written_after_the_step() -> bool:
     return bool(received) and same
 
 
+def devices_waited_for() -> list[str]:
+    """The devices whose streams a thread waits for when it has written into memory that is not a CPU's."""
+    waited: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None):
+            self._device = device
+
+        def synchronize(self) -> None:
+            waited.append(str(self._device))
+
+    torch.accelerator.current_stream = Stream
+    write_blocks([torch.empty((4, 8), dtype=torch.uint8, device="meta")], [1, 2], memoryview(bytearray(16)))
+    return waited
+
+
 def main() -> None:
-    print(json.dumps({"written after the step": blocks_written_after_the_step()}))
+    said = {"written after the step": blocks_written_after_the_step(), "waited for": devices_waited_for()}
+    print(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -31,3 +31,7 @@ def said(vllm_python: Path) -> dict[str, Any]:
 
 def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):
     assert said["written after the step"]
+
+
+def test_a_landed_part_is_waited_for_on_its_own_device(said):
+    assert said["waited for"] == ["meta"]

@@ -111,7 +111,8 @@ def write_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], receive
         tensor.index_copy_(0, index, source.to(tensor.device))
         at += count
     if tensors[0].device.type != "cpu":
-        torch.accelerator.current_stream().synchronize()
+        # Of that device: this thread's own device is another one in all ranks but the first.
+        torch.accelerator.current_stream(tensors[0].device).synchronize()
 
 
 def fingerprint_of(config: VllmConfig) -> str:
