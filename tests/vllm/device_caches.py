@@ -6,12 +6,16 @@ Kernels of a GPU run on when Python is through with a step. Here they are a func
 import json
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
-from kda_caches import DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
+from kda_caches import BLOCKS, DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from prfaas_vllm import transfers
-from prfaas_vllm.layout import write_blocks
+from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
 
 
@@ -74,8 +78,27 @@ def devices_waited_for() -> list[str]:
     return waited
 
 
+def attention_groups(order: KVCacheLayout, names: Sequence[str]) -> tuple[VllmGroup, ...]:
+    """The groups of layers with two heads, in memory as vLLM lays it out."""
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+    page = spec.page_size_bytes
+    memory = KVCacheTensor(BLOCKS * page * len(names), list(names), BLOCKS * page, page)
+    config = KVCacheConfig(BLOCKS, [memory], [KVCacheGroupSpec(list(names), spec)])
+    return groups_of(config, allocate_kv_cache(config, torch.device("cpu"), order, [16]), "cuda")
+
+
+def layouts() -> dict[str, str]:
+    """How groups are named whose heads are before their tokens in memory, or behind them."""
+    orders = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+    return {order.name: attention_groups(order, ["model.layers.0.attn"])[0].layout.spec for order in orders}
+
+
 def main() -> None:
-    said = {"written after the step": blocks_written_after_the_step(), "waited for": devices_waited_for()}
+    said = {
+        "written after the step": blocks_written_after_the_step(),
+        "waited for": devices_waited_for(),
+        "layouts": layouts(),
+    }
     print(json.dumps(said))
 
 

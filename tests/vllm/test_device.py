@@ -35,3 +35,11 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):
 
 def test_a_landed_part_is_waited_for_on_its_own_device(said):
     assert said["waited for"] == ["meta"]
+
+
+def test_a_layout_for_gpus_is_taken_and_is_not_that_of_cpus(said):
+    """Tokens before heads is what vLLM chooses first where its kernels want nothing else."""
+    assert said["layouts"] == {
+        "LBHNC": "FullAttentionSpec 2 heads of 8 bfloat16 2x16x16 cuda",
+        "LBNHC": "FullAttentionSpec 2 heads of 8 bfloat16 16x2x16 cuda",
+    }

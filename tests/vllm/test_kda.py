@@ -27,5 +27,5 @@ def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_chang
     assert said["same"] == {"state": True, "pages": [False, True, True, True], "others": False}
     (_, state, state_types), (_, page, page_types) = said["groups"]
     assert state.startswith("MambaSpec")
-    assert page == "MLAAttentionSpec 1 heads of 576 bfloat16 cpu"
+    assert page == "MLAAttentionSpec 1 heads of 576 bfloat16 64x576 cpu"
     assert (state_types, page_types) == (["bfloat16", "float32"], ["bfloat16"])

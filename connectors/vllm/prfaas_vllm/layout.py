@@ -62,7 +62,7 @@ def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
         layouts = tuple(_layout(f"part{at}", axes, part) for at, part in enumerate(first))
-        name = _describe(spec, device_kind)
+        name = _describe(spec, device_kind, _shape_as_held(caches[group.layer_names[0]]))
         layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, name)
         found.append(VllmGroup(number, layout, tensors))
     return tuple(found)
@@ -156,12 +156,24 @@ def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
 def _flat_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     if tensor.shape[0] % num_blocks:
         raise ConfigError(f"the cache of {name} has shape {tuple(tensor.shape)} for {num_blocks} blocks")
-    flat = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+    held = tensor.permute(0, *_axes_as_held(tensor))
+    flat = held.flatten(1) if held.dim() > 1 else held.unsqueeze(1)
     if flat.data_ptr() != tensor.data_ptr():
         raise ConfigError(f"the cache of {name} is not contiguous within a block: strides {tensor.stride()}")
     if ratio := tensor.shape[0] // num_blocks - 1:  # the kernel's blocks are smaller than the manager's
         flat = flat.view(num_blocks, (ratio + 1) * flat.shape[1])
     return flat
+
+
+def _axes_as_held(tensor: torch.Tensor) -> list[int]:
+    """Return the axes behind the blocks, outermost in memory first: kernels for GPUs want tokens before heads."""
+    return sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _shape_as_held(cache: Any) -> tuple[int, ...]:
+    """Return the shape of a kernel's block in memory, without axes of one: what its bytes mean beside their number."""
+    tensor = cache[0] if isinstance(cache, (list, tuple)) else cache
+    return tuple(tensor.shape[axis] for axis in _axes_as_held(tensor) if tensor.shape[axis] > 1)
 
 
 def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayout:
@@ -172,9 +184,10 @@ def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayou
     return TensorLayout(name, axes, (part.shape[1] * part.element_size(),), "uint8")
 
 
-def _describe(spec: KVCacheSpec, device_kind: str) -> str:
+def _describe(spec: KVCacheSpec, device_kind: str, held: tuple[int, ...]) -> str:
     if isinstance(spec, MambaSpec):
         shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
         return f"{type(spec).__name__} {spec.mamba_type.name} {shapes} {device_kind}".replace("torch.", "")
     heads = f"{getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"
-    return f"{type(spec).__name__} {heads} {getattr(spec, 'dtype', '')} {device_kind}".replace("torch.", "")
+    blocks = "x".join(map(str, held))
+    return f"{type(spec).__name__} {heads} {getattr(spec, 'dtype', '')} {blocks} {device_kind}".replace("torch.", "")
