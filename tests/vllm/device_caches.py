@@ -10,10 +10,17 @@ from collections.abc import Sequence
 
 import torch
 from kda_caches import BLOCKS, DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from prfaas.errors import ConfigError
 from prfaas_vllm import transfers
 from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
@@ -93,11 +100,34 @@ def layouts() -> dict[str, str]:
     return {order.name: attention_groups(order, ["model.layers.0.attn"])[0].layout.spec for order in orders}
 
 
+def layers_beside_a_draft() -> tuple[int, ...]:
+    """The numbers of two layers and of the two of a draft model, in one group."""
+    names = [f"{model}.layers.{layer}.attn" for model in ("model", "draft_model.model") for layer in (0, 1)]
+    return attention_groups(KVCacheLayout.LBNHC, names)[0].layout.layers
+
+
+def unlike_layers() -> str:
+    """What is said of a group that holds layers of two sizes, as sparse attention's indexer makes one."""
+    names = ["model.layers.0.attn", "model.layers.0.attn.indexer"]
+    specs = [
+        FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=8, dtype=torch.bfloat16) for heads in (2, 4)
+    ]
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(zip(names, specs, strict=True)))
+    caches = {name: torch.zeros((BLOCKS, 16, spec.num_kv_heads, 16)) for name, spec in zip(names, specs, strict=True)}
+    try:
+        groups_of(KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, both)]), caches, "cuda")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     said = {
         "written after the step": blocks_written_after_the_step(),
         "waited for": devices_waited_for(),
         "layouts": layouts(),
+        "beside a draft": layers_beside_a_draft(),
+        "unlike layers": unlike_layers(),
     }
     print(json.dumps(said))
 

@@ -43,3 +43,11 @@ def test_a_layout_for_gpus_is_taken_and_is_not_that_of_cpus(said):
         "LBHNC": "FullAttentionSpec 2 heads of 8 bfloat16 2x16x16 cuda",
         "LBNHC": "FullAttentionSpec 2 heads of 8 bfloat16 16x2x16 cuda",
     }
+
+
+def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(said):
+    assert said["beside a draft"] == [0, 1, 2, 3]
+
+
+def test_a_group_of_unlike_layers_is_refused_by_name(said):
+    assert said["unlike layers"].startswith("the caches of model.layers.0.attn and model.layers.0.attn.indexer differ")

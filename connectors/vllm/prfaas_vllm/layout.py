@@ -55,9 +55,16 @@ def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str
         group = config.kv_cache_groups[number]
         spec = _spec_of(group.kv_cache_spec)
         parts = {
-            extract_layer_index(name): _by_block(name, caches[name], config.num_blocks) for name in group.layer_names
+            layer: _by_block(name, caches[name], config.num_blocks)
+            for name, layer in numbered(group.layer_names).items()
         }
         first = next(iter(parts.values()))
+        for name, of_layer in zip(group.layer_names, parts.values(), strict=True):
+            if [_form(part) for part in of_layer] != [_form(part) for part in first]:
+                raise ConfigError(
+                    f"the caches of {group.layer_names[0]} and {name} differ in form within a group, which "
+                    "PrfaasConnector cannot carry: use engine.transfer.connector Nixl for this model"
+                )
         tensors = {layer: [part.view(torch.uint8) for part in of_layer] for layer, of_layer in parts.items()}
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
@@ -80,6 +87,20 @@ def slot_bytes(groups: Sequence[VllmGroup]) -> int:
         for group in groups
     ]
     return -(-max(largest) // 4096) * 4096
+
+
+def numbered(names: Sequence[str]) -> dict[str, int]:
+    """Number a group's layers by their indices in the model. A draft model counts its own from 0 again: what has an
+    index that is taken comes after all others, in the group's order, which is that of every instance."""
+    numbers: dict[str, int] = {}
+    for name in names:
+        index = extract_layer_index(name)
+        numbers[name] = index if index not in numbers.values() else -1
+    last = max(numbers.values())
+    for name, number in numbers.items():
+        if number < 0:
+            numbers[name] = last = last + 1
+    return numbers
 
 
 def started_kernels(device: torch.device) -> torch.Event | None:
@@ -174,6 +195,10 @@ def _shape_as_held(cache: Any) -> tuple[int, ...]:
     """Return the shape of a kernel's block in memory, without axes of one: what its bytes mean beside their number."""
     tensor = cache[0] if isinstance(cache, (list, tuple)) else cache
     return tuple(tensor.shape[axis] for axis in _axes_as_held(tensor) if tensor.shape[axis] > 1)
+
+
+def _form(part: torch.Tensor) -> tuple[int, torch.dtype]:
+    return part.shape[1], part.dtype
 
 
 def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayout:
