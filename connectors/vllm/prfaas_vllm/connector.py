@@ -22,11 +22,10 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import RequestStatus
 
-from prfaas.errors import ConfigError
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.layout import fingerprint_of, groups_of, slot_bytes
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
-from prfaas_vllm.settings import data_port, read_settings, require_supported
+from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
 
 log = logging.getLogger("vllm.prfaas")
@@ -48,11 +47,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm.__version__)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ConfigError(
-                "PrfaasConnector carries no caches that are split by layers: set parallelism.pipeline to 1, or "
-                "engine.transfer.connector Nixl"
-            )
+        require_parallelism(vllm_config.parallel_config)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, get_args
+from typing import Any, Final, Protocol, get_args
 
 import msgspec
 
@@ -50,6 +50,28 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
 def data_port(configured: int | None, mover: int) -> int:
     """Return the data port of an instance's mover with this number; `configured` is that of the first one."""
     return (configured or WORKER_DATA_PORT) + mover
+
+
+class Parallelism(Protocol):
+    """What is used of vLLM's ParallelConfig."""
+
+    pipeline_parallel_size: int
+    decode_context_parallel_size: int
+    prefill_context_parallel_size: int
+
+
+def require_parallelism(parallel: Parallelism) -> None:
+    """Raise ConfigError if no rank of an instance holds whole blocks of all layers."""
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "PrfaasConnector carries no caches that are split by layers: set parallelism.pipeline to 1, or "
+            "engine.transfer.connector Nixl"
+        )
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise ConfigError(
+            "PrfaasConnector carries no caches that are split by tokens: remove --decode-context-parallel-size and "
+            "--prefill-context-parallel-size from args, or set engine.transfer.connector Nixl"
+        )
 
 
 def require_supported(version: str) -> None:

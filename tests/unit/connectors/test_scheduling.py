@@ -7,11 +7,18 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt
-from prfaas_vllm.settings import data_port, read_settings, require_supported
+from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 
 PAGE = 256
 RULE = GoalRule(PAGE, 4)
 LEG = {"transfer_id": "a" * 32, "epoch": 7, "token": "secret", "host": "10.0.0.1", "port": 8001, "cluster": "eu"}
+
+
+@dataclass
+class Parallel:
+    pipeline_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
 
 
 @dataclass
@@ -176,3 +183,12 @@ def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is
     else:
         with pytest.raises(ConfigError, match=f"vLLM {version} is not supported by this version of prfaas"):
             require_supported(version)
+
+
+def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_the_cure():
+    require_parallelism(Parallel())
+    with pytest.raises(ConfigError, match=r"split by layers: set parallelism\.pipeline to 1"):
+        require_parallelism(Parallel(pipeline_parallel_size=2))
+    for parallel in (Parallel(decode_context_parallel_size=8), Parallel(prefill_context_parallel_size=2)):
+        with pytest.raises(ConfigError, match="split by tokens: remove --decode-context-parallel-size"):
+            require_parallelism(parallel)
