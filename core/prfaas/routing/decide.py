@@ -273,9 +273,10 @@ def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | Non
     return cheapest(facts, [one for one in _usable(facts, "decode") if _protocol(one) == _protocol(prefill)])
 
 
-def _protocol(instance: Instance) -> tuple[EngineName, bool]:
-    """Return the engine and the use of TLS, which two instances must share to talk to each other."""
-    return instance.engine, instance.url.startswith("https:")
+def _protocol(instance: Instance) -> tuple[EngineName, bool, int]:
+    """Return what two instances must share to talk to each other: the engine, the use of TLS and how many ranks hold a
+    part of a cache."""
+    return instance.engine, instance.url.startswith("https:"), instance.rank_ports
 
 
 def _usable(facts: RoutingFacts, role: str) -> list[Instance]:

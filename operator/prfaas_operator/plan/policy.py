@@ -120,7 +120,18 @@ def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
                 f"{pool.kind_name} {pool.metadata.name} runs {name} and {first.kind_name} {first.metadata.name} "
                 f"{engine_name(first)}; they serve nothing together until both have one engine",
             )
+        if name == "vllm-prfaas" and (here := _tensor_ranks(pool)) != (there := _tensor_ranks(first)):
+            return no(
+                "EngineMismatch",
+                f"{pool.kind_name} {pool.metadata.name} has parallelism.tensor {here} and {first.kind_name} "
+                f"{first.metadata.name} {there}; connector Prfaas carries caches between equal ones only: they serve "
+                "nothing together until both are equal",
+            )
     return None
+
+
+def _tensor_ranks(pool: PoolObject) -> int:
+    return pool.spec.parallelism.tensor if pool.spec.parallelism else 1
 
 
 def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> ConditionState | None:

@@ -421,6 +421,19 @@ def test_two_kinds_of_engine_in_one_policy_are_told(make):
     assert (verdict.reason, "sglang" in verdict.message) == ("EngineMismatch", True)
 
 
+def test_pools_of_our_connector_with_other_tensor_sizes_are_told(make):
+    for engine, reason in ((OURS, "EngineMismatch"), (NIXL, "NoReadyInstances")):
+        facts = plan.PolicyFacts(
+            make.policy(model="kimi", prefillPools=["offload"]),
+            {"decode": make.decode_pool(engine=engine, model=MODEL, parallelism={"tensor": 4})},
+            {"offload": make.prefill_pool(engine=engine, model=MODEL, parallelism={"tensor": 8})},
+            {"eu": make.member()},
+        )
+        verdict = plan.readiness(facts, plan.routing_table(facts, {}, None), Counts(ready=1))
+        assert verdict.reason == reason
+        assert reason != "EngineMismatch" or {"8", "4"} <= set(verdict.message.replace(";", "").split())
+
+
 def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some(make):
     def ports(*engines: str, ranks: int = 1) -> set[int]:
         instances = [

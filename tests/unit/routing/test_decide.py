@@ -379,6 +379,17 @@ def test_instances_inside_tls_and_plain_ones_are_never_paired(decodes, prefills,
         assert (found.decode.name, found.prefill.name if found.prefill else None) == chosen
 
 
+def test_instances_of_two_tensor_sizes_are_never_paired():
+    def with_ranks(one: Instance, ranks: int) -> Instance:
+        return msgspec.structs.replace(one, engine="vllm-prfaas", rank_ports=ranks)
+
+    away = with_ranks(instance("p", "prefill", "eu"), 8)
+    four, eight = with_ranks(instance("d", "decode"), 4), with_ranks(instance("e", "decode"), 8)
+    for decodes, kind, chosen in (([four], "local", "d"), ([four, eight], "offload", "e")):
+        found = route(decide(facts(world=table(*decodes, away))))
+        assert (found.kind, found.decode.name) == (kind, chosen)
+
+
 def test_instances_of_two_engines_never_serve_together():
     ours, theirs = instance("d0"), msgspec.structs.replace(instance("d1"), engine="sglang")
     away = msgspec.structs.replace(instance("x0", "prefill", "eu"), engine="sglang")
