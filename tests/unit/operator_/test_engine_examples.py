@@ -75,3 +75,11 @@ def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
     names = [row.split("|")[1].strip(" `") for row in table]
     assert names == list(get_args(EngineName))
     assert all(cell.strip() for row in table for cell in row.strip("|").split("|"))
+
+
+@each_example
+def test_an_engine_that_loads_kimis_tokenizer_may_run_its_code(path):
+    """Without it vLLM and SGLang end at once: "requires you to execute the tokenizer file"."""
+    for pool in read(path)[1]:
+        if "Kimi" in pool.spec.model.source and pool.spec.engine.type in {"vllm", "sglang"}:
+            assert "--trust-remote-code" in pool.spec.engine.args
