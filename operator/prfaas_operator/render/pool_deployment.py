@@ -34,6 +34,9 @@ TMP_VOLUME: Final = "prfaas-tmp"
 SHM_VOLUME: Final = "prfaas-shm"
 SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
 PYTHON_PATH: Final = "PYTHONPATH"
+LOADING_SECONDS: Final = 3600
+"""Longest time that another engine may take to load its model."""
+PROGRESS_MARGIN_SECONDS: Final = 600  # Kubernetes' own deadline of a rollout: pulls and scheduling come before the load
 DEFAULTS: Final = {"HOME": common.TMP_PATH, "USER": "prfaas"}
 """Libraries look these up; no account has the pods' number, and the root is read-only."""
 
@@ -69,6 +72,8 @@ def _plain_deployment(pool: PoolObject, member: MemberCluster | None, begin: Sta
         "strategy": {"type": "RollingUpdate", "rollingUpdate": _rolling_update(pool, by_host=by_host)},
         "template": {"metadata": pod_metadata, "spec": _pod(pool, begin, by_host=by_host)},
     }
+    if begin.health_path:
+        spec["progressDeadlineSeconds"] = LOADING_SECONDS + PROGRESS_MARGIN_SECONDS
     return manifest(kinds.DEPLOYMENT, metadata, spec=spec)
 
 
@@ -190,8 +195,8 @@ def _probes(begin: Start) -> Object:
         }
     path = begin.health_path
     return {
-        # Other engines answer nothing until the model is loaded, which may take an hour.
-        "startupProbe": http_probe(path, "api", period_seconds=10, failures=360),
+        # Other engines answer nothing until the model is loaded.
+        "startupProbe": http_probe(path, "api", period_seconds=10, failures=LOADING_SECONDS // 10),
         "readinessProbe": http_probe(path, "api", period_seconds=1, failures=2),
         "livenessProbe": http_probe(path, "api", period_seconds=5, failures=6),
     }

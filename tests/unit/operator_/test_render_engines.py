@@ -421,6 +421,13 @@ def test_two_kinds_of_engine_in_one_policy_are_told(make):
     assert (verdict.reason, "sglang" in verdict.message) == ("EngineMismatch", True)
 
 
+@pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
+def test_a_rollout_is_not_called_stuck_while_a_model_may_still_load(make, engine):
+    spec = pool_deployment.deployment(make.decode_pool(engine=engine, model=MODEL), None)["spec"]
+    probe = spec["template"]["spec"]["containers"][0]["startupProbe"]
+    assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+
+
 def test_pools_of_our_connector_with_other_tensor_sizes_are_told(make):
     for engine, reason in ((OURS, "EngineMismatch"), (NIXL, "NoReadyInstances")):
         facts = plan.PolicyFacts(
