@@ -125,7 +125,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             rank=rank,
             ranks=parallel.tensor_parallel_size,
             mover=mover,
-            movers=parallel.data_parallel_size * parallel.world_size,
+            movers=settings.movers or parallel.data_parallel_size * parallel.world_size,
             metrics_port=settings.metrics_port,
             tls_dir=settings.tls_dir,
             egress_mbps=settings.egress_mbps,

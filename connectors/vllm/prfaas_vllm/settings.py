@@ -31,6 +31,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     sides."""
     metrics_port: int = 0
     """Port of the transfers' metrics; 0 is none."""
+    movers: int = 0
+    """Ranks of the instance, of any kind; 0 takes vLLM's own count. For a dense model vLLM counts those of one
+    data-parallel rank, as if the others were none of the instance."""
 
 
 def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:

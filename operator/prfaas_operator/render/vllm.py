@@ -70,6 +70,7 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
         "host": "$(POD_IP)",
         "cluster": pool.spec.cluster_name or names.HUB,
         "metrics_port": metrics_port(pool),
+        "movers": gpus(pool),
         **json_values(transfer.extra_config),
     }
     if terms.tls:

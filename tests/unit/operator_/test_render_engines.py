@@ -145,7 +145,7 @@ def test_our_connector_comes_into_a_stock_image(make):
         "kv_role": "kv_both",
         "kv_port": 8001,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host": "$(POD_IP)", "cluster": "hub", "metrics_port": 8002},
+        "kv_connector_extra_config": {"host": "$(POD_IP)", "cluster": "hub", "metrics_port": 8002, "movers": 1},
     }
 
 
@@ -334,6 +334,8 @@ def test_parallelism_becomes_flags_and_a_data_port_for_each_rank(make, engine):
         ports = ports_of(container)
         assert {ports["data"], *(ports[f"data-{rank}"] for rank in range(1, 16))} == set(range(8001, 8017))
         assert transfer_of(container)["kv_connector_extra_config"]["metrics_port"] == ports["link-metrics"] == 8017
+        # Of a dense model vLLM tells a rank of no other data-parallel one, and their figures would be missing.
+        assert transfer_of(container)["kv_connector_extra_config"]["movers"] == 16
 
 
 @pytest.mark.parametrize("engine", ALL.values(), ids=ALL)
