@@ -430,6 +430,15 @@ def test_a_rollout_is_not_called_stuck_while_a_model_may_still_load(make, engine
     assert spec["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
 
 
+def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_says_so(make):
+    wanted = make.decode_pool(engine=OURS, model=MODEL)
+    old, new = (pod_of(wanted, terms=StartTerms(f"prfaas/vllm-connector:{version}")) for version in ("1", "2"))
+    assert old != new
+    page = (Path(__file__).parents[3] / "docs" / "install.md").read_text()
+    assert "Set `connectorImage` to the image that runs" in page.partition("## Upgrade")[2]
+    assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
+
+
 def test_pools_of_our_connector_with_other_tensor_sizes_are_told(make):
     for engine, reason in ((OURS, "EngineMismatch"), (NIXL, "NoReadyInstances")):
         facts = plan.PolicyFacts(
