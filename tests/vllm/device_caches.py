@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, PeerError
 from prfaas_vllm import transfers
 from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
@@ -121,6 +121,17 @@ def unlike_layers() -> str:
     return ""
 
 
+def too_few_blocks() -> str:
+    """What is said of a part with more tokens than the request's blocks have."""
+    (group,) = attention_groups(KVCacheLayout.LBNHC, ["model.layers.0.attn"])
+    assert group.blocks_of([3, 1, 2], 16, 32) == [1, 2]
+    try:
+        group.blocks_of([3, 1, 2], 16, 48)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     said = {
         "written after the step": blocks_written_after_the_step(),
@@ -128,6 +139,7 @@ def main() -> None:
         "layouts": layouts(),
         "beside a draft": layers_beside_a_draft(),
         "unlike layers": unlike_layers(),
+        "too few blocks": too_few_blocks(),
     }
     print(json.dumps(said))
 

@@ -51,3 +51,7 @@ def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(said):
 
 def test_a_group_of_unlike_layers_is_refused_by_name(said):
     assert said["unlike layers"].startswith("the caches of model.layers.0.attn and model.layers.0.attn.indexer differ")
+
+
+def test_a_part_of_which_blocks_are_missing_ends_its_transfer(said):
+    assert said["too few blocks"] == "the request has 2 of 3 blocks from token 16 on"

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, PeerError
 from prfaas.wire.transfer import ITEM_BYTES, LayerGroup, TensorLayout
 
 FRAME_BYTES = 4 << 20
@@ -44,8 +44,11 @@ class VllmGroup(NamedTuple):
         """Return the blocks of some rows, or of the state at the end of `start_token` tokens."""
         if self.layout.kind == "linear":
             return [block_ids[min(len(block_ids), -(-start_token // self.page_tokens)) - 1]]
-        first = start_token // self.page_tokens
-        return list(block_ids[first : first + tokens // self.page_tokens])
+        first, count = start_token // self.page_tokens, tokens // self.page_tokens
+        found = list(block_ids[first : first + count])
+        if len(found) != count:
+            raise PeerError(f"the request has {len(found)} of {count} blocks from token {start_token} on")
+        return found
 
 
 def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str) -> tuple[VllmGroup, ...]:
