@@ -116,7 +116,7 @@ def test_what_is_gone_would_be_found(tmp_path: Path):
 
 NAMED: Final = re.compile(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)")
 UNLINKED: Final = re.compile(r"(?<!\[)`([A-Z]\w*[a-z]\w*(?:\.\w+)?)`")
-ROOMS: Final = ("core", "operator", "gateway", "scheduler", "transfer", "worker", "sandbox")
+ROOMS: Final = ("core", "operator", "gateway", "scheduler", "transfer", "worker", "sandbox", "connectors")
 
 
 def definitions(path: Path) -> set[str]:

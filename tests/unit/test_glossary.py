@@ -20,7 +20,7 @@ from .test_house import types_of
 ROOT: Final = Path(__file__).parents[2]
 GLOSSARY: Final = ROOT / "docs/glossary.md"
 MAX_WORDS: Final = 45
-CODE: Final = ("core", "operator", "gateway", "scheduler", "transfer", "worker", "sandbox")
+CODE: Final = ("core", "operator", "gateway", "scheduler", "transfer", "worker", "sandbox", "connectors")
 TEXTS: Final = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "Dockerfile"),
     *("docs", "charts", "crds", "examples", "kind-configs", "gateway/prfaas_gateway/static"),

@@ -19,6 +19,7 @@ PACKAGES: Final = (
     "transfer/prfaas_transfer",
     "worker/prfaas_worker",
     "sandbox/prfaas_sandbox",
+    "connectors/vllm/prfaas_vllm",
 )
 MAX_FILES_A_FOLDER: Final = 16
 MAX_LINES_A_FILE: Final = 600
