@@ -45,7 +45,7 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     role: Literal["source", "destination"]
-    transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    transfer_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
     token: Annotated[str, Meta(max_length=256)]
     host: Annotated[str, Meta(max_length=253)] = ""
