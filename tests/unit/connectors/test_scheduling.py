@@ -153,6 +153,40 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
     assert planner.take(is_idle=False).declined == [], "no source offers what is too short"
 
 
+def test_a_destination_with_more_cached_than_the_goal_fetches_nothing():
+    planner, request = TransferPlanner(RULE), destination(num_prompt_tokens=1300)
+    assert planner.matched(request, 1280) == 0
+    assert planner.matched(request, 1299) == 0
+
+
+def test_a_destination_asks_once_also_where_vllm_allocates_again_after_a_failure():
+    planner, request = TransferPlanner(RULE), destination()
+    for _ in range(2):
+        planner.allocated(request, ([1, 2],), 512)
+    assert len(planner.take(is_idle=False).fetches) == 1
+
+
+def test_an_idle_step_is_told_to_the_workers_side():
+    planner = TransferPlanner(RULE)
+    assert planner.take(is_idle=True).is_idle
+    assert not planner.take(is_idle=False).is_idle
+
+
+def test_nothing_is_kept_of_requests_that_ended():
+    planner = TransferPlanner(RULE)
+    empty = {name: type(held)() for name, held in vars(planner).items() if isinstance(held, (dict, set))}
+    assert len(empty) == 3
+    first, second, third = source(request_id="a"), destination(request_id="b"), source(request_id="c")
+    for request in (first, third):
+        planner.add(request)
+    planner.allocated(second, ([1],), 512)
+    planner.take(is_idle=False)
+    planner.preempted(["c"])
+    for request in (first, second, third):
+        planner.finish(request, is_whole=request is first)
+    assert {name: held for name, held in vars(planner).items() if name in empty} == empty
+
+
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
 )
