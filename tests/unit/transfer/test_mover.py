@@ -1,16 +1,19 @@
 """Two engines and their movers: caches cross bit by bit, and every way of failing gives the memory back."""
 
 import datetime
+import mmap
 import os
 import queue
 import re
 import secrets
 import signal
 import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,8 +25,20 @@ from prfaas.ports import free_ports
 from prfaas.wire.frames import HEADER_BYTES, Kind
 from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, message_frame
 from prfaas_scheduler.engines import LINK
+from prfaas_transfer.leases import Offer
+from prfaas_transfer.mover.__main__ import Mover
 from prfaas_transfer.mover.client import MoverClient
-from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
+from prfaas_transfer.mover.messages import (
+    MAX_MESSAGE_BYTES,
+    AnnounceCache,
+    CopyPart,
+    DeclineCache,
+    EndedFetch,
+    EndedOffer,
+    FetchCache,
+    MoverOptions,
+    decode_from_mover,
+)
 from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS
 
 from ..tls.mounts import Mount
@@ -262,6 +277,29 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
         assert "cancelled" in over(destination).reason
         source.mover.fail(message.transfer_id, "nobody wants it")
         assert source.offers_over.get(timeout=10) == message.transfer_id
+
+
+def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
+    """A destination may have waited for it, and go at once."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    options = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096)
+    mover = Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
+    announce = mover._offers.announce
+
+    def announced_and_ended(*arguments: Any) -> Offer:
+        offer = announce(*arguments)
+        ending = threading.Thread(target=mover._offers.end, args=(offer, "cancelled"))
+        ending.start()
+        ending.join(0.2)
+        return offer
+
+    monkeypatch.setattr(mover._offers, "announce", announced_and_ended)
+    message = announced()
+    mover.handle(message)
+    assert decode_from_mover(ours.recv(MAX_MESSAGE_BYTES)) == EndedOffer(message.transfer_id)
+    assert (mover._open, mover._handles) == ({}, {})
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):

@@ -3,6 +3,7 @@
 Its engine starts it and tells it what to do (messages.py). It ends with the engine: when the socket closes.
 """
 
+import itertools
 import logging
 import mmap
 import os
@@ -73,6 +74,7 @@ class Mover:
         self._offers = Offers(self._layout, self.data_port, MAX_OFFERS, self._offer_over, self.counters)
         self._context = FetchContext(self._layout, Connections(self.traffic.auth), self.counters, self.traffic)
         self._open: dict[str, Offer] = {}
+        self._numbers = itertools.count()
         self._handles: dict[int, str] = {}
         self._pulls: dict[str, Pull] = {}
         DataPort(listener, self._offers, self.traffic, ANNOUNCED_SECONDS)
@@ -118,17 +120,18 @@ class Mover:
         )
 
     def _announce(self, message: AnnounceCache) -> None:
-        handle = len(self._handles) and max(self._handles) + 1
-        self._handles[handle] = message.transfer_id
+        handle = next(self._numbers)
         subject = TransferSubject(handle, message.request_id)
+        address = Address(message.transfer_id, message.epoch)
         try:
-            address = Address(message.transfer_id, message.epoch)
-            offer = self._offers.announce(subject, address, message.token, message.end_token, message.prompt)
+            with self._lock:  # a destination that waited may end the offer before it is noted here
+                self._handles[handle] = message.transfer_id
+                offer = self._offers.announce(subject, address, message.token, message.end_token, message.prompt)
+                self._open[message.transfer_id] = offer
         except PrfaasError as error:
             log.warning("cache of %s is not offered: %s", message.request_id, error)
             self._offer_over(handle)
             return
-        self._open[message.transfer_id] = offer
         offer.start_computing()
 
     def _continue(self, offer: Offer, message: ComputedParts | FinishCache | FailedCache) -> None:
@@ -154,8 +157,9 @@ class Mover:
         return Frame(header, lambda header: self.shared.load(manifest, header), self._slot_bytes, group.tensors, items)
 
     def _offer_over(self, handle: int) -> None:
-        transfer_id = self._handles.pop(handle)
-        self._open.pop(transfer_id, None)
+        with self._lock:
+            transfer_id = self._handles.pop(handle)
+            self._open.pop(transfer_id, None)
         self.send(EndedOffer(transfer_id))
 
     def _fetch(self, message: FetchCache) -> None:
