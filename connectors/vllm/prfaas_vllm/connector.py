@@ -6,7 +6,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "PrfaasConnector", "kv_r
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -20,13 +20,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.layout import fingerprint_of, groups_of, slot_bytes
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
 
 log = logging.getLogger("vllm.prfaas")
 
@@ -54,7 +59,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kv_transfer_config.kv_load_failure_policy,
             )
         self._planner = TransferPlanner(_goal_rule(vllm_config, kv_cache_config, self._settings.whole_pages_from))
-        self._requests: dict[str, Any] = {}  # Sources, by id.
+        self._requests: dict[str, Request] = {}  # Sources, by id.
         self._transfers: Transfers | None = None
 
     # The scheduler's side.
@@ -64,11 +69,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # The state comes with every transfer, so the destination's own pages count wherever their state is gone.
         return True
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return self._kv_cache_config.transfer_group_ids
 
-    def on_new_request(self, request: Any) -> None:
-        if dropped := self._planner.add(request):
+    def on_new_request(self, request: Request) -> None:
+        dropped = self._planner.add(request)
+        if dropped and request.prompt_token_ids is not None:
             del request.prompt_token_ids[-dropped:]
             del request._all_token_ids[-dropped:]
             request.num_prompt_tokens -= dropped
@@ -76,30 +82,30 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             request.max_tokens = 1
             self._requests[request.request_id] = request
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         external = self._planner.matched(request, num_computed_tokens)
         return external, external > 0
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         self._planner.preempted(scheduler_output.preempted_req_ids or ())
         state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
-            if self._planner.is_source(request_id):
+            if state is not None and self._planner.is_source(request_id):  # vLLM fills it in for every connector
                 self._planner.scheduled(self._requests[request_id], tokens, state.resolve_block_ids(request_id))
         return PrfaasMetadata(self._planner.take(is_idle=not scheduler_output.num_scheduled_tokens))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
 
     def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
 
-    def _finish(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def _finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         return self._planner.finish(request, is_whole=request.status in WHOLE), None
 
@@ -143,7 +149,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._transfers is not None:
             self._transfers.begin(self._plan)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self._transfers is not None:
             self._transfers.fetch(self._plan)
 

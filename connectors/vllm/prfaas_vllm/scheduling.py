@@ -16,7 +16,7 @@ import logging
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +25,7 @@ log = logging.getLogger("vllm.prfaas")
 
 BlockIds = tuple[list[int], ...]
 DIGEST_CHARS: Final = 32
+_Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 
 class VllmRequest(Protocol):
@@ -47,10 +48,10 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["source", "destination"]
     transfer_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
     epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    token: Annotated[str, Meta(max_length=256)]
-    host: Annotated[str, Meta(max_length=253)] = ""
+    token: _Word
+    host: _Word = ""
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    cluster: Annotated[str, Meta(max_length=253)] = ""
+    cluster: _Word = ""
 
 
 @dataclass(frozen=True)
@@ -219,6 +220,11 @@ def leg_of(request: VllmRequest) -> LegParams | None:
     given = request.kv_transfer_params
     params = given.get("prfaas") if isinstance(given, dict) else None  # vLLM passes on what a client made of it
     if params is None:
+        return None
+    if request.prompt_token_ids is None:
+        log.warning(
+            "prfaas: the prompt of %s is embeddings, of which no cache crosses: it is served alone", request.request_id
+        )
         return None
     try:
         return msgspec.convert(params, LegParams)

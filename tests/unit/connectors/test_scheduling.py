@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt
+from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt, leg_of
 from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 
 PAGE = 256
@@ -28,7 +28,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     max_tokens: int = 16
-    prompt_token_ids: list[int] | None = field(default=None)
+    prompt_token_ids: list[int] | None = field(default_factory=lambda: [7])
 
 
 def source(**more: Any) -> Request:
@@ -197,6 +197,37 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
     planner.allocated(request, ([1],), 5)
     assert planner.take(is_idle=False).fetches == []
     assert planner.finish(request, is_whole=False) is False
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"transfer_id": "a" * 200_000},
+        {"transfer_id": "A" * 32},
+        {"epoch": 1 << 70},
+        {"epoch": -1},
+        {"token": "\ud800"},
+        {"token": "t" * 300},
+        {"host": "10.0.0.1\n"},
+        {"host": "h" * 300},
+        {"port": 65_536},
+        {"port": -1},
+        {"cluster": "e u"},
+    ],
+)
+def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[str, Any]):
+    for role in ("source", "destination"):
+        request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
+        assert leg_of(request) is None
+
+
+def test_a_prompt_of_embeddings_is_served_alone():
+    """It has no token ids that could be shortened."""
+    for request in (source(prompt_token_ids=None), destination(prompt_token_ids=None)):
+        planner = TransferPlanner(RULE)
+        assert planner.add(request) == 0
+        assert planner.is_source("r") is False
+        assert planner.matched(request, 0) == 0
 
 
 def test_settings_are_read_from_text_and_numbers_and_faults_are_named():
