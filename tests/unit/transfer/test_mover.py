@@ -1,6 +1,7 @@
 """Two engines and their movers: caches cross bit by bit, and every way of failing gives the memory back."""
 
 import datetime
+import gc
 import mmap
 import os
 import queue
@@ -12,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ from prfaas_transfer.mover.messages import (
 from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS
 
 from ..tls.mounts import Mount
-from ..worker.transfer_bench import eventually
+from ..worker.transfer_bench import descriptors, eventually
 from ..worker.transfer_proxy import Proxy, Seen
 
 PAGE_TOKENS = 4
@@ -320,6 +322,44 @@ def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
         if not over(destination).reason:
             break
         assert time.monotonic() < deadline
+
+
+def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(caplog):
+    port = free_ports(1)[0]
+    engine = Engine(data_port=port)
+    first = children_of(engine)
+    os.kill(first[0], signal.SIGKILL)
+    eventually(lambda: "the mover ended with status -9; another one starts in 1 s" in caplog.text)
+    with socket.create_server(("127.0.0.1", port)):
+        eventually(lambda: f"the mover cannot start: data port 127.0.0.1:{port} cannot be opened" in caplog.text)
+
+    def is_back() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        return False
+
+    eventually(is_back)
+    engine.mover.close()
+
+
+def test_a_closed_mover_leaves_no_process_thread_or_descriptor():
+    def is_followed() -> bool:
+        return any(thread.name == "mover" for thread in threading.enumerate())
+
+    eventually(lambda: not is_followed())  # those of other tests
+    before = descriptors()
+    engine = Engine()
+    process = engine.mover._process
+    assert process is not None
+    assert is_followed()
+    assert descriptors() == before + 3, "the socket, the memory, and the one that its mapping keeps"
+    engine.mover.close()
+    eventually(lambda: not is_followed())
+    assert process.poll() is not None
+    assert descriptors() <= before + 1, "what the mapping keeps goes with the client"
+    del engine
+    gc.collect()
+    eventually(lambda: descriptors() <= before)
 
 
 def test_the_first_rank_serves_the_figures_of_all_ranks(pair):

@@ -19,6 +19,7 @@ import msgspec
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.processes import ends_with_us
+from prfaas.util import backoff_seconds
 from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
     MAX_PARTS,
@@ -47,6 +48,9 @@ log = logging.getLogger(__name__)
 
 START_SECONDS: Final = 60.0
 RESTART_SECONDS: Final = 1.0
+MAX_RESTART_SECONDS: Final = 30.0
+STEADY_SECONDS: Final = 60.0
+"""A mover that ran for so long is started again at once, whatever came before."""
 
 
 class EngineMemory(Protocol):
@@ -81,7 +85,7 @@ class MoverClient:
         self._socket: socket.socket | None = None
         self._offers: set[str] = set()
         self._fetches: set[str] = set()
-        self._closing = False
+        self._closed = threading.Event()
         self._started = threading.Event()
         self._refusal = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,7 +95,7 @@ class MoverClient:
         self.shared = memoryview(mmap.mmap(self._descriptor, options.slots * options.slot_bytes))
         threading.Thread(target=self._run, name="mover", daemon=True).start()
         if not self._started.wait(START_SECONDS) or self._refusal:
-            self._closing = True
+            self.close()
             raise ConfigError(self._refusal or f"the mover did not start within {START_SECONDS:g} s; see its log")
 
     def announce(self, message: AnnounceCache) -> None:
@@ -121,7 +125,7 @@ class MoverClient:
         self._send(message)
 
     def close(self) -> None:
-        self._closing = True
+        self._closed.set()
         with self._lock:
             if self._socket is not None:
                 with suppress(OSError):
@@ -138,32 +142,52 @@ class MoverClient:
             self._fail_open("the mover is not running")
 
     def _run(self) -> None:
-        while not self._closing:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            process = self._process = self._start(theirs)
-            theirs.close()
+        failures = 0
+        try:
+            while not self._closed.is_set():
+                began = time.monotonic()
+                reason = self._follow_one()
+                self._fail_open(reason)
+                if not self._started.is_set():
+                    self._refusal = reason
+                    self._started.set()
+                    return
+                failures = 0 if time.monotonic() - began > STEADY_SECONDS else failures + 1
+                if not self._closed.is_set():
+                    pause_seconds = backoff_seconds(failures, RESTART_SECONDS, MAX_RESTART_SECONDS, jitter=False)
+                    log.error("%s; another one starts in %.0f s", reason, pause_seconds)
+                    self._closed.wait(pause_seconds)
+        finally:
+            os.close(self._descriptor)
+
+    def _follow_one(self) -> str:
+        """Start a mover, and follow it to its end; return why there is none any more."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            try:
+                with theirs:
+                    process = self._process = self._start(theirs)
+            except OSError as error:
+                return f"the mover cannot be started: {error}"
             with self._lock:
                 self._socket = ours
+            refusal = ""
             try:
                 while data := ours.recv(MAX_MESSAGE_BYTES):
-                    self._handle(decode_from_mover(data))
+                    match decode_from_mover(data):
+                        case MoverRefused(reason):
+                            refusal = f"the mover cannot start: {reason}"
+                        case message:
+                            self._handle(message)
             except OSError as error:
                 log.debug("the mover's socket: %s", error)
             except Exception:  # a bug here must cost this mover, never the thread that starts the next
                 log.exception("messages of the mover")
             with self._lock:
                 self._socket = None
-            ours.close()
-            process.kill()
-            status = process.wait()
-            self._fail_open(f"the mover ended with status {status}")
-            if self._refusal or not self._started.is_set():
-                self._refusal = self._refusal or f"the mover ended with status {status} before it was ready"
-                self._started.set()
-                return
-            if not self._closing:
-                log.error("the mover ended with status %d, and starts again", status)
-                time.sleep(RESTART_SECONDS)
+        process.kill()
+        status = process.wait()
+        return refusal or f"the mover ended with status {status}"
 
     def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         descriptors = (theirs.fileno(), self._descriptor)
@@ -191,8 +215,6 @@ class MoverClient:
             case MoverReady(data_port):
                 self.data_port = data_port
                 self._started.set()
-            case MoverRefused(reason):
-                self._refusal = reason
 
     def _copy(self, copy: CopyRequest) -> None:
         view = self.shared[copy.offset : copy.offset + copy.count_bytes]
