@@ -1,0 +1,57 @@
+"""Offers that both sides know from elsewhere: what a destination may say of them, and when."""
+
+from typing import cast
+
+import pytest
+
+from prfaas.errors import CapacityError, PeerError, ProtocolError
+from prfaas.wire.engine import TransferSubject
+from prfaas.wire.frames import Address
+from prfaas.wire.transfer import Hello
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.net import DataStream
+
+from .test_mover import GROUPS, TOKENS
+
+ADDRESS = Address("a" * 32, 7)
+STREAM = cast(DataStream, None)
+
+
+def hello(start_token: int = 0, connection: int = 0) -> Hello:
+    return Hello(token="token", connection=connection, start_token=start_token)
+
+
+@pytest.fixture
+def offers() -> Offers:
+    return Offers(CacheLayout("f", GROUPS, 0), 8001, 1)
+
+
+def announced(offers: Offers, address: Address = ADDRESS) -> Offer:
+    return offers.announce(TransferSubject(3, "request"), address, "token", TOKENS)
+
+
+@pytest.mark.parametrize("start_token", [-1, TOKENS, TOKENS + 1])
+def test_a_destination_that_asks_for_nothing_of_a_cache_hears_its_length(offers, start_token):
+    announced(offers)
+    with pytest.raises(ProtocolError, match=f"asks from token {start_token} of {TOKENS}"):
+        offers.connect(ADDRESS, hello(start_token), "hub", STREAM)
+    assert offers.connect(ADDRESS, hello(TOKENS - 1), "hub", STREAM).manifest.start_token == TOKENS - 1
+
+
+def test_an_announced_cache_belongs_to_the_cluster_that_asked_first(offers):
+    announced(offers)
+    assert offers.connect(ADDRESS, hello(8), "hub", STREAM).subject.peer == "hub"
+    with pytest.raises(PeerError, match="no prefill"):
+        offers.connect(ADDRESS, hello(8, 1), "other", STREAM)
+    assert offers.connect(ADDRESS, hello(0, 1), "hub", STREAM).manifest.start_token == 8, "the first one said it"
+
+
+def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
+    several = Offers(CacheLayout("f", GROUPS, 0), 8001, 2)
+    announced(several)
+    with pytest.raises(ProtocolError, match=f"transfer {ADDRESS.transfer_id} was announced before"):
+        announced(several)
+    announced(several, Address("b" * 32, 7))
+    with pytest.raises(CapacityError, match="2 caches are undelivered already"):
+        announced(several, Address("c" * 32, 7))
