@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
+from prfaas.wire.engine import Stats
 from prfaas.wire.frames import HEADER_BYTES, Kind
 from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, message_frame
 from prfaas_scheduler.engines import LINK
@@ -41,7 +43,7 @@ from prfaas_transfer.mover.messages import (
     MoverOptions,
     decode_from_mover,
 )
-from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS
+from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS, MoverMetrics, serve
 
 from ..tls.mounts import Mount
 from ..worker.transfer_bench import descriptors, eventually
@@ -442,3 +444,15 @@ def test_a_mover_shows_what_the_scheduler_asks_of_a_link_and_the_size_of_a_cache
     state_bytes, token_bytes = 2 * GROUPS[0].nbytes, GROUPS[1].nbytes // PAGE_TOKENS
     assert sizes["1024"] == 2 * (state_bytes + 1024 * token_bytes), "both ranks bring a part"
     assert sizes["65536"] - sizes["1024"] == 2 * (65_536 - 1024) * token_bytes
+
+
+def test_a_rank_that_is_gone_costs_its_own_figures_alone_and_other_paths_are_none(caplog):
+    port, gone = free_ports(2)
+    options = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096)
+    serve("127.0.0.1", port, MoverMetrics(options, lambda: Stats(sent_bytes=5)), (gone,))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics?x=1", timeout=10) as answer:
+        assert 'prfaas_transfer_sent_bytes_total{rank="0"} 5.0' in answer.read().decode()
+    assert f"the figures of the rank at port {gone} are missing" in caplog.text
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10)
+    refused.value.close()
