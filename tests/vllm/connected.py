@@ -53,7 +53,7 @@ class Pair(NamedTuple):
             self.egress.write_text(str(mbps))
         time.sleep(1.5)
 
-    def assert_nothing_is_held(self, free: tuple[int, int], seconds: float = 4.0) -> None:
+    def assert_nothing_is_held(self, free: tuple[int, int], seconds: float = 8.0) -> None:
         """Fail unless both sides' memory is back in time: at once, or where nobody told the source, after its lease."""
         wait_until(lambda: (self.source.free_pages(), self.destination.free_pages()) == free, seconds)
 

@@ -27,6 +27,8 @@ from prfaas_transfer.send import Frame, SendState
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
 
 LEASE_SECONDS = 10
+ANNOUNCED_SECONDS = 30.0
+"""A destination that nobody asked yet may have a queue before it connects; one that wants nothing declines."""
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
@@ -43,7 +45,8 @@ class Offer:
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
         self.log = TransferLog("send", subject, manifest.transfer_id)
-        self.lease = Deadline(LEASE_SECONDS)
+        self.first_lease_seconds = ANNOUNCED_SECONDS if is_announced else LEASE_SECONDS
+        self.lease = Deadline(self.first_lease_seconds)
         self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.
         self.state: PrefillState = "waiting"
         self.streams: dict[int, DataStream] = {}
@@ -58,7 +61,7 @@ class Offer:
         return bool(self.streams)
 
     def note_life(self) -> None:
-        self.lease.renew(LEASE_SECONDS)
+        self.lease.renew(LEASE_SECONDS if self.was_connected else self.first_lease_seconds)
 
     def start_computing(self) -> None:
         self.send_state.compute_started = time.monotonic()
@@ -250,7 +253,7 @@ class Offers:
             if offer.was_connected:
                 self.end(offer, "failed", "the destination was silent or slow for too long, or did not reconnect")
             else:
-                self.end(offer, "expired", f"no destination connected within {LEASE_SECONDS} s")
+                self.end(offer, "expired", f"no destination connected within {offer.first_lease_seconds:g} s")
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
         with self._lock:
@@ -270,10 +273,10 @@ def _bind(offer: Offer, hello: Hello, peer: str, stream: DataStream) -> list[Dat
     """Bind a connection to an offer; return those that it takes over from."""
     offer.start_at(peer, hello.start_token)
     offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
+    offer.was_connected = True
     offer.note_life()
     stale = [other for number, other in offer.streams.items() if number in hello.broken]
     offer.streams[hello.connection] = stream
-    offer.was_connected = True
     return stale
 
 

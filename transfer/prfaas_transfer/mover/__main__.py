@@ -201,7 +201,7 @@ class Mover:
         failed = "cancelled" if pull.is_cancelled else "failed"
         self.counters.count_end(record.end(failed if reason else "delivered", reason, totals))
         self.send(EndedFetch(request_id, reason, state.ledger.received_bytes, state.seconds))
-        if reason and pull.is_cancelled:
+        if reason:
             self._decline(message)
 
 
