@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
-from prfaas_vllm.layout import fingerprint_of, groups_of, slot_bytes
+from prfaas_vllm.fingerprint import fingerprint_of
+from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
@@ -124,7 +125,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         options = MoverOptions(
             host=settings.host,
             data_port=data_port(self._kv_transfer_config.kv_port, mover),
-            fingerprint=fingerprint_of(self._vllm_config),
+            fingerprint=_fingerprint(self._vllm_config),
             groups=tuple(group.layout for group in groups),
             slot_bytes=slot_bytes(groups),
             cluster=settings.cluster,
@@ -178,6 +179,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PrfaasMetadata)  # noqa: S101  # vLLM passes on what build_connector_meta made
         return metadata.plan
+
+
+def _fingerprint(config: VllmConfig) -> str:
+    cache_dtype = str(config.cache_config.cache_dtype)
+    return fingerprint_of(config.model_config, cache_dtype, config.load_config.download_dir)
 
 
 def _goal_rule(config: VllmConfig, caches: KVCacheConfig, whole_pages_from: int) -> GoalRule:

@@ -5,13 +5,10 @@ block at a page's end. Bytes travel as the device holds them, so a group's `spec
 vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -137,21 +134,6 @@ def write_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], receive
     if tensors[0].device.type != "cpu":
         # Of that device: this thread's own device is another one in all ranks but the first.
         torch.accelerator.current_stream(tensors[0].device).synchronize()
-
-
-def fingerprint_of(config: VllmConfig) -> str:
-    """Return a hash of the model's own configuration: instances of one model agree, wherever its files lie."""
-    model = config.model_config
-    fields = dict(model.hf_config.to_dict())
-    for own in ("_name_or_path", "name_or_path", "transformers_version"):
-        fields.pop(own, None)
-    known = {
-        "model": fields,
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "cache_dtype": str(config.cache_config.cache_dtype),
-    }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:

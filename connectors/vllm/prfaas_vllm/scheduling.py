@@ -87,7 +87,7 @@ class Fetching:
 
 
 @dataclass(frozen=True)
-class Declined:
+class DeclineFetch:
     """A destination's own prefix cache has all that its source would send."""
 
     request_id: str
@@ -101,7 +101,7 @@ class StepPlan:
     starts: list[SourceStart] = field(default_factory=list)
     steps: list[SourceStep] = field(default_factory=list)
     fetches: list[Fetching] = field(default_factory=list)
-    declined: list[Declined] = field(default_factory=list)
+    declined: list[DeclineFetch] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
     is_idle: bool = False
 
@@ -174,7 +174,7 @@ class TransferPlanner:
             return
         self._asked.add(request.request_id)
         if not external:
-            self._plan.declined.append(Declined(request.request_id, leg))
+            self._plan.declined.append(DeclineFetch(request.request_id, leg))
             return
         prompt = prompt_digest(request, goal)
         self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt))

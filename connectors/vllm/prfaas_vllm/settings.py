@@ -55,7 +55,7 @@ def data_port(configured: int | None, mover: int) -> int:
     return (configured or WORKER_DATA_PORT) + mover
 
 
-class Parallelism(Protocol):
+class EngineParallelism(Protocol):
     """What is used of vLLM's ParallelConfig."""
 
     pipeline_parallel_size: int
@@ -63,7 +63,7 @@ class Parallelism(Protocol):
     prefill_context_parallel_size: int
 
 
-def require_parallelism(parallel: Parallelism) -> None:
+def require_parallelism(parallel: EngineParallelism) -> None:
     """Raise ConfigError if no rank of an instance holds whole blocks of all layers."""
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
