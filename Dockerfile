@@ -50,11 +50,12 @@ RUN echo "torch; sys_platform == 'none'" >/tmp/without && sed -i 's/^\(include-s
 FROM dependencies-worker-${TORCH} AS build-worker
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --no-deps /dist/*.whl
 
-# Wheels for one processor and every Python that vLLM's images may have. Compiled files have their Python's tag in their
-# names and all else is equal, so that one folder serves all.
+# Wheels for one processor, every Python that vLLM's images may have, and their C library or a later one. Compiled files
+# have their Python's tag in their names and all else is equal, so that one folder serves all.
 FROM build AS build-vllm-connector
 RUN for python in 3.11 3.12 3.13; do \
-      uv pip install -q --constraints requirements.lock.txt --only-binary :all: --python-version $python --target /tmp/$python \
+      uv pip install -q --constraints requirements.lock.txt --only-binary :all: --python-version $python \
+        --python-platform $(uname -m)-manylinux_2_28 --target /tmp/$python \
         msgspec xxhash zstandard cryptography \
    && mkdir -p /prfaas-vllm && cp -r /tmp/$python/. /prfaas-vllm || exit 1; done
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --target /prfaas-vllm --no-deps /dist/*.whl

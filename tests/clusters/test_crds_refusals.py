@@ -90,6 +90,7 @@ POOLS = [
     ),
     ("engine", VLLM | {"args": ["-tp", "8"]}, "spec.engine.args: Forbidden", "spec.parallelism"),
     ("engine", VLLM | {"args": ["--tensor-parallel-size=8"]}, "spec.engine.args: Forbidden", "spec.parallelism"),
+    ("engine", VLLM | {"args": ["--data_parallel_size=8"]}, "spec.engine.args: Forbidden", "spec.parallelism"),
     ("engine", {"type": "dynamo", "image": "x"}, "spec.engine.type: Forbidden", "in a DecodePool only"),
     ("parallelism", {"tensor": 2}, "spec.parallelism: Forbidden", "runs on one device"),
     (

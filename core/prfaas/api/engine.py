@@ -13,10 +13,8 @@ FOREIGN_FLAGS: Final = (
     "model|model-path|served-model-name|port|http-host|http-port|kv-transfer-config|kv-events-config|"
     "disaggregation-mode|disaggregation-bootstrap-port|ssl-keyfile|ssl-certfile|ssl-ca-certs"
 )
-PARALLEL_FLAGS: Final = (
-    "(tensor|pipeline|data)-parallel-size|tp|pp|dp|tp-size|pp-size|dp-size|tensor_parallel_size|pipeline_parallel_size"
-)
-OWN_CONFIG: Final = ("host", "tls_dir", "cluster", "egress_file", "metrics_port")
+PARALLEL_FLAGS: Final = "(tensor|pipeline|data)-parallel-size|(tp|pp|dp)(-size)?"
+OWN_CONFIG: Final = ("host", "tls_dir", "cluster", "egress_file", "metrics_port", "movers")
 """Keys of our connector's extra config that the operator sets."""
 MAX_GPUS: Final = 32
 """Most GPUs of an instance: an instance is one pod, and so on one node."""
@@ -88,7 +86,7 @@ class Engine(ApiModel):
         ),
         Rule(
             f"!(self.type in ['vllm', 'sglang', 'tensorrt-llm']) || !has(self.args) || !self.args.exists(a, "
-            f"a.matches('^--?({PARALLEL_FLAGS})(=|$)'))",
+            f"a.replace('_', '-').matches('^--?({PARALLEL_FLAGS})(=|$)'))",
             "sizes of parallelism stand in spec.parallelism {tensor, pipeline, data}: remove the flag",
             field="args",
             reason="FieldValueForbidden",
