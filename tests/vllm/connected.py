@@ -2,9 +2,10 @@
 
 import random
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,22 +59,43 @@ class Pair(NamedTuple):
         wait_until(lambda: (self.source.free_pages(), self.destination.free_pages()) == free, seconds)
 
 
-def start(host: EngineHost, name: str, port: int, **extra: Any) -> Engine:
+def start(host: EngineHost, name: str, port: int, ranks: int = 1, **extra: Any) -> Engine:
     config = CONNECTOR | {"kv_port": port, "kv_connector_extra_config": extra}
-    return host.start(name, kv_transfer_config=config)
+    return host.start(name, kv_transfer_config=config, **parallel(ranks))
+
+
+def parallel(ranks: int) -> dict[str, Any]:
+    """Return an engine's options for so many tensor-parallel ranks; several are processes of their own."""
+    return {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"} if ranks > 1 else {}
 
 
 @contextmanager
-def started(host: EngineHost, folder: Path, *extras: dict[str, Any]) -> Iterator[Pair]:
-    """Start a source and a destination, each with its own settings beside the common ones."""
-    ports, egress = free_ports(2), folder / "mbps"
+def started(host: EngineHost, folder: Path, *extras: dict[str, Any], ranks: tuple[int, int] = (1, 1)) -> Iterator[Pair]:
+    """Start a source and a destination, each with its own settings beside the common ones, and its own ranks."""
+    ports, egress = [first_of_free_ports(count) for count in ranks], folder / "mbps"
     engines: Sequence[Engine] = [
-        start(host, f"{name}-{port}", port, egress_file=str(egress), **extra)
-        for name, port, extra in zip("sd", ports, extras or ({}, {}), strict=True)
+        start(host, f"{name}-{port}", port, count, egress_file=str(egress), **extra)
+        for name, port, count, extra in zip("sd", ports, ranks, extras or ({}, {}), strict=True)
     ]
     yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress)
     for engine in engines:
         engine.stop()
+
+
+def first_of_free_ports(count: int) -> int:
+    """Return the first of so many ports in a row on which nothing listens."""
+    while True:
+        first = free_ports(1)[0]
+        with ExitStack() as held, suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def on_ranks(engine: Engine, expression: str) -> list[Any]:
+    """Return an expression's value in each rank of an engine; `worker` is vLLM's, `transfers` the connector's."""
+    function = f"lambda worker: (lambda transfers: {expression})({TRANSFERS})"
+    return engine.evaluate(f"core.model_executor.collective_rpc({function})")
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -16,10 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
@@ -44,6 +46,17 @@ class PrfaasMetadata(KVConnectorMetadata):
     """One step's plan, from the scheduler's side to each worker's."""
 
     plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class PrfaasWorkerMetadata(KVConnectorWorkerMetadata):
+    """The requests whose fetch has failed at a rank, to the scheduler's side, which tells the other ranks."""
+
+    failed: set[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, PrfaasWorkerMetadata)  # noqa: S101  # each rank made its own
+        return PrfaasWorkerMetadata(self.failed | other.failed)
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -97,6 +110,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             if state is not None and self._planner.is_source(request_id):  # vLLM fills it in for every connector
                 self._planner.scheduled(self._requests[request_id], tokens, state.resolve_block_ids(request_id))
         return PrfaasMetadata(self._planner.take(is_idle=not scheduler_output.num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        found = connector_output.kv_connector_worker_meta
+        if isinstance(found, PrfaasWorkerMetadata):
+            self._planner.fetches_failed(found.failed)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
@@ -169,6 +187,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         sent, received, failed = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
         return KVConnectorTransferResults(sent, received, failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        failed = self._transfers.take_failed() if self._transfers is not None else set[str]()
+        return PrfaasWorkerMetadata(failed) if failed else None
 
     def shutdown(self) -> None:
         if self._transfers is not None:

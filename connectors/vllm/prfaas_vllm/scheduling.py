@@ -103,6 +103,7 @@ class StepPlan:
     fetches: list[Fetching] = field(default_factory=list)
     declined: list[DeclineFetch] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
+    in_vain: set[str] = field(default_factory=set)  # Requests whose fetch has failed at a rank.
     is_idle: bool = False
 
 
@@ -193,6 +194,10 @@ class TransferPlanner:
         for request_id in request_ids:
             if self._sources.pop(request_id, None) is not None:
                 self._plan.revoked[request_id] = "the source needed its memory for other requests"
+
+    def fetches_failed(self, request_ids: set[str]) -> None:
+        """Note requests whose fetch has failed at a rank: what the other ranks still fetch will not be used."""
+        self._plan.in_vain |= request_ids
 
     def take(self, *, is_idle: bool) -> StepPlan:
         """Return what was noted since the last step."""

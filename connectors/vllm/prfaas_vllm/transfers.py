@@ -56,6 +56,7 @@ class Transfers:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._newly_failed: set[str] = set()
         self._port_of_rank = options.rank
         self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
@@ -72,6 +73,10 @@ class Transfers:
                     source.states.clear()
             if transfer_id is not None:
                 self.mover.fail(transfer_id, reason)
+        with self._lock:
+            in_vain = plan.in_vain & set(self._fetching)
+        for request_id in in_vain:
+            self.mover.cancel_fetch(request_id)
         for start in plan.starts:
             self._announce(start)
 
@@ -125,6 +130,12 @@ class Transfers:
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
         return sent, received, failed
+
+    def take_failed(self) -> set[str]:
+        """Return the requests whose fetch has failed here since the last call."""
+        with self._lock:
+            failed, self._newly_failed = self._newly_failed, set()
+        return failed
 
     # The mover's client calls these.
 
@@ -252,6 +263,7 @@ class Transfers:
             self._received.add(ended.request_id)
             if ended.reason:
                 self._failed.add(ended.request_id)
+                self._newly_failed.add(ended.request_id)
             self._changed.notify_all()
 
 

@@ -257,3 +257,11 @@ def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_
     for parallel in (Parallel(decode_context_parallel_size=8), Parallel(prefill_context_parallel_size=2)):
         with pytest.raises(ConfigError, match="split by tokens: remove --decode-context-parallel-size"):
             require_parallelism(parallel)
+
+
+def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_once():
+    planner = TransferPlanner(RULE)
+    planner.fetches_failed({"r"})
+    planner.fetches_failed({"other"})
+    assert planner.take(is_idle=True).in_vain == {"r", "other"}
+    assert planner.take(is_idle=True).in_vain == set()

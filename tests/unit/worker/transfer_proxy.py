@@ -49,11 +49,11 @@ class Proxy:
     both directions, so that everything passed on before still arrives.
     """
 
-    def __init__(self, source: tuple[str, int], down: Change = as_it_is, up: Change = as_it_is):
+    def __init__(self, source: tuple[str, int], down: Change = as_it_is, up: Change = as_it_is, port: int = 0):
         self._source = source
         self._down = down
         self._up = up
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.address: tuple[str, int] = self._listener.getsockname()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
