@@ -184,10 +184,10 @@ class Peer:
         self._options = msgspec.structs.replace(theirs, **own)
         self.mover = MoverClient(self._options, self, lambda _transfer: None, lambda _ended: None)
 
-    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
         """Leave the slot as it is."""
 
-    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
+    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
         """Do nothing: a source gets no bytes."""
 
     @contextmanager

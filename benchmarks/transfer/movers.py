@@ -85,10 +85,10 @@ class PagedCache:
         first, pages = part.start_token // PAGE_TOKENS, max(1, part.tokens // PAGE_TOKENS)
         return self.layers[part.layer][first * self.shape.page_bytes : (first + pages) * self.shape.page_bytes]
 
-    def load(self, _transfer_id: str, part: CopyPart, room: memoryview) -> None:
+    def load(self, _key: str, part: CopyPart, room: memoryview) -> None:
         np.copyto(np.frombuffer(room, np.uint8), self.of(part))
 
-    def land(self, _request_id: str, part: CopyPart, received: memoryview) -> None:
+    def land(self, _key: str, part: CopyPart, received: memoryview) -> None:
         np.copyto(self.of(part), np.frombuffer(received, np.uint8))
 
 

@@ -31,6 +31,7 @@ class Pair(NamedTuple):
     destination: Engine
     port: int
     egress: Path
+    ranks: tuple[int, int] = (1, 1)
 
     def legs(self, **other: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         common = {
@@ -38,8 +39,9 @@ class Pair(NamedTuple):
             "epoch": secrets.randbits(48),
             "token": secrets.token_urlsafe(8),
         }
-        where = {"host": "127.0.0.1", "port": self.port, "cluster": ""} | other
-        return ({"prfaas": common | {"role": "source"}}, {"prfaas": common | where | {"role": "destination"}})
+        where = {"host": "127.0.0.1", "port": self.port, "cluster": "", "ranks": self.ranks[0]} | other
+        source = common | {"role": "source", "ranks": self.ranks[1]}
+        return {"prfaas": source}, {"prfaas": common | where | {"role": "destination"}}
 
     def offload(self, ids: list[int], tokens: int = TOKENS, **other: Any) -> tuple[Running, Running]:
         """Send both legs at once."""
@@ -77,7 +79,7 @@ def started(host: EngineHost, folder: Path, *extras: dict[str, Any], ranks: tupl
         start(host, f"{name}-{port}", port, count, egress_file=str(egress), **extra)
         for name, port, count, extra in zip("sd", ports, ranks, extras or ({}, {}), strict=True)
     ]
-    yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress)
+    yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress, ranks)
     for engine in engines:
         engine.stop()
 

@@ -9,12 +9,11 @@ from prfaas_sandbox.vllm import checkout_path
 
 from .engines import VARIABLES
 
-SCRIPT = Path(__file__).with_name("kda_caches.py")
 
-
-def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(vllm_python: Path):
+def run(python: Path, script: str) -> str:
+    """Return the last line that a script says in vLLM's environment."""
     found = subprocess.run(
-        [vllm_python, SCRIPT],
+        [python, Path(__file__).with_name(script)],
         env=os.environ | VARIABLES | {"PYTHONPATH": checkout_path()},
         capture_output=True,
         text=True,
@@ -22,10 +21,23 @@ def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_chang
         check=False,
     )
     assert found.returncode == 0, found.stderr[-2000:]
-    said = json.loads(found.stdout.splitlines()[-1])
+    return found.stdout.splitlines()[-1]
+
+
+def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(vllm_python: Path):
+    said = json.loads(run(vllm_python, "kda_caches.py"))
     assert (said["received"], said["failed"]) == (["d"], [])
     assert said["same"] == {"state": True, "pages": [False, True, True, True], "others": False}
     (_, state, state_types), (_, page, page_types) = said["groups"]
     assert state.startswith("MambaSpec")
     assert page == "MLAAttentionSpec 1 heads of 576 bfloat16 64x576 cpu"
     assert (state_types, page_types) == (["bfloat16", "float32"], ["bfloat16"])
+
+
+def test_heads_find_their_ranks_between_instances_of_other_numbers_of_ranks(vllm_python: Path):
+    """Also of caches that only GPUs have: heads inside rows, fewer of them than ranks, and MLA."""
+    found = json.loads(run(vllm_python, "rank_caches.py"))
+    for pair in found:
+        assert pair["failed"] == [], pair
+        assert not any(pair["wrong"]), pair
+    assert {tuple(pair["pair"]) for pair in found} >= {(1, 2), (2, 1), (4, 1), (1, 4), (4, 2)}

@@ -97,7 +97,7 @@ class DataPort:
                     f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
                 )
             self._traffic.auth.check(stream)
-            self._await_announced(stream, address)
+            self._await_announced(stream, address, hello.rank)
             cluster = stream.peer.cluster if stream.peer else ""
             offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
@@ -109,10 +109,10 @@ class DataPort:
         finally:
             self._offers.disconnect(offer, hello.connection)
 
-    def _await_announced(self, stream: DataStream, address: Address) -> None:
+    def _await_announced(self, stream: DataStream, address: Address, rank: int) -> None:
         """Let a destination wait that came before the source knew of the transfer."""
         deadline = Deadline(self._patience_seconds)
-        while not deadline.is_over and not self._offers.await_announced(address.transfer_id, KEEP_ALIVE_SECONDS):
+        while not deadline.is_over and not self._offers.await_announced(address.transfer_id, rank, KEEP_ALIVE_SECONDS):
             stream.send([message_frame(Kind.KEEP_ALIVE, address)])
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:

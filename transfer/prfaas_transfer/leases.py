@@ -143,7 +143,7 @@ class Offers:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._announced = threading.Condition(self._lock)
-        self._offers: dict[str, Offer] = {}
+        self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
         # A restarted instance does not repeat the epochs of its former life.
         self._epoch = secrets.randbits(48)
         self.counters = counters or TransferCounters()
@@ -160,7 +160,7 @@ class Offers:
             self._epoch += 1
             address = Address(secrets.token_hex(16), self._epoch)
             manifest = self._layout.manifest(address, start_token, end_token, is_prefix=subject.what == "prefix")
-            offer = self._offers[manifest.transfer_id] = Offer(subject, manifest, token)
+            offer = self._offers[_place(manifest)] = Offer(subject, manifest, token)
         offer.log.mark("granted", tokens=end_token, start_token=manifest.start_token)
         return offer, PrefillGrant(
             transfer_id=manifest.transfer_id,
@@ -171,26 +171,23 @@ class Offers:
             expires_seconds=LEASE_SECONDS,
         )
 
-    def announce(
-        self, subject: TransferSubject, address: Address, token: str, end_token: int, prompt: str = ""
-    ) -> Offer:
+    def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
-        CapacityError if too many are open, ProtocolError if this transfer was announced before."""
-        manifest = self._layout.manifest(address, 0, end_token, is_prefix=True, prompt=prompt)
+        CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank."""
         with self._lock:
             if len(self._offers) >= self._capacity:
                 raise CapacityError(f"{self._capacity} caches are undelivered already")
-            if address.transfer_id in self._offers:
-                raise ProtocolError(f"transfer {address.transfer_id} was announced before")
-            offer = self._offers[address.transfer_id] = Offer(subject, manifest, token, is_announced=True)
+            if _place(manifest) in self._offers:
+                raise ProtocolError(f"transfer {manifest.transfer_id} was announced before")
+            offer = self._offers[_place(manifest)] = Offer(subject, manifest, token, is_announced=True)
             self._announced.notify_all()
-        offer.log.mark("granted", tokens=end_token)
+        offer.log.mark("granted", tokens=manifest.end_token)
         return offer
 
-    def await_announced(self, transfer_id: str, seconds: float) -> bool:
-        """Wait until a transfer is open; False after so many seconds."""
+    def await_announced(self, transfer_id: str, rank: int, seconds: float) -> bool:
+        """Wait until a transfer is open for a destination's rank; False after so many seconds."""
         with self._lock:
-            return self._announced.wait_for(lambda: transfer_id in self._offers, seconds)
+            return self._announced.wait_for(lambda: (transfer_id, rank) in self._offers, seconds)
 
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,
@@ -209,7 +206,7 @@ class Offers:
         return offer
 
     def _known(self, address: Address, hello: Hello, peer: str) -> Offer:
-        offer = self._offers.get(address.transfer_id)
+        offer = self._offers.get((address.transfer_id, hello.rank))
         known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
         if offer is None or not known or offer.manifest.epoch != address.epoch:
             raise _unknown(address)
@@ -229,7 +226,7 @@ class Offers:
     def end(self, offer: Offer, outcome: TransferOutcome, reason: str = "") -> None:
         """End an offer; `reason` is empty after a delivery or an earlier failure. Only the first call counts."""
         with self._lock:
-            if self._offers.pop(offer.manifest.transfer_id, None) is None:
+            if self._offers.pop(_place(offer.manifest), None) is None:
                 return
             offer.ended = True
             released = not offer.streams
@@ -241,7 +238,7 @@ class Offers:
 
     def cancel(self, transfer_id: str) -> None:
         with self._lock:
-            offer = self._offers.get(transfer_id)
+            offer = self._offers.get((transfer_id, 0))
         if offer is not None:
             self.end(offer, "cancelled", UNWANTED)
 
@@ -257,7 +254,7 @@ class Offers:
 
     def status(self, transfer_id: str) -> PrefillStatus | None:
         with self._lock:
-            offer = self._offers.get(transfer_id)
+            offer = self._offers.get((transfer_id, 0))
         if offer is None:
             return None
         return PrefillStatus(
@@ -267,6 +264,10 @@ class Offers:
             prompt_tokens=offer.manifest.end_token,
             connected=offer.connected,
         )
+
+
+def _place(manifest: Manifest) -> tuple[str, int]:
+    return manifest.transfer_id, manifest.rank
 
 
 def _bind(offer: Offer, hello: Hello, peer: str, stream: DataStream) -> list[DataStream]:

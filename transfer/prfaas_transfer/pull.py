@@ -322,9 +322,9 @@ class Pull:
             self._changed.notify_all()
 
 
-def decline(connections: Connections, source: SourceAddress, token: str, address: Address) -> None:
-    """Tell a source that nobody wants its cache any more. Raises PeerError: it was not told, and keeps it for its
-    lease."""
+def decline(connections: Connections, source: SourceAddress, token: str, address: Address, rank: int = 0) -> None:
+    """Tell a source that nobody wants this part of its cache any more. Raises PeerError: it was not told, and keeps it
+    for its lease."""
     patience = Deadline(NO_PROGRESS_SECONDS)
 
     def check_patience(_silent_seconds: float = 0.0) -> None:
@@ -333,7 +333,7 @@ def decline(connections: Connections, source: SourceAddress, token: str, address
 
     stream = connections.open(source)
     try:
-        stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True))])
+        stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True, rank=rank))])
         while receive_message(stream, check_patience, MAX_MESSAGE_BYTES)[0].kind != Kind.ABORT:
             check_patience()
     finally:

@@ -4,5 +4,7 @@ connector.py   vLLM's interface; passes every call on
 scheduling.py  the scheduler's side: which tokens cross, for which requests (no torch, no vLLM)
 transfers.py   the worker's side: pages and states, to and from the mover
 layout.py      vLLM's cache groups as groups of a manifest, and copies of their pages
+slices.py      what crosses between ranks of instances whose tensor parallelism differs
+ranks.py       how heads divide among ranks (no torch, no vLLM)
 settings.py    supported versions and the options of kv_connector_extra_config
 """

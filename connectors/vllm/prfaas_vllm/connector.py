@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
+from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
@@ -137,9 +138,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM 0.32 dies of SIGILL if a process's first step has four tokens or fewer, on a processor with AMX. A
             # destination's first step may have one.
             torch.cpu._init_amx()
-        groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first))
-        rank, parallel, settings = get_tensor_model_parallel_rank(), self._vllm_config.parallel_config, self._settings
-        mover = parallel.data_parallel_index * parallel.world_size + rank
+        parallel, settings = self._vllm_config.parallel_config, self._settings
+        own = RankOf(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
+        kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first), own, kv_heads)
+        mover = parallel.data_parallel_index * parallel.world_size + own.rank
         options = MoverOptions(
             host=settings.host,
             data_port=data_port(self._kv_transfer_config.kv_port, mover),
@@ -147,8 +150,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             groups=tuple(group.layout for group in groups),
             slot_bytes=slot_bytes(groups),
             cluster=settings.cluster,
-            rank=rank,
-            ranks=parallel.tensor_parallel_size,
+            rank=own.rank,
+            ranks=own.ranks,
             mover=mover,
             movers=settings.movers or parallel.data_parallel_size * parallel.world_size,
             metrics_port=settings.metrics_port,

@@ -2,9 +2,11 @@
 
 A row of an attention group is a block: on CPUs a block has no rows by token. A linear group has a state a layer, in the
 block at a page's end. Bytes travel as the device holds them, so a group's `spec` names all that gives them a meaning:
-vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other.
+vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other. Where a
+group's heads are known, `spec` tells those of all ranks, and any rank's part can be cut out of a block.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,23 +17,41 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas.wire.transfer import ITEM_BYTES, LayerGroup, TensorLayout
+from prfaas_vllm.ranks import ByteRun, HeadMap, HeadRows, HeadSection, RankOf, bytes_of
 
+HEAD_AXIS = 1
+"""Of vLLM's view of a layer's attention: blocks, heads, rows, columns."""
 FRAME_BYTES = 4 << 20
 """Blocks of one layer leave in frames of about this size at most."""
 
 
+class TensorCut(NamedTuple):
+    """Where a slice's bytes of a tensor lie in a block, and in the slice, which has so many bytes a block."""
+
+    held: Sequence[ByteRun]
+    cut: Sequence[ByteRun]
+    cut_bytes: int
+
+
 class VllmGroup(NamedTuple):
-    """One transfer group: its number among vLLM's groups, and of each layer index its tensors as [blocks, bytes]."""
+    """One transfer group: its number among vLLM's groups, and of each layer index its tensors as [blocks, bytes].
+
+    `heads` tells of each tensor what its bytes are; empty if that is not known. `order` tells of a memory that has the
+    axes of a block in another order than vLLM's views.
+    """
 
     number: int
     layout: LayerGroup
     tensors: Mapping[int, Sequence[torch.Tensor]]
+    heads: tuple[HeadMap, ...] = ()
+    order: str = ""
 
     @property
     def page_tokens(self) -> int:
@@ -48,8 +68,12 @@ class VllmGroup(NamedTuple):
         return found
 
 
-def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str) -> tuple[VllmGroup, ...]:
-    """Return all groups that cross. Raises ConfigError for a kind of cache that cannot."""
+def groups_of(
+    config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str, own: RankOf | None = None, kv_heads: int = 0
+) -> tuple[VllmGroup, ...]:
+    """Return all groups that cross, of this rank; `kv_heads` are the model's, 0 if each rank has its own. Raises
+    ConfigError for a kind of cache that cannot cross."""
+    own = own or RankOf()
     found = []
     for number in config.transfer_group_ids:
         group = config.kv_cache_groups[number]
@@ -65,14 +89,27 @@ def groups_of(config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str
                     f"the caches of {group.layer_names[0]} and {name} differ in form within a group, which "
                     "PrfaasConnector cannot carry: use engine.transfer.connector Nixl for this model"
                 )
+        views = caches[group.layer_names[0]]
+        views = list(views) if isinstance(views, (list, tuple)) else [views]
+        heads = _heads_of(spec, views, config.num_blocks, own, kv_heads)
+        if [bytes_of(each, own) for each in heads] != [part.shape[1] * part.element_size() for part in first]:
+            heads = ()
+        order = _order_text(views[0])
         tensors = {layer: [part.view(torch.uint8) for part in of_layer] for layer, of_layer in parts.items()}
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
         layouts = tuple(_layout(f"part{at}", axes, part) for at, part in enumerate(first))
-        name = _describe(spec, device_kind, _shape_as_held(caches[group.layer_names[0]]))
+        name = with_order(_describe(spec, heads, views[0], device_kind), heads, order, own)
         layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, name)
-        found.append(VllmGroup(number, layout, tensors))
+        found.append(VllmGroup(number, layout, tensors, heads, order))
     return tuple(found)
+
+
+def with_order(spec: str, heads: Sequence[HeadMap], order: str, part: RankOf) -> str:
+    """Return a group's `spec` for a part of it: one head's bytes have no order."""
+    sections = [each for tensor in heads for rows in tensor for each in rows.sections]
+    several = any(part.heads(each.heads)[1] > 1 for each in sections)
+    return spec.removesuffix(order) + (order if several or not heads else "")
 
 
 def frame_tokens(group: LayerGroup) -> int:
@@ -82,11 +119,44 @@ def frame_tokens(group: LayerGroup) -> int:
 
 def slot_bytes(groups: Sequence[VllmGroup]) -> int:
     """Return the largest part that travels in one frame."""
-    largest = [
-        group.layout.nbytes if group.layout.kind == "linear" else group.layout.rows_bytes(frame_tokens(group.layout))
-        for group in groups
-    ]
-    return -(-max(largest) // 4096) * 4096
+    largest = max(FRAME_BYTES, *(group.layout.nbytes for group in groups))  # other ranks' frames are full otherwise
+    return -(-largest // 4096) * 4096
+
+
+def read_slice(
+    tensors: Sequence[torch.Tensor], blocks: Sequence[int], room: memoryview, cuts: Sequence[TensorCut]
+) -> None:
+    """Copy a slice of blocks into plain memory, tensor after tensor; returns when it is there."""
+    at = 0
+    for tensor, (held, cut, cut_bytes) in zip(tensors, cuts, strict=True):
+        picked = tensor.index_select(0, torch.tensor(blocks, device=tensor.device))
+        made = torch.empty((len(blocks), cut_bytes), dtype=torch.uint8, device=tensor.device)
+        for source, target in zip(held, cut, strict=True):
+            _run(made, target).copy_(_run(picked, source))
+        torch.frombuffer(room[at : at + made.numel()], dtype=torch.uint8).view(made.shape).copy_(made)
+        at += made.numel()
+
+
+def write_slice(
+    tensors: Sequence[torch.Tensor], blocks: Sequence[int], received: memoryview, cuts: Sequence[TensorCut]
+) -> None:
+    """Copy plain memory into a slice of blocks, as `read_slice` wrote it; returns when it is there."""
+    at = 0
+    for tensor, (held, cut, cut_bytes) in zip(tensors, cuts, strict=True):
+        count = len(blocks) * cut_bytes
+        source = torch.frombuffer(received[at : at + count], dtype=torch.uint8).view(len(blocks), cut_bytes)
+        source, index = source.to(tensor.device), torch.tensor(blocks, device=tensor.device)
+        for target, part in zip(held, cut, strict=True):
+            _run(tensor, target).index_copy_(0, index, _run(source, part))
+        at += count
+    _synchronize(tensors[0])
+
+
+def blocks_of_bytes(tensors: Sequence[torch.Tensor], state: bytes) -> list[torch.Tensor]:
+    """Return what `read_blocks` wrote of one block as tensors of one block each."""
+    ends = list(itertools.accumulate(tensor.shape[1] for tensor in tensors))
+    whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    return [whole[first:end].unsqueeze(0) for first, end in itertools.pairwise([0, *ends])]
 
 
 def numbered(names: Sequence[str]) -> dict[str, int]:
@@ -131,9 +201,7 @@ def write_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], receive
         index = torch.tensor(blocks, device=tensor.device)
         tensor.index_copy_(0, index, source.to(tensor.device))
         at += count
-    if tensors[0].device.type != "cpu":
-        # Of that device: this thread's own device is another one in all ranks but the first.
-        torch.accelerator.current_stream(tensors[0].device).synchronize()
+    _synchronize(tensors[0])
 
 
 def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
@@ -145,6 +213,65 @@ def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
             "linear states can: use engine.transfer.connector Nixl for this model"
         )
     return spec
+
+
+def _synchronize(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu":
+        # Of that device: this thread's own device is another one in all ranks but the first.
+        torch.accelerator.current_stream(tensor.device).synchronize()
+
+
+def _run(blocks: torch.Tensor, run: ByteRun) -> torch.Tensor:
+    """Return a run's bytes in each block, as a view."""
+    shape, strides = (blocks.shape[0], run.rows, run.width), (blocks.stride(0), run.apart, 1)
+    return blocks.as_strided(shape, strides, blocks.storage_offset() + run.first)
+
+
+def _heads_of(
+    spec: KVCacheSpec, views: Sequence[torch.Tensor], num_blocks: int, own: RankOf, kv_heads: int
+) -> tuple[HeadMap, ...]:
+    """Return the heads in a block of each of a layer's tensors; nothing if they are not known."""
+    if isinstance(spec, MambaSpec):
+        states = _heads_of_state(spec, own.ranks)
+        return (states,) if len(views) == 1 else tuple((state,) for state in states)
+    ratios = [view.shape[0] // num_blocks for view in views]
+    if isinstance(spec, MLAAttentionSpec):
+        return tuple((_whole(view[0].nbytes * ratio),) for view, ratio in zip(views, ratios, strict=True))
+    if any(view.dim() != 4 or view.shape[1] != spec.num_kv_heads for view in views):
+        return ()
+    heads = kv_heads if 0 < kv_heads < own.ranks else spec.num_kv_heads * own.ranks
+    found: list[HeadMap] = []
+    for view, ratio in zip(views, ratios, strict=True):
+        _, _, rows, columns = view.shape
+        rows_a_run = rows if view.stride(1) >= view.stride(2) else 1  # a head's rows together, or a row's heads
+        size = rows_a_run * columns * view.element_size()
+        found.append((HeadRows(ratio * rows // rows_a_run, (HeadSection(heads, size),)),))
+    return tuple(found)
+
+
+def _heads_of_state(spec: MambaSpec, ranks: int) -> HeadMap:
+    """Return the heads of a state: of gated linear attention alone (GDN and KDA), whose convolution is q, k and v."""
+    is_known = spec.mamba_type.name == "GDN_ATTN" and [len(shape) for shape in spec.shapes] == [2, 3]
+    if spec.tp_replicated or not is_known:
+        return ()
+    conv, (heads, value_dim, key_dim) = spec.shapes
+    rows, channels = min(conv), max(conv)
+    keys, rest = divmod(channels - heads * value_dim, 2 * key_dim)
+    if rest or keys < 1:
+        return ()
+    item_bytes, state_bytes = spec.dtypes[0].itemsize, value_dim * key_dim * spec.dtypes[1].itemsize
+    is_dim_first = conv[0] == channels
+    each = item_bytes * (rows if is_dim_first else 1)
+    key, value = HeadSection(keys * ranks, key_dim * each), HeadSection(heads * ranks, value_dim * each)
+    return (
+        HeadRows(1 if is_dim_first else rows, (key, key, value)),
+        HeadRows(1, (HeadSection(heads * ranks, state_bytes),)),
+    )
+
+
+def _whole(count_bytes: int) -> HeadRows:
+    """Return what every rank holds whole."""
+    return HeadRows(1, (HeadSection(1, count_bytes),))
 
 
 def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
@@ -173,13 +300,18 @@ def _flat_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Te
 
 def _axes_as_held(tensor: torch.Tensor) -> list[int]:
     """Return the axes behind the blocks, outermost in memory first: kernels for GPUs want tokens before heads."""
-    return sorted(range(1, tensor.dim()), key=tensor.stride, reverse=True)
+    return sorted(range(1, tensor.dim()), key=lambda axis: -tensor.stride(axis))
 
 
-def _shape_as_held(cache: Any) -> tuple[int, ...]:
+def _shape_as_held(tensor: torch.Tensor, without: int = 0) -> tuple[int, ...]:
     """Return the shape of a kernel's block in memory, without axes of one: what its bytes mean beside their number."""
-    tensor = cache[0] if isinstance(cache, (list, tuple)) else cache
-    return tuple(tensor.shape[axis] for axis in _axes_as_held(tensor) if tensor.shape[axis] > 1)
+    axes = [axis for axis in _axes_as_held(tensor) if axis != without]
+    return tuple(tensor.shape[axis] for axis in axes if tensor.shape[axis] > 1)
+
+
+def _order_text(tensor: torch.Tensor) -> str:
+    order = _axes_as_held(tensor)
+    return "" if order == sorted(order) else f" axes {' '.join(map(str, order))}"
 
 
 def _form(part: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -194,10 +326,15 @@ def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayou
     return TensorLayout(name, axes, (part.shape[1] * part.element_size(),), "uint8")
 
 
-def _describe(spec: KVCacheSpec, device_kind: str, held: tuple[int, ...]) -> str:
+def _describe(spec: KVCacheSpec, tensors: Sequence[HeadMap], view: torch.Tensor, device_kind: str) -> str:
     if isinstance(spec, MambaSpec):
+        kind = f"{type(spec).__name__} {spec.mamba_type.name}"
+        parts = ", ".join(rows.text for tensor in tensors for rows in tensor)
         shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        return f"{type(spec).__name__} {spec.mamba_type.name} {shapes} {device_kind}".replace("torch.", "")
-    heads = f"{getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"
-    blocks = "x".join(map(str, held))
+        told = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
+        return f"{kind} {told} {device_kind}".replace("torch.", "")
+    count = tensors[0][0].sections[0].heads if tensors else getattr(spec, "num_kv_heads", 1)
+    heads = f"{count} heads of {getattr(spec, 'head_size', 0)}"
+    is_shared_out = tensors and not isinstance(spec, MLAAttentionSpec)
+    blocks = "x".join(map(str, _shape_as_held(view, HEAD_AXIS if is_shared_out else 0)))
     return f"{type(spec).__name__} {heads} {getattr(spec, 'dtype', '')} {blocks} {device_kind}".replace("torch.", "")

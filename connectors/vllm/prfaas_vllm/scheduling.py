@@ -25,6 +25,7 @@ log = logging.getLogger("vllm.prfaas")
 
 BlockIds = tuple[list[int], ...]
 DIGEST_CHARS: Final = 32
+MAX_RANKS: Final = 64
 _Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 
@@ -40,7 +41,8 @@ class VllmRequest(Protocol):
 
 
 class LegParams(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged.
+    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged. `ranks` are
+    the other instance's tensor-parallel ranks; 0: as many as here.
 
     Whoever reaches vLLM's port may say it. So all of it fits into one message to the mover, and into a frame's header.
     """
@@ -52,6 +54,7 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     host: _Word = ""
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     cluster: _Word = ""
+    ranks: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,22 @@ from dataclasses import dataclass, field
 
 import torch
 
-from prfaas.errors import PeerError
+from prfaas.errors import ConfigError, PeerError
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
-from prfaas_vllm.layout import VllmGroup, frame_tokens, read_blocks, started_kernels, write_blocks
-from prfaas_vllm.scheduling import BlockIds, Fetching, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.layout import (
+    VllmGroup,
+    blocks_of_bytes,
+    frame_tokens,
+    read_blocks,
+    read_slice,
+    started_kernels,
+    write_blocks,
+    write_slice,
+)
+from prfaas_vllm.ranks import RankOf
+from prfaas_vllm.scheduling import BlockIds, Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.slices import RankSlice, slices_of
 
 log = logging.getLogger("vllm.prfaas")
 
@@ -31,14 +42,24 @@ IDLE_SECONDS = 0.005
 
 @dataclass
 class _Source:
-    """A request whose cache is offered."""
+    """A request whose cache is offered, in slices: of the open offers by their keys."""
 
     start: SourceStart
+    open: dict[str, RankSlice]
     began: float = field(default_factory=time.monotonic)
     block_ids: BlockIds = ()
     put_tokens: dict[int, int] = field(default_factory=dict)  # By group: tokens of which the mover knows.
     states: dict[tuple[int, int], bytes] = field(default_factory=dict)  # By group and layer, copied.
     is_finished: bool = False
+
+
+@dataclass
+class _Fetch:
+    """A request whose cache comes, in slices; `reason` is why it will not be whole."""
+
+    fetching: Fetching
+    open: dict[str, RankSlice]
+    reason: str = ""
 
 
 class Transfers:
@@ -51,13 +72,15 @@ class Transfers:
         self._changed = threading.Condition(self._lock)
         self._sources: dict[str, _Source] = {}  # By transfer.
         self._transfer_of: dict[str, str] = {}  # By request.
-        self._fetching: dict[str, Fetching] = {}
+        self._offers: dict[str, _Source] = {}  # By key.
+        self._fetching: dict[str, _Fetch] = {}  # By request.
+        self._fetches: dict[str, _Fetch] = {}  # By key.
         self._ended_requests: set[str] = set()  # vLLM waits for the offers of these.
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._newly_failed: set[str] = set()
-        self._port_of_rank = options.rank
+        self._own = RankOf(options.rank, options.ranks)
         self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
         self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
@@ -71,40 +94,31 @@ class Transfers:
                 if source is not None:
                     source.block_ids = ()
                     source.states.clear()
-            if transfer_id is not None:
-                self.mover.fail(transfer_id, reason)
-        with self._lock:
-            in_vain = plan.in_vain & set(self._fetching)
-        for request_id in in_vain:
-            self.mover.cancel_fetch(request_id)
+                keys = list(source.open) if source is not None else []
+            for key in keys:
+                self.mover.fail(key, reason)
+        self._cancel(plan.in_vain)
         for start in plan.starts:
             self._announce(start)
 
     def fetch(self, plan: StepPlan) -> None:
         """Ask for the caches that this step's new destinations wait for; decline those that they have."""
-        for request_id, leg in ((one.request_id, one.leg) for one in plan.declined):
-            port = leg.port + self._port_of_rank
-            self.mover.decline(
-                DeclineCache(request_id, leg.transfer_id, leg.epoch, leg.token, leg.host, port, leg.cluster)
-            )
+        for declined in plan.declined:
+            for message in self._declines(declined.request_id, declined.leg):
+                self.mover.decline(message)
         for fetching in plan.fetches:
-            leg = fetching.leg
+            try:
+                parts = slices_of(self._groups, self._own, fetching.leg.ranks, is_source=False)
+            except ConfigError as error:
+                self._refuse(fetching.request_id, str(error))
+                continue
+            messages = [_fetch_message(fetching, part) for part in parts]
+            found = _Fetch(fetching, {message.key: part for message, part in zip(messages, parts, strict=True)})
             with self._lock:
-                self._fetching[fetching.request_id] = fetching
-            self.mover.fetch(
-                FetchCache(
-                    fetching.request_id,
-                    leg.transfer_id,
-                    leg.epoch,
-                    leg.token,
-                    leg.host,
-                    leg.port + self._port_of_rank,
-                    leg.cluster,
-                    fetching.start,
-                    fetching.goal,
-                    fetching.prompt,
-                )
-            )
+                self._fetching[fetching.request_id] = found
+                self._fetches.update(dict.fromkeys(found.open, found))
+            for message in messages:
+                self.mover.fetch(message)
 
     def end_step(self, plan: StepPlan) -> None:
         """After the model ran: hand on what it computed."""
@@ -118,8 +132,7 @@ class Transfers:
         """Return requests whose caches were sent, were received, and were received in vain (these are received, too).
 
         `ended_requests` are over for vLLM, which keeps the blocks of sources until they are reported here."""
-        for request_id in ended_requests & self._fetching.keys():
-            self.mover.cancel_fetch(request_id)
+        self._cancel(ended_requests)
         with self._changed:
             self._ended_requests |= ended_requests & (self._transfer_of.keys() | self._sent)
             if is_idle and (self._fetching or self._sources) and not (self._received or self._sent):
@@ -139,45 +152,68 @@ class Transfers:
 
     # The mover's client calls these.
 
-    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
         group = self._groups[part.group]
         with self._lock:  # a request that is revoked meanwhile waits for this copy
-            source = self._sources.get(transfer_id)
+            source = self._offers.get(key)
             if source is None or not source.block_ids:
                 raise PeerError("the request has lost its blocks")
+            cuts, tensors = source.open[key].cuts, group.tensors[part.layer]
             if not part.tokens:
-                room[:] = source.states[part.group, part.layer]
+                state = source.states[part.group, part.layer]
+                if cuts:
+                    read_slice(blocks_of_bytes(tensors, state), [0], room, cuts[part.group])
+                else:
+                    room[:] = state
                 return
             blocks = group.blocks_of(source.block_ids[group.number], part.start_token, part.tokens)
-            read_blocks(group.tensors[part.layer], blocks, room)
+            if cuts:
+                read_slice(tensors, blocks, room, cuts[part.group])
+            else:
+                read_blocks(tensors, blocks, room)
 
-    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
+    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
         group = self._groups[part.group]
         with self._lock:
-            fetching = self._fetching[request_id]
+            fetch = self._fetches[key]
+            fetching, cuts = fetch.fetching, fetch.open[key].cuts
         start_token = part.start_token if part.tokens else fetching.goal
         blocks = group.blocks_of(fetching.block_ids[group.number], start_token, part.tokens)
         if 0 in blocks:
             raise PeerError(f"rows from token {start_token} have no block here")
-        write_blocks(group.tensors[part.layer], blocks, received)
+        if cuts:
+            write_slice(group.tensors[part.layer], blocks, received, cuts[part.group])
+        else:
+            write_blocks(group.tensors[part.layer], blocks, received)
 
     def _announce(self, start: SourceStart) -> None:
         leg = start.leg
+        given = (leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
+        try:
+            parts = slices_of(self._groups, self._own, leg.ranks, is_source=True)
+        except ConfigError as error:
+            log.warning("prfaas: the cache of %s is not offered: %s", start.request_id, error)
+            parts = ()
+        messages = [AnnounceCache(*given, part.wire) for part in parts]
         with self._lock:
             if leg.transfer_id in self._sources:
                 log.warning("prfaas: transfer of %s has begun before, under another request", start.request_id)
+                parts = ()
+            if not parts:
                 self._sent.add(start.request_id)
                 return
-            self._sources[leg.transfer_id] = _Source(start)
+            source = _Source(start, {message.key: part for message, part in zip(messages, parts, strict=True)})
+            self._sources[leg.transfer_id] = source
+            self._offers.update(dict.fromkeys(source.open, source))
             self._transfer_of[start.request_id] = leg.transfer_id
-        self.mover.announce(
-            AnnounceCache(leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
-        )
+        for message in messages:
+            self.mover.announce(message)
 
     def _put(self, source: _Source, step: SourceStep) -> None:
-        goal, transfer_id = source.start.goal, source.start.leg.transfer_id
+        goal = source.start.goal
         with self._lock:
             source.block_ids = step.block_ids
+            keys = list(source.open)
         parts: list[CopyPart] = []
         for number, group in enumerate(self._groups):
             if group.layout.kind == "attention":
@@ -186,18 +222,19 @@ class Transfers:
             source.is_finished = True
             states = self._copy_states(source, goal) if goal in (step.before, step.computed) else None
             if states is None and self._has_states:
-                self.mover.fail(
-                    transfer_id, f"no state at token {goal}: a step went from {step.before} to {step.computed}"
-                )
+                for key in keys:
+                    self.mover.fail(key, f"no state at token {goal}: a step went from {step.before} to {step.computed}")
                 return
             parts += states or []
         self._when_computed(lambda: self._tell_mover(source, parts, is_last=step.computed >= goal))
 
     def _tell_mover(self, source: _Source, parts: list[CopyPart], *, is_last: bool) -> None:
-        transfer_id = source.start.leg.transfer_id
-        self.mover.put(transfer_id, parts)
-        if is_last:
-            self.mover.finish(transfer_id, time.monotonic() - source.began)
+        with self._lock:
+            offers = dict(source.open)
+        for key, crossing in offers.items():
+            self.mover.put(key, [part for part in parts if crossing.has(part.group)])
+            if is_last:
+                self.mover.finish(key, time.monotonic() - source.began)
 
     def _when_computed(self, call: Callable[[], None]) -> None:
         """Call when the kernels that were started until now are done, one after another."""
@@ -248,23 +285,74 @@ class Transfers:
                 parts.append(CopyPart(number, layer))
         return parts
 
-    def _offer_over(self, transfer_id: str) -> None:
+    def _cancel(self, request_ids: set[str]) -> None:
+        with self._lock:
+            keys = [key for key, fetch in self._fetches.items() if fetch.fetching.request_id in request_ids]
+        for key in keys:
+            self.mover.cancel_fetch(key)
+
+    def _declines(self, request_id: str, leg: LegParams) -> list[DeclineCache]:
+        try:
+            parts = slices_of(self._groups, self._own, leg.ranks, is_source=False)
+        except ConfigError:  # then nothing is offered
+            return []
+        given = (request_id, leg.transfer_id, leg.epoch, leg.token, leg.host)
+        ranks = [self._own.rank if part.wire is None else part.wire.rank for part in parts]
+        ports = [leg.port + part.peer_rank for part in parts]
+        return [DeclineCache(*given, port, leg.cluster, rank) for port, rank in zip(ports, ranks, strict=True)]
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        log.warning("prfaas: %s is computed here, its cache did not come: %s", request_id, reason)
+        with self._lock:
+            self._received.add(request_id)
+            self._failed.add(request_id)
+
+    def _offer_over(self, key: str) -> None:
         with self._changed:
-            source = self._sources.pop(transfer_id)
+            source = self._offers.pop(key)
+            del source.open[key]
+            if source.open:
+                return
+            del self._sources[source.start.leg.transfer_id]
             del self._transfer_of[source.start.request_id]
             self._sent.add(source.start.request_id)
             self._changed.notify_all()
 
     def _fetch_over(self, ended: EndedFetch) -> None:
-        if ended.reason:
-            log.warning("prfaas: %s is computed here, its cache did not come: %s", ended.request_id, ended.reason)
+        """Note that a slice came, or that the cache will not be whole: then the other slices are in vain."""
         with self._changed:
-            del self._fetching[ended.request_id]
-            self._received.add(ended.request_id)
-            if ended.reason:
-                self._failed.add(ended.request_id)
-                self._newly_failed.add(ended.request_id)
+            fetch = self._fetches.pop(ended.key)
+            del fetch.open[ended.key]
+            request_id, is_first = fetch.fetching.request_id, bool(ended.reason and not fetch.reason)
+            fetch.reason = fetch.reason or ended.reason
+            if is_first:
+                self._newly_failed.add(request_id)
+            if not fetch.open:
+                del self._fetching[request_id]
+                self._received.add(request_id)
+                if fetch.reason:
+                    self._failed.add(request_id)
             self._changed.notify_all()
+        if is_first:
+            log.warning("prfaas: %s is computed here, its cache did not come: %s", request_id, ended.reason)
+            self._cancel({request_id})
+
+
+def _fetch_message(fetching: Fetching, part: RankSlice) -> FetchCache:
+    leg = fetching.leg
+    return FetchCache(
+        fetching.request_id,
+        leg.transfer_id,
+        leg.epoch,
+        leg.token,
+        leg.host,
+        leg.port + part.peer_rank,
+        leg.cluster,
+        fetching.start,
+        fetching.goal,
+        fetching.prompt,
+        part.wire,
+    )
 
 
 def device_kind(tensor: torch.Tensor) -> str:

@@ -28,7 +28,7 @@ from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spr
 from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
-from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure
+from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure, ranks_divide
 
 
 def decide(facts: RoutingFacts) -> Decision:
@@ -186,7 +186,7 @@ def _local(facts: RoutingFacts, reason: RouteReason) -> Decision:
 
 def _prefills_beside(facts: RoutingFacts, decode: Instance) -> list[Instance]:
     """Return the hub's prefill instances that a decode instance can talk to."""
-    return [one for one in _prefills(facts) if one.cluster == HUB and _protocol(one) == _protocol(decode)]
+    return [one for one in _prefills(facts) if one.cluster == HUB and _can_talk(_protocol(one), _protocol(decode))]
 
 
 def _local_route(facts: RoutingFacts, reason: RouteReason, decode: Instance, prefill: Instance | None) -> Route:
@@ -263,20 +263,26 @@ def _offload_instances(facts: RoutingFacts, clusters: Sequence[Cluster]) -> list
 def _prefills(facts: RoutingFacts) -> list[Instance]:
     """Return the prefill instances that can hand the prompt's cache to some decode instance."""
     kinds = {_protocol(one) for one in _usable(facts, "decode") if one.engine not in facts.no_hand_off}
-    return [one for one in _usable(facts, "prefill") if _protocol(one) in kinds]
+    return [one for one in _usable(facts, "prefill") if any(_can_talk(_protocol(one), kind) for kind in kinds)]
 
 
 def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | None:
     """Return the cheapest decode instance that can talk to a prefill instance."""
     if prefill is None:
         return None
-    return cheapest(facts, [one for one in _usable(facts, "decode") if _protocol(one) == _protocol(prefill)])
+    kind = _protocol(prefill)
+    return cheapest(facts, [one for one in _usable(facts, "decode") if _can_talk(kind, _protocol(one))])
 
 
 def _protocol(instance: Instance) -> tuple[EngineName, bool, int]:
-    """Return what two instances must share to talk to each other: the engine, the use of TLS and how many ranks hold a
-    part of a cache."""
+    """Return what decides if two instances can talk: the engine, the use of TLS and how many ranks hold a part of a
+    cache."""
     return instance.engine, instance.url.startswith("https:"), instance.rank_ports
+
+
+def _can_talk(one: tuple[EngineName, bool, int], other: tuple[EngineName, bool, int]) -> bool:
+    """Return whether two instances share engine and use of TLS, and their ranks divide."""
+    return one[:2] == other[:2] and ranks_divide(one[2], other[2])
 
 
 def _usable(facts: RoutingFacts, role: str) -> list[Instance]:

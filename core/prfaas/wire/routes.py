@@ -53,6 +53,11 @@ def rank_name(instance: str, rank: int) -> str:
     return f"{instance}#{rank}"
 
 
+def ranks_divide(one: int, other: int) -> bool:
+    """Return whether so many tensor-parallel ranks can hand a cache to so many others: in whole shares of one side."""
+    return max(one, other) % min(one, other) == 0
+
+
 def takes_rank(instance: Instance) -> bool:
     """Return whether a request can name the rank that serves it, by `prfaas.wire.headers.DATA_RANK`."""
     return instance.ranks > 1 and instance.engine.startswith("vllm")

@@ -93,8 +93,11 @@ class VllmPrfaasEngine(_VllmEngine):
         }
         request.transfer_id = transfer["transfer_id"]
         # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
-        source = {"do_remote_decode": True, "prfaas": {"role": "source", **transfer}}
-        filled = for_prefill(asked.fields, _params(source), asked.answer_limit)
+        source = {"role": "source", **transfer}
+        if prefill.rank_ports != decode.rank_ports:  # each learns how many tensor-parallel ranks the other has
+            source["ranks"], place["ranks"] = decode.rank_ports, prefill.rank_ports
+        given = {"do_remote_decode": True, "prfaas": source}
+        filled = for_prefill(asked.fields, _params(given), asked.answer_limit)
         decoded = with_fields(asked.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
         answer = await call_both(
             self._upstream,

@@ -120,12 +120,13 @@ def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
                 f"{pool.kind_name} {pool.metadata.name} runs {name} and {first.kind_name} {first.metadata.name} "
                 f"{engine_name(first)}; they serve nothing together until both have one engine",
             )
-        if name == "vllm-prfaas" and (here := _tensor_ranks(pool)) != (there := _tensor_ranks(first)):
+        here, there = _tensor_ranks(pool), _tensor_ranks(first)
+        if name == "vllm-prfaas" and not routes.ranks_divide(here, there):
             return no(
                 "EngineMismatch",
                 f"{pool.kind_name} {pool.metadata.name} has parallelism.tensor {here} and {first.kind_name} "
-                f"{first.metadata.name} {there}; connector Prfaas carries caches between equal ones only: they serve "
-                "nothing together until both are equal",
+                f"{first.metadata.name} {there}; connector Prfaas carries caches only where one is a multiple of the "
+                "other: they serve nothing together until then",
             )
     return None
 

@@ -60,6 +60,18 @@ async def test_the_place_of_a_source_is_that_of_its_data_parallel_rank(world):
     assert len(set(ranks)) > 1
 
 
+async def test_both_legs_learn_how_many_tensor_parallel_ranks_the_other_has_where_these_differ(world):
+    await world.start("d0", "x0")
+    own = {"engine": "vllm-prfaas", "data_port": 9123}
+    instances = [
+        msgspec.structs.replace(one, rank_ports=4 if one.name == "d0" else 2, **own) for one in world.table.instances
+    ]
+    world.state.set_table(world.write_table(instances=tuple(instances)))
+    assert (await post(world)).status == 200
+    assert params(world, "x0")[0]["ranks"] == 4
+    assert params(world, "d0")[0]["ranks"] == 2
+
+
 async def test_every_attempt_is_a_new_transfer(world):
     await start(world, names=("d0", "d1", "x0"))
     seen: list[bytes] = []

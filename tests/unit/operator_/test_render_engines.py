@@ -439,17 +439,18 @@ def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_s
     assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
 
 
-def test_pools_of_our_connector_with_other_tensor_sizes_are_told(make):
-    for engine, reason in ((OURS, "EngineMismatch"), (NIXL, "NoReadyInstances")):
+def test_pools_of_our_connector_with_tensor_sizes_that_do_not_divide_are_told(make):
+    cases = [(OURS, 8, "NoReadyInstances"), (OURS, 6, "EngineMismatch"), (NIXL, 6, "NoReadyInstances")]
+    for engine, tensor, reason in cases:
         facts = plan.PolicyFacts(
             make.policy(model="kimi", prefillPools=["offload"]),
             {"decode": make.decode_pool(engine=engine, model=MODEL, parallelism={"tensor": 4})},
-            {"offload": make.prefill_pool(engine=engine, model=MODEL, parallelism={"tensor": 8})},
+            {"offload": make.prefill_pool(engine=engine, model=MODEL, parallelism={"tensor": tensor})},
             {"eu": make.member()},
         )
         verdict = plan.readiness(facts, plan.routing_table(facts, {}, None), Counts(ready=1))
         assert verdict.reason == reason
-        assert reason != "EngineMismatch" or {"8", "4"} <= set(verdict.message.replace(";", "").split())
+        assert reason != "EngineMismatch" or {"6", "4"} <= set(verdict.message.replace(";", "").split())
 
 
 def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some(make):

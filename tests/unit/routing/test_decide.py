@@ -379,13 +379,15 @@ def test_instances_inside_tls_and_plain_ones_are_never_paired(decodes, prefills,
         assert (found.decode.name, found.prefill.name if found.prefill else None) == chosen
 
 
-def test_instances_of_two_tensor_sizes_are_never_paired():
+def test_instances_are_paired_where_their_tensor_sizes_divide():
     def with_ranks(one: Instance, ranks: int) -> Instance:
         return msgspec.structs.replace(one, engine="vllm-prfaas", rank_ports=ranks)
 
     away = with_ranks(instance("p", "prefill", "eu"), 8)
-    four, eight = with_ranks(instance("d", "decode"), 4), with_ranks(instance("e", "decode"), 8)
-    for decodes, kind, chosen in (([four], "local", "d"), ([four, eight], "offload", "e")):
+    three, four = with_ranks(instance("d", "decode"), 3), with_ranks(instance("e", "decode"), 4)
+    sixteen = with_ranks(instance("f", "decode"), 16)
+    cases = [([three], "local", "d"), ([three, four], "offload", "e"), ([sixteen], "offload", "f")]
+    for decodes, kind, chosen in cases:
         found = route(decide(facts(world=table(*decodes, away))))
         assert (found.kind, found.decode.name) == (kind, chosen)
 

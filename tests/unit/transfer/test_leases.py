@@ -15,6 +15,7 @@ from prfaas_transfer.net import DataStream
 from .test_mover import GROUPS, TOKENS
 
 ADDRESS = Address("a" * 32, 7)
+LAYOUT = CacheLayout("f", GROUPS, 0)
 STREAM = cast(DataStream, None)
 
 
@@ -24,11 +25,12 @@ def hello(start_token: int = 0, connection: int = 0) -> Hello:
 
 @pytest.fixture
 def offers() -> Offers:
-    return Offers(CacheLayout("f", GROUPS, 0), 8001, 1)
+    return Offers(LAYOUT, 8001, 1)
 
 
 def announced(offers: Offers, address: Address = ADDRESS) -> Offer:
-    return offers.announce(TransferSubject(3, "request"), address, "token", TOKENS)
+    manifest = LAYOUT.manifest(address, 0, TOKENS, is_prefix=True)
+    return offers.announce(TransferSubject(3, "request"), manifest, "token")
 
 
 @pytest.mark.parametrize("start_token", [-1, TOKENS, TOKENS + 1])

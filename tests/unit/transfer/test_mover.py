@@ -35,6 +35,7 @@ from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
     AnnounceCache,
+    CacheSlice,
     CopyPart,
     DeclineCache,
     EndedFetch,
@@ -78,22 +79,22 @@ class Engine:
         )
         self.mover = MoverClient(self.options, self, self.offers_over.put, self.fetches_over.put)
 
-    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
         group = GROUPS[part.group]
         if not part.tokens:
-            room[:] = self.parts[transfer_id, part]
+            room[:] = self.parts[key, part]
             return
         for token in range(part.start_token, part.start_token + part.tokens, PAGE_TOKENS):
             at = (token - part.start_token) // PAGE_TOKENS * group.nbytes
-            room[at : at + group.nbytes] = self.parts[transfer_id, part._replace(start_token=token, tokens=PAGE_TOKENS)]
+            room[at : at + group.nbytes] = self.parts[key, part._replace(start_token=token, tokens=PAGE_TOKENS)]
 
-    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
+    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
         if not part.tokens:
-            self.landed[request_id, part] = bytes(received)
+            self.landed[key, part] = bytes(received)
             return
         for at in range(part.tokens // PAGE_TOKENS):
             page = part._replace(start_token=part.start_token + at * PAGE_TOKENS, tokens=PAGE_TOKENS)
-            self.landed[request_id, page] = bytes(received[at * 1000 : (at + 1) * 1000])
+            self.landed[key, page] = bytes(received[at * 1000 : (at + 1) * 1000])
 
     def compute(self, transfer_id: str) -> None:
         for span in SPANS:
@@ -130,6 +131,49 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
 
 def announced() -> AnnounceCache:
     return AnnounceCache(secrets.token_hex(16), secrets.randbits(48), secrets.token_urlsafe(8), "request", TOKENS)
+
+
+@pytest.mark.parametrize("sides", [(1, 2), (2, 1), (2, 2)], ids=["one to two", "two to one", "two to two"])
+def test_slices_of_one_transfer_cross_apart_between_whatever_movers_hold_them(sides):
+    sources, destinations = ([Engine() for _ in range(count)] for count in sides)
+    whole = announced()
+    for rank in range(2):
+        source, destination = sources[rank % len(sources)], destinations[rank % len(destinations)]
+        message = msgspec.structs.replace(whole, slice=CacheSlice(rank, 2, GROUPS))
+        source.mover.announce(message)
+        source.compute(message.key)
+        destination.fetch(source, message, slice=message.slice)
+    ended = {destination.fetches_over.get(timeout=30) for destination in destinations * (2 // len(destinations))}
+    assert {(one.key, one.reason) for one in ended} == {("request/0", ""), ("request/1", "")}
+    sent = {(key[-2:], part): found for source in sources for (key, part), found in source.parts.items()}
+    landed = {(key[-2:], part): found for one in destinations for (key, part), found in one.landed.items()}
+    assert landed == sent
+    for one in (*sources, *destinations):
+        one.mover.close()
+
+
+def test_a_slice_that_is_declined_ends_alone(pair):
+    source, destination = pair
+    first, second = (msgspec.structs.replace(announced(), slice=CacheSlice(rank, 2, GROUPS)) for rank in range(2))
+    second = msgspec.structs.replace(second, transfer_id=first.transfer_id, epoch=first.epoch, token=first.token)
+    for message in (first, second):
+        source.mover.announce(message)
+        source.compute(message.key)
+    common = ("request", first.transfer_id, first.epoch, first.token, "127.0.0.1", source.mover.data_port, "")
+    destination.mover.decline(DeclineCache(*common, rank=1))
+    assert source.offers_over.get(timeout=10) == second.key
+    destination.fetch(source, first, slice=first.slice)
+    assert over(destination).reason == ""
+    assert source.offers_over.get(timeout=10) == first.key
+
+
+def test_a_slice_of_another_size_is_refused_with_both_values(pair):
+    source, destination = pair
+    message = msgspec.structs.replace(announced(), slice=CacheSlice(1, 2, GROUPS))
+    source.mover.announce(message)
+    destination.fetch(source, message, slice=CacheSlice(1, 4, GROUPS))
+    assert "manifest field ranks is 2, this instance needs 4" in over(destination).reason
+    assert destination.landed == {}
 
 
 def over(engine: Engine) -> EndedFetch:

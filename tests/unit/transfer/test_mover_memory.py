@@ -25,7 +25,7 @@ def test_a_copy_that_comes_late_meets_no_other_requests_bytes(monkeypatch):
     monkeypatch.setattr(shared, "COPY_SECONDS", 0.1)
     asked: list[CopyRequest] = []
     memory = SharedMemory(Slots(mmap.mmap(-1, SLOT_BYTES), SLOT_BYTES, 1), asked.append)  # type: ignore[arg-type]
-    with pytest.raises(PeerError, match="copied nothing"), memory.load(MANIFEST, PAGE):
+    with pytest.raises(PeerError, match="copied nothing"), memory.load(MANIFEST.transfer_id, GROUPS[1], PAGE):
         pass
     cache = SharedCache(memory, "other")
     with pytest.raises(InternalError, match="no slot is free"), cache.room_for(MANIFEST, ROWS):

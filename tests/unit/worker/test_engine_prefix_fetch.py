@@ -106,7 +106,7 @@ def test_nothing_longer_is_a_404_and_holds_nothing(pair):
     answers = [source.ask_prefix(SYSTEM + b"y", 192), source.ask_prefix(b"z" * 100), source.ask_prefix(b"z")]
     assert [(answer.status, answer.code) for answer in answers] == [(404, "prefix_not_found")] * 3
     assert isinstance(source.ask_prefix(SYSTEM + b"y", 191), Granted)
-    source.offers.cancel(next(iter(source.offers._offers)))
+    source.offers.cancel(next(iter(source.offers._offers.values())).manifest.transfer_id)
     source.step()
 
 
@@ -187,7 +187,7 @@ def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(mod
         source.step()
     assert source.engine.stats.preemptions == 0
     assert len(source.tokens(stream)) < 150, "the stream waits for a page"
-    source.offers.cancel(next(iter(source.offers._offers)))
+    source.offers.cancel(next(iter(source.offers._offers.values())).manifest.transfer_id)
     source.run()
     assert len(source.tokens(stream)) == 150
     source.assert_nothing_is_held()

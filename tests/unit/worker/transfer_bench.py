@@ -154,7 +154,7 @@ class Port:
 
     def renew(self) -> None:
         """Start with fresh counters and no history; threads of a port live as long as the process."""
-        for transfer_id in list(self.offers._offers):  # a test that failed left them
+        for transfer_id, _ in list(self.offers._offers):  # a test that failed left them
             self.offers.cancel(transfer_id)
         self.offers.counters = TransferCounters()
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -26,6 +26,7 @@ from prfaas_transfer.mover.messages import (
     MAX_MESSAGE_BYTES,
     MAX_REASON,
     AnnounceCache,
+    CacheSlice,
     CancelFetch,
     ComputedParts,
     CopyDone,
@@ -97,12 +98,12 @@ class Mover:
             case AnnounceCache():
                 self._announce(message)
             case ComputedParts() | FinishCache() | FailedCache():
-                if (offer := self._open.get(message.transfer_id)) is not None:
+                if (offer := self._open.get(message.key)) is not None:
                     self._continue(offer, message)
             case FetchCache():
                 self._fetch(message)
-            case CancelFetch(request_id):
-                if (pull := self._pulls.get(request_id)) is not None:
+            case CancelFetch(key):
+                if (pull := self._pulls.get(key)) is not None:
                     pull.cancel()
             case DeclineCache():
                 threading.Thread(target=self._decline, args=(message,), name="decline", daemon=True).start()
@@ -125,9 +126,11 @@ class Mover:
         address = Address(message.transfer_id, message.epoch)
         try:
             with self._lock:  # a destination that waited may end the offer before it is noted here
-                self._handles[handle] = message.transfer_id
-                offer = self._offers.announce(subject, address, message.token, message.end_token, message.prompt)
-                self._open[message.transfer_id] = offer
+                self._handles[handle] = message.key
+                layout = self._layout_of(message.slice)
+                manifest = layout.manifest(address, 0, message.end_token, is_prefix=True, prompt=message.prompt)
+                offer = self._offers.announce(subject, manifest, message.token)
+                self._open[message.key] = offer
         except PrfaasError as error:
             log.warning("cache of %s is not offered: %s", message.request_id, error)
             self._offer_over(handle)
@@ -136,17 +139,22 @@ class Mover:
 
     def _continue(self, offer: Offer, message: ComputedParts | FinishCache | FailedCache) -> None:
         match message:
-            case ComputedParts(_, parts):
+            case ComputedParts(key, parts):
                 offer.note_life()  # a destination may come until a while after the last part
                 for part in parts:
-                    offer.put(self._frame(offer.manifest, part))
+                    offer.put(self._frame(key, offer.manifest, part))
             case FinishCache(_, prefill_seconds):
                 offer.finish_computing(prefill_seconds)
             case FailedCache(_, reason):
                 offer.fail(reason)
                 self._offers.end(offer, "cancelled")
 
-    def _frame(self, manifest: Manifest, part: CopyPart) -> Frame:
+    def _layout_of(self, part: CacheSlice | None) -> CacheLayout:
+        if part is None:
+            return self._layout
+        return self._layout._replace(groups=part.groups, rank=part.rank, ranks=part.ranks)
+
+    def _frame(self, key: str, manifest: Manifest, part: CopyPart) -> Frame:
         group: LayerGroup = manifest.groups[part.group]
         if part.tokens:
             items, kind = part.tokens // group.row_tokens, Kind.BLOCK
@@ -154,53 +162,57 @@ class Mover:
             items, kind = 1, Kind.STATE
         where = {"group": part.group, "layer": part.layer, "start_token": part.start_token, "tokens": part.tokens}
         header = FrameHeader(kind, manifest.address, items * group.nbytes, **where)
-        return Frame(header, lambda header: self.shared.load(manifest, header), self._slot_bytes, group.tensors, items)
+        return Frame(
+            header, lambda header: self.shared.load(key, group, header), self._slot_bytes, group.tensors, items
+        )
 
     def _offer_over(self, handle: int) -> None:
         with self._lock:
-            transfer_id = self._handles.pop(handle)
-            self._open.pop(transfer_id, None)
-        self.send(EndedOffer(transfer_id))
+            key = self._handles.pop(handle)
+            self._open.pop(key, None)
+        self.send(EndedOffer(key))
 
     def _fetch(self, message: FetchCache) -> None:
         """Start a fetch, which `CancelFetch` finds from now on."""
         subject = TransferSubject(0, message.request_id, message.cluster)
         record = TransferLog("receive", subject, message.transfer_id)
         address = Address(message.transfer_id, message.epoch)
-        expected = self._layout.manifest(
+        layout = self._layout_of(message.slice)
+        expected = layout.manifest(
             address, message.start_token, message.end_token, is_prefix=True, prompt=message.prompt
         )
         source = SourceAddress(message.host, message.port, message.cluster)
-        cache = SharedCache(self.shared, message.request_id)
+        cache = SharedCache(self.shared, message.key)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
-        self._pulls[message.request_id] = pull
+        self._pulls[message.key] = pull
         threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
 
     def _decline(self, message: FetchCache | DeclineCache) -> None:
         source = SourceAddress(message.host, message.port, message.cluster)
         address = Address(message.transfer_id, message.epoch)
+        rank = message.rank if isinstance(message, DeclineCache) else self._layout_of(message.slice).rank
         try:
-            decline(self._context.connections, source, message.token, address)
+            decline(self._context.connections, source, message.token, address, rank)
         except PrfaasError as error:
             log.info("the source of %s keeps its cache for its lease: %s", message.request_id, error)
 
     def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
         """Run a fetch to its end, in a thread of its own."""
-        request_id, reason = message.request_id, ""
+        key, reason = message.key, ""
         try:
             pull.run()
             pull.state.ledger.require_whole()
         except PrfaasError as error:
             reason = str(error)[:MAX_REASON]
         except Exception as error:  # a bug here must end this one request, never leave it waiting
-            log.exception("fetch of %s", request_id)
+            log.exception("fetch of %s", key)
             reason = repr(error)[:MAX_REASON]
-        del self._pulls[request_id]
+        del self._pulls[key]
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
         failed = "cancelled" if pull.is_cancelled else "failed"
         self.counters.count_end(record.end(failed if reason else "delivered", reason, totals))
-        self.send(EndedFetch(request_id, reason, state.ledger.received_bytes, state.seconds))
+        self.send(EndedFetch(key, reason, state.ledger.received_bytes, state.seconds))
         if reason:
             self._decline(message)
 

@@ -56,20 +56,20 @@ STEADY_SECONDS: Final = 60.0
 class EngineMemory(Protocol):
     """An engine's memory, as the mover reaches it: by copies, one at a time, on the client's own thread."""
 
-    def load(self, transfer_id: str, part: CopyPart, room: memoryview) -> None:
-        """CopyRequest a part of an offered transfer into `room`."""
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
+        """CopyRequest a part of an offer into `room`."""
         ...
 
-    def land(self, request_id: str, part: CopyPart, received: memoryview) -> None:
-        """CopyRequest a received part into the memory of the request that fetches it."""
+    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
+        """CopyRequest a received part into the memory of the request whose fetch this is."""
         ...
 
 
 class MoverClient:
     """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
 
-    `on_offer_over(transfer_id)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each
-    `announce` and `fetch`. From then on nothing of them touches the engine's memory.
+    `on_offer_over(key)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each `announce`
+    and `fetch`, by the key of that message. From then on nothing of them touches the engine's memory.
     """
 
     def __init__(
@@ -100,26 +100,26 @@ class MoverClient:
 
     def announce(self, message: AnnounceCache) -> None:
         with self._lock:
-            self._offers.add(message.transfer_id)
+            self._offers.add(message.key)
         self._send(message)
 
-    def put(self, transfer_id: str, parts: list[CopyPart]) -> None:
+    def put(self, key: str, parts: list[CopyPart]) -> None:
         for first in range(0, len(parts), MAX_PARTS):
-            self._send(ComputedParts(transfer_id, parts[first : first + MAX_PARTS]))
+            self._send(ComputedParts(key, parts[first : first + MAX_PARTS]))
 
-    def finish(self, transfer_id: str, prefill_seconds: float) -> None:
-        self._send(FinishCache(transfer_id, prefill_seconds))
+    def finish(self, key: str, prefill_seconds: float) -> None:
+        self._send(FinishCache(key, prefill_seconds))
 
-    def fail(self, transfer_id: str, reason: str) -> None:
-        self._send(FailedCache(transfer_id, reason))
+    def fail(self, key: str, reason: str) -> None:
+        self._send(FailedCache(key, reason))
 
     def fetch(self, message: FetchCache) -> None:
         with self._lock:
-            self._fetches.add(message.request_id)
+            self._fetches.add(message.key)
         self._send(message)
 
-    def cancel_fetch(self, request_id: str) -> None:
-        self._send(CancelFetch(request_id))
+    def cancel_fetch(self, key: str) -> None:
+        self._send(CancelFetch(key))
 
     def decline(self, message: DeclineCache) -> None:
         self._send(message)
@@ -208,10 +208,10 @@ class MoverClient:
         match message:
             case CopyRequest():
                 self._copy(message)
-            case EndedOffer(transfer_id):
-                self._end_offer(transfer_id)
-            case EndedFetch(request_id):
-                self._end_fetch(request_id, message)
+            case EndedOffer(key):
+                self._end_offer(key)
+            case EndedFetch():
+                self._end_fetch(message)
             case MoverReady(data_port):
                 self.data_port = data_port
                 self._started.set()
@@ -231,24 +231,24 @@ class MoverClient:
             reason = repr(error)
         self._send(CopyDone(copy.number, reason))
 
-    def _end_offer(self, transfer_id: str) -> None:
+    def _end_offer(self, key: str) -> None:
         with self._lock:
-            known = transfer_id in self._offers
-            self._offers.discard(transfer_id)
+            known = key in self._offers
+            self._offers.discard(key)
         if known:
-            self._on_offer_over(transfer_id)
+            self._on_offer_over(key)
 
-    def _end_fetch(self, request_id: str, message: EndedFetch) -> None:
+    def _end_fetch(self, message: EndedFetch) -> None:
         with self._lock:
-            known = request_id in self._fetches
-            self._fetches.discard(request_id)
+            known = message.key in self._fetches
+            self._fetches.discard(message.key)
         if known:
             self._on_fetch_over(message)
 
     def _fail_open(self, reason: str) -> None:
         with self._lock:
             offers, fetches = list(self._offers), list(self._fetches)
-        for transfer_id in offers:
-            self._end_offer(transfer_id)
-        for request_id in fetches:
-            self._end_fetch(request_id, EndedFetch(request_id, reason))
+        for key in offers:
+            self._end_offer(key)
+        for key in fetches:
+            self._end_fetch(EndedFetch(key, reason))

@@ -65,12 +65,21 @@ class CopyPart(NamedTuple):
     tokens: int = 0
 
 
+class CacheSlice(msgspec.Struct, frozen=True, array_like=True):
+    """What crosses between two ranks, where that is not what a mover's options describe: slice `rank` of `ranks`."""
+
+    rank: int
+    ranks: int
+    groups: tuple[LayerGroup, ...]
+
+
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
 class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
-    """A cache of `end_token` tokens, of which `prompt` is a digest, will be computed for whoever has the token."""
+    """A cache of `end_token` tokens, of which `prompt` is a digest, will be computed for whoever has the token; or a
+    slice of it."""
 
     transfer_id: str
     epoch: int
@@ -78,32 +87,38 @@ class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
     request_id: str
     end_token: int
     prompt: str = ""
+    slice: CacheSlice | None = None
+
+    @property
+    def key(self) -> str:
+        """The offer's name between an engine and its mover."""
+        return keyed(self.transfer_id, self.slice)
 
 
 class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
     """These parts are computed, and stay as they are until the offer is over."""
 
-    transfer_id: str
+    key: str
     parts: list[CopyPart]
 
 
 class FinishCache(_Message, frozen=True, array_like=True, tag=True):
     """Every part was put; computing them took so long."""
 
-    transfer_id: str
+    key: str
     prefill_seconds: float
 
 
 class FailedCache(_Message, frozen=True, array_like=True, tag=True):
     """The rest will not be computed."""
 
-    transfer_id: str
+    key: str
     reason: str
 
 
 class FetchCache(_Message, frozen=True, array_like=True, tag=True):
-    """Get the cache of this `prompt`, from `start_token` on, from a data port; its certificate must name this cluster,
-    empty for any."""
+    """Get the cache of this `prompt`, or a slice of it, from `start_token` on, from a data port; its certificate must
+    name this cluster, empty for any."""
 
     request_id: str
     transfer_id: str
@@ -115,14 +130,20 @@ class FetchCache(_Message, frozen=True, array_like=True, tag=True):
     start_token: int
     end_token: int
     prompt: str = ""
+    slice: CacheSlice | None = None
+
+    @property
+    def key(self) -> str:
+        """The fetch's name between an engine and its mover."""
+        return keyed(self.request_id, self.slice)
 
 
 class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
-    request_id: str
+    key: str
 
 
 class DeclineCache(_Message, frozen=True, array_like=True, tag=True):
-    """The engine has of itself what this source offers; the fields are those of `FetchCache`."""
+    """The engine has of itself what this source offers to its rank; the fields are those of `FetchCache`."""
 
     request_id: str
     transfer_id: str
@@ -131,6 +152,7 @@ class DeclineCache(_Message, frozen=True, array_like=True, tag=True):
     host: str
     port: int
     cluster: str
+    rank: int = 0
 
 
 class CopyDone(_Message, frozen=True, array_like=True, tag=True):
@@ -166,13 +188,13 @@ class CopyRequest(_Message, frozen=True, array_like=True, tag=True):
 class EndedOffer(_Message, frozen=True, array_like=True, tag=True):
     """An offer ended, well or not, and nothing loads parts of it any more."""
 
-    transfer_id: str
+    key: str
 
 
 class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
     """A fetch ended: everything landed, or the reason why not."""
 
-    request_id: str
+    key: str
     reason: str
     received_bytes: int = 0
     seconds: float = 0.0
@@ -182,6 +204,12 @@ MoverCommand: TypeAlias = (
     AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | DeclineCache | CopyDone
 )
 MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
+
+
+def keyed(name: str, part: CacheSlice | None) -> str:
+    """Return a name for one slice of what is named; of all of it the name itself."""
+    return name if part is None else f"{name}/{part.rank}"
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_for_mover = msgspec.msgpack.Decoder(MoverCommand).decode

@@ -110,20 +110,20 @@ class SharedMemory:
         self.copies = Copies(slots, send)
 
     @contextmanager
-    def load(self, manifest: Manifest, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
+    def load(self, key: str, group: LayerGroup, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
         """Give a frame's payload for a block, in pieces of one tensor each."""
         part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
         part = part if header.kind == Kind.BLOCK else CopyPart(header.group, header.layer)
         with self.slots.take(header.payload_bytes) as (offset, view):
-            self.copies.make(CopyRequest(0, "load", manifest.transfer_id, part, offset, header.payload_bytes))
-            yield _pieces(view, manifest.groups[header.group])
+            self.copies.make(CopyRequest(0, "load", key, part, offset, header.payload_bytes))
+            yield _pieces(view, group)
 
 
 class SharedCache:
-    """The cache of one request at the destination, whose memory only the engine reaches."""
+    """The cache of one fetch at the destination, whose memory only the engine reaches."""
 
-    def __init__(self, shared: SharedMemory, request_id: str):
-        self._shared, self._request_id = shared, request_id
+    def __init__(self, shared: SharedMemory, key: str):
+        self._shared, self._key = shared, key
         self._offsets: dict[tuple[int, int, int], int] = {}
 
     def held_bytes(self, _count_bytes: int, /) -> int:
@@ -143,7 +143,7 @@ class SharedCache:
 
     def land(self, _manifest: Manifest, part: LayerRows | LayerState, received: Sequence[memoryview], /) -> None:
         where, count_bytes = _part(part), sum(piece.nbytes for piece in received)
-        self._shared.copies.make(CopyRequest(0, "land", self._request_id, where, self._offsets[where[:3]], count_bytes))
+        self._shared.copies.make(CopyRequest(0, "land", self._key, where, self._offsets[where[:3]], count_bytes))
 
 
 def _part(part: LayerRows | LayerState) -> CopyPart:
