@@ -84,6 +84,16 @@ def forget(pair: Pair) -> tuple[int, int]:
     return pair.source.free_pages(), pair.destination.free_pages()
 
 
+@contextmanager
+def slowed(pair: Pair) -> Iterator[None]:
+    """Have the source give 1 Mbit/s a rank, for a block."""
+    pair.slow(1)
+    try:
+        yield
+    finally:
+        pair.slow(None)
+
+
 @pytest.mark.parametrize("length", [6, 700])
 def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on_either_side(
     two_ranks: Engine, pair: Pair, length: int
@@ -148,15 +158,14 @@ def test_a_killed_mover_of_one_rank_has_all_ranks_compute_the_prompt(two_ranks: 
     wanted = alone(two_ranks, ids)
     free = forget(pair)
     for side in (pair.source, pair.destination):
-        pair.slow(1)
-        source, destination = pair.offload(ids)
-        source.result()
-        said = len(pair.destination.log.read_text())
-        on_ranks(side, KILL)
-        answer = destination.result()
+        with slowed(pair):
+            said = len(pair.destination.log.read_text())
+            destination = pair.offload(ids)[1]
+            wait_until(lambda: pair.source.free_pages() < free[0] and pair.destination.free_pages() < free[1])
+            on_ranks(side, KILL)
+            answer = destination.result()
         assert (answer.tokens, answer.logprobs, answer.cached_tokens) == (wanted.tokens, wanted.logprobs, 0)
         assert "cancelled" in pair.destination.log.read_text()[said:], "the other rank waited for its ten seconds"
-        pair.slow(None)
         pair.destination.forget_prefixes()
         pair.assert_nothing_is_held(free)
 
@@ -173,13 +182,12 @@ def test_a_request_that_is_aborted_in_the_middle_gives_the_pages_of_all_ranks_ba
     ids = prompt_of(3000, 2)
     wanted = alone(two_ranks, ids)
     free = forget(pair)
-    pair.slow(1)
-    source, destination = pair.offload(ids)
-    source.result()
-    assert pair.destination.free_pages() < free[1]
-    destination.abort()
-    pair.assert_nothing_is_held(free)
-    pair.slow(None)
+    with slowed(pair):
+        source, destination = pair.offload(ids)
+        source.result()
+        assert pair.destination.free_pages() < free[1]
+        destination.abort()
+        pair.assert_nothing_is_held(free)
     pair.source.forget_prefixes()
     source, destination = pair.offload(ids)
     wait_until(lambda: pair.source.free_pages() < free[0])
@@ -311,12 +319,11 @@ def test_a_killed_mover_of_one_half_has_the_prompt_computed(
     pair, ids = mixed[2, 1], prompt_of(1500, 4)
     wanted = alone(reference_engine, ids)
     free = forget(pair)
-    pair.slow(1)
-    source, destination = pair.offload(ids)
-    source.result()
-    on_ranks(pair.source, KILL)
-    answer = destination.result()
-    pair.slow(None)
+    with slowed(pair):
+        source, destination = pair.offload(ids)
+        source.result()
+        on_ranks(pair.source, KILL)
+        answer = destination.result()
     assert (answer.tokens, answer.logprobs, answer.cached_tokens) == (wanted.tokens, wanted.logprobs, 0)
     pair.destination.forget_prefixes()
     pair.assert_nothing_is_held(free)

@@ -237,9 +237,10 @@ def _heads_of(
     ratios = [view.shape[0] // num_blocks for view in views]
     if isinstance(spec, MLAAttentionSpec):
         return tuple((_whole(view[0].nbytes * ratio),) for view, ratio in zip(views, ratios, strict=True))
-    if any(view.dim() != 4 or view.shape[1] != spec.num_kv_heads for view in views):
+    held = spec.num_kv_heads if isinstance(spec, FullAttentionSpec) else 0
+    if any(view.dim() != 4 or view.shape[1] != held for view in views):
         return ()
-    heads = kv_heads if 0 < kv_heads < own.ranks else spec.num_kv_heads * own.ranks
+    heads = kv_heads if 0 < kv_heads < own.ranks else held * own.ranks
     found: list[HeadMap] = []
     for view, ratio in zip(views, ratios, strict=True):
         _, _, rows, columns = view.shape
