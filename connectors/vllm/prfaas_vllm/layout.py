@@ -3,11 +3,12 @@
 A row of an attention group is a block: on CPUs a block has no rows by token. A linear group has a state a layer, in the
 block at a page's end. Bytes travel as the device holds them, so a group's `spec` names all that gives them a meaning:
 vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other. Where a
-group's heads are known, `spec` tells those of all ranks, and any rank's part can be cut out of a block.
+group's heads are known, any rank's part can be cut out of a block.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,15 +44,14 @@ class TensorCut(NamedTuple):
 class VllmGroup(NamedTuple):
     """One transfer group: its number among vLLM's groups, and of each layer index its tensors as [blocks, bytes].
 
-    `heads` tells of each tensor what its bytes are; empty if that is not known. `order` tells of a memory that has the
-    axes of a block in another order than vLLM's views.
+    `heads` tells of each tensor what its bytes are; empty if that is not known. `describe` gives the `spec` of a part.
     """
 
     number: int
     layout: LayerGroup
     tensors: Mapping[int, Sequence[torch.Tensor]]
-    heads: tuple[HeadMap, ...] = ()
-    order: str = ""
+    heads: tuple[HeadMap, ...]
+    describe: Callable[[RankOf], str]
 
     @property
     def page_tokens(self) -> int:
@@ -94,22 +94,14 @@ def groups_of(
         heads = _heads_of(spec, views, config.num_blocks, own, kv_heads)
         if [bytes_of(each, own) for each in heads] != [part.shape[1] * part.element_size() for part in first]:
             heads = ()
-        order = _order_text(views[0])
+        describe = partial(_describe, spec, heads, views[0], device_kind)
         tensors = {layer: [part.view(torch.uint8) for part in of_layer] for layer, of_layer in parts.items()}
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
         layouts = tuple(_layout(f"part{at}", axes, part) for at, part in enumerate(first))
-        name = with_order(_describe(spec, heads, views[0], device_kind), heads, order, own)
-        layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, name)
-        found.append(VllmGroup(number, layout, tensors, heads, order))
+        layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, describe(own))
+        found.append(VllmGroup(number, layout, tensors, heads, describe))
     return tuple(found)
-
-
-def with_order(spec: str, heads: Sequence[HeadMap], order: str, part: RankOf) -> str:
-    """Return a group's `spec` for a part of it: one head's bytes have no order."""
-    sections = [each for tensor in heads for rows in tensor for each in rows.sections]
-    several = any(part.heads(each.heads)[1] > 1 for each in sections)
-    return spec.removesuffix(order) + (order if several or not heads else "")
 
 
 def frame_tokens(group: LayerGroup) -> int:
@@ -304,15 +296,11 @@ def _axes_as_held(tensor: torch.Tensor) -> list[int]:
     return sorted(range(1, tensor.dim()), key=lambda axis: -tensor.stride(axis))
 
 
-def _shape_as_held(tensor: torch.Tensor, without: int = 0) -> tuple[int, ...]:
-    """Return the shape of a kernel's block in memory, without axes of one: what its bytes mean beside their number."""
-    axes = [axis for axis in _axes_as_held(tensor) if axis != without]
-    return tuple(tensor.shape[axis] for axis in axes if tensor.shape[axis] > 1)
-
-
-def _order_text(tensor: torch.Tensor) -> str:
-    order = _axes_as_held(tensor)
-    return "" if order == sorted(order) else f" axes {' '.join(map(str, order))}"
+def _shape_as_held(tensor: torch.Tensor, heads: int) -> tuple[int, ...]:
+    """Return the shape of a kernel's block in memory, with so many heads (0: its own) and without axes of one: what its
+    bytes mean beside their number."""
+    shape = [heads if heads and axis == HEAD_AXIS else tensor.shape[axis] for axis in range(tensor.dim())]
+    return tuple(shape[axis] for axis in _axes_as_held(tensor) if shape[axis] > 1)
 
 
 def _form(part: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -327,15 +315,16 @@ def _layout(name: str, axes: tuple[str, ...], part: torch.Tensor) -> TensorLayou
     return TensorLayout(name, axes, (part.shape[1] * part.element_size(),), "uint8")
 
 
-def _describe(spec: KVCacheSpec, tensors: Sequence[HeadMap], view: torch.Tensor, device_kind: str) -> str:
+def _describe(spec: KVCacheSpec, tensors: Sequence[HeadMap], view: torch.Tensor, device_kind: str, part: RankOf) -> str:
+    """Return a group's `spec` for a rank, or for a slice as a rank with such a share would give it."""
     if isinstance(spec, MambaSpec):
         kind = f"{type(spec).__name__} {spec.mamba_type.name}"
         parts = ", ".join(rows.text for tensor in tensors for rows in tensor)
         shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
         told = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
         return f"{kind} {told} {device_kind}".replace("torch.", "")
-    count = tensors[0][0].sections[0].heads if tensors else getattr(spec, "num_kv_heads", 1)
-    heads = f"{count} heads of {getattr(spec, 'head_size', 0)}"
-    is_shared_out = tensors and not isinstance(spec, MLAAttentionSpec)
-    blocks = "x".join(map(str, _shape_as_held(view, HEAD_AXIS if is_shared_out else 0)))
+    is_divided = tensors and not isinstance(spec, MLAAttentionSpec)
+    count = part.heads(tensors[0][0].sections[0].heads)[1] if is_divided else 0
+    heads = f"{count or getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"
+    blocks = "x".join(map(str, _shape_as_held(view, count)))
     return f"{type(spec).__name__} {heads} {getattr(spec, 'dtype', '')} {blocks} {device_kind}".replace("torch.", "")

@@ -11,7 +11,7 @@ import msgspec
 from prfaas.errors import ConfigError
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.messages import CacheSlice
-from prfaas_vllm.layout import TensorCut, VllmGroup, with_order
+from prfaas_vllm.layout import TensorCut, VllmGroup
 from prfaas_vllm.ranks import RankOf, bytes_of, divides, is_repeated, runs_of
 
 
@@ -59,8 +59,7 @@ def _cut_group(group: VllmGroup, part: RankOf, destination_ranks: int) -> LayerG
         for tensor, heads in zip(group.layout.tensors, group.heads, strict=True)
     )
     layers = () if is_repeated(group.heads, part, destination_ranks) else group.layout.layers
-    spec = with_order(group.layout.spec, group.heads, group.order, part)
-    return msgspec.structs.replace(group.layout, layers=layers, tensors=tensors, spec=spec)
+    return msgspec.structs.replace(group.layout, layers=layers, tensors=tensors, spec=group.describe(part))
 
 
 def _cut_tensor(tensor: TensorLayout, count_bytes: int) -> TensorLayout:
