@@ -54,11 +54,11 @@ GIVEN_BACK_SECONDS: Final = 90.0
 
 @dataclass
 class Undisturbed:
-    """One request's body, and its answer: text by token, and the gap between the two likeliest of each."""
+    """One request's body, and its answer: tokens, and the gap between the two likeliest at each."""
 
     body: bytes
     is_drawn: bool
-    tokens: list[str]
+    tokens: list[Any]
     gaps: list[float]
 
 
@@ -86,12 +86,24 @@ def bodies(chance: random.Random, count: int, *, may_draw: bool) -> Iterator[dic
         yield {"model": "m", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 2, **drawn}
 
 
-async def undisturbed(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Undisturbed:
-    """Ask a worker by itself."""
+async def undisturbed(session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, with_ids: bool) -> Undisturbed:
+    """Ask a worker by itself. What vLLM's streams say of logprobs cannot go on elsewhere; token ids can."""
+    body = body | {"return_token_ids": True} if with_ids else body
     async with session.post(f"{url}/v1/completions", json=body, raise_for_status=True) as answer:
-        logprobs = (await answer.json())["choices"][0]["logprobs"]
+        choice = (await answer.json())["choices"][0]
+        logprobs = choice["logprobs"]
     gaps = [max(top.values()) - min(top.values()) for top in logprobs["top_logprobs"]]
-    return Undisturbed(json.dumps(body | {"stream": True}).encode(), "seed" in body, logprobs["tokens"], gaps)
+    streamed = {**body, "stream": True}
+    if with_ids:
+        del streamed["logprobs"]
+    return Undisturbed(json.dumps(streamed).encode(), "seed" in body, tokens_of([choice]), gaps)
+
+
+def tokens_of(choices: list[dict[str, Any]]) -> list[Any]:
+    """Return an answer's token ids, or their texts where an engine shows no ids."""
+    if any(choice.get("token_ids") for choice in choices):
+        return [token for choice in choices for token in choice["token_ids"] or ()]
+    return [token for choice in choices for token in (choice["logprobs"] or {"tokens": ()})["tokens"]]
 
 
 class Client:
@@ -140,7 +152,7 @@ class Client:
             self._counts.lost.append(f"HTTP {status}: {data[-300:]!r}")
             return
         choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
-        tokens = [token for choice in choices for token in (choice["logprobs"] or {"tokens": ()})["tokens"]]
+        tokens = tokens_of(choices)
         if tokens == asked.tokens:
             return
         place = next((at for at, pair in enumerate(zip(tokens, asked.tokens, strict=False)) if pair[0] != pair[1]), -1)
@@ -193,6 +205,7 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         "link": stage.links,
         "gateway": stage.gateways,
     }
+    told = 0
     for number in range(kills):
         kind = chance.choice(list(pairs))
         at = chance.randrange(2)
@@ -206,7 +219,8 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
             await asyncio.sleep(chance.uniform(0.1, LONGEST_CUT_SECONDS))
         await victim.come_back()
         so_far = f"{counts.served} requests, {len(counts.lost)} lost, {len(counts.near_ties)} near-ties"
-        print(f"{number + 1}: killed {victim.name}; {so_far}", file=sys.stderr)
+        print(f"{number + 1}: killed {victim.name}; {so_far}", *counts.lost[told:], sep="\n  ", file=sys.stderr)
+        told = len(counts.lost)
     return done
 
 
@@ -217,7 +231,7 @@ async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: i
         await stage.ready()
         async with aiohttp.ClientSession() as session:
             url, asked_for = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
-            asked = [await undisturbed(session, url, body) for body in asked_for]
+            asked = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in asked_for]
         stop = asyncio.Event()
         running = [
             asyncio.create_task(Client(stage, asked, counts, random.Random(seed + number)).run(stop))
@@ -258,7 +272,7 @@ def figures(
 ) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder, engines_of(engine, Path(folder)) as engines:
         counts, done = asyncio.run(measure(Stage(Path(folder), engines), kills, clients, requests, seed))
-    for told in (*counts.lost, *counts.near_ties, *counts.drawn_otherwise):
+    for told in (*counts.near_ties, *counts.drawn_otherwise):
         print(told, file=sys.stderr)
     for kind, number in sorted(done.items()):
         yield Figure(name=f"kills of a {kind}", value=number, unit="", better="higher")

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -17,6 +18,7 @@ from tests.vllm.engines import EngineHost
 from tests.vllm.servers import FLAGS
 
 from prfaas.ports import free_ports
+from prfaas.processes import tail
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 API_PORT, DATA_PORT = 8000, 8001
@@ -56,6 +58,16 @@ async def answers_200(url: str) -> None:
                 async with session.get(url) as answer:
                     if answer.status == 200:
                         return
+            await asyncio.sleep(0.1)
+
+
+async def is_free(address: str, port: int) -> None:
+    """Wait until nobody listens: what is killed ends a moment later."""
+    async with asyncio.timeout(START_SECONDS):
+        while True:
+            with suppress(OSError):
+                socket.create_server((address, port)).close()
+                return
             await asyncio.sleep(0.1)
 
 
@@ -106,6 +118,7 @@ class VllmPart:
     def __init__(self, name: str, address: str, engines: EngineHost):
         self.name = name
         self.kills = 0
+        self._address = address
         self._url = f"http://{address}:{API_PORT}"
         connector = {
             "kv_connector": "PrfaasConnector",
@@ -119,18 +132,23 @@ class VllmPart:
         self._flags = [*FLAGS, "--host", address, "--port", str(API_PORT), "--served-model-name", "m"]
         self._flags += ["--kv-transfer-config", json.dumps(connector)]
         self._engines = engines
-        engines.serve(name, self._flags)
+        self._log = engines.serve(name, self._flags)
 
     def kill(self) -> None:
         self.kills += 1
         self._engines.kill(self)
 
     async def come_back(self) -> None:
+        for port in (API_PORT, DATA_PORT):
+            await is_free(self._address, port)
         self._engines.serve(self.name, self._flags)
         await self.ready()
 
     async def ready(self) -> None:
-        await answers_200(f"{self._url}/health")
+        try:
+            await answers_200(f"{self._url}/health")
+        except TimeoutError as error:
+            raise RuntimeError(f"{self.name} is not ready after {START_SECONDS:g} s:\n{tail(self._log)}") from error
 
     def end(self) -> None:
         self._engines.kill(self)
