@@ -1,20 +1,32 @@
 """prfaas's connector between real vLLM engines: the answers of one engine, and every failure is computed around."""
 
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
+from prfaas.ports import free_ports
 from prfaas_transfer.leases import ANNOUNCED_SECONDS
 
 from .connected import TOKENS, TRANSFERS, WHOLE_PAGES_FROM, Pair, alone, prompt_of, reference, started
 from .engines import Engine, EngineHost, wait_until
 
+(METRICS_PORT,) = free_ports(1)
+
 
 @pytest.fixture(scope="module")
 def pair(engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with started(engine_host, tmp_path_factory.mktemp("egress")) as found:
+    extras = {"metrics_port": METRICS_PORT}, {}
+    with started(engine_host, tmp_path_factory.mktemp("egress"), *extras) as found:
         yield found
+
+
+def sent_bytes() -> float:
+    """Return what the source has sent since its mover started."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("prfaas_transfer_sent_bytes_total"))
 
 
 @pytest.mark.parametrize("length", [5, 6, 64, 127, 128, 129, 130, 256, 257, 512, 513, 514, 640, 641, 1500, 3000])
@@ -135,8 +147,10 @@ def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(r
     free = pair.source.free_pages(), pair.destination.free_pages()
     for side in (pair.source, pair.destination):
         pair.slow(1)
+        before = sent_bytes()
         source, destination = pair.offload(ids)
         source.result()
+        wait_until(lambda before=before: sent_bytes() > before)  # a source that nobody asked keeps its cache longer
         began = time.monotonic()
         side.evaluate(f"{TRANSFERS}.mover._process.kill()")
         answer = destination.result()
