@@ -16,21 +16,19 @@ from benchmarks.report import Figure, run
 
 from prfaas.wire.engine import Generate, Sampling
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.leases import Offers
-from prfaas_transfer.limits import unlimited
-from prfaas_transfer.pull import Connections, FetchContext
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import Fetcher, RemoteCaches
+from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
+from prfaas_worker.options import Options
 
 RUNNING = 64
 PROMPT_TOKENS = 200
@@ -60,16 +58,15 @@ def engine_of(model: Model | Instant) -> EngineLoop:
     geometry = CacheGeometry(model.layers)
     memory = CacheMemory(geometry, num_pages=RUNNING * 40, num_slots=RUNNING, max_context=2400)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    runner, cache, traffic = Runner(model, memory), HybridCache(memory), unlimited()
+    runner, cache = Runner(model, memory), HybridCache(memory)
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), 16)
-    offers = Offers(layout, 1, capacity=1)
-    fetcher = Fetcher(runner, "", FetchContext(layout, Connections(traffic.auth), offers.counters, traffic))
+    transfers = EngineTransfers(layout, memory, Options(model_source="", model_name=""), lambda _: None, inbox.put)
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,
         cache=cache,
         kv_events=[],
-        remote=RemoteCaches(runner, cache, offers, fetcher, inbox.put),
+        remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, "", transfers), inbox.put),
         grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
         send=lambda _messages: None,

@@ -47,6 +47,17 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
+def waited_seconds(pid: int) -> float:
+    """Return how long a process's first thread was ready and had no core."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process's threads have started, and that still run."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 def peak_mib(pid: int) -> float:
     """Return the largest resident set that a process has had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())

@@ -1,4 +1,4 @@
-"""What an idle worker's memory costs: both processes against `import torch` alone.
+"""What an idle worker's memory costs: its three processes against `import torch` alone.
 
     prfaas bench worker_memory
 
@@ -15,11 +15,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from benchmarks.report import Figure, run
+from benchmarks.report import Figure, children_of, run
 
 from prfaas.util import MIB, Deadline
 
-REACH_MIB = 200.0  # both processes may take this much more than `import torch` alone
+REACH_MIB = 200.0  # the processes may take this much more than `import torch` alone
 START_SECONDS = 120
 HOST = f"127.{50 + os.getpid() % 50}.{os.getpid() // 50 % 250}.7"
 
@@ -42,15 +42,16 @@ def torch_alone() -> tuple[float, float]:
 
 
 def idle_worker() -> dict[str, tuple[float, float]]:
-    """Front and engine after one request."""
+    """Front, engine and mover after one request."""
     command = [sys.executable, "-m", "prfaas_worker", "--model-source", "builtin:kimi-linear-tiny"]
     command += ["--model-name", "m", "--host", HOST]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         body = {"model": "m", "prompt": "def main():", "max_tokens": 16}
         answer(process, f"http://{HOST}:8000/v1/completions", json.dumps(body).encode())
-        engine = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-        return {"front": memory_mib(process.pid), "engine": memory_mib(engine)}
+        (engine,) = children_of(process.pid)
+        (mover,) = children_of(engine)
+        return {"front": memory_mib(process.pid), "engine": memory_mib(engine), "mover": memory_mib(mover)}
     finally:
         process.terminate()
         process.wait(30)

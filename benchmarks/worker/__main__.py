@@ -17,7 +17,7 @@ from benchmarks.worker.process import running
 
 REUSE_REACH = 0.15
 HTTP_REACH = 1.1
-TRANSFER_REACH = 1.3
+TRANSFER_REACH = 1.1
 
 
 def figures(
@@ -72,6 +72,7 @@ def _disturbed(what: str, unit: str, measured: beside.Beside, reach: float) -> l
             rival_value=measured.median_alone * 1e3,
         ),
         Figure(name=f"decode step beside {what}, of alone", value=measured.ratio, unit="ratio", reach=reach),
+        Figure(name=f"the same without waits for a core, {what}", value=measured.net_ratio, unit="ratio"),
         Figure(name=f"the engine's CPU for it beside {what}, of alone", value=measured.cpu_ratio, unit="ratio"),
     ]
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.report import cpu_seconds
+from benchmarks.report import cpu_seconds, waited_seconds
 from benchmarks.worker.process import PORT, Worker, beside_the_engine, new_prompt, next_host
 
 ROUNDS = 6
@@ -28,10 +28,11 @@ RECEIVED = "prfaas_transfer_received_bytes_total"
 
 
 class Step(NamedTuple):
-    """A decode step of a single stream, and the engine's CPU time for it: threads of transfers are in it."""
+    """A decode step of a single stream, the engine's CPU time for it, and how long its thread waited for a core."""
 
     seconds: float
     cpu_seconds: float
+    waited_seconds: float
 
 
 class Beside(NamedTuple):
@@ -59,23 +60,29 @@ class Beside(NamedTuple):
         return statistics.median(two.cpu_seconds / one.cpu_seconds for one, two in self._rounds)
 
     @property
+    def net_ratio(self) -> float:
+        """The ratio without the time in which the step's thread waited for a core: what others on the machine take."""
+        return statistics.median(
+            (two.seconds - two.waited_seconds) / (one.seconds - one.waited_seconds) for one, two in self._rounds
+        )
+
+    @property
     def _rounds(self) -> list[tuple[Step, Step]]:
         return list(zip(self.alone, self.beside, strict=True))
 
 
 def measure_step(worker: Worker) -> Step:
     """Have a long answer drawn."""
-    cpu, seconds, steps = (read() for read in _counters(worker))
+    before = [read() for read in _counters(worker)]
     tokens = worker.complete(new_prompt(16), STEP_TOKENS).tokens
-    cpu, seconds, steps = (
-        read() - before for read, before in zip(_counters(worker), (cpu, seconds, steps), strict=True)
-    )
-    return Step(seconds / steps, cpu / tokens)
+    cpu, waited, seconds, steps = (read() - one for read, one in zip(_counters(worker), before, strict=True))
+    return Step(seconds / steps, cpu / tokens, waited / steps)
 
 
 def _counters(worker: Worker) -> tuple[Callable[[], float], ...]:
     return (
         lambda: cpu_seconds(worker.engine_pid),
+        lambda: waited_seconds(worker.engine_pid),
         lambda: worker.metric("prfaas_decode_seconds_total"),
         lambda: worker.metric("prfaas_decode_steps_total"),
     )

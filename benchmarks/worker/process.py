@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.report import children_of
+
 from prfaas.util import Deadline
 from prfaas.wire import headers
 
@@ -70,8 +72,8 @@ class Worker:
     @property
     def engine_pid(self) -> int:
         """The engine's process, the front's only child."""
-        front = self._process.pid
-        return int(Path(f"/proc/{front}/task/{front}/children").read_text())
+        (engine,) = children_of(self._process.pid)
+        return engine
 
     def wait_ready(self) -> None:
         """Wait until it takes requests."""

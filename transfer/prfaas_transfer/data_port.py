@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 
@@ -44,10 +45,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 class DataPort:
     """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
-    before its transfer is announced."""
+    before its transfer is announced. `catch_up` is called when it comes for an unknown one: then whoever grants hands
+    over what was granted before."""
 
-    def __init__(self, listener: socket.socket, offers: Offers, traffic: Traffic, patience_seconds: float = 0.0):
+    def __init__(
+        self,
+        listener: socket.socket,
+        offers: Offers,
+        traffic: Traffic,
+        patience_seconds: float = 0.0,
+        catch_up: Callable[[], None] = lambda: None,
+    ):
         self._patience_seconds = patience_seconds
+        self._catch_up = catch_up
         self._listener = listener
         self._offers = offers
         self._traffic = traffic
@@ -111,6 +121,8 @@ class DataPort:
 
     def _await_announced(self, stream: DataStream, address: Address, rank: int) -> None:
         """Let a destination wait that came before the source knew of the transfer."""
+        if not self._offers.is_open(address.transfer_id, rank):
+            self._catch_up()
         deadline = Deadline(self._patience_seconds)
         while not deadline.is_over and not self._offers.await_announced(address.transfer_id, rank, KEEP_ALIVE_SECONDS):
             stream.send([message_frame(Kind.KEEP_ALIVE, address)])

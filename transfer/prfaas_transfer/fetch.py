@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -78,6 +78,22 @@ class Fetched(NamedTuple):
     transfer_seconds: float
     is_exact: bool = True
     transfer_id: str = ""
+
+
+class CacheFetch(Protocol):
+    """A fetch of another instance's cache. `on_end(result or error)` is called once, from any thread; then nothing of
+    the fetch touches its memory."""
+
+    @property
+    def transfer_id(self) -> str:
+        """Empty until it was granted."""
+        ...
+
+    def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None: ...
+
+    def cancel(self) -> None:
+        """End the fetch at once; its end is told all the same."""
+        ...
 
 
 class RemoteFetch:

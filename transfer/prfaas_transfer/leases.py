@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -36,6 +37,36 @@ UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
 
 
+class OfferedCache(Protocol):
+    """What an engine sees of one cache for another instance: it puts in what it computes."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def state(self) -> PrefillState: ...
+
+    def start_computing(self) -> None: ...
+
+    def put(self, frame: Frame) -> None: ...
+
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec."""
+        ...
+
+    def fail(self, message: str) -> None:
+        """Note that the prefill failed; its connections, or its lease, end it."""
+        ...
+
+
+class GrantCaches(Protocol):
+    """What an engine grants caches with."""
+
+    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[OfferedCache, PrefillGrant]:
+        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
+        ...
+
+
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
@@ -45,6 +76,7 @@ class Offer:
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
         self.log = TransferLog("send", subject, manifest.transfer_id)
+        self.was_announced = is_announced
         self.first_lease_seconds = ANNOUNCED_SECONDS if is_announced else LEASE_SECONDS
         self.lease = Deadline(self.first_lease_seconds)
         self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.
@@ -126,6 +158,33 @@ class Offer:
         return self._delivery.is_over or self.lease.is_over
 
 
+class Grants:
+    """Makes the grants of one source."""
+
+    def __init__(self) -> None:
+        # A restarted instance does not repeat the epochs of its former life.
+        self._epoch = secrets.randbits(48)
+        self._lock = threading.Lock()
+
+    def make(self, data_port: int, end_token: int) -> PrefillGrant:
+        with self._lock:
+            self._epoch += 1
+            epoch = self._epoch
+        return PrefillGrant(
+            transfer_id=secrets.token_hex(16),
+            token=secrets.token_urlsafe(24),
+            epoch=epoch,
+            data_port=data_port,
+            end_token=end_token,
+            expires_seconds=LEASE_SECONDS,
+        )
+
+
+def too_many(capacity: int) -> CapacityError:
+    """Return the refusal of a further offer."""
+    return CapacityError(f"{capacity} prefills are queued or undelivered already; try another instance")
+
+
 class Offers:
     """All offers of this instance, at most `capacity` open ones. `on_end` is called with the handle, from any thread,
     once an offer ended. `counters` are those of all transfers."""
@@ -144,32 +203,25 @@ class Offers:
         self._lock = threading.Lock()
         self._announced = threading.Condition(self._lock)
         self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
-        # A restarted instance does not repeat the epochs of its former life.
-        self._epoch = secrets.randbits(48)
+        self._grants = Grants()
         self.counters = counters or TransferCounters()
         self._on_end = on_end
 
     def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[Offer, PrefillGrant]:
         """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
-        token = secrets.token_urlsafe(24)
+        grant = self._grants.make(self._data_port, end_token)
+        return self.open(subject, grant, start_token), grant
+
+    def open(self, subject: TransferSubject, grant: PrefillGrant, start_token: int) -> Offer:
+        """Open an offer that was granted. Raises CapacityError if too many are open."""
+        address = Address(grant.transfer_id, grant.epoch)
+        manifest = self._layout.manifest(address, start_token, grant.end_token, is_prefix=subject.what == "prefix")
         with self._lock:
             if len(self._offers) >= self._capacity:
-                raise CapacityError(
-                    f"{self._capacity} prefills are queued or undelivered already; try another instance"
-                )
-            self._epoch += 1
-            address = Address(secrets.token_hex(16), self._epoch)
-            manifest = self._layout.manifest(address, start_token, end_token, is_prefix=subject.what == "prefix")
-            offer = self._offers[_place(manifest)] = Offer(subject, manifest, token)
-        offer.log.mark("granted", tokens=end_token, start_token=manifest.start_token)
-        return offer, PrefillGrant(
-            transfer_id=manifest.transfer_id,
-            token=token,
-            epoch=manifest.epoch,
-            data_port=self._data_port,
-            end_token=end_token,
-            expires_seconds=LEASE_SECONDS,
-        )
+                raise too_many(self._capacity)
+            offer = self._offers[_place(manifest)] = Offer(subject, manifest, grant.token)
+        offer.log.mark("granted", tokens=grant.end_token, start_token=start_token)
+        return offer
 
     def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
@@ -188,6 +240,10 @@ class Offers:
         """Wait until a transfer is open for a destination's rank; False after so many seconds."""
         with self._lock:
             return self._announced.wait_for(lambda: (transfer_id, rank) in self._offers, seconds)
+
+    def is_open(self, transfer_id: str, rank: int) -> bool:
+        with self._lock:
+            return (transfer_id, rank) in self._offers
 
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,

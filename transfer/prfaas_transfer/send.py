@@ -30,6 +30,7 @@ from prfaas.wire.frames import (
 )
 from prfaas.wire.send_queue import NextStep, NumberedItem, SendQueue
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, Abort, Done, TensorLayout, decode_message, message_frame
+from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.credentials import MIXED, is_tls
 from prfaas_transfer.limits import Stop, StoppedError, Traffic
 from prfaas_transfer.net import DataStream, OnWait, give_up
@@ -41,13 +42,14 @@ Payload = Sequence[memoryview]
 class Frame(NamedTuple):
     """A frame to send. `load`, called in the sending thread, gives its payload for a block: the cache's own memory,
     which the lease keeps, or a copy of `copied_bytes`. That is `items` rows or states of `tensors`, or bytes that no
-    codec handles."""
+    codec handles. It lies at `place` in memory that a mover may have, too."""
 
     header: FrameHeader
     load: Callable[[FrameHeader], AbstractContextManager[Payload]]
     copied_bytes: int = 0
     tensors: tuple[TensorLayout, ...] = ()
     items: int = 1
+    place: SharedPlace | None = None
 
     def rest(self, start_token: int) -> "Frame | None":
         """Return this frame without the rows before `start_token`, where a row begins; None if nothing is left."""

@@ -1,1 +1,1 @@
-"""The worker: one replica of a model, as a front process with the HTTP ports and an engine process that computes."""
+"""The worker: one replica of a model, as a front process (HTTP), an engine process that computes, and its mover."""

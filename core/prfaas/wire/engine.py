@@ -6,7 +6,7 @@ number of one call; all the engine's messages about that call carry it. Only tok
 
 import struct
 from collections.abc import Sequence
-from typing import Final, Generic, Literal, NamedTuple, TypeVar
+from typing import BinaryIO, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -368,8 +368,18 @@ _FOR_FRONT: Final = msgspec.msgpack.Decoder(list[ToFront])
 
 def encode_batch(messages: Sequence[ToEngine] | Sequence[ToFront]) -> bytes:
     """Return a batch after its length."""
-    body = _ENCODER.encode(messages)
+    return with_length(_ENCODER.encode(messages))
+
+
+def with_length(body: bytes) -> bytes:
+    """Return what a stream carries for a message: its length, then its body."""
     return LENGTH.pack(len(body)) + body
+
+
+def read_body(reader: BinaryIO) -> bytes:
+    """Read the next message's body from a stream; empty at the stream's end."""
+    length = reader.read(LENGTH.size)
+    return reader.read(LENGTH.unpack(length)[0]) if len(length) == LENGTH.size else b""
 
 
 def decode_for_engine(body: Buffer) -> list[ToEngine]:

@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
-from prfaas.wire.engine import Stats
+from prfaas.wire.engine import Stats, TransferEnded, read_body
 from prfaas.wire.frames import HEADER_BYTES, Kind
 from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, message_frame
 from prfaas_scheduler.engines import LINK
@@ -33,7 +33,6 @@ from prfaas_transfer.leases import Offer
 from prfaas_transfer.mover.__main__ import Mover
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import (
-    MAX_MESSAGE_BYTES,
     AnnounceCache,
     CacheSlice,
     CopyPart,
@@ -329,7 +328,7 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
 
 def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
     """A destination may have waited for it, and go at once."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
     options = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096)
     mover = Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
     announce = mover._offers.announce
@@ -344,8 +343,11 @@ def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
     monkeypatch.setattr(mover._offers, "announce", announced_and_ended)
     message = announced()
     mover.handle(message)
-    assert decode_from_mover(ours.recv(MAX_MESSAGE_BYTES)) == EndedOffer(message.transfer_id)
-    assert (mover._open, mover._handles) == ({}, {})
+    with ours.makefile("rb") as reader:
+        said = [decode_from_mover(read_body(reader)) for _ in range(2)]
+    assert isinstance(said[0], TransferEnded)
+    assert said[1] == EndedOffer(message.transfer_id)
+    assert (mover._open._open, mover._open._key_of) == ({}, {})
     for end in (ours, theirs):
         end.close()
 

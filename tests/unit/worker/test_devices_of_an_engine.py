@@ -40,9 +40,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def build(given: Options) -> str:
-    model, *_ = assembly.load_and_assemble(
-        given, cast("Any", SimpleNamespace(put=lambda _: None)), cast("Any", SimpleNamespace(auth=None))
-    )
+    model, *_ = assembly.load_and_assemble(given, cast("Any", SimpleNamespace(put=lambda _: None)))
     return model.device.type
 
 

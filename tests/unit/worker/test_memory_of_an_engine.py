@@ -4,7 +4,7 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -36,8 +36,8 @@ def options(**more: Any) -> Options:
 
 def reserved(model: Model, given: Options) -> Any:
     """The memory of an engine that is made with these options."""
-    parts = SimpleNamespace(put=lambda _: None), SimpleNamespace(auth=None)
-    engine, _ = assembly.assemble(model, model_directory(TINY), given, *cast("Any", parts))
+    outbox: Any = SimpleNamespace(put=lambda _: None)
+    engine, _ = assembly.assemble(model, model_directory(TINY), given, outbox)
     return engine.runner.memory
 
 

@@ -106,9 +106,8 @@ def assembled(**given: Any) -> Any:
     """An engine that is made with these options, on the built-in model."""
     model, directory = load_model("builtin:kimi-linear-tiny", 1)
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    traffic: Any = SimpleNamespace(auth=None)
     options = Options(model_source="", model_name="tiny", **given)
-    engine, _ = assembly.assemble(model, directory, options, outbox, traffic)
+    engine, _ = assembly.assemble(model, directory, options, outbox)
     return engine
 
 
@@ -177,8 +176,7 @@ def test_an_engine_is_warm_before_it_measures():
     kinds = kinds_of_steps(model)
     options = Options(model_source="", model_name="tiny", profile_seconds=0.2)
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    traffic: Any = SimpleNamespace(auth=None)
-    assembly.assemble(model, directory, options, outbox, traffic)
+    assembly.assemble(model, directory, options, outbox)
     assert kinds[:6] == ["chunk", "chunk behind rows", "decode", "chunk", "decodes", "chunk behind rows beside decode"]
     assert "chunk" in kinds[6:], "and then it measures"
 

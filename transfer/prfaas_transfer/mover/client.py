@@ -12,19 +12,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.processes import ends_with_us
 from prfaas.util import backoff_seconds
+from prfaas.wire.engine import (
+    AskPrefill,
+    AskStats,
+    CancelPrefill,
+    EgressSet,
+    PrefillAnswer,
+    SetEgress,
+    Stats,
+    TransferEnded,
+    read_body,
+    with_length,
+)
+from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.mover.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_PARTS,
     AnnounceCache,
+    AskAnnounce,
     CancelFetch,
+    ComputedHidden,
     ComputedParts,
     CopyDone,
     CopyPart,
@@ -35,14 +49,20 @@ from prfaas_transfer.mover.messages import (
     FailedCache,
     FetchCache,
     FinishCache,
+    MoverAnswer,
     MoverCommand,
     MoverOptions,
     MoverReady,
     MoverRefused,
     MoverReport,
+    OfferCache,
+    RequestCache,
+    StartCache,
     decode_from_mover,
     encode,
 )
+
+Question: TypeAlias = AskPrefill | AskStats | SetEgress
 
 log = logging.getLogger(__name__)
 
@@ -54,33 +74,40 @@ STEADY_SECONDS: Final = 60.0
 
 
 class EngineMemory(Protocol):
-    """An engine's memory, as the mover reaches it: by copies, one at a time, on the client's own thread."""
+    """An engine's memory, as a mover without a map of it reaches it: by copies."""
 
     def load(self, key: str, part: CopyPart, room: memoryview) -> None:
-        """CopyRequest a part of an offer into `room`."""
+        """Copy a part of an offer into `room`."""
         ...
 
     def land(self, key: str, part: CopyPart, received: memoryview) -> None:
-        """CopyRequest a received part into the memory of the request whose fetch this is."""
+        """Copy a received part into the memory of the request whose fetch this is."""
         ...
 
 
 class MoverClient:
     """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
 
-    `on_offer_over(key)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each `announce`
-    and `fetch`, by the key of that message. From then on nothing of them touches the engine's memory.
+    `on_offer_over(key)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each offer and
+    fetch, by its message's key. From then on nothing of them touches the engine's memory. `on_answer` gets the records
+    of ended transfers, and the answers to `ask`, which outlive a mover. `descriptor` is that of a mapped cache, which
+    has no `memory` to copy from.
     """
 
     def __init__(
         self,
         options: MoverOptions,
-        memory: EngineMemory,
+        memory: EngineMemory | None,
         on_offer_over: Callable[[str], None],
         on_fetch_over: Callable[[EndedFetch], None],
+        on_answer: Callable[[TransferEnded | MoverAnswer], None] = lambda _answer: None,
+        descriptor: int | None = None,
     ):
         self._options, self._memory = options, memory
-        self._on_offer_over, self._on_fetch_over = on_offer_over, on_fetch_over
+        self._on_offer_over, self._on_fetch_over, self._on_answer = on_offer_over, on_fetch_over, on_answer
+        self._copiers = ThreadPoolExecutor(threads, "mover-copy") if (threads := options.copy_threads) else None
+        self._asked: dict[int, Question] = {}
+        self._egress: SetEgress | None = None
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._offers: set[str] = set()
@@ -90,33 +117,59 @@ class MoverClient:
         self._refusal = ""
         self._process: subprocess.Popen[bytes] | None = None
         self.data_port = 0
-        self._descriptor = os.memfd_create("prfaas-mover")
-        os.ftruncate(self._descriptor, options.slots * options.slot_bytes)
-        self.shared = memoryview(mmap.mmap(self._descriptor, options.slots * options.slot_bytes))
+        if descriptor is None:
+            self._descriptor = os.memfd_create("prfaas-mover")
+            os.ftruncate(self._descriptor, options.memory_bytes)
+        else:
+            self._descriptor = os.dup(descriptor)
+        self.shared = memoryview(mmap.mmap(self._descriptor, options.memory_bytes))
         threading.Thread(target=self._run, name="mover", daemon=True).start()
         if not self._started.wait(START_SECONDS) or self._refusal:
             self.close()
             raise ConfigError(self._refusal or f"the mover did not start within {START_SECONDS:g} s; see its log")
 
-    def announce(self, message: AnnounceCache) -> None:
+    @property
+    def is_running(self) -> bool:
+        return self._socket is not None
+
+    def announce(self, message: AnnounceCache | OfferCache) -> None:
+        key = message.key if isinstance(message, AnnounceCache) else message.transfer_id
         with self._lock:
-            self._offers.add(message.key)
-        self._send(message)
+            self._offers.add(key)
+        if not self._send(message):
+            self._end_offer(key)
 
-    def put(self, key: str, parts: list[CopyPart]) -> None:
-        for first in range(0, len(parts), MAX_PARTS):
-            self._send(ComputedParts(key, parts[first : first + MAX_PARTS]))
+    def start(self, key: str) -> None:
+        self._send(StartCache(key))
 
-    def finish(self, key: str, prefill_seconds: float) -> None:
-        self._send(FinishCache(key, prefill_seconds))
+    def put(self, key: str, parts: list[CopyPart], place: SharedPlace | None = None) -> None:
+        self._send(ComputedParts(key, parts, place))
 
-    def fail(self, key: str, reason: str) -> None:
-        self._send(FailedCache(key, reason))
+    def put_hidden(self, key: str, hidden: bytes) -> None:
+        self._send(ComputedHidden(key, hidden))
 
-    def fetch(self, message: FetchCache) -> None:
+    def finish(self, key: str, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        self._send(FinishCache(key, prefill_seconds, is_exact))
+
+    def fail(self, key: str, reason: str, *, at_once: bool = True) -> None:
+        self._send(FailedCache(key, reason, at_once))
+
+    def cancel_offer(self, transfer_id: str) -> None:
+        self._send(CancelPrefill(transfer_id))
+
+    def fetch(self, message: FetchCache | RequestCache) -> None:
         with self._lock:
             self._fetches.add(message.key)
-        self._send(message)
+        if not self._send(message):
+            self._end_fetch(EndedFetch(message.key, "the mover is not running"))
+
+    def ask(self, question: Question) -> None:
+        """Have a question of the engine's front answered, by the next mover if this one dies. An egress cap stays."""
+        with self._lock:
+            self._asked[question.handle] = question
+            if isinstance(question, SetEgress):
+                self._egress = question
+        self._send(question)
 
     def cancel_fetch(self, key: str) -> None:
         self._send(CancelFetch(key))
@@ -131,15 +184,16 @@ class MoverClient:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, message: MoverCommand) -> None:
+    def _send(self, message: MoverCommand) -> bool:
+        """Say something; False if no mover can hear it. What is open then, the reading thread ends."""
         with self._lock:
-            sock = self._socket
-            if sock is not None:
-                with suppress(OSError):  # the reading thread finds out too, and ends what is open
-                    sock.sendall(encode(message))
-                    return
-        if isinstance(message, (AnnounceCache, FetchCache)):
-            self._fail_open("the mover is not running")
+            if self._socket is None:
+                return False
+            try:
+                self._socket.sendall(with_length(encode(message)))
+            except OSError:
+                return False
+            return True
 
     def _run(self) -> None:
         failures = 0
@@ -162,8 +216,8 @@ class MoverClient:
 
     def _follow_one(self) -> str:
         """Start a mover, and follow it to its end; return why there is none any more."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours:
+        ours, theirs = socket.socketpair()
+        with ours, ours.makefile("rb") as reader:
             try:
                 with theirs:
                     process = self._process = self._start(theirs)
@@ -171,10 +225,13 @@ class MoverClient:
                 return f"the mover cannot be started: {error}"
             with self._lock:
                 self._socket = ours
+                repeated = [*([self._egress] if self._egress else []), *self._asked.values()]
+            for question in repeated:
+                self._send(question)
             refusal = ""
             try:
-                while data := ours.recv(MAX_MESSAGE_BYTES):
-                    match decode_from_mover(data):
+                while body := read_body(reader):
+                    match decode_from_mover(body):
                         case MoverRefused(reason):
                             refusal = f"the mover cannot start: {reason}"
                         case message:
@@ -206,8 +263,19 @@ class MoverClient:
 
     def _handle(self, message: MoverReport) -> None:
         match message:
+            case CopyRequest() if self._copiers is not None:
+                self._copiers.submit(self._copy, message)
             case CopyRequest():
                 self._copy(message)
+            case AskAnnounce(number):
+                self._send(CopyDone(number))
+            case TransferEnded():
+                self._on_answer(message)
+            case PrefillAnswer(handle) | Stats(handle) | EgressSet(handle):
+                with self._lock:
+                    asked = self._asked.pop(handle, None)
+                if asked is not None:
+                    self._on_answer(message)
             case EndedOffer(key):
                 self._end_offer(key)
             case EndedFetch():
@@ -220,7 +288,9 @@ class MoverClient:
         view = self.shared[copy.offset : copy.offset + copy.count_bytes]
         reason = ""
         try:
-            if copy.direction == "load":
+            if self._memory is None:
+                reason = "the cache is mapped, and nothing of it is copied"
+            elif copy.direction == "load":
                 self._memory.load(copy.key, copy.part, view)
             else:
                 self._memory.land(copy.key, copy.part, view)

@@ -1,15 +1,22 @@
-"""Messages between an engine and its mover, over a socket that keeps their boundaries.
+"""Messages between an engine and its mover: msgpack with its length before it, over a stream.
 
-    engine   ANNOUNCE PUT FINISH FAIL      a cache for a destination, part by part as it is computed
-             FETCH CANCEL                  a cache from a source
-             DECLINE                       a source's cache is not wanted
-             COPIED                        a copy is done, or why it is not
-    mover    READY, or REFUSED             the data port is open, or why it is not
-             COPY                          move a part between the engine's memory and a slot of the shared memory
-             OFFER_OVER FETCH_OVER         nothing of it touches the engine's memory any more
+    engine   AnnounceCache, or OfferCache         a cache for a destination that says what it lacks, or has said it
+             StartCache ComputedParts ComputedHidden FinishCache FailedCache CancelPrefill     the life of that cache
+             FetchCache, or RequestCache          a cache from a source whose data port is known, or asked for here
+             CancelFetch DeclineCache             it is not wanted, any more or at all
+             CopyDone                             a copy is done, or why it is not
+             AskPrefill AskStats SetEgress        questions of the engine's front, answered as it answers them
+    mover    MoverReady, or MoverRefused          the data port is open, or why it is not
+             CopyRequest                          move a part between the engine's memory and a slot
+             AskAnnounce                         say `CopyDone` once all that was said before is on its way
+             EndedOffer EndedFetch                nothing of it touches the engine's memory any more
+             TransferEnded                        a transfer's record, before either of these
 
-The mover owns the shared memory's slots. It asks for a part when it can send it, so an engine keeps its pages until the
-offer is over, and nothing is copied that waits behind a slow link.
+The memory between the two is one of these:
+
+- *Slots*, where the mover alone can not reach the engine's memory. It asks for a part when it can send it. So an engine
+  keeps its pages until the offer is over, and nothing is copied that waits behind a slow link.
+- The engine's cache itself, described by a `CacheMap`. Nothing is copied, and no thread of the engine is asked.
 """
 
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -17,12 +24,24 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from prfaas.routing.compression import WireCodec
+from prfaas.telemetry.logs import LogFormat
+from prfaas.wire.engine import (
+    AskPrefill,
+    AskStats,
+    CancelPrefill,
+    EgressSet,
+    PrefillAnswer,
+    SetEgress,
+    StartPrefill,
+    StartPrefix,
+    Stats,
+    TransferEnded,
+    TransferSubject,
+)
 from prfaas.wire.transfer import LayerGroup
+from prfaas_transfer.cache import CacheMap, SharedPlace
+from prfaas_transfer.fetch import Fetched
 
-MAX_MESSAGE_BYTES: Final = 128 << 10
-"""More than any message has; a kernel's default buffer takes it whole."""
-MAX_PARTS: Final = 512
-"""Parts of one PUT."""
 MAX_REASON: Final = 4096
 """Characters of a reason; a peer may have chosen them, and as many as it likes."""
 
@@ -31,7 +50,9 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache.
 
     The cache is that of one tensor-parallel `rank` of `ranks`. An instance has `movers`, one for each of its ranks of
-    any kind, and this is number `mover`.
+    any kind, and this is number `mover`. With a `map` the shared memory is the engine's cache, else it has slots. A
+    destination may come `patience_seconds` before the engine speaks of its transfer. The engine's end copies on its own
+    thread, or on `copy_threads` where a copy may wait.
     """
 
     host: str
@@ -50,6 +71,17 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     egress_file: str = ""
     transfer_memory_mib: int = 256
     wire_codec: WireCodec = "auto"
+    hidden_size: int = 0
+    map: CacheMap | None = None
+    patience_seconds: float = 5.0
+    max_offers: int = 1024
+    copy_threads: int = 0
+    log_place: str = "mover"
+    log_format: LogFormat = "text"
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.map.nbytes if self.map is not None else self.slots * self.slot_bytes
 
     @property
     def slots(self) -> int:
@@ -95,25 +127,52 @@ class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
         return keyed(self.transfer_id, self.slice)
 
 
+class OfferCache(_Message, frozen=True, array_like=True, tag=True):
+    """A cache was granted to a destination that has the rows before `start_token`."""
+
+    subject: TransferSubject
+    transfer_id: str
+    epoch: int
+    token: str
+    start_token: int
+    end_token: int
+
+
+class StartCache(_Message, frozen=True, array_like=True, tag=True):
+    """A granted cache begins to be computed. One that was announced begins at once."""
+
+    key: str
+
+
 class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
-    """These parts are computed, and stay as they are until the offer is over."""
+    """These parts are computed, and stay as they are until the offer is over. In a mapped cache they are at `place`."""
 
     key: str
     parts: list[CopyPart]
+    place: SharedPlace | None = None
+
+
+class ComputedHidden(_Message, frozen=True, array_like=True, tag=True):
+    """The last hidden state, fp32 [hidden_size]."""
+
+    key: str
+    hidden: bytes
 
 
 class FinishCache(_Message, frozen=True, array_like=True, tag=True):
-    """Every part was put; computing them took so long."""
+    """Every part was put; computing them took so long, on a cache that `is_exact`."""
 
     key: str
     prefill_seconds: float
+    is_exact: bool = True
 
 
 class FailedCache(_Message, frozen=True, array_like=True, tag=True):
-    """The rest will not be computed."""
+    """The rest will not be computed. Without `at_once` the offer goes on until its destination has heard the reason."""
 
     key: str
     reason: str
+    at_once: bool = True
 
 
 class FetchCache(_Message, frozen=True, array_like=True, tag=True):
@@ -136,6 +195,16 @@ class FetchCache(_Message, frozen=True, array_like=True, tag=True):
     def key(self) -> str:
         """The fetch's name between an engine and its mover."""
         return keyed(self.request_id, self.slice)
+
+
+class RequestCache(_Message, frozen=True, array_like=True, tag=True):
+    """Ask another instance's API for a cache, and get it into this place; `key` is the engine's name of the fetch."""
+
+    key: str
+    wanted: StartPrefill | StartPrefix
+    url: str
+    cluster: str
+    place: SharedPlace | None = None
 
 
 class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
@@ -191,19 +260,56 @@ class EndedOffer(_Message, frozen=True, array_like=True, tag=True):
     key: str
 
 
+class AskAnnounce(_Message, frozen=True, array_like=True, tag=True):
+    """A destination came for a transfer that is not known here. Answered by CopyDone, behind what tells of it."""
+
+    number: int
+
+
 class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
-    """A fetch ended: everything landed, or the reason why not."""
+    """A fetch ended: everything landed, or the reason why not. A `RequestCache` that was granted has a transfer. What
+    it `fetched` is there if it ended well; `is_absent` says that the other instance has nothing longer than ours."""
 
     key: str
     reason: str
     received_bytes: int = 0
     seconds: float = 0.0
+    transfer_id: str = ""
+    fetched: Fetched | None = None
+    is_absent: bool = False
 
 
 MoverCommand: TypeAlias = (
-    AnnounceCache | ComputedParts | FinishCache | FailedCache | FetchCache | CancelFetch | DeclineCache | CopyDone
+    AnnounceCache
+    | OfferCache
+    | StartCache
+    | ComputedParts
+    | ComputedHidden
+    | FinishCache
+    | FailedCache
+    | CancelPrefill
+    | FetchCache
+    | RequestCache
+    | CancelFetch
+    | DeclineCache
+    | CopyDone
+    | AskPrefill
+    | AskStats
+    | SetEgress
 )
-MoverReport: TypeAlias = MoverReady | MoverRefused | CopyRequest | EndedOffer | EndedFetch
+MoverAnswer: TypeAlias = PrefillAnswer | Stats | EgressSet
+MoverReport: TypeAlias = (
+    MoverReady
+    | MoverRefused
+    | CopyRequest
+    | AskAnnounce
+    | EndedOffer
+    | EndedFetch
+    | TransferEnded
+    | PrefillAnswer
+    | Stats
+    | EgressSet
+)
 
 
 def keyed(name: str, part: CacheSlice | None) -> str:

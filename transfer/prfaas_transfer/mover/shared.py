@@ -1,4 +1,5 @@
-"""The memory that an engine and its mover share, as the mover uses it: slots, and copies that the engine makes.
+"""The memory that an engine and its mover share where the cache cannot be mapped, as the mover uses it: slots, and
+copies that the engine makes.
 
 A slot holds one frame's payload on its way between a socket and the engine's own memory. The transfers' memory budget
 counts whole slots, so a frame that was admitted always finds one, but behind an engine that has stopped: a copy that
@@ -11,14 +12,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
+
 from prfaas.errors import InternalError, PeerError
 from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest
-from prfaas_transfer.mover.messages import CopyDone, CopyPart, CopyRequest, MoverReport
+from prfaas_transfer.cache import SharedPlace
+from prfaas_transfer.mover.messages import AskAnnounce, CopyDone, CopyPart, CopyRequest, MoverReport
 
 COPY_SECONDS = 10.0
 """An engine that copies nothing for this long has stopped."""
+CATCH_UP_SECONDS = 0.8
+"""Less silence than a destination bears."""
 
 
 class Slots:
@@ -78,20 +84,30 @@ class Copies:
     def make(self, copy: CopyRequest) -> None:
         """Ask for a copy, and wait for it; its own number is given here. Raises PeerError if the engine has not made
         it."""
-        number = next(self._numbers)
-        with self._changed:
-            self._done[number] = None
-        self._send(CopyRequest(number, copy.direction, copy.key, copy.part, copy.offset, copy.count_bytes))
-        with self._changed:
-            in_time = self._changed.wait_for(lambda: self._done[number], COPY_SECONDS)
-            done = self._done.pop(number)
-            if not in_time:
-                self._late[number] = copy.offset
-                self._slots.keep(copy.offset)
-        if not in_time or done is None:
+        done = self._ask(lambda number: msgspec.structs.replace(copy, number=number), COPY_SECONDS, copy.offset)
+        if done is None:
             raise PeerError(f"the engine copied nothing for {COPY_SECONDS:g} s")
         if done.reason:
             raise PeerError(f"the engine refused a copy: {done.reason}")
+
+    def catch_up(self) -> None:
+        """Wait until all that the engine has said so far is known here, or for a while in vain."""
+        self._ask(AskAnnounce, CATCH_UP_SECONDS)
+
+    def _ask(self, report: Callable[[int], MoverReport], seconds: float, offset: int | None = None) -> CopyDone | None:
+        """Send a question with a number, and wait for its answer; None if there was none in time. The slot at `offset`
+        is kept until it comes."""
+        number = next(self._numbers)
+        with self._changed:
+            self._done[number] = None
+        self._send(report(number))
+        with self._changed:
+            self._changed.wait_for(lambda: self._done[number], seconds)
+            done = self._done.pop(number)
+            if done is None and offset is not None:
+                self._late[number] = offset
+                self._slots.keep(offset)
+            return done
 
     def finish(self, copied: CopyDone) -> None:
         with self._changed:
@@ -103,14 +119,21 @@ class Copies:
 
 
 class SharedMemory:
-    """The slots and copies of one mover."""
+    """Slots, and copies between them and the engine's memory."""
 
     def __init__(self, slots: Slots, send: Callable[[MoverReport], None]):
         self.slots = slots
         self.copies = Copies(slots, send)
+        self.held_bytes = slots.slot_bytes
+
+    def cache(self, key: str, _place: SharedPlace | None) -> "SharedCache":
+        """Return the cache of a fetch."""
+        return SharedCache(self, key)
 
     @contextmanager
-    def load(self, key: str, group: LayerGroup, header: FrameHeader) -> Iterator[Sequence[memoryview]]:
+    def load(
+        self, key: str, group: LayerGroup, header: FrameHeader, _place: SharedPlace | None = None
+    ) -> Iterator[Sequence[memoryview]]:
         """Give a frame's payload for a block, in pieces of one tensor each."""
         part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
         part = part if header.kind == Kind.BLOCK else CopyPart(header.group, header.layer)

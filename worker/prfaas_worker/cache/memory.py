@@ -8,6 +8,9 @@ Memory that is reserved but not written costs nothing on a CPU; see populate.py.
 """
 
 import math
+import mmap
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -60,7 +63,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class CacheMemory:
-    """Pages, slots and page tables of one device."""
+    """Pages, slots and page tables of one device. A CPU's `is_shared` pages and slots are the file of `descriptor`, one
+    behind the other, for other processes to map."""
 
     def __init__(
         self,
@@ -70,14 +74,19 @@ class CacheMemory:
         num_slots: int,
         max_context: int,
         device: torch.device | str = "cpu",
+        is_shared: bool = False,
     ):
         self.geometry = geometry
         self.num_pages, self.num_slots = num_pages, num_slots
         self.device = torch.device(device)
+        self.descriptor: int | None = None
         # Writable outside inference mode too, as transfers write, wherever they were allocated.
         with torch.inference_mode(False):
-            self.pages = torch.empty(num_pages, geometry.page_bytes, dtype=torch.uint8, device=device)
-            self.slots = torch.zeros(num_slots, geometry.slot_bytes, dtype=torch.uint8, device=device)
+            if is_shared:
+                self.pages, self.slots = self._share()
+            else:
+                self.pages = torch.empty(num_pages, geometry.page_bytes, dtype=torch.uint8, device=device)
+                self.slots = torch.zeros(num_slots, geometry.slot_bytes, dtype=torch.uint8, device=device)
             columns = geometry.pages_for(max_context)
             self.table = torch.zeros(num_slots, columns, dtype=torch.int64, device=device)
             layers = range(len(geometry.layers))
@@ -138,6 +147,16 @@ class CacheMemory:
     def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
         """Writable bytes of a state tensor in a slot. CPU memory only."""
         return bytes_of(self.states(layer)[name][slot])
+
+    def _share(self) -> tuple[Tensor, Tensor]:
+        page_bytes, slot_bytes = self.geometry.page_bytes, self.geometry.slot_bytes
+        slots_at = self.num_pages * page_bytes
+        nbytes = slots_at + self.num_slots * slot_bytes
+        self.descriptor = os.memfd_create("prfaas-cache")
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, nbytes)
+        memory = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+        return memory[:slots_at].view(-1, page_bytes), memory[slots_at:].view(-1, slot_bytes)
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
         """A layer's tensors by name, [len(buffer), page_tokens, *shape] for rows, [len(buffer), *shape] for states."""

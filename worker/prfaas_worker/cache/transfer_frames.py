@@ -19,6 +19,7 @@ from prfaas.errors import InternalError
 from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
+from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.send import Frame
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
@@ -221,7 +222,8 @@ def _frame(
     header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]
 ) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
-    return Frame(header, lambda _header: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1)
+    shared = None if copied_bytes else SharedPlace(place.slot, place.pages)
+    return Frame(header, lambda _header: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1, shared)
 
 
 def _payload(

@@ -1,1 +1,1 @@
-"""The engine process: one model, a step loop, and the threads that move caches. It knows token ids, never text."""
+"""The engine process: one model, a step loop, and what it tells its mover of caches. It knows token ids, never text."""

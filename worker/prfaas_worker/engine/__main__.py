@@ -46,24 +46,21 @@ def _end_with_front(front: socket.socket) -> None:
 
 def _run(options: Options, front: socket.socket) -> None:
     # Imported here: torch takes seconds, and by then the process must be tied to the front.
-    from prfaas_transfer.data_port import DataPort, listen
-    from prfaas_transfer.limits import traffic_of
     from prfaas_worker.engine.assembly import load_and_assemble, max_context
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
 
     try:
         outbox = Outbox(front)
-        traffic = traffic_of(options)
-        model, directory, engine, offers = load_and_assemble(options, outbox, traffic)
-        listener = listen(options.host, options.data_port)
+        model, directory, engine, transfers = load_and_assemble(options, outbox)
+        messages = FrontMessages(engine, transfers, outbox)
+        transfers.start(messages.answer)
     except (ConfigError, CapacityError) as error:
         with contextlib.suppress(OSError):  # the front may have failed for the same reason, and be gone
             front.sendall(encode_batch([StartFailed(str(error))]))
         sys.exit(1)
-    DataPort(listener, offers, traffic)
     ready = Ready(model.fingerprint, str(directory), model.vocab_size, max_context(model, options), options.data_port)
     outbox.put([ready])
-    serve_front(front, engine, FrontMessages(engine, offers, traffic, outbox))
+    serve_front(front, engine, messages)
     engine.run()
 
 

@@ -9,26 +9,22 @@ import torch
 
 from prfaas.errors import CapacityError, ConfigError
 from prfaas.util import MIB
-from prfaas.wire.engine import Measured, Role
+from prfaas.wire.engine import Role
 from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.leases import Offers
-from prfaas_transfer.limits import Traffic
-from prfaas_transfer.pull import Connections, FetchContext
-from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import Staging, layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
-from prfaas_worker.engine.ipc import Outbox
+from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler, measure_steps
-from prfaas_worker.engine.remote import Fetcher, RemoteCaches
+from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner, prefill_seconds, step_seconds, warm_up
 from prfaas_worker.engine.schedule import Budgets, role_budgets, step_tokens
-from prfaas_worker.engine.sequences import Event, OfferEnded
+from prfaas_worker.engine.sequences import Event
 from prfaas_worker.memory import available_bytes
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
@@ -43,49 +39,40 @@ LARGE_VOCABULARY = 10_000
 """With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""
 
 
-def load_and_assemble(options: Options, outbox: Outbox, traffic: Traffic) -> tuple[Model, Path, EngineLoop, Offers]:
-    """Load the model; return it, its tokenizer's directory, its step loop and its offers.
+def load_and_assemble(options: Options, outbox: Outbox) -> tuple[Model, Path, EngineLoop, EngineTransfers]:
+    """Load the model; return it, its tokenizer's directory, its step loop and its transfers, which are to be started.
 
     With `--device auto` the CPU runs a model whose weights fit the GPU and whose cache does not. Raises ConfigError if
     the options name what cannot be had.
     """
     model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
     try:
-        return model, directory, *assemble(model, directory, options, outbox, traffic)
+        return model, directory, *assemble(model, directory, options, outbox)
     except (ConfigError, CapacityError) as error:
         if options.device != "auto" or model.device.type == "cpu":
             raise
         log.warning("the model runs on the CPU, not on the GPU: %s", error)
     del model  # its memory on the GPU is needed no more
     model, directory = load_model(options.model_source, options.threads or None, "cpu", options.dtype)
-    return model, directory, *assemble(model, directory, options, outbox, traffic)
+    return model, directory, *assemble(model, directory, options, outbox)
 
 
-def assemble(
-    model: Model, directory: Path, options: Options, outbox: Outbox, traffic: Traffic
-) -> tuple[EngineLoop, Offers]:
-    """Return the step loop of a model and its offers. Raises ConfigError if the requested cache cannot be had."""
+def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[EngineLoop, EngineTransfers]:
+    """Return the step loop of a model and its transfers. Raises ConfigError if the requested cache cannot be had."""
     memory = _cache_memory(model, options)
     runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
     kv_events: list[KvEvent] = []
     cache = HybridCache(memory, _tiers(model, options), on_event=kv_events.append, attention_kind=model.attention_kind)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
-    offers = Offers(
-        layout,
-        options.data_port,
-        options.max_running + options.max_waiting,
-        on_end=lambda handle: inbox.put(OfferEnded(handle)),
-        counters=TransferCounters(lambda transfer: outbox.put([transfer])),
-    )
+    transfers = EngineTransfers(layout, memory, options, outbox.put, inbox.put)
     budgets = _measured_budgets(runner, cache, options)
-    shared = FetchContext(layout, Connections(traffic.auth), offers.counters, traffic)
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,
         cache=cache,
         kv_events=kv_events,
-        remote=RemoteCaches(runner, cache, offers, Fetcher(runner, options.model_name, shared), inbox.put),
+        remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, options.model_name, transfers), inbox.put),
         grammars=_grammars(model, directory),
         profiler=_profiler(runner, cache, options, outbox, budgets[options.role].step_tokens),
         send=outbox.put,
@@ -96,7 +83,7 @@ def assemble(
     if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
         populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
     log.info("the model computes on %s: %s", _device_name(model.device), model.arithmetic)
-    return engine, offers
+    return engine, transfers
 
 
 def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> dict[Role, Budgets]:
@@ -116,7 +103,7 @@ def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> d
 def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outbox, chunk_tokens: int) -> Profiler:
     """Measure prefills, with the model and in the chunks as it serves."""
     geometry = runner.memory.geometry
-    profiler = Profiler(geometry.state_bytes, geometry.token_bytes, lambda profile: outbox.put([Measured(profile)]))
+    profiler = Profiler(geometry.state_bytes, geometry.token_bytes, partial(put_profile, outbox))
     prefill = partial(prefill_seconds, runner, cache, chunk_tokens)
     seconds = options.profile_seconds * (1 - _STEPS_SHARE)
     profiler.measure(prefill, seconds, max_context(runner.model, options))
@@ -138,9 +125,14 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
         )
     try:
         memory = CacheMemory(
-            geometry, num_pages=num_pages, num_slots=options.max_running, max_context=context, device=model.device
+            geometry,
+            num_pages=num_pages,
+            num_slots=options.max_running,
+            max_context=context,
+            device=model.device,
+            is_shared=model.device.type == "cpu",  # with the mover
         )
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         named = f"--cache-mib {cache_mib}" if options.cache_mib else f"a cache of {cache_mib} MiB"
         raise ConfigError(f"{named} cannot be reserved: {error}") from error
     log.info(

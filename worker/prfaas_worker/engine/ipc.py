@@ -14,16 +14,14 @@ import msgspec
 
 from prfaas.errors import CapacityError
 from prfaas.wire.engine import (
-    LENGTH,
     AskPrefill,
     AskStats,
     Cancel,
     CancelPrefill,
-    EgressSet,
     Failed,
     Generate,
     Granted,
-    PrefillAnswer,
+    Measured,
     ResetCache,
     SetEgress,
     SetRole,
@@ -34,11 +32,13 @@ from prfaas.wire.engine import (
     ToFront,
     decode_for_engine,
     encode_batch,
+    read_body,
 )
 from prfaas.wire.headers import CODE_OVERLOADED
-from prfaas_transfer.leases import Offers
-from prfaas_transfer.limits import Traffic
+from prfaas.wire.profile import Profile
+from prfaas_transfer.mover.messages import MoverAnswer
 from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.remote import EngineTransfers
 from prfaas_worker.engine.sequences import PrefillOffered
 
 log = logging.getLogger(__name__)
@@ -66,13 +66,16 @@ class Outbox:
                 return  # the reading thread sees the same end and acts on it
 
 
+def put_profile(outbox: Outbox, profile: Profile) -> None:
+    outbox.put([Measured(profile)])
+
+
 class FrontMessages:
     """Answers some of the front's messages, and passes the others to the step loop."""
 
-    def __init__(self, engine: EngineLoop, offers: Offers, traffic: Traffic, outbox: Outbox):
+    def __init__(self, engine: EngineLoop, transfers: EngineTransfers, outbox: Outbox):
         self._engine = engine
-        self._offers = offers
-        self._traffic = traffic
+        self._transfers = transfers
         self._outbox = outbox
 
     def handle(self, message: ToEngine) -> None:
@@ -82,38 +85,37 @@ class FrontMessages:
             case StartPrefill():
                 self._grant(message)
             case CancelPrefill(transfer_id):
-                self._offers.cancel(transfer_id)
-            case AskPrefill(handle, transfer_id):
-                self._outbox.put([PrefillAnswer(handle, self._offers.status(transfer_id))])
-            case SetEgress(handle, mbps):
-                self._traffic.egress.set_mbps(mbps)
-                self._outbox.put([EgressSet(handle, mbps)])
-            case AskStats(handle):
-                self._outbox.put([self._stats(handle)])
+                self._transfers.cancel(transfer_id)
+            case AskPrefill() | SetEgress() | AskStats():
+                self._transfers.ask(message)
+
+    def answer(self, answer: MoverAnswer) -> None:
+        """Pass an answer of the mover's on."""
+        self._outbox.put([self._with_ours(answer) if isinstance(answer, Stats) else answer])
 
     def _grant(self, message: StartPrefill) -> None:
         try:
             request = message.request
-            offer, grant = self._offers.grant(message.subject, request.start_token, len(request.token_ids))
+            offer, grant = self._transfers.grant(message.subject, request.start_token, len(request.token_ids))
         except CapacityError as error:
             self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
             return
         self._engine.inbox.put(PrefillOffered(message, offer))
         self._outbox.put([Granted(message.handle, grant)])
 
-    def _stats(self, handle: int) -> Stats:
-        transfers, sent_bytes, received_bytes = self._offers.counters.snapshot()
+    def _with_ours(self, theirs: Stats) -> Stats:
+        """Add the engine's figures to the mover's."""
         return msgspec.structs.replace(
             self._engine.stats,
-            handle=handle,
-            transfers=transfers,
-            sent_bytes=sent_bytes,
-            received_bytes=received_bytes,
+            handle=theirs.handle,
+            transfers=self._transfers.counters.snapshot()[0],
+            sent_bytes=theirs.sent_bytes,
+            received_bytes=theirs.received_bytes,
             cache=self._engine.cache.stats(),
-            links=tuple(self._traffic.monitor.links()),
-            egress_mbps=self._traffic.egress.mbps,
-            memory_bytes=self._traffic.memory.used_bytes,
-            memory_limit_bytes=self._traffic.memory.limit_bytes,
+            links=theirs.links,
+            egress_mbps=theirs.egress_mbps,
+            memory_bytes=theirs.memory_bytes,
+            memory_limit_bytes=theirs.memory_limit_bytes,
         )
 
 
@@ -125,8 +127,8 @@ def serve_front(sock: socket.socket, engine: EngineLoop, messages: FrontMessages
 def _read(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
     reader = sock.makefile("rb")
     try:
-        while len(length := reader.read(LENGTH.size)) == LENGTH.size:
-            for message in decode_for_engine(reader.read(LENGTH.unpack(length)[0])):
+        while body := read_body(reader):
+            for message in decode_for_engine(body):
                 messages.handle(message)
     except ConnectionError as error:
         log.debug("the front's end broke: %s", error)

@@ -17,38 +17,244 @@ A waiting sequence holds no memory, and waits no longer than the fetch of the ot
 A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
 that compute here. So it takes no slot that a choice of a running request takes next, and no page that a decoding
 sequence may need next. It waits for neither: the other instance can compute, too.
+
+The engine's mover moves the bytes, so that they never wait for the interpreter that computes. Offers and fetches look
+to the step loop as if they were here. When a mover dies its transfers fail, and another starts.
 """
 
+import threading
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from prfaas.errors import CapacityError, InternalError, PrfaasError
+from prfaas.errors import CapacityError, InternalError, PeerError, PrfaasError
 from prfaas.kvindex.blocks import BlockHash
-from prfaas.wire.engine import Failed, Granted, StartPrefix
+from prfaas.wire.engine import (
+    Direction,
+    Failed,
+    Granted,
+    StartPrefill,
+    StartPrefix,
+    ToFront,
+    TransferEnded,
+    TransferSubject,
+)
+from prfaas.wire.frames import Address, Kind
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
-from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas_transfer.fetch import AbsentError, Fetched, RemoteFetch, SourceApi
-from prfaas_transfer.leases import Offers
-from prfaas_transfer.pull import FetchContext
+from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillState, PrefixRequest
+from prfaas.wire.transfer import Manifest
+from prfaas_transfer.cache import CacheLayout, SharedPlace
+from prfaas_transfer.fetch import AbsentError, CacheFetch, Fetched
+from prfaas_transfer.leases import GrantCaches, Grants, too_many
+from prfaas_transfer.mover.client import MoverClient, Question
+from prfaas_transfer.mover.messages import CopyPart, EndedFetch, MoverAnswer, OfferCache, RequestCache
+from prfaas_transfer.send import Frame
+from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.transfer_frames import prefix_frames
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.transfer_frames import CachePlace, prefix_frames
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.schedule import ScheduleFacts
-from prfaas_worker.engine.sequences import Event, FetchEnded, Phase, Sequence
+from prfaas_worker.engine.sequences import Event, FetchEnded, OfferEnded, Phase, Sequence
+from prfaas_worker.engine.shared import StagedCopies, mover_options, pin
+from prfaas_worker.options import Options
 
 FetchOutcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
+
+
+class MovedOffer:
+    """One cache for another instance, which a mover sends."""
+
+    def __init__(self, transfers: "EngineTransfers", subject: TransferSubject, manifest: Manifest):
+        self.subject, self.manifest = subject, manifest
+        self.state: PrefillState = "waiting"
+        self._transfers, self._mover = transfers, transfers.mover
+        self._is_placed = False
+
+    def start_computing(self) -> None:
+        self.state = "computing"
+        self._mover.start(self.manifest.transfer_id)
+
+    def put(self, frame: Frame) -> None:
+        """Hand on a frame that is computed; only the hidden state's bytes travel with the message."""
+        transfer_id, header = self.manifest.transfer_id, frame.header
+        if header.kind == Kind.HIDDEN:
+            with frame.load(header) as payload:
+                self._mover.put_hidden(transfer_id, b"".join(payload))
+            return
+        part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
+        place = None
+        if frame.copied_bytes:
+            self._transfers.staged.add_frame(transfer_id, part, frame)
+        elif not self._is_placed:
+            self._is_placed, place = True, frame.place
+        self._mover.put(transfer_id, [part], place)
+
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        self.state = "sending"
+        self._mover.finish(self.manifest.transfer_id, prefill_seconds, is_exact=is_exact)
+
+    def fail(self, message: str) -> None:
+        """Note that the prefill failed; its connections, or its lease, end it."""
+        self._mover.fail(self.manifest.transfer_id, message, at_once=False)
+
+
+class MovedFetch:
+    """One fetch into a sequence's memory, which a mover makes."""
+
+    def __init__(self, transfers: "EngineTransfers", request: RequestCache, place: CachePlace):
+        self.request, self.place = request, place
+        self.transfer_id = ""  # Empty until it has ended, and was granted.
+        self.on_end: Callable[[Fetched | PrfaasError], None] = lambda _result: None
+        self._transfers = transfers
+
+    def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
+        self.on_end = on_end
+        self._transfers.start_fetch(self)
+
+    def cancel(self) -> None:
+        self._transfers.mover.cancel_fetch(self.request.key)
+
+
+class EngineTransfers:
+    """All transfers of an engine. Any thread may call. `say` queues messages to the front, `post` events."""
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        memory: CacheMemory,
+        options: Options,
+        say: Callable[[list[ToFront]], None],
+        post: Callable[[Event], None],
+    ):
+        self._layout, self._memory, self._options, self._post = layout, memory, options, post
+        self.counters = TransferCounters(lambda transfer: say([transfer]))
+        self._copies = StagedCopies(layout) if memory.descriptor is None else None  # A mapped cache needs none.
+        self._capacity = options.max_running + options.max_waiting
+        self._grants = Grants()
+        self._lock = threading.Lock()
+        self._handles: dict[str, int] = {}  # Of open offers, by transfer.
+        self._fetches: dict[str, MovedFetch] = {}
+        self._records: dict[tuple[Direction, int], TransferLog] = {}  # What is told of them if the mover dies.
+        self._client: MoverClient | None = None
+        self._on_answer: Callable[[MoverAnswer], None] = lambda _answer: None
+
+    def start(self, on_answer: Callable[[MoverAnswer], None]) -> None:
+        """Start the mover, which opens the data port; `on_answer` gets the answers to `ask`. Raises ConfigError."""
+        self._on_answer = on_answer
+        self._client = MoverClient(
+            mover_options(self._options, self._layout, self._memory),
+            self._copies,
+            self._end_offer,
+            self._end_fetch,
+            self._answer,
+            descriptor=self._memory.descriptor,
+        )
+        if self._memory.device.type == "cuda":
+            pin(self._client.shared)
+
+    @property
+    def staged(self) -> StagedCopies:
+        if self._copies is None:
+            raise InternalError("a part of a mapped cache is to be copied")
+        return self._copies
+
+    @property
+    def mover(self) -> MoverClient:
+        if self._client is None:
+            raise InternalError("no mover was started")
+        return self._client
+
+    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[MovedOffer, PrefillGrant]:
+        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
+        if not self.mover.is_running:
+            raise CapacityError("the mover of this instance starts again; try another instance")
+        grant = self._grants.make(self._options.data_port, end_token)
+        address = Address(grant.transfer_id, grant.epoch)
+        manifest = self._layout.manifest(address, start_token, end_token, is_prefix=subject.what == "prefix")
+        with self._lock:
+            if len(self._handles) >= self._capacity:
+                raise too_many(self._capacity)
+            self._handles[grant.transfer_id] = subject.handle
+            self._records["send", subject.handle] = TransferLog("send", subject, grant.transfer_id)
+        offer = MovedOffer(self, subject, manifest)
+        self.mover.announce(OfferCache(subject, grant.transfer_id, grant.epoch, grant.token, start_token, end_token))
+        return offer, grant
+
+    def cancel(self, transfer_id: str) -> None:
+        self.mover.cancel_offer(transfer_id)
+
+    def ask(self, question: Question) -> None:
+        self.mover.ask(question)
+
+    def prepare_fetch(
+        self, wanted: StartPrefill | StartPrefix, url: str, cluster: str, place: CachePlace
+    ) -> MovedFetch:
+        """Make a fetch of what is wanted from the instance at `url`, which must be of this cluster."""
+        shared = None if place.staging else SharedPlace(place.slot, place.pages)
+        return MovedFetch(self, RequestCache(str(wanted.handle), wanted, url, cluster, shared), place)
+
+    def start_fetch(self, fetch: MovedFetch) -> None:
+        request = fetch.request
+        subject = request.wanted.subject._replace(peer=request.cluster)
+        with self._lock:
+            self._fetches[request.key] = fetch
+            self._records["receive", subject.handle] = TransferLog("receive", subject)
+        if fetch.place.staging:
+            self.staged.add_place(request.key, fetch.place)
+        self.mover.fetch(request)
+
+    def _end_offer(self, transfer_id: str) -> None:
+        if self._copies is not None:
+            self._copies.forget(transfer_id)
+        with self._lock:
+            handle = self._handles.pop(transfer_id)
+            record = self._records.pop(("send", handle), None)
+        if record is not None and not self.mover.is_running:
+            self._lose(record, "the mover ended")
+        self._post(OfferEnded(handle))
+
+    def _end_fetch(self, ended: EndedFetch) -> None:
+        if self._copies is not None:
+            self._copies.forget(ended.key)
+        with self._lock:
+            fetch = self._fetches.pop(ended.key)
+            handle = fetch.request.wanted.handle
+            record = self._records.pop(("receive", handle), None)
+        fetch.transfer_id = ended.transfer_id
+        result: Fetched | PrfaasError
+        if ended.fetched is not None:
+            result = ended.fetched
+        elif ended.is_absent:
+            result = AbsentError(ended.reason)
+        elif record is not None:  # the mover has not told how it ended
+            self._lose(record, ended.reason)
+            result = PeerError(f"{fetch.request.wanted.subject.what} at {fetch.request.url} failed: {ended.reason}")
+        else:
+            result = PeerError(ended.reason)
+        fetch.on_end(result)
+
+    def _lose(self, record: TransferLog, reason: str) -> None:
+        self.counters.count_end(record.end("failed", reason, TransferTotals()))
+
+    def _answer(self, answer: TransferEnded | MoverAnswer) -> None:
+        if not isinstance(answer, TransferEnded):
+            self._on_answer(answer)
+            return
+        with self._lock:
+            self._records.pop((answer.direction, answer.subject.handle), None)
+        self.counters.count_end(answer)
 
 
 @dataclass(frozen=True)
 class Fetcher:
     runner: Runner
     model_name: str
-    shared: FetchContext
+    transfers: EngineTransfers
 
-    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> RemoteFetch:
+    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> CacheFetch:
         request = sequence.request
         prompt = {
             "request_id": request.prompt.request_id,
@@ -57,14 +263,16 @@ class Fetcher:
             "start_token": sequence.computed_tokens,
             "cache_salt": request.prompt.cache_salt,
         }
+        trace = request.message.trace
         if is_prefix:
-            body, (url, cluster) = PrefixRequest(**prompt), request.prefix_source
+            url, cluster = request.prefix_source
+            wanted = StartPrefix(request.handle, PrefixRequest(**prompt), trace=trace)
         else:
             generate = request.generate
             url, cluster = generate.prefill_url, generate.prefill_cluster
             body = PrefillRequest(**prompt, prefix_url=generate.prefix_url, prefix_cluster=generate.prefix_cluster)
-        source = SourceApi(url, cluster, self.shared.traffic.auth, request.message.trace)
-        return RemoteFetch(request.handle, body, source, self.runner.place(sequence.held), self.shared)
+            wanted = StartPrefill(request.handle, body, trace=trace)
+        return self.transfers.prepare_fetch(wanted, url, cluster, self.runner.place(sequence.held))
 
 
 class _PrefixFetch(NamedTuple):
@@ -79,7 +287,7 @@ class RemoteCaches:
     """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
     def __init__(
-        self, runner: Runner, cache: HybridCache, offers: Offers, fetcher: Fetcher, post: Callable[[Event], None]
+        self, runner: Runner, cache: HybridCache, offers: GrantCaches, fetcher: Fetcher, post: Callable[[Event], None]
     ):
         self._runner, self._cache, self._offers = runner, cache, offers
         self._fetcher, self._post = fetcher, post

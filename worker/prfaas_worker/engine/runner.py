@@ -10,7 +10,7 @@ import torch
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate, Sampling
-from prfaas_transfer.leases import Offer
+from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
@@ -182,6 +182,8 @@ def _compute(runner: Runner, chunks: abc.Sequence[tuple[Sequence, int]], decodes
     return seconds
 
 
-def _send_rows(offer: Offer, place: CachePlace, layer: int, span: tuple[int, int], mark: DeviceMark | None) -> None:
+def _send_rows(
+    offer: OfferedCache, place: CachePlace, layer: int, span: tuple[int, int], mark: DeviceMark | None
+) -> None:
     for frame in block_frames(offer.manifest, place, layer, span, mark):
         offer.put(frame)

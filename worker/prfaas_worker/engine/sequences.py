@@ -12,8 +12,8 @@ from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill, StartPrefix
 from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas_transfer.fetch import Fetched, RemoteFetch
-from prfaas_transfer.leases import Offer
+from prfaas_transfer.fetch import CacheFetch, Fetched
+from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.grammar import Compiled
@@ -121,9 +121,9 @@ class EngineRequest:
     memory, its prompt may be `stored`."""
 
     message: Generate | StartPrefill | StartPrefix
-    offer: Offer | None = None
+    offer: OfferedCache | None = None
     sequences: list[Sequence] = field(default_factory=list)
-    fetch: RemoteFetch | None = None
+    fetch: CacheFetch | None = None
     awaits: set[Part] = field(default_factory=set)
     grammar: Compiled | None = None
     started: bool = False
@@ -254,7 +254,7 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
 
 class PrefillOffered(NamedTuple):
     message: StartPrefill
-    offer: Offer
+    offer: OfferedCache
 
 
 class OfferEnded(NamedTuple):
