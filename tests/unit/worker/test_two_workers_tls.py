@@ -91,7 +91,8 @@ def prefilled_by(one: Secure) -> dict[str, str]:
 
 async def test_certificates_and_their_authority_are_replaced_under_load_and_no_request_fails(client, secure):
     eu, hub = secure
-    prompts = [text_of(700, seed=seed) for seed in range(3)]
+    # Not 0: that text lies where two experts are about as likely, and another batch may choose the other one.
+    prompts = [text_of(700, seed=seed) for seed in (1, 2, 3)]
     wanted = [await logprobs(await ask(client, hub.worker, {}, prompt=prompt)) for prompt in prompts]
     before, served, stop = (await client.metrics(eu.worker)).get(SENT, 0.0), itertools.count(), asyncio.Event()
     done = [0]
