@@ -175,9 +175,8 @@ class FailedCache(_Message, frozen=True, array_like=True, tag=True):
     at_once: bool = True
 
 
-class FetchCache(_Message, frozen=True, array_like=True, tag=True):
-    """Get the cache of this `prompt`, or a slice of it, from `start_token` on, from a data port; its certificate must
-    name this cluster, empty for any."""
+class _AtSource(_Message, frozen=True, array_like=True, tag=True):
+    """An announced cache at a data port, for one request; its certificate must name this cluster, empty for any."""
 
     request_id: str
     transfer_id: str
@@ -186,6 +185,11 @@ class FetchCache(_Message, frozen=True, array_like=True, tag=True):
     host: str
     port: int
     cluster: str
+
+
+class FetchCache(_AtSource, frozen=True, array_like=True, tag=True):
+    """Get the cache of this `prompt`, or a slice of it, from `start_token` on."""
+
     start_token: int
     end_token: int
     prompt: str = ""
@@ -211,16 +215,9 @@ class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
     key: str
 
 
-class DeclineCache(_Message, frozen=True, array_like=True, tag=True):
-    """The engine has of itself what this source offers to its rank; the fields are those of `FetchCache`."""
+class DeclineCache(_AtSource, frozen=True, array_like=True, tag=True):
+    """The engine has of itself what this source offers to its rank."""
 
-    request_id: str
-    transfer_id: str
-    epoch: int
-    token: str
-    host: str
-    port: int
-    cluster: str
     rank: int = 0
 
 
