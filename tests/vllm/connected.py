@@ -4,7 +4,7 @@ import random
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ CONNECTOR = {
 }
 TRANSFERS = "__import__('vllm.distributed.kv_transfer', fromlist=['x']).get_kv_transfer_group()._transfers"
 WHOLE_PAGES_FROM = 4
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
 class Pair(NamedTuple):
@@ -61,9 +62,12 @@ class Pair(NamedTuple):
         wait_until(lambda: (self.source.free_pages(), self.destination.free_pages()) == free, seconds)
 
 
-def start(host: EngineHost, name: str, port: int, ranks: int = 1, **extra: Any) -> Engine:
+def start(
+    host: EngineHost, name: str, port: int, ranks: int = 1, options: Mapping[str, Any] = NO_OPTIONS, **extra: Any
+) -> Engine:
+    """Start an engine; `options` are of vLLM's EngineArgs, the rest are of the connector."""
     config = CONNECTOR | {"kv_port": port, "kv_connector_extra_config": extra}
-    return host.start(name, kv_transfer_config=config, **parallel(ranks))
+    return host.start(name, kv_transfer_config=config, **parallel(ranks), **options)
 
 
 def parallel(ranks: int) -> dict[str, Any]:
@@ -72,11 +76,17 @@ def parallel(ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def started(host: EngineHost, folder: Path, *extras: dict[str, Any], ranks: tuple[int, int] = (1, 1)) -> Iterator[Pair]:
+def started(
+    host: EngineHost,
+    folder: Path,
+    *extras: dict[str, Any],
+    ranks: tuple[int, int] = (1, 1),
+    options: Mapping[str, Any] = NO_OPTIONS,
+) -> Iterator[Pair]:
     """Start a source and a destination, each with its own settings beside the common ones, and its own ranks."""
     ports, egress = [first_of_free_ports(count) for count in ranks], folder / "mbps"
     engines: Sequence[Engine] = [
-        start(host, f"{name}-{port}", port, count, egress_file=str(egress), **extra)
+        start(host, f"{name}-{port}", port, count, options, egress_file=str(egress), **extra)
         for name, port, count, extra in zip("sd", ports, ranks, extras or ({}, {}), strict=True)
     ]
     yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress, ranks)

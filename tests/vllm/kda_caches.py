@@ -70,7 +70,7 @@ class Side:
             groups=tuple(group.layout for group in self.groups),
             slot_bytes=slot_bytes(self.groups),
         )
-        self.transfers = Transfers(self.groups, options)
+        self.transfers = Transfers(self.groups, options, list)  # one rank never exchanges
 
     def step(self, plan: StepPlan) -> None:
         self.transfers.begin(plan)

@@ -2,29 +2,35 @@
 
 Each rank's memory is cut out of one model's by its axes, as vLLM lays it out on GPUs: KDA, GDN with channels first in
 its convolution, attention with the heads inside a row and fewer of them than ranks, and MLA, which all ranks hold.
-Prints JSON: of each pair of numbers the groups that arrived otherwise than the destination's engine would have them.
+Prints JSON: of each pair of numbers the groups that arrived otherwise than the destination's engine would have them,
+before the ranks have given each other their shares and after, and how often each layer has crossed.
 """
 
 import json
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
-from prfaas_transfer.mover.messages import MoverOptions
+from prfaas_transfer.mover.messages import CopyPart, MoverOptions
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.shares import AllRanks
 from prfaas_vllm.transfers import Transfers
 
 BLOCKS, PAGE_TOKENS, GOAL = 6, 16, 64
 SOURCE_BLOCKS, DESTINATION_BLOCKS = [1, 2, 3, 4], [5, 3, 1, 2]
 KV_HEADS = 2
-PAIRS = [(1, 2), (2, 1), (4, 1), (1, 4), (4, 2), (2, 2)]
+PAIRS = [(1, 2), (2, 1), (4, 1), (1, 4), (4, 2), (2, 4), (2, 2), (4, 4)]
 
 KDA = torch.randn(BLOCKS, 3, 3, 4, 8).bfloat16(), torch.randn(BLOCKS, 4, 8, 8)  # rows, q k v, heads, channels
 GDN = (  # q k, heads, channels, rows; v's heads; states
@@ -62,6 +68,13 @@ def mla(_rank: RankOf) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[RankOf], object]] = {"kda": kda, "gdn": gdn, "attention": attention, "mla": mla}
+LAYERS = {"kda": 1, "gdn": 1, "attention": 1, "mla": 3}
+
+
+def memory_of(kind: str, number: int, rank: RankOf) -> object:
+    """What a rank holds of a kind's layer, of which no two are the same."""
+    found = KINDS[kind](rank)
+    return [part + number for part in found] if isinstance(found, list) else found + number
 
 
 def spec_of(kind: str, memory: object):
@@ -82,13 +95,17 @@ def spec_of(kind: str, memory: object):
 class Rank:
     """One rank with the model's memory, or with none of it."""
 
-    def __init__(self, rank: RankOf, *, is_empty: bool):
+    def __init__(self, rank: RankOf, all_ranks: AllRanks, *, is_empty: bool):
         self.rank = rank
-        memory = {name: make(rank) for name, make in KINDS.items()}
-        self.caches = {f"layers.{at}": self._own(memory[name], is_empty) for at, name in enumerate(KINDS)}
-        specs = [KVCacheGroupSpec([f"layers.{at}"], spec_of(name, memory[name])) for at, name in enumerate(KINDS)]
+        self.caches: dict[str, dict[str, object]] = {}
+        specs = []
+        for kind, layers in LAYERS.items():
+            names = {f"layers.{10 * len(specs) + at}": memory_of(kind, at, rank) for at in range(layers)}
+            specs.append(KVCacheGroupSpec(list(names), spec_of(kind, next(iter(names.values())))))
+            self.caches[kind] = {name: self._own(memory, is_empty) for name, memory in names.items()}
         config = KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=specs)
-        self.groups = groups_of(config, self.caches, "gpu", rank, KV_HEADS)
+        caches = {name: cache for of_kind in self.caches.values() for name, cache in of_kind.items()}
+        self.groups = groups_of(config, caches, "gpu", rank, KV_HEADS)
         options = MoverOptions(
             host="127.0.0.1",
             data_port=0,
@@ -99,7 +116,7 @@ class Rank:
             ranks=rank.ranks,
             transfer_memory_mib=16,
         )
-        self.transfers = Transfers(self.groups, options)
+        self.transfers = Transfers(self.groups, options, all_ranks)
 
     @staticmethod
     def _own(memory: object, is_empty: bool) -> object:
@@ -115,21 +132,55 @@ class Rank:
         self.transfers.end_step(plan)
 
     def wrong(self) -> list[str]:
-        """The groups whose blocks are not those of the model's memory."""
-        found = []
-        for (name, make), cache in zip(KINDS.items(), self.caches.values(), strict=True):
-            wanted, is_state = make(self.rank), isinstance(cache, list)
+        """The kinds whose blocks are not those of the model's memory."""
+        return [kind for kind in KINDS if not self._is_right(kind)]
+
+    def _is_right(self, kind: str) -> bool:
+        for number, cache in enumerate(self.caches[kind].values()):
+            wanted, is_state = memory_of(kind, number, self.rank), isinstance(cache, list)
             pairs = list(zip(cache, wanted, strict=True)) if is_state else [(cache, wanted)]
             blocks = list(zip(SOURCE_BLOCKS, DESTINATION_BLOCKS, strict=True))[-1 if is_state else 0 :]
             if not all(torch.equal(got[to], want[of]) for got, want in pairs for of, to in blocks):
-                found.append(name)
+                return False
+        return True
+
+
+class Gathering:
+    """Stands for the library of a GPU's ranks: each gives a tensor, and gets those of all."""
+
+    def __init__(self, ranks: int):
+        self._given: list[torch.Tensor | None] = [None] * ranks
+        self._all_gave, self._all_took = threading.Barrier(ranks, timeout=10), threading.Barrier(ranks, timeout=10)
+
+    def gather(self, rank: int, given: torch.Tensor) -> Sequence[torch.Tensor]:
+        self._given[rank] = given
+        self._all_gave.wait()
+        found = torch.stack(self._given).unbind()
+        self._all_took.wait()
         return found
 
 
+def nobody(_given: torch.Tensor) -> Sequence[torch.Tensor]:
+    raise AssertionError("a source, or one rank alone, has nothing to exchange")
+
+
+def count_landed(taker: Rank, crossed: Counter[tuple[int, int]]) -> None:
+    """Count the layers that come to a rank."""
+    land = taker.transfers.land
+
+    def counted(key: str, part: CopyPart, received: memoryview) -> None:
+        crossed[part.group, part.layer] += 1
+        land(key, part, received)
+
+    taker.transfers.land = counted
+
+
 def cross(sources: int, destinations: int) -> dict[str, object]:
-    givers = [Rank(RankOf(at, sources), is_empty=False) for at in range(sources)]
-    takers = [Rank(RankOf(at, destinations), is_empty=True) for at in range(destinations)]
-    assert all(one.wrong() for one in takers)
+    gathering, crossed = Gathering(destinations), Counter[tuple[int, int]]()
+    gather = (lambda at: partial(gathering.gather, at)) if destinations > 1 else lambda _: nobody
+    givers = [Rank(RankOf(at, sources), nobody, is_empty=False) for at in range(sources)]
+    takers = [Rank(RankOf(at, destinations), gather(at), is_empty=True) for at in range(destinations)]
+    assert all(one.wrong() == list(KINDS) for one in takers)
     leg = {"transfer_id": secrets.token_hex(16), "epoch": 7, "token": "secret", "host": "127.0.0.1"}
     start = SourceStart("s", LegParams(role="source", ranks=destinations, **leg), GOAL)
     step = SourceStep("s", 0, GOAL, (SOURCE_BLOCKS,) * len(KINDS))
@@ -143,7 +194,9 @@ def cross(sources: int, destinations: int) -> dict[str, object]:
         taker.transfers.mover.fetch = lambda message, send=send: send(
             msgspec.structs.replace(message, port=ports[message.port])
         )
-        taker.step(StepPlan(fetches=[Fetching("d", to, 0, GOAL, (DESTINATION_BLOCKS,) * len(KINDS))]))
+        count_landed(taker, crossed)
+        fetching = Fetching("d", to, 0, GOAL, (DESTINATION_BLOCKS,) * len(KINDS))
+        taker.step(StepPlan(fetches=[fetching]))
     failed: set[str] = set()
     for taker in takers:
         received: set[str] = set()
@@ -151,10 +204,14 @@ def cross(sources: int, destinations: int) -> dict[str, object]:
         while not received and time.monotonic() < deadline:
             _, received, in_vain = taker.transfers.results(set(), is_idle=True)
             failed |= in_vain
+    before = [one.wrong() for one in takers]
+    with ThreadPoolExecutor(destinations) as pool:
+        list(pool.map(lambda taker: taker.transfers.begin(StepPlan(fetched=[fetching])), takers))
     wrong = [one.wrong() for one in takers]
     for one in (*givers, *takers):
         one.transfers.mover.close()
-    return {"pair": [sources, destinations], "failed": sorted(failed), "wrong": wrong}
+    times = {kind: sorted({crossed[key] for key in crossed if key[0] == at}) for at, kind in enumerate(KINDS)}
+    return {"pair": [sources, destinations], "failed": sorted(failed), "before": before, "wrong": wrong, "times": times}
 
 
 def main() -> None:

@@ -253,6 +253,69 @@ def test_without_the_connection_of_one_rank_all_ranks_compute_the_prompt(two_ran
     pair.assert_nothing_is_held(free, 10)  # the source waits for another connection, which never comes
 
 
+ONE_HEAD = {
+    "hf_overrides": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 8,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    },
+    "load_format": "dummy",
+}
+"""Both ranks hold the same of two attention layers. The weights are random, and the same in every engine."""
+COUNTED = (
+    "setattr(transfers, 'land', lambda key, part, room: (transfers.landed.append((part.group, part.layer)), "
+    "type(transfers).land(transfers, key, part, room)))"
+)
+
+
+@pytest.fixture(scope="module")
+def one_head(engine_host: EngineHost, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """A pair of two ranks each, started after the others."""
+    folder = tmp_path_factory.mktemp("one-head")
+    with started(engine_host, folder, ranks=(RANKS, RANKS), options=ONE_HEAD) as found:
+        yield found
+
+
+@pytest.mark.parametrize("length", [6, 700])
+def test_what_both_ranks_hold_crosses_once_and_is_computed_on_by_both(one_head: Pair, length: int):
+    ids, tokens, logprobs = reference(one_head.destination, one_head, length)
+    free = forget(one_head)
+    for forgets in ((), (one_head.source,), (one_head.destination,)):
+        for engine in forgets:
+            engine.forget_prefixes()
+        answer = one_head.offload(ids)[1].result()
+        assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
+    one_head.assert_nothing_is_held(free)
+
+
+def test_each_layer_of_what_both_ranks_hold_comes_to_one_of_them(one_head: Pair):
+    ids = prompt_of(1500, 7)
+    forget(one_head)
+    on_ranks(one_head.destination, f"(setattr(transfers, 'landed', []), {COUNTED})")
+    one_head.offload(ids)[1].result()
+    on_ranks(one_head.destination, "delattr(transfers, 'land')")
+    kinds = on_ranks(one_head.destination, "[each.layout.kind for each in transfers._groups]")[0]
+    layers = on_ranks(one_head.destination, "[each.layout.layers for each in transfers._groups]")[0]
+    first, second = on_ranks(one_head.destination, "set(transfers.landed)")
+    for group, kind in enumerate(kinds):
+        of_first, of_second = ({layer for at, layer in found if at == group} for found in (first, second))
+        assert of_first | of_second == set(layers[group])
+        assert of_first & of_second == (set(layers[group]) if kind == "linear" else set())
+        assert of_first
+        assert of_second
+
+
+def test_without_the_other_ranks_share_an_answer_would_be_another(one_head: Pair):
+    """The control of the tests above."""
+    ids, tokens, logprobs = reference(one_head.destination, one_head, 700)
+    forget(one_head)
+    gather = "__import__('torch').zeros_like(given)"
+    on_ranks(one_head.destination, f"setattr(transfers, '_all_ranks', lambda given: [{gather}] * {RANKS})")
+    answer = one_head.offload(ids)[1].result()
+    assert answer.cached_tokens == 640
+    assert (answer.tokens, answer.logprobs) != (tokens, logprobs)
+
+
 MIXED = [(1, 2), (2, 1)]
 NOISE = 0.06
 """Logprobs of one rank and of two differ by at most 0.03 here."""

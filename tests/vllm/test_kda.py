@@ -4,6 +4,9 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from prfaas_sandbox.vllm import checkout_path
 
@@ -34,10 +37,28 @@ def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_chang
     assert (state_types, page_types) == (["bfloat16", "float32"], ["bfloat16"])
 
 
-def test_heads_find_their_ranks_between_instances_of_other_numbers_of_ranks(vllm_python: Path):
+@pytest.fixture(scope="module")
+def crossed(vllm_python: Path) -> list[dict[str, Any]]:
+    return json.loads(run(vllm_python, "rank_caches.py"))
+
+
+def test_heads_find_their_ranks_between_instances_of_all_numbers_of_ranks(crossed: list[dict[str, Any]]):
     """Also of caches that only GPUs have: heads inside rows, fewer of them than ranks, and MLA."""
-    found = json.loads(run(vllm_python, "rank_caches.py"))
-    for pair in found:
+    for pair in crossed:
         assert pair["failed"] == [], pair
         assert not any(pair["wrong"]), pair
-    assert {tuple(pair["pair"]) for pair in found} >= {(1, 2), (2, 1), (4, 1), (1, 4), (4, 2)}
+    assert {tuple(pair["pair"]) for pair in crossed} >= {(1, 2), (2, 1), (4, 1), (1, 4), (4, 2), (4, 4)}
+
+
+def test_what_several_ranks_hold_crosses_once_and_each_gives_its_share_to_the_others(crossed: list[dict[str, Any]]):
+    """The control is in `before`: without the others a rank lacks what it did not fetch."""
+    for pair in crossed:
+        sources, destinations = pair["pair"]
+        assert pair["times"] == {
+            "kda": [max(sources, destinations)],
+            "gdn": [max(sources, destinations)],
+            "attention": [2],  # its heads
+            "mla": [1],
+        }, pair
+        one_layer = [["attention"] if destinations > 2 and rank % 2 else [] for rank in range(destinations)]
+        assert pair["before"] == [lacking + ["mla"] * (destinations > 1) for lacking in one_layer], pair

@@ -5,6 +5,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "PrfaasConnector", "kv_r
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
-from prfaas_vllm.ranks import RankOf
+from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
@@ -116,6 +117,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, PrfaasWorkerMetadata):
             self._planner.fetches_failed(found.failed)
+        self._planner.fetches_over(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
@@ -152,6 +154,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             cluster=settings.cluster,
             rank=own.rank,
             ranks=own.ranks,
+            copies=tuple(copies_of(group.heads, own.ranks) for group in groups),
             mover=mover,
             movers=settings.movers or parallel.data_parallel_size * parallel.world_size,
             metrics_port=settings.metrics_port,
@@ -161,7 +164,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             transfer_memory_mib=settings.transfer_memory_mib,
             wire_codec=settings.compression,
         )
-        self._transfers = Transfers(groups, options)
+        self._transfers = Transfers(groups, options, _all_ranks)
         log.info(
             "prfaas: data port %s:%d, %s", settings.host, options.data_port, [group.spec for group in options.groups]
         )
@@ -204,6 +207,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PrfaasMetadata)  # noqa: S101  # vLLM passes on what build_connector_meta made
         return metadata.plan
+
+
+def _all_ranks(given: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Give a tensor to all tensor-parallel ranks; return those of all of them. Every rank must call it."""
+    ranks = get_tp_group()
+    found = given.new_empty((ranks.world_size * given.shape[0], *given.shape[1:]))
+    torch.distributed.all_all_ranks_into_tensor(found, given, group=ranks.device_group)
+    return found.chunk(ranks.world_size)
 
 
 def _fingerprint(config: VllmConfig) -> str:

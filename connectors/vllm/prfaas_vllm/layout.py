@@ -67,6 +67,13 @@ class VllmGroup(NamedTuple):
             raise PeerError(f"the request has {len(found)} of {count} blocks from token {start_token} on")
         return found
 
+    def blocks_between(self, block_ids: Sequence[int], start_token: int, end_token: int) -> list[int]:
+        """Return the blocks of all that crosses for these tokens: their rows', or that of the state at their end."""
+        if self.layout.kind == "linear":
+            return self.blocks_of(block_ids, end_token, 0)
+        first, end = self.layout.rows_span(start_token, end_token)
+        return self.blocks_of(block_ids, first, end - first)
+
 
 def groups_of(
     config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str, own: RankOf | None = None, kv_heads: int = 0

@@ -3,10 +3,12 @@
 The side with more ranks sets the slices: slice s of n holds what its rank s of n holds. A rank of the other side holds
 several slices, and gives or takes each in a transfer of its own. Heads divide into equal shares; of fewer heads than
 ranks, neighbouring ranks hold the same one. A memory that all ranks hold whole, as MLA's latents, has one head here.
+What several ranks hold crosses once: each of its layers in one of their slices.
 
 Nothing here imports torch or vLLM: a tensor is known by the heads in its bytes.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prfaas.errors import ConfigError
@@ -96,14 +98,12 @@ def divides(tensor: HeadMap, ranks: int) -> bool:
     return all(not (each.heads % ranks and ranks % each.heads) for part in tensor for each in part.sections)
 
 
-def is_repeated(tensors: tuple[HeadMap, ...], part: RankOf, destination_ranks: int) -> bool:
-    """Return whether the slice before has the same heads of all tensors, and goes to the same destination rank."""
-    if part.rank == 0:
-        return False
-    before = RankOf(part.rank - 1, part.ranks)
-    return before.within(destination_ranks) == part.within(destination_ranks) and all(
-        before.heads(each.heads) == part.heads(each.heads)
-        for tensor in tensors
-        for rows in tensor
-        for each in rows.sections
-    )
+def copies_of(tensors: tuple[HeadMap, ...], ranks: int) -> int:
+    """Return how many neighbours of so many ranks hold the same heads of all tensors."""
+    sections = [section for tensor in tensors for rows in tensor for section in rows.sections]
+    return min((max(1, ranks // section.heads) for section in sections), default=1)
+
+
+def share_of(layers: Sequence[int], copies: int, part: RankOf) -> tuple[int, ...]:
+    """Return the layers that cross in a slice of which there are copies: together these have each layer once."""
+    return tuple(layers[part.rank % copies :: copies])

@@ -14,7 +14,7 @@ Nothing here imports vLLM: requests are known by the few attributes of `VllmRequ
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -106,6 +106,7 @@ class StepPlan:
     fetches: list[Fetching] = field(default_factory=list)
     declined: list[DeclineFetch] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
+    fetched: list[Fetching] = field(default_factory=list)  # All ranks' parts of these have come.
     in_vain: set[str] = field(default_factory=set)  # Requests whose fetch has failed at a rank.
     is_idle: bool = False
 
@@ -147,6 +148,7 @@ class TransferPlanner:
         self._sources: dict[str, SourceStart] = {}
         self._known: set[str] = set()  # Sources of which the worker's side was told.
         self._asked: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
+        self._fetching: dict[str, Fetching] = {}
         self._plan = StepPlan()
 
     def add(self, request: VllmRequest) -> int:
@@ -181,7 +183,9 @@ class TransferPlanner:
             self._plan.declined.append(DeclineFetch(request.request_id, leg))
             return
         prompt = prompt_digest(request, goal)
-        self._plan.fetches.append(Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt))
+        fetching = Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt)
+        self._fetching[request.request_id] = fetching
+        self._plan.fetches.append(fetching)
 
     def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:
         """Note a request's part of the next step."""
@@ -198,6 +202,13 @@ class TransferPlanner:
             if self._sources.pop(request_id, None) is not None:
                 self._plan.revoked[request_id] = "the source needed its memory for other requests"
 
+    def fetches_over(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+        """Note requests whose fetch is over at all ranks."""
+        for request_id in sorted(request_ids):
+            fetching = self._fetching.pop(request_id, None)
+            if fetching is not None and request_id not in failed:
+                self._plan.fetched.append(fetching)
+
     def fetches_failed(self, request_ids: set[str]) -> None:
         """Note requests whose fetch has failed at a rank: what the other ranks still fetch will not be used."""
         self._plan.in_vain |= request_ids
@@ -213,6 +224,8 @@ class TransferPlanner:
         """Note a request's end; return True if its blocks must stay until the worker's side reports it."""
         request_id = request.request_id
         self._asked.discard(request_id)
+        self._fetching.pop(request_id, None)
+        self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
         if request_id not in self._known:
             self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]

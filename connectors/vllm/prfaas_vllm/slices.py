@@ -1,6 +1,7 @@
-"""The slices in which a cache crosses between instances of different tensor parallelism; of equal ones each rank's own.
+"""The slices in which a cache crosses between instances of several ranks; of equal numbers each rank's own.
 
-A slice that a rank holds together with others is cut out of its blocks, or landed among them.
+A slice that a rank holds together with others is cut out of its blocks, or landed among them. Of layers that are the
+same in several slices each is in one of them alone, and crosses once.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from prfaas.errors import ConfigError
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.messages import CacheSlice
 from prfaas_vllm.layout import TensorCut, VllmGroup
-from prfaas_vllm.ranks import RankOf, bytes_of, divides, is_repeated, runs_of
+from prfaas_vllm.ranks import RankOf, bytes_of, copies_of, divides, runs_of, share_of
 
 
 class RankSlice(NamedTuple):
@@ -22,43 +23,58 @@ class RankSlice(NamedTuple):
     wire: CacheSlice | None = None
     cuts: tuple[tuple[TensorCut, ...], ...] = ()
 
-    def has(self, group: int) -> bool:
-        """Return whether layers of a group cross."""
-        return self.wire is None or bool(self.wire.groups[group].layers)
+    def has(self, group: int, layer: int) -> bool:
+        """Return whether a layer crosses in it."""
+        return self.wire is None or layer in self.wire.groups[group].layers
 
 
 def slices_of(groups: Sequence[VllmGroup], own: RankOf, other_ranks: int, *, is_source: bool) -> tuple[RankSlice, ...]:
-    """Return the transfers between this rank and another instance of so many ranks (0: as many as here). Raises
-    ConfigError if the cache does not divide among both."""
-    if other_ranks in (0, own.ranks):
+    """Return the transfers between this rank and another instance of so many ranks (0: as many as here); none if other
+    slices bring all that this rank holds. Raises ConfigError if the cache does not divide among both."""
+    is_equal = other_ranks in (0, own.ranks)
+    if is_equal and all(fetched_layers(group, own, own.ranks) == group.layout.layers for group in groups):
         return (RankSlice(own.rank),)
-    source, destination = (own.ranks, other_ranks) if is_source else (other_ranks, own.ranks)
-    parts = own.slices(other_ranks)
+    parts = own.slices(other_ranks or own.ranks)
+    if not is_equal:
+        _require_divided(groups, parts[0].ranks, (own.ranks, other_ranks) if is_source else (other_ranks, own.ranks))
+    found = [_slice(groups, own, part, other_ranks or own.ranks) for part in parts]
+    return tuple(each for each in found if each.wire is not None and any(group.layers for group in each.wire.groups))
+
+
+def fetched_layers(group: VllmGroup, rank: RankOf, other_ranks: int) -> tuple[int, ...]:
+    """Return the layers of a group that cross between a rank and another instance; the rest it has from its like."""
+    crossing = {layer for part in rank.slices(other_ranks) for layer in _share(group, part)}
+    return tuple(sorted(crossing))
+
+
+def _share(group: VllmGroup, part: RankOf) -> tuple[int, ...]:
+    return share_of(group.layout.layers, copies_of(group.heads, part.ranks), part)
+
+
+def _require_divided(groups: Sequence[VllmGroup], slices: int, ranks: tuple[int, int]) -> None:
     for group in groups:
-        if not group.heads or not all(divides(tensor, parts[0].ranks) for tensor in group.heads):
+        if not group.heads or not all(divides(tensor, slices) for tensor in group.heads):
             raise ConfigError(
-                f"a source of {source} and a destination of {destination} tensor-parallel ranks cannot divide a cache "
+                f"a source of {ranks[0]} and a destination of {ranks[1]} tensor-parallel ranks cannot divide a cache "
                 f"of {group.layout.spec!r}: give both pools the same parallelism.tensor"
             )
-    found = [_slice(groups, own, part, destination, other_ranks) for part in parts]
-    return tuple(each for each in found if any(each.has(number) for number in range(len(groups))))
 
 
-def _slice(
-    groups: Sequence[VllmGroup], own: RankOf, part: RankOf, destination_ranks: int, other_ranks: int
-) -> RankSlice:
-    layouts = tuple(_cut_group(group, part, destination_ranks) for group in groups)
+def _slice(groups: Sequence[VllmGroup], own: RankOf, part: RankOf, other_ranks: int) -> RankSlice:
+    layouts = tuple(_cut_group(group, own, part) for group in groups)
     cuts = () if part == own else tuple(_cuts(group, own, part) for group in groups)
     return RankSlice(part.within(other_ranks).rank, CacheSlice(part.rank, part.ranks, layouts), cuts)
 
 
-def _cut_group(group: VllmGroup, part: RankOf, destination_ranks: int) -> LayerGroup:
-    """Return a group's layout in a slice: without layers where the slice before brings the same."""
+def _cut_group(group: VllmGroup, own: RankOf, part: RankOf) -> LayerGroup:
+    """Return a group's layout in a slice, with the layers that it shares out to this one."""
+    layers = _share(group, part)
+    if part == own:
+        return msgspec.structs.replace(group.layout, layers=layers)
     tensors = tuple(
         _cut_tensor(tensor, bytes_of(heads, part))
         for tensor, heads in zip(group.layout.tensors, group.heads, strict=True)
     )
-    layers = () if is_repeated(group.heads, part, destination_ranks) else group.layout.layers
     return msgspec.structs.replace(group.layout, layers=layers, tensors=tensors, spec=group.describe(part))
 
 

@@ -32,6 +32,7 @@ from prfaas_vllm.layout import (
 )
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import BlockIds, Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.shares import AllRanks, complete
 from prfaas_vllm.slices import RankSlice, slices_of
 
 log = logging.getLogger("vllm.prfaas")
@@ -65,8 +66,8 @@ class _Fetch:
 class Transfers:
     """All transfers of one rank. vLLM's worker calls from one thread, the mover's client from another."""
 
-    def __init__(self, groups: Sequence[VllmGroup], options: MoverOptions):
-        self._groups = groups
+    def __init__(self, groups: Sequence[VllmGroup], options: MoverOptions, all_ranks: AllRanks):
+        self._groups, self._all_ranks = groups, all_ranks
         self._device = next(iter(groups[0].tensors.values()))[0].device
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -86,7 +87,10 @@ class Transfers:
         self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
 
     def begin(self, plan: StepPlan) -> None:
-        """Before the model runs: give nothing any more of requests that lose their blocks in this step."""
+        """Before the model runs: complete the caches that have come; give nothing any more of requests that lose their
+        blocks in this step."""
+        for fetched in plan.fetched:
+            complete(self._groups, self._own, fetched, self._all_ranks)
         for request_id, reason in plan.revoked.items():
             with self._lock:
                 transfer_id = self._transfer_of.get(request_id)
@@ -111,6 +115,10 @@ class Transfers:
                 parts = slices_of(self._groups, self._own, fetching.leg.ranks, is_source=False)
             except ConfigError as error:
                 self._refuse(fetching.request_id, str(error))
+                continue
+            if not parts:  # other ranks fetch all of it
+                with self._lock:
+                    self._received.add(fetching.request_id)
                 continue
             messages = [_fetch_message(fetching, part) for part in parts]
             found = _Fetch(fetching, {message.key: part for message, part in zip(messages, parts, strict=True)})
@@ -232,7 +240,7 @@ class Transfers:
         with self._lock:
             offers = dict(source.open)
         for key, crossing in offers.items():
-            self.mover.put(key, [part for part in parts if crossing.has(part.group)])
+            self.mover.put(key, [part for part in parts if crossing.has(part.group, part.layer)])
             if is_last:
                 self.mover.finish(key, time.monotonic() - source.began)
 

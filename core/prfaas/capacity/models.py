@@ -26,16 +26,10 @@ class ModelCache(NamedTuple):
     """Of one linear layer."""
     convolution_elements: int
     """Likewise: the inputs that the convolution still needs."""
-    attention_shards: int = 1
-    """Into how many parts a token's attention cache can be cut: one of MLA, else its key-value heads."""
 
     @property
     def token_bytes(self) -> int:
         return self.attention_layers * self.token_elements * ATTENTION_BYTES
-
-    def on_ranks(self, tensor: int) -> "ModelCache":
-        """Return what so many tensor-parallel ranks hold together: ranks beyond the shards hold copies of them."""
-        return self._replace(token_elements=self.token_elements * max(1, tensor // self.attention_shards))
 
     @property
     def state_bytes(self) -> int:
@@ -51,7 +45,7 @@ def _kda(mla_layers: int, kda_layers: int, heads: int, kernel: int = 4) -> Model
 def _gdn(attention_layers: int, linear_layers: int, value_heads: int, kernel: int = 4) -> ModelCache:
     """Qwen's: two key-value heads of 256, and Gated DeltaNet with 16 key heads and value heads of 128."""
     inputs = (2 * 16 + value_heads) * 128
-    return ModelCache(attention_layers, 2 * 2 * 256, linear_layers, value_heads * 128 * 128, (kernel - 1) * inputs, 2)
+    return ModelCache(attention_layers, 2 * 2 * 256, linear_layers, value_heads * 128 * 128, (kernel - 1) * inputs)
 
 
 MODEL_CACHES: Final = {

@@ -245,7 +245,7 @@ def _profile(section: Section) -> Profile:
     """Read a profile; a known `model` gives the sizes of the cache."""
     cache = None
     if section.has("model"):
-        cache = MODEL_CACHES[section.name_of("model", MODEL_CACHES)].on_ranks(section.whole("tensor", 1))
+        cache = MODEL_CACHES[section.name_of("model", MODEL_CACHES)]
     if section.one_of("points", "tokenSeconds") == "points":
         profile = fit(section.where, section.sections("points", partial(_point, cache)))
     else:

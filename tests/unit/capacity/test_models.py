@@ -38,17 +38,6 @@ def test_other_sizes_are_those_of_the_public_configurations():
     assert MODEL_CACHES["qwen3-next-80b"].token_bytes == 12 * 2 * 2 * 256 * 2
 
 
-@pytest.mark.parametrize(
-    ("model", "tensor", "token_bytes"),
-    [("kimi-k3", 8, 8 * 27_648), ("qwen3.5-397b", 2, 30_720), ("qwen3.5-397b", 8, 4 * 30_720), ("kimi-k3", 1, 27_648)],
-)
-def test_ranks_that_hold_copies_send_them_too(model, tensor, token_bytes):
-    document = paper_document()
-    document["profiles"]["h200"] = {"model": model, "tensor": tensor, "tokenSeconds": 1e-4}
-    profile = planfile.read(document, no_traces).system.offload[0].profile
-    assert (profile.token_bytes, profile.state_bytes) == (token_bytes, MODEL_CACHES[model].state_bytes)
-
-
 def least_tokens(home: Profile, cache: Profile, link_mbps: float) -> int | None:
     """Return the shortest prompt whose cache crosses a link in the time that the hub needs to compute it."""
     lengths = range(1, 200_001)

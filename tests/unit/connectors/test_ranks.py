@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas_vllm.ranks import HeadMap, HeadRows, HeadSection, RankOf, bytes_of, divides, is_repeated, runs_of
+from prfaas_vllm.ranks import HeadMap, HeadRows, HeadSection, RankOf, bytes_of, copies_of, divides, runs_of, share_of
 
 GDN: HeadMap = (
     HeadRows(3, (HeadSection(8, 4), HeadSection(8, 4), HeadSection(16, 4))),  # the convolution's rows of q, k and v
@@ -58,8 +58,6 @@ def test_every_rank_gets_what_its_own_engine_would_have_computed(tensor: HeadMap
         rank = RankOf(number, destinations)
         room: list[tuple[int, ...] | None] = [None] * bytes_of(tensor, rank)
         for part in rank.slices(sources):
-            if is_repeated((tensor,), part, destinations):
-                continue
             source = part.within(sources)
             assert part in source.slices(destinations), "the source offers it"
             held = memory(tensor, source)
@@ -70,12 +68,25 @@ def test_every_rank_gets_what_its_own_engine_would_have_computed(tensor: HeadMap
         assert room == memory(tensor, rank)
 
 
-def test_what_all_ranks_hold_crosses_once_to_each():
-    parts = RankOf(0, 1).slices(4)
-    assert [is_repeated((LATENTS,), part, 1) for part in parts] == [False, True, True, True]
-    assert [is_repeated((FEW_HEADS,), part, 1) for part in parts] == [False, True, False, True]
-    assert [is_repeated((GDN, LATENTS), part, 1) for part in parts] == [False] * 4
-    assert [is_repeated((LATENTS,), part, 2) for part in parts] == [False, True, False, True]
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
+def test_layers_cross_once_for_all_ranks_that_hold_the_same(tensor: HeadMap, ranks: int):
+    layers, copies = (3, 5, 7, 11, 13, 17, 19), copies_of((tensor,), ranks)
+    parts = [RankOf(at, ranks) for at in range(ranks)]
+    crossed: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for part in parts:
+        shared = share_of(layers, copies, part)
+        assert len(shared) in (len(layers) // copies, -(-len(layers) // copies)), "shares are equal but for one layer"
+        crossed.setdefault(tuple(memory(tensor, part)), []).extend(shared)
+    for held, found in crossed.items():
+        assert sorted(found) == list(layers), f"ranks that hold {held[0]} and more"
+
+
+def test_ranks_that_differ_in_one_tensor_share_nothing():
+    assert copies_of((LATENTS,), 8) == 8
+    assert copies_of((FEW_HEADS,), 8) == copies_of((LATENTS, FEW_HEADS), 8) == 4
+    assert copies_of((GDN, LATENTS), 8) == 1
+    assert copies_of((), 8) == 1, "heads that nobody knows"
 
 
 def test_ranks_and_heads_that_do_not_divide_are_told_apart():

@@ -1,13 +1,15 @@
 """The scheduler's side of vLLM's connector, by requests that have the attributes of vLLM's."""
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt, leg_of
-from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
+from prfaas_vllm.settings import SUPPORTED, data_port, read_settings, require_parallelism, require_supported
 
 PAGE = 256
 RULE = GoalRule(PAGE, 4)
@@ -175,7 +177,7 @@ def test_an_idle_step_is_told_to_the_workers_side():
 def test_nothing_is_kept_of_requests_that_ended():
     planner = TransferPlanner(RULE)
     empty = {name: type(held)() for name, held in vars(planner).items() if isinstance(held, (dict, set))}
-    assert len(empty) == 3
+    assert len(empty) == 4
     first, second, third = source(request_id="a"), destination(request_id="b"), source(request_id="c")
     for request in (first, third):
         planner.add(request)
@@ -250,6 +252,12 @@ def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is
             require_supported(version)
 
 
+def test_the_page_lists_the_versions_that_are_known():
+    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text()
+    said = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
+    assert said == SUPPORTED
+
+
 def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_the_cure():
     require_parallelism(Parallel())
     with pytest.raises(ConfigError, match=r"split by layers: set parallelism\.pipeline to 1"):
@@ -265,3 +273,17 @@ def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_onc
     planner.fetches_failed({"other"})
     assert planner.take(is_idle=True).in_vain == {"r", "other"}
     assert planner.take(is_idle=True).in_vain == set()
+
+
+def test_ranks_complete_a_cache_once_in_the_step_after_it_came_and_never_one_that_failed_or_was_aborted():
+    planner = TransferPlanner(RULE)
+    requests = [destination(request_id=name) for name in ("came", "failed", "aborted", "aborted late")]
+    for request in requests:
+        planner.allocated(request, ([1] * 11,), 2816)
+    fetching = {each.request_id: each for each in planner.take(is_idle=True).fetches}
+    planner.finish(requests[2], is_whole=False)
+    planner.fetches_over({"came", "failed", "aborted late", "unknown"}, {"failed"})
+    planner.finish(requests[3], is_whole=False)
+    assert planner.take(is_idle=True).fetched == [fetching["came"]]
+    planner.fetches_over({"came"}, set())
+    assert planner.take(is_idle=True).fetched == []

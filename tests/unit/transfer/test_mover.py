@@ -43,7 +43,7 @@ from prfaas_transfer.mover.messages import (
     MoverOptions,
     decode_from_mover,
 )
-from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS, MoverMetrics, serve
+from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS, MoverMetrics, cache_bytes, serve
 
 from ..tls.mounts import Mount
 from ..worker.transfer_bench import descriptors, eventually
@@ -473,7 +473,7 @@ def children_of(engine: Engine) -> list[int]:
 
 def test_a_mover_shows_what_the_scheduler_asks_of_a_link_and_the_size_of_a_cache():
     port = free_ports(2)[0]
-    engine = Engine(rank=0, ranks=2, metrics_port=port)
+    engine = Engine(rank=0, ranks=2, copies=(1, 2), metrics_port=port)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     engine.mover.close()
@@ -488,8 +488,10 @@ def test_a_mover_shows_what_the_scheduler_asks_of_a_link_and_the_size_of_a_cache
         if sample.name == "prfaas_profile_cache_bytes"
     }
     state_bytes, token_bytes = 2 * GROUPS[0].nbytes, GROUPS[1].nbytes // PAGE_TOKENS
-    assert sizes["1024"] == 2 * (state_bytes + 1024 * token_bytes), "both ranks bring a part"
-    assert sizes["65536"] - sizes["1024"] == 2 * (65_536 - 1024) * token_bytes
+    assert sizes["1024"] == 2 * state_bytes + 1024 * token_bytes, "a state of each rank, rows that both hold once"
+    assert sizes["65536"] - sizes["1024"] == (65_536 - 1024) * token_bytes
+    alone = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096, ranks=2)
+    assert cache_bytes(alone, 1024) == 2 * (state_bytes + 1024 * token_bytes), "where each rank has rows of its own"
 
 
 def test_a_rank_that_is_gone_costs_its_own_figures_alone_and_other_paths_are_none(caplog):

@@ -50,9 +50,10 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache.
 
     The cache is that of one tensor-parallel `rank` of `ranks`. An instance has `movers`, one for each of its ranks of
-    any kind, and this is number `mover`. With a `map` the shared memory is the engine's cache, else it has slots. A
-    destination may come `patience_seconds` before the engine speaks of its transfer. The engine's end copies on its own
-    thread, or on `copy_threads` where a copy may wait.
+    any kind, and this is number `mover`. Of each group so many ranks hold the same as `copies` says; without it no two
+    do. With a `map` the shared memory is the engine's cache, else it has slots. A destination may come
+    `patience_seconds` before the engine speaks of its transfer. The engine's end copies on its own thread, or on
+    `copy_threads` where a copy may wait.
     """
 
     host: str
@@ -63,6 +64,7 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str = ""
     rank: int = 0
     ranks: int = 1
+    copies: tuple[int, ...] = ()
     mover: int = 0
     movers: int = 1
     metrics_port: int = 0

@@ -56,7 +56,9 @@ class MoverMetrics(Collector):
 
 def cache_bytes(options: MoverOptions, tokens: int) -> int:
     """Return what the cache of a prompt of so many tokens brings over a link, from all ranks together."""
-    return options.ranks * sum(_group_bytes(group, tokens) for group in options.groups)
+    sizes = [_group_bytes(group, tokens) for group in options.groups]
+    copies = options.copies or (1,) * len(sizes)
+    return sum(options.ranks * size // held for size, held in zip(sizes, copies, strict=True))
 
 
 def _group_bytes(group: LayerGroup, tokens: int) -> int:
