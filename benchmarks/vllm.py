@@ -33,6 +33,7 @@ from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, MoverOptions
+from prfaas_vllm.scheduling import token_digest
 from prfaas_worker.assets import model_directory
 
 MODEL = "builtin:qwen3-next-tiny"
@@ -207,14 +208,16 @@ class Peer:
         page = self._engine.page_tokens
         tokens = LONG_TOKENS // page * page
         while not over.is_set():
-            made = AnnounceCache(secrets.token_hex(16), secrets.randbits(48), secrets.token_hex(8), "bench", tokens)
+            ids = prompt_of(tokens + 1, secrets.randbits(32))
+            secret = secrets.token_hex(16), secrets.randbits(48), secrets.token_hex(8)
+            made = AnnounceCache(*secret, "bench", tokens, token_digest(ids[:tokens]))
             self.mover.announce(made)
             self.mover.put(made.transfer_id, list(self._parts(tokens)))
             self.mover.finish(made.transfer_id, 0.0)
             leg = {"role": "destination", "host": "127.0.0.1", "port": self.mover.data_port, "cluster": ""}
             common = {"transfer_id": made.transfer_id, "epoch": made.epoch, "token": made.token}
-            ids = prompt_of(tokens + 1, secrets.randbits(32))
-            self._engine.generate(ids, 1, {"prfaas": leg | common})
+            answer = self._engine.generate(ids, 1, {"prfaas": leg | common})
+            assert answer.cached_tokens == tokens, "no cache came"
 
     def _parts(self, tokens: int) -> Iterator[CopyPart]:
         for number, group in enumerate(self._options.groups):

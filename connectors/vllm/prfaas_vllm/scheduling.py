@@ -135,9 +135,11 @@ def prompt_digest(request: VllmRequest, goal: int) -> str:
     Each side makes token ids of a prompt by its own tokenizer and chat template, which may add the day's date. A cache
     of other tokens has the same shape if they are as many.
     """
-    if request.prompt_token_ids is None:
-        return ""
-    return hashlib.sha256(array("I", request.prompt_token_ids[:goal])).hexdigest()[:DIGEST_CHARS]
+    return "" if request.prompt_token_ids is None else token_digest(request.prompt_token_ids[:goal])
+
+
+def token_digest(ids: list[int]) -> str:
+    return hashlib.sha256(array("I", ids)).hexdigest()[:DIGEST_CHARS]
 
 
 class TransferPlanner:
