@@ -1,32 +1,17 @@
 """What the connector does with an accelerator's memory, as far as that can be seen without one."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prfaas_sandbox.vllm import checkout_path
-
-from .engines import VARIABLES
-
-SCRIPT = Path(__file__).with_name("device_caches.py")
+from .scripts import run
 
 
 @pytest.fixture(scope="module")
 def said(vllm_python: Path) -> dict[str, Any]:
-    found = subprocess.run(
-        [vllm_python, SCRIPT],
-        env=os.environ | VARIABLES | {"PYTHONPATH": checkout_path()},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    return json.loads(found.stdout.splitlines()[-1])
+    return json.loads(run(vllm_python, "device_caches.py"))
 
 
 def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):

@@ -1,30 +1,12 @@
 """Caches of Kimi Linear and Kimi K3 cross, though nothing here can compute them."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prfaas_sandbox.vllm import checkout_path
-
-from .engines import VARIABLES
-
-
-def run(python: Path, script: str) -> str:
-    """Return the last line that a script says in vLLM's environment."""
-    found = subprocess.run(
-        [python, Path(__file__).with_name(script)],
-        env=os.environ | VARIABLES | {"PYTHONPATH": checkout_path()},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    return found.stdout.splitlines()[-1]
+from .scripts import run
 
 
 def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(vllm_python: Path):

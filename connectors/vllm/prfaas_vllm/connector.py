@@ -213,7 +213,7 @@ def _all_ranks(given: torch.Tensor) -> Sequence[torch.Tensor]:
     """Give a tensor to all tensor-parallel ranks; return those of all of them. Every rank must call it."""
     ranks = get_tp_group()
     found = given.new_empty((ranks.world_size * given.shape[0], *given.shape[1:]))
-    torch.distributed.all_all_ranks_into_tensor(found, given, group=ranks.device_group)
+    torch.distributed.all_gather_into_tensor(found, given, group=ranks.device_group)
     return found.chunk(ranks.world_size)
 
 
