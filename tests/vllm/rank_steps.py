@@ -8,8 +8,9 @@ import multiprocessing
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -183,6 +184,44 @@ def test_nothing_lands_where_a_request_has_no_block():
     assert fails(lambda: side.transfers.land("d", CopyPart(LINEAR, 4), state)) == (
         "rows from token 192 have no block here"
     )
+
+
+@contextmanager
+def slow_copies() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Have copies of rows wait: whether one runs, and whether it may end."""
+    runs, may_end = threading.Event(), threading.Event()
+
+    def read(*_: object) -> None:
+        runs.set()
+        assert may_end.wait(10)
+
+    with patch.object(transfers, "read_blocks", read):
+        try:
+            yield runs, may_end
+        finally:
+            may_end.set()
+
+
+def test_only_a_request_that_is_revoked_waits_for_its_copy_and_gives_nothing_afterwards():
+    side = begun()
+    put(side, 0, GOAL)
+    with ThreadPoolExecutor(2) as pool, slow_copies() as (runs, may_end):
+        copy = pool.submit(loaded, side, CopyPart(ATTENTION, 3, 0, 64))
+        assert runs.wait(10)
+        others = pool.submit(
+            lambda: (side.transfers.results({"other"}, is_idle=True), side.step(StepPlan(revoked={"other": "why"})))
+        )
+        wait([others], 5)
+        assert others.done(), "a step of other requests waited for the copy"
+        revoking = pool.submit(side.step, StepPlan(revoked={"s": "its memory is needed"}))
+        wait([revoking], 0.3)
+        assert not revoking.done(), "vLLM would write blocks that are read"
+        may_end.set()
+        revoking.result(10)
+        copy.result(10)
+    assert side.transfers.mover.said("fail") == [(KEY, "its memory is needed")]
+    for part in (CopyPart(ATTENTION, 3, 0, 64), CopyPart(LINEAR, 0)):
+        assert fails(lambda part=part: loaded(side, part)) == "the request has lost its blocks"
 
 
 def test_a_copy_that_fails_holds_up_nobody():

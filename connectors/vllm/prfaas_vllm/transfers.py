@@ -52,6 +52,7 @@ class _Source:
     put_tokens: dict[int, int] = field(default_factory=dict)  # By group: tokens of which the mover knows.
     states: dict[tuple[int, int], bytes] = field(default_factory=dict)  # By group and layer, copied.
     is_finished: bool = False
+    copies: int = 0  # Those that run now, and need the blocks as they are.
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Transfers:
         self._device = next(iter(groups[0].tensors.values()))[0].device
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._copied = threading.Condition(self._lock)
         self._sources: dict[str, _Source] = {}  # By transfer.
         self._transfer_of: dict[str, str] = {}  # By request.
         self._offers: dict[str, _Source] = {}  # By key.
@@ -92,14 +94,7 @@ class Transfers:
         for fetched in plan.fetched:
             complete(self._groups, self._own, fetched, self._all_ranks)
         for request_id, reason in plan.revoked.items():
-            with self._lock:
-                transfer_id = self._transfer_of.get(request_id)
-                source = self._sources.get(transfer_id or "")
-                if source is not None:
-                    source.block_ids = ()
-                    source.states.clear()
-                keys = list(source.open) if source is not None else []
-            for key in keys:
+            for key in self._revoke(request_id):
                 self.mover.fail(key, reason)
         self._cancel(plan.in_vain)
         for start in plan.starts:
@@ -162,23 +157,27 @@ class Transfers:
 
     def load(self, key: str, part: CopyPart, room: memoryview) -> None:
         group = self._groups[part.group]
-        with self._lock:  # a request that is revoked meanwhile waits for this copy
+        with self._lock:
             source = self._offers.get(key)
             if source is None or not source.block_ids:
                 raise PeerError("the request has lost its blocks")
-            cuts, tensors = source.open[key].cuts, group.tensors[part.layer]
-            if not part.tokens:
-                state = source.states[part.group, part.layer]
-                if cuts:
-                    read_slice(blocks_of_bytes(tensors, state), [0], room, cuts[part.group])
-                else:
-                    room[:] = state
-                return
-            blocks = group.blocks_of(source.block_ids[group.number], part.start_token, part.tokens)
+            tensors, cuts = group.tensors[part.layer], source.open[key].cuts
+            block_ids = source.block_ids[group.number]
+            state = None if part.tokens else source.states[part.group, part.layer]
+            source.copies += 1
+        try:
+            blocks = group.blocks_of(block_ids, part.start_token, part.tokens) if state is None else [0]
             if cuts:
-                read_slice(tensors, blocks, room, cuts[part.group])
-            else:
+                held = tensors if state is None else blocks_of_bytes(tensors, state)
+                read_slice(held, blocks, room, cuts[part.group])
+            elif state is None:
                 read_blocks(tensors, blocks, room)
+            else:
+                room[:] = state
+        finally:
+            with self._copied:
+                source.copies -= 1
+                self._copied.notify_all()
 
     def land(self, key: str, part: CopyPart, received: memoryview) -> None:
         group = self._groups[part.group]
@@ -193,6 +192,18 @@ class Transfers:
             write_slice(group.tensors[part.layer], blocks, received, cuts[part.group])
         else:
             write_blocks(group.tensors[part.layer], blocks, received)
+
+    def _revoke(self, request_id: str) -> list[str]:
+        """Load nothing of a request any more; wait for a copy that runs, and for none of another request. Return its
+        open offers."""
+        with self._copied:
+            source = self._sources.get(self._transfer_of.get(request_id, ""))
+            if source is None:
+                return []
+            source.block_ids = ()
+            source.states.clear()
+            self._copied.wait_for(lambda: not source.copies)
+            return list(source.open)
 
     def _announce(self, start: SourceStart) -> None:
         leg = start.leg
