@@ -1,9 +1,10 @@
 """Leases of the caches that this instance offers to others, from the grant until they are delivered or ended.
 
-Until its destination connects, an offer lives `LEASE_SECONDS`. While connected it lives for as long as the destination
-shows life. After a connection broke it lives for `RESUME_SECONDS`, in which the destination may reconnect. ABORT,
-DELETE and an end on this side end it at once. Every way an offer ends passes through `end`, once. Its frames view the
-cache's own pages, so `on_end` waits until no connection sends them any more.
+Until its destination connects, an offer lives `LEASE_SECONDS`, an announced one `ANNOUNCED_SECONDS` from its latest
+part on. While connected it lives for as long as the destination shows life. After a connection broke it lives for
+`RESUME_SECONDS`, in which the destination may reconnect. ABORT, DELETE and an end on this side end it at once. Every
+way an offer ends passes through `end`, once. Its frames view the cache's own pages, so `on_end` waits until no
+connection sends them any more.
 """
 
 import hmac
@@ -11,8 +12,9 @@ import math
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -33,6 +35,8 @@ ANNOUNCED_SECONDS = 30.0
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
+REMEMBERED_ENDS: Final = 1024
+"""A destination that comes later than so many ends waits as for a transfer that nobody knows."""
 UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
 
@@ -203,6 +207,7 @@ class Offers:
         self._lock = threading.Lock()
         self._announced = threading.Condition(self._lock)
         self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
+        self._ended: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDS)
         self._grants = Grants()
         self.counters = counters or TransferCounters()
         self._on_end = on_end
@@ -237,9 +242,10 @@ class Offers:
         return offer
 
     def await_announced(self, transfer_id: str, rank: int, seconds: float) -> bool:
-        """Wait until a transfer is open for a destination's rank; False after so many seconds."""
+        """Wait until a transfer is open for a destination's rank, or over; False after so many seconds."""
+        place = transfer_id, rank
         with self._lock:
-            return self._announced.wait_for(lambda: (transfer_id, rank) in self._offers, seconds)
+            return self._announced.wait_for(lambda: place in self._offers or place in self._ended, seconds)
 
     def is_open(self, transfer_id: str, rank: int) -> bool:
         with self._lock:
@@ -285,6 +291,8 @@ class Offers:
             if self._offers.pop(_place(offer.manifest), None) is None:
                 return
             offer.ended = True
+            self._ended.append(_place(offer.manifest))
+            self._announced.notify_all()
             released = not offer.streams
         reason = "" if outcome == "delivered" else offer.send_state.failure or reason
         self.counters.count_end(offer.log.end(outcome, reason, offer.send_state.totals))

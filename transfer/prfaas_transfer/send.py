@@ -10,12 +10,12 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import NamedTuple
 
 import msgspec
 
-from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import CapacityError, DamagedError, PeerError, PrfaasError, ProtocolError, UnreachableError
 from prfaas.wire.frames import (
     DATA_KINDS,
     HEADER_BYTES,
@@ -257,8 +257,12 @@ class SendLoop:
 
     def _send_loaded(self, sequence: int, frame: Frame, codec: Codec) -> None:
         header = frame.header._replace(sequence=sequence)
-        with frame.load(frame.header) as loaded:
-            payload = loaded
+        with ExitStack() as held:
+            try:
+                payload = loaded = held.enter_context(frame.load(frame.header))
+            except PrfaasError as error:
+                self._state.fail(str(error))  # the next step tells the destination, which would wait for more
+                return
             if codec:
                 packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, loaded)
                 payload = [memoryview(part).cast("B") for part in packed.buffers]

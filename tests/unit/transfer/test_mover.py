@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prfaas import identity
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, PeerError
 from prfaas.ports import free_ports
 from prfaas.wire.engine import Stats, TransferEnded, read_body
 from prfaas.wire.frames import HEADER_BYTES, Kind
@@ -326,11 +326,16 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
         assert source.offers_over.get(timeout=10) == message.transfer_id
 
 
+def mover_behind(theirs: socket.socket) -> Mover:
+    """A mover in this process."""
+    options = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096)
+    return Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
+
+
 def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
     """A destination may have waited for it, and go at once."""
     ours, theirs = socket.socketpair()
-    options = MoverOptions(host="127.0.0.1", data_port=0, fingerprint="f", groups=GROUPS, slot_bytes=4096)
-    mover = Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
+    mover = mover_behind(theirs)
     announce = mover._offers.announce
 
     def announced_and_ended(*arguments: Any) -> Offer:
@@ -350,6 +355,43 @@ def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
     assert (mover._open._open, mover._open._key_of) == ({}, {})
     for end in (ours, theirs):
         end.close()
+
+
+def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_at_once(pair):
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    source.mover.fail(message.transfer_id, "the source needed its memory for other requests")
+    assert source.offers_over.get(timeout=3)
+    began = time.monotonic()
+    destination.fetch(source, message)
+    assert "ended, expired or foreign" in over(destination).reason
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("error", [PeerError("no blocks"), RuntimeError("a bug")])
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_copy_that_an_engine_cannot_make_ends_its_transfer_alone(pair, monkeypatch, side, error):
+    source, destination = pair
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(*((source, "load") if side == "source" else (destination, "land")), fail)
+        message = announced()
+        source.mover.announce(message)
+        source.compute(message.transfer_id)
+        destination.fetch(source, message)
+        began = time.monotonic()
+        assert str(error) in over(destination).reason
+        assert time.monotonic() - began < 2
+        assert source.offers_over.get(timeout=2) == message.transfer_id
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    destination.fetch(source, message)
+    assert over(destination).reason == ""
 
 
 def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
