@@ -394,6 +394,22 @@ def test_a_copy_that_an_engine_cannot_make_ends_its_transfer_alone(pair, monkeyp
     assert over(destination).reason == ""
 
 
+def test_a_mover_that_is_closed_while_it_starts_again_does_not_stay(monkeypatch):
+    engine = Engine()
+    start = engine.mover._start
+    started: list[Any] = []
+
+    def closed_meanwhile(theirs: socket.socket) -> Any:
+        started.append(start(theirs))
+        engine.mover.close()
+        return started[0]
+
+    monkeypatch.setattr(engine.mover, "_start", closed_meanwhile)
+    os.kill(children_of(engine)[0], signal.SIGKILL)
+    eventually(lambda: bool(started))
+    eventually(lambda: started[0].poll() is not None)
+
+
 def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
     source, destination = pair
     message = announced()

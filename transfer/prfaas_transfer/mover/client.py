@@ -225,6 +225,8 @@ class MoverClient:
                 return f"the mover cannot be started: {error}"
             with self._lock:
                 self._socket = ours
+                if self._closed.is_set():  # before there was a socket
+                    ours.shutdown(socket.SHUT_RDWR)
                 repeated = [*([self._egress] if self._egress else []), *self._asked.values()]
             for question in repeated:
                 self._send(question)
