@@ -25,7 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prfaas import identity
 from prfaas.errors import ConfigError, PeerError
 from prfaas.ports import free_ports
-from prfaas.wire.engine import Stats, TransferEnded, read_body
+from prfaas.util import Deadline
+from prfaas.wire.engine import Stats, TransferEnded, TransferSubject, read_body
 from prfaas.wire.frames import HEADER_BYTES, Kind
 from prfaas.wire.transfer import VERSION, LayerGroup, TensorLayout, Welcome, message_frame
 from prfaas_scheduler.engines import LINK
@@ -34,13 +35,17 @@ from prfaas_transfer.mover.__main__ import Mover
 from prfaas_transfer.mover.client import MoverClient
 from prfaas_transfer.mover.messages import (
     AnnounceCache,
+    AskAnnounce,
     CacheSlice,
+    ComputedParts,
+    CopyDone,
     CopyPart,
     DeclineCache,
     EndedFetch,
     EndedOffer,
     FetchCache,
     MoverOptions,
+    OfferCache,
     decode_from_mover,
 )
 from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS, MoverMetrics, cache_bytes, serve
@@ -332,6 +337,21 @@ def mover_behind(theirs: socket.socket) -> Mover:
     return Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
 
 
+def test_an_announced_cache_waits_for_its_destination_from_its_latest_part_on_and_a_granted_one_does_not():
+    ours, theirs = socket.socketpair()
+    mover = mover_behind(theirs)
+    first, second = announced(), announced()
+    granted = OfferCache(TransferSubject(1, "r"), second.transfer_id, second.epoch, second.token, 0, TOKENS)
+    for message in (first, granted):
+        mover.handle(message)
+        offer = mover._open._open[message.transfer_id]
+        offer.lease = Deadline(5)
+        mover.handle(ComputedParts(message.transfer_id, []))
+        assert (offer.lease.left_seconds > 20) == (message is first)
+    for end in (ours, theirs):
+        end.close()
+
+
 def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
     """A destination may have waited for it, and go at once."""
     ours, theirs = socket.socketpair()
@@ -357,6 +377,14 @@ def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
         end.close()
 
 
+def test_an_offer_that_failed_is_over_at_once_though_nobody_came_for_it(pair):
+    source, _ = pair
+    message = announced()
+    source.mover.announce(message)
+    source.mover.fail(message.transfer_id, "the prefill was aborted")
+    assert source.offers_over.get(timeout=3) == message.transfer_id
+
+
 def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_at_once(pair):
     source, destination = pair
     message = announced()
@@ -367,6 +395,17 @@ def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_at_once(pai
     destination.fetch(source, message)
     assert "ended, expired or foreign" in over(destination).reason
     assert time.monotonic() - began < 2
+
+
+def test_a_fetch_of_a_slice_that_fails_frees_that_slice_at_its_source(pair):
+    source, destination = pair
+    message = msgspec.structs.replace(announced(), slice=CacheSlice(1, 2, GROUPS))
+    source.mover.announce(message)
+    destination.fetch(source, message, slice=message.slice)
+    time.sleep(0.3)
+    destination.mover.cancel_fetch("request/1")
+    assert over(destination).reason
+    assert source.offers_over.get(timeout=3) == message.key
 
 
 @pytest.mark.parametrize("error", [PeerError("no blocks"), RuntimeError("a bug")])
@@ -392,6 +431,56 @@ def test_a_copy_that_an_engine_cannot_make_ends_its_transfer_alone(pair, monkeyp
     source.compute(message.transfer_id)
     destination.fetch(source, message)
     assert over(destination).reason == ""
+
+
+def test_what_a_mover_tells_before_the_call_returns_is_heard_and_once(pair, monkeypatch):
+    engine, _ = pair
+    told: list[object] = []
+
+    def answered_at_once(message: object) -> bool:
+        told.append(message)
+        for _ in range(2):
+            if isinstance(message, AnnounceCache):
+                engine.mover._handle(EndedOffer(message.key))
+            if isinstance(message, FetchCache):
+                engine.mover._handle(EndedFetch(message.key, "refused"))
+        return True
+
+    monkeypatch.setattr(engine.mover, "_send", answered_at_once)
+    message = announced()
+    engine.mover.announce(message)
+    assert engine.offers_over.get_nowait() == message.transfer_id
+    engine.fetch(engine, message)
+    assert engine.fetches_over.get_nowait().reason == "refused"
+    assert engine.offers_over.empty()
+    assert engine.fetches_over.empty()
+    told.clear()
+    engine.mover._handle(AskAnnounce(7))
+    assert told == [CopyDone(7)], "what was said before is on its way"
+
+
+def test_without_a_mover_offers_and_fetches_are_over_at_once():
+    engine = Engine()
+    engine.mover.close()
+    eventually(lambda: not engine.mover.is_running)
+    message = announced()
+    engine.mover.announce(message)
+    assert engine.offers_over.get(timeout=1) == message.transfer_id
+    engine.mover.fetch(FetchCache("r", *("a" * 32, 1, "t", "127.0.0.1", 1, ""), 0, TOKENS))
+    assert over(engine) == EndedFetch("r", "the mover is not running")
+
+
+def test_a_mover_outlives_the_signals_of_its_engines_group(pair):
+    engine, _ = pair
+    (pid,) = children_of(engine)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    message = announced()
+    engine.mover.announce(message)
+    engine.compute(message.transfer_id)
+    engine.fetch(engine, message)
+    assert over(engine).reason == ""
+    assert children_of(engine) == [pid]
 
 
 def test_a_mover_that_is_closed_while_it_starts_again_does_not_stay(monkeypatch):

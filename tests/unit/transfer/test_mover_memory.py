@@ -1,6 +1,9 @@
 """The memory that a mover shares with its engine, behind an engine that stops for a while."""
 
 import mmap
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -9,8 +12,8 @@ from prfaas.wire.frames import Address, FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.mover import shared
-from prfaas_transfer.mover.messages import CopyDone, CopyRequest
-from prfaas_transfer.mover.shared import SharedCache, SharedMemory, Slots
+from prfaas_transfer.mover.messages import AskAnnounce, CopyDone, CopyPart, CopyRequest
+from prfaas_transfer.mover.shared import Copies, SharedCache, SharedMemory, Slots
 
 from .test_mover import GROUPS, PAGE_TOKENS
 
@@ -45,3 +48,77 @@ def test_a_late_copy_that_is_made_while_its_slot_is_held_frees_it_once():
         slots.release(offset)
     with slots.take(1), pytest.raises(InternalError, match="no slot is free"), slots.take(1):
         pass
+
+
+def slots(count: int = 1) -> Slots:
+    return Slots(mmap.mmap(-1, count * SLOT_BYTES), SLOT_BYTES, count)
+
+
+def wanted(offset: int = 0) -> CopyRequest:
+    return CopyRequest(0, "load", "key", CopyPart(1, 1, 0, PAGE_TOKENS), offset, PAGE_BYTES)
+
+
+def test_a_part_may_be_as_large_as_a_slot_and_no_larger():
+    found = slots()
+    with found.take(SLOT_BYTES) as (_, view):
+        assert len(view) == SLOT_BYTES
+    with (
+        pytest.raises(InternalError, match=f"{SLOT_BYTES + 1} bytes in slots of {SLOT_BYTES}"),
+        found.take(SLOT_BYTES + 1),
+    ):
+        pass
+
+
+def test_slots_lie_apart_and_each_comes_back_also_after_a_late_copy():
+    found = slots(2)
+    for _ in range(2):
+        with found.take(SLOT_BYTES) as (first, one), found.take(SLOT_BYTES) as (second, other):
+            assert {first, second} == {0, SLOT_BYTES}
+            one[:], other[:] = b"a" * SLOT_BYTES, b"b" * SLOT_BYTES
+            assert bytes(one) == b"a" * SLOT_BYTES
+            for offset in (first, second):
+                found.keep(offset)
+        with (
+            pytest.raises(InternalError, match="no slot is free: the engine has yet to make 2 late copies"),
+            found.take(1),
+        ):
+            pass
+        for offset in (first, second):
+            found.release(offset)
+
+
+def test_a_copy_that_is_made_before_the_question_is_on_its_way_is_waited_for_no_longer():
+    copies: Copies = Copies(slots(), lambda asked: copies.finish(CopyDone(asked.number)))  # type: ignore[union-attr]
+    began = time.monotonic()
+    copies.make(wanted())
+    assert time.monotonic() - began < 1
+
+
+def test_each_answer_reaches_who_waits_for_it():
+    asked: list[CopyRequest] = []
+    copies = Copies(slots(2), asked.append)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = []
+        for offset in (0, SLOT_BYTES):
+            waiting.append(pool.submit(copies.make, wanted(offset)))
+            while len(asked) < len(waiting):
+                time.sleep(0.001)
+        copies.finish(CopyDone(asked[1].number))
+        waiting[1].result(1)
+        assert not waiting[0].done()
+        copies.finish(CopyDone(asked[0].number, "the request has lost its blocks"))
+        with pytest.raises(PeerError, match="the engine refused a copy: the request has lost its blocks"):
+            waiting[0].result(1)
+
+
+def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
+    monkeypatch.setattr(shared, "CATCH_UP_SECONDS", 0.2)
+    asked: list[AskAnnounce] = []
+    copies = Copies(slots(), asked.append)  # type: ignore[arg-type]
+    copies.catch_up()
+    threading.Timer(0.05, lambda: copies.finish(CopyDone(asked[1].number))).start()
+    monkeypatch.setattr(shared, "CATCH_UP_SECONDS", 10)
+    began = time.monotonic()
+    copies.catch_up()
+    assert time.monotonic() - began < 5
+    assert copies._done == copies._late == {}
