@@ -4,6 +4,7 @@ In a Deployment that two pools share, a pod's role is a label that the operator 
 a role is not ready, because its readiness gate is shut. So a rollout waits for the operator, and no role runs empty.
 """
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from prfaas import names
@@ -152,7 +153,7 @@ def project_pod(pod: dict[str, Any]) -> PodFacts:
 def _cause(status: dict[str, Any], conditions: dict[str, Any]) -> str:
     if conditions.get("PodScheduled", {}).get("status") == "False":
         return UNSCHEDULABLE
-    for container in status.get("containerStatuses") or ():
+    for container in _containers(status):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in WAITING_REASONS:
             return WAITING_REASONS[waiting["reason"]]
@@ -167,7 +168,7 @@ def _problem(status: dict[str, Any], conditions: dict[str, Any], *, terminating:
     scheduled = conditions.get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', '')}"
-    for container in status.get("containerStatuses") or ():
+    for container in _containers(status):
         waiting = container.get("state", {}).get("waiting")
         ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated")
         if waiting:
@@ -177,6 +178,12 @@ def _problem(status: dict[str, Any], conditions: dict[str, Any], *, terminating:
     if status.get("phase") == "Running":
         return "is running, but its readiness probe fails"
     return f"is {status.get('phase', 'Pending')}, no container has started yet"
+
+
+def _containers(status: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """Return the containers that keep a pod from being ready: until the init containers are through, one of these."""
+    first = [one for one in status.get("initContainerStatuses") or () if not one.get("ready")]
+    return first or status.get("containerStatuses") or ()
 
 
 def _sentence(waiting: dict[str, Any], ended: dict[str, Any] | None) -> str:

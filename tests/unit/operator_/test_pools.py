@@ -68,6 +68,32 @@ def test_a_cause_that_does_not_pass_by_waiting_has_a_reason_that_does_not_flap(s
     assert project_pod(raw_pod(status)).cause == cause
 
 
+INITIALISING = container(state={"waiting": {"reason": "PodInitializing"}})
+
+
+@pytest.mark.parametrize(
+    ("first", "said", "cause"),
+    [
+        (
+            {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no image c:7"}}},
+            "ImagePullBackOff: no image c:7",
+            "ImagePullFailed",
+        ),
+        (
+            {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}, "restartCount": 2},
+            "container ended with exit code 1 (Error)",
+            "CrashLooping",
+        ),
+        ({"state": {"running": {}}}, "is Pending, no container has started yet", ""),
+        ({"state": {"terminated": {"exitCode": 0}}, "ready": True}, "PodInitializing", ""),
+    ],
+)
+def test_an_init_container_that_does_not_get_on_is_what_the_pod_says(first, said, cause):
+    started = [{"name": "connector", "ready": False, **first}]
+    facts = project_pod(raw_pod({"phase": "Pending", **INITIALISING, "initContainerStatuses": started}))
+    assert (facts.problem, facts.cause) == (said, cause)
+
+
 def test_a_ready_pod_has_no_problem_and_both_addresses():
     status = {"conditions": [{"type": "Ready", "status": "True"}], "podIP": "10.0.0.1", "hostIP": "192.168.0.1"}
     facts = project_pod(raw_pod(status))
