@@ -149,6 +149,7 @@ def _start(pool: PoolObject, connector: dict[str, Any], variables: dict[str, str
         "--served-model-name": spec.model.name,
         "--host": "$(POD_IP)",
         "--port": str(names.WORKER_API_PORT),
+        "--shutdown-timeout": str(spec.drain_seconds),  # by default vLLM aborts all requests at once
         "--kv-events-config": json.dumps({"enable_kv_cache_events": True, **cache_events(pool)}),
         "--kv-transfer-config": json.dumps(connector),
         **parallel_flags(pool),

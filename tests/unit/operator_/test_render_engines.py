@@ -127,6 +127,14 @@ def test_it_names_its_model_and_tells_of_its_cache(make, engine, ranks):
         assert set(range(5557, 5557 + 2 * ranks)) <= set(ports.values())
 
 
+@pytest.mark.parametrize("engine", [OURS, NIXL, MOONCAKE])
+def test_an_instance_of_vllm_that_leaves_finishes_its_requests_within_the_pools_drain(make, engine):
+    """By default vLLM aborts them at SIGTERM."""
+    pod = pod_of(make.decode_pool(engine=engine, model=MODEL, drainSeconds=90))
+    assert flags_of(pod["containers"][0])["--shutdown-timeout"] == "90"
+    assert pod["terminationGracePeriodSeconds"] == 5 + 90 + 10
+
+
 def test_our_connector_comes_into_a_stock_image(make):
     pod = pod_of(make.decode_pool(engine=OURS, model=MODEL), terms=StartTerms("reg/connector:7"))
     (copy,), (container,) = pod["initContainers"], pod["containers"]
