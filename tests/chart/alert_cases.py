@@ -1,4 +1,5 @@
 """For each alert, series under which it fires and series under which it is silent, sampled once a minute from 0 s on.
+What follows an alert's name is what the case is about.
 
 In promtool's notation: `0+5x30` grows by 5 thirty times, `1x30` stays, `_x30` is not there.
 """
@@ -65,6 +66,11 @@ CASES = {
     "PrfaasCertificateExpires": one(
         'prfaas_certificate_expires_timestamp_seconds{cluster="eu",pool="offload"}', f"{DAY}x30", f"{30 * DAY}x30"
     ),
+    "PrfaasClusterCertificateExpires": by_leader(
+        'prfaas_operator_certificate_expires_timestamp_seconds{{member_cluster="eu",instance="{}"}}',
+        f"{DAY}x30",
+        f"{30 * DAY}x30",
+    ),
     "PrfaasRequestsFail": of_total(
         'prfaas_gateway_requests_total{{policy="kimi",decision="local",outcome="{}"}}', "failed", "ok"
     ),
@@ -90,6 +96,17 @@ CASES = {
             'prfaas_prefills_running{cluster="hub",pool="decode"}': "0x30",
         },
     ),
+    "PrfaasQueueGrows of vLLM, whose requests that wait for a cache are the link's": Case(
+        {
+            'vllm:num_requests_waiting_by_reason{cluster="eu",pool="far",reason="capacity"}': "3x30",
+            'vllm:num_requests_running{cluster="eu",pool="far"}': "1x30",
+        },
+        {
+            'vllm:num_requests_waiting_by_reason{cluster="eu",pool="far",reason="capacity"}': "2x30",
+            'vllm:num_requests_waiting_by_reason{cluster="eu",pool="far",reason="deferred"}': "50x30",
+            'vllm:num_requests_running{cluster="eu",pool="far"}': "1x30",
+        },
+    ),
     "PrfaasCacheCorrupt": one(
         'prfaas_prefix_cache_corrupt_entries_total{cluster="hub",pool="decode"}', "0x10 1x30", "1x40"
     ),
@@ -102,7 +119,7 @@ def as_promtool(rules: str) -> dict:
         "rule_files": [rules],
         "evaluation_interval": "1m",
         "tests": [
-            _test(alert, series, case.minutes, firing)
+            _test(alert.partition(" ")[0], series, case.minutes, firing)
             for alert, case in CASES.items()
             for series, firing in ((case.fires, 1), (case.silent, 0))
         ],
