@@ -519,6 +519,39 @@ def test_a_mover_that_dies_ends_its_transfers_and_another_serves_the_next(pair):
         assert time.monotonic() < deadline
 
 
+class HeldUp:
+    """A lock whose thread goes on, once it has left it for the first time, when the mover was killed and replaced."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._lock = engine, engine.mover._lock
+        self._thread = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.get_ident() == self._thread:
+            self._thread = 0
+            former = children_of(self._engine)
+            os.kill(former[0], signal.SIGKILL)
+            eventually(lambda: children_of(self._engine) != former and self._engine.mover.is_running, 30)
+
+
+def test_a_fetch_that_ended_with_its_mover_is_not_made_by_the_next(pair):
+    """Its memory is another request's by then."""
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    destination.mover._lock = HeldUp(destination)  # type: ignore[assignment]
+    destination.fetch(source, message)
+    over(destination)
+    landed = len(destination.landed)
+    time.sleep(2)
+    assert len(destination.landed) == landed
+
+
 def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(caplog):
     port = free_ports(1)[0]
     engine = Engine(data_port=port)

@@ -134,9 +134,7 @@ class MoverClient:
 
     def announce(self, message: AnnounceCache | OfferCache) -> None:
         key = message.key if isinstance(message, AnnounceCache) else message.transfer_id
-        with self._lock:
-            self._offers.add(key)
-        if not self._send(message):
+        if not self._begin(self._offers, key, message):
             self._end_offer(key)
 
     def start(self, key: str) -> None:
@@ -158,9 +156,7 @@ class MoverClient:
         self._send(CancelPrefill(transfer_id))
 
     def fetch(self, message: FetchCache | RequestCache) -> None:
-        with self._lock:
-            self._fetches.add(message.key)
-        if not self._send(message):
+        if not self._begin(self._fetches, message.key, message):
             self._end_fetch(EndedFetch(message.key, "the mover is not running"))
 
     def ask(self, question: Question) -> None:
@@ -184,16 +180,26 @@ class MoverClient:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _begin(self, keys: set[str], key: str, message: MoverCommand) -> bool:
+        """Note what begins and say it at once: it would end with one mover, and be made by the next. As `_send`."""
+        with self._lock:
+            keys.add(key)
+            return self._say(message)
+
     def _send(self, message: MoverCommand) -> bool:
         """Say something; False if no mover can hear it. What is open then, the reading thread ends."""
         with self._lock:
-            if self._socket is None:
-                return False
-            try:
-                self._socket.sendall(with_length(encode(message)))
-            except OSError:
-                return False
-            return True
+            return self._say(message)
+
+    def _say(self, message: MoverCommand) -> bool:
+        """As `_send`, under the lock."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.sendall(with_length(encode(message)))
+        except OSError:
+            return False
+        return True
 
     def _run(self) -> None:
         failures = 0
