@@ -552,6 +552,29 @@ def test_a_fetch_that_ended_with_its_mover_is_not_made_by_the_next(pair):
     assert len(destination.landed) == landed
 
 
+def test_a_mover_that_hangs_is_replaced_before_its_engine_hangs_too(monkeypatch):
+    monkeypatch.setattr("prfaas_transfer.mover.client.SEND_SECONDS", 1)
+    source, message = Engine(), announced()
+    hanging = children_of(source)
+    os.kill(hanging[0], signal.SIGSTOP)
+    source.mover.announce(message)
+
+    def say_much() -> None:
+        for _ in range(3000):
+            source.mover.put(message.transfer_id, [CopyPart(1, 1, *SPANS[0])])
+
+    step = threading.Thread(target=say_much, daemon=True)
+    step.start()
+    step.join(10)
+    is_held_up = step.is_alive()
+    with suppress(ProcessLookupError):
+        os.kill(hanging[0], signal.SIGCONT)
+    assert not is_held_up, "a step waits for a mover that reads nothing"
+    assert source.offers_over.get(timeout=5) == message.transfer_id
+    eventually(lambda: children_of(source) != hanging)
+    source.mover.close()
+
+
 def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(caplog):
     port = free_ports(1)[0]
     engine = Engine(data_port=port)
@@ -575,6 +598,7 @@ def test_a_closed_mover_leaves_no_process_thread_or_descriptor():
         return any(thread.name == "mover" for thread in threading.enumerate())
 
     eventually(lambda: not is_followed())  # those of other tests
+    gc.collect()
     before = descriptors()
     engine = Engine()
     process = engine.mover._process

@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -69,6 +70,8 @@ log = logging.getLogger(__name__)
 START_SECONDS: Final = 60.0
 RESTART_SECONDS: Final = 1.0
 MAX_RESTART_SECONDS: Final = 30.0
+SEND_SECONDS: Final = 5
+"""A mover that reads nothing for this long hangs. The engine's step waits meanwhile."""
 STEADY_SECONDS: Final = 60.0
 """A mover that ran for so long is started again at once, whatever came before."""
 
@@ -192,12 +195,17 @@ class MoverClient:
             return self._say(message)
 
     def _say(self, message: MoverCommand) -> bool:
-        """As `_send`, under the lock."""
+        """As `_send`, under the lock. A mover that hangs is killed: a part of a message is of no use to it."""
         if self._socket is None:
             return False
         try:
             self._socket.sendall(with_length(encode(message)))
-        except OSError:
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                log.error("the mover has read nothing for %d s: it is killed", SEND_SECONDS)
+            if self._process is not None:
+                self._process.kill()
+            self._socket = None
             return False
         return True
 
@@ -223,6 +231,7 @@ class MoverClient:
     def _follow_one(self) -> str:
         """Start a mover, and follow it to its end; return why there is none any more."""
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         with ours, ours.makefile("rb") as reader:
             try:
                 with theirs:
