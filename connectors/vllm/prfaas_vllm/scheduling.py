@@ -91,7 +91,7 @@ class Fetching:
 
 @dataclass(frozen=True)
 class DeclineFetch:
-    """A destination's own prefix cache has all that its source would send."""
+    """A destination's own prefix cache has all that its source would send, or its request is over before it asks."""
 
     request_id: str
     leg: LegParams
@@ -182,7 +182,7 @@ class TransferPlanner:
             return
         self._asked.add(request.request_id)
         if not external:
-            self._plan.declined.append(DeclineFetch(request.request_id, leg))
+            self._decline(request)
             return
         prompt = prompt_digest(request, goal)
         fetching = Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt)
@@ -225,6 +225,8 @@ class TransferPlanner:
     def finish(self, request: VllmRequest, *, is_whole: bool) -> bool:
         """Note a request's end; return True if its blocks must stay until the worker's side reports it."""
         request_id = request.request_id
+        if request_id not in self._asked:
+            self._decline(request)
         self._asked.discard(request_id)
         self._fetching.pop(request_id, None)
         self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
@@ -236,6 +238,12 @@ class TransferPlanner:
         if source is not None and not is_whole:
             self._plan.revoked[request_id] = "the prefill was aborted"
         return True
+
+    def _decline(self, request: VllmRequest) -> None:
+        """Tell the source of a destination, if it offers something, that it is not wanted."""
+        leg = leg_of(request)
+        if leg is not None and leg.role == "destination" and self._rule.goal(request.num_prompt_tokens):
+            self._plan.declined.append(DeclineFetch(request.request_id, leg))
 
 
 def leg_of(request: VllmRequest) -> LegParams | None:

@@ -155,6 +155,19 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
     assert planner.take(is_idle=False).declined == [], "no source offers what is too short"
 
 
+def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
+    """Else the source keeps a computed cache that nobody will ask for, for as long as its destination might queue."""
+    planner = TransferPlanner(RULE)
+    queued, known, failed, short = (destination(request_id=name) for name in ("queued", "known", "failed", "short"))
+    short.num_prompt_tokens = 1
+    planner.allocated(known, ([1],), 0)
+    planner.allocated(failed, ([1],), 512)
+    planner.take(is_idle=False)
+    for request in (queued, known, failed, short, Request(request_id="other"), source(request_id="source")):
+        assert planner.finish(request, is_whole=False) is False
+    assert [(one.request_id, one.leg.token) for one in planner.take(is_idle=True).declined] == [("queued", "secret")]
+
+
 def test_a_destination_with_more_cached_than_the_goal_fetches_nothing():
     planner, request = TransferPlanner(RULE), destination(num_prompt_tokens=1300)
     assert planner.matched(request, 1280) == 0
