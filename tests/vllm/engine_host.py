@@ -4,6 +4,7 @@ An import takes 20 s, a fork and a tiny model 3 s. The one argument is the numbe
 is a JSON object:
     {"name", "log", "variables", "options"}, with a socket attached: an engine, in one process, so that a test may look
         at all of it. On its socket pickled tuples pass: see `serve`.
+    {"name", "log", "variables", "script"}, with a socket attached: a script, whose standard output is the socket.
     {"name", "log", "variables", "flags"}: `vllm serve` with these flags.
     {"name", "signal"}: a signal for one of these, with all processes that it has started.
 """
@@ -11,6 +12,7 @@ is a JSON object:
 import ctypes
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -105,7 +107,9 @@ def be_child(wanted: dict[str, Any], descriptors: list[int]) -> None:
     os.dup2(log, 2)
     os.environ.update(wanted["variables"])
     try:
-        if descriptors:
+        if "script" in wanted:
+            run_script(wanted["script"], descriptors[0])
+        elif descriptors:
             run_engine(Connection(descriptors[0]), wanted["options"])
         else:
             run_server(wanted["flags"])
@@ -130,6 +134,13 @@ def run_engine(connection: Connection, options: dict[str, Any]) -> None:
     except BaseException:
         connection.send(("broken", traceback.format_exc(limit=-3)))
         raise
+
+
+def run_script(path: str, output: int) -> None:
+    os.dup2(output, 1)
+    os.close(output)
+    sys.path.insert(0, str(Path(path).parent))
+    runpy.run_path(path, run_name="__main__")
 
 
 def run_server(flags: list[str]) -> None:

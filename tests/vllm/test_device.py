@@ -1,17 +1,16 @@
 """What the connector does with an accelerator's memory, as far as that can be seen without one."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .scripts import run
+from .engines import EngineHost
 
 
 @pytest.fixture(scope="module")
-def said(vllm_python: Path) -> dict[str, Any]:
-    return json.loads(run(vllm_python, "device_caches.py"))
+def said(engine_host: EngineHost) -> dict[str, Any]:
+    return json.loads(engine_host.run("device_caches.py"))
 
 
 def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):

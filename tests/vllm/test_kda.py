@@ -1,16 +1,15 @@
 """Caches of Kimi Linear and Kimi K3 cross, though nothing here can compute them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .scripts import run
+from .engines import EngineHost
 
 
-def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(vllm_python: Path):
-    said = json.loads(run(vllm_python, "kda_caches.py"))
+def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(engine_host: EngineHost):
+    said = json.loads(engine_host.run("kda_caches.py"))
     assert (said["received"], said["failed"]) == (["d"], [])
     assert said["same"] == {"state": True, "pages": [False, True, True, True], "others": False}
     (_, state, state_types), (_, page, page_types) = said["groups"]
@@ -20,8 +19,8 @@ def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_chang
 
 
 @pytest.fixture(scope="module")
-def crossed(vllm_python: Path) -> list[dict[str, Any]]:
-    return json.loads(run(vllm_python, "rank_caches.py"))
+def crossed(engine_host: EngineHost) -> list[dict[str, Any]]:
+    return json.loads(engine_host.run("rank_caches.py"))
 
 
 def test_heads_find_their_ranks_between_instances_of_all_numbers_of_ranks(crossed: list[dict[str, Any]]):

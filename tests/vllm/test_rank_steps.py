@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from .scripts import run
+from .engines import EngineHost
 
 SCRIPT = Path(__file__).with_name("rank_steps.py")
 
 
 @pytest.fixture(scope="module")
-def failures(vllm_python: Path) -> dict[str, str]:
-    return json.loads(run(vllm_python, SCRIPT.name))
+def failures(engine_host: EngineHost) -> dict[str, str]:
+    return json.loads(engine_host.run(SCRIPT.name))
 
 
 @pytest.mark.parametrize("name", re.findall(r"^def (test_\w+)", SCRIPT.read_text(), re.MULTILINE))
