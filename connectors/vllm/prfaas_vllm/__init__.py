@@ -8,3 +8,12 @@ slices.py      what crosses between ranks of instances whose tensor parallelism 
 ranks.py       how heads divide among ranks (no torch, no vLLM)
 settings.py    supported versions and the options of kv_connector_extra_config
 """
+
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from prfaas_vllm.settings import refusals_in_status, require_supported
+
+# Before anything of vLLM is imported: another version may lack what connector.py asks for.
+with suppress(PackageNotFoundError), refusals_in_status():
+    require_supported(version("vllm"))

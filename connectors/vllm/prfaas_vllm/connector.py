@@ -30,7 +30,7 @@ from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
-from prfaas_vllm.settings import data_port, read_settings, require_parallelism, require_supported
+from prfaas_vllm.settings import data_port, read_settings, refusals_in_status, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class PrfaasWorkerMetadata(KVConnectorWorkerMetadata):
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     """vLLM makes one in its scheduler and one in each worker."""
 
+    @refusals_in_status()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm.__version__)
@@ -133,6 +134,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The worker's side.
 
+    @refusals_in_status()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         first = next(iter(kv_caches.values()))
         first = first[0] if isinstance(first, (list, tuple)) else first

@@ -1,7 +1,9 @@
 """The connector's settings: versions of vLLM that it was run with, and `kv_connector_extra_config`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, Protocol, get_args
 
 import msgspec
@@ -12,6 +14,8 @@ from prfaas.routing.compression import WireCodec
 
 SUPPORTED: Final = {"0.32": "run on CPUs", "0.33": "type-checked"}
 """Minor versions of vLLM by what was done with them; its connector interface calls itself experimental."""
+TERMINATION_LOG: Final = Path("/dev/termination-log")
+"""A container's file. Kubernetes puts its text into the pod's status, and the operator into the pool's condition."""
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,3 +89,15 @@ def require_supported(version: str) -> None:
             f"vLLM {version} is not supported by this version of prfaas, which knows {', '.join(SUPPORTED)}: use an "
             "image of one of those, or engine.transfer.connector Nixl"
         )
+
+
+@contextmanager
+def refusals_in_status() -> Iterator[None]:
+    """Leave the reason of a refusal to start where Kubernetes looks for it, and not in the log alone."""
+    try:
+        yield
+    except ConfigError as error:
+        if TERMINATION_LOG.exists():
+            with suppress(OSError):
+                TERMINATION_LOG.write_text(str(error))
+        raise

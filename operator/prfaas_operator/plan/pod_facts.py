@@ -174,7 +174,8 @@ def _problem(status: dict[str, Any], conditions: dict[str, Any], *, terminating:
         if waiting:
             return _sentence(waiting, ended)
         if ended and not container.get("ready"):
-            return f"container ended with exit code {ended.get('exitCode')} ({ended.get('reason', 'Error')})"
+            text = f"container ended with exit code {ended.get('exitCode')} ({ended.get('reason', 'Error')})"
+            return ": ".join(filter(None, (text, _last_words(ended))))
     if status.get("phase") == "Running":
         return "is running, but its readiness probe fails"
     return f"is {status.get('phase', 'Pending')}, no container has started yet"
@@ -187,5 +188,11 @@ def _containers(status: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _sentence(waiting: dict[str, Any], ended: dict[str, Any] | None) -> str:
-    text = ": ".join(filter(None, (waiting.get("reason"), waiting.get("message"))))
+    said = _last_words(ended or {}) or waiting.get("message")
+    text = ": ".join(filter(None, (waiting.get("reason"), said)))
     return f"{text} (last exit code {ended.get('exitCode')})" if ended else text
+
+
+def _last_words(ended: dict[str, Any]) -> str:
+    """Return what a container has left in its termination log, in one line."""
+    return " ".join((ended.get("message") or "").split())

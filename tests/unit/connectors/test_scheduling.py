@@ -1,6 +1,9 @@
 """The scheduler's side of vLLM's connector, by requests that have the attributes of vLLM's."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +11,7 @@ from typing import Any
 import pytest
 
 from prfaas.errors import ConfigError
+from prfaas_vllm import settings
 from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt, leg_of
 from prfaas_vllm.settings import SUPPORTED, data_port, read_settings, require_parallelism, require_supported
 
@@ -263,6 +267,37 @@ def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is
     else:
         with pytest.raises(ConfigError, match=f"vLLM {version} is not supported by this version of prfaas"):
             require_supported(version)
+
+
+def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
+    """Its sentence would else be that of a failed import."""
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.2'")
+    (tmp_path / "vllm-0.31.2.dist-info").mkdir()
+    (tmp_path / "vllm-0.31.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
+    found = subprocess.run(
+        [sys.executable, "-c", "import prfaas_vllm.connector"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "ConfigError: vLLM 0.31.2 is not supported by this version of prfaas" in found.stderr
+
+
+def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = tmp_path / "termination-log"
+    monkeypatch.setattr(settings, "TERMINATION_LOG", log)
+    for is_in_kubernetes in (False, True):
+        if is_in_kubernetes:
+            log.touch()
+        with pytest.raises(ConfigError), settings.refusals_in_status():
+            require_supported("0.31.2")
+        assert log.exists() == is_in_kubernetes
+    assert log.read_text().startswith("vLLM 0.31.2 is not supported")
 
 
 def test_the_page_lists_the_versions_that_are_known():

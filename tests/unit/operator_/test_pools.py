@@ -43,6 +43,17 @@ def container(ready: bool = False, **states) -> dict:
             container(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}}),
             "container ended with exit code 137 (OOMKilled)",
         ),
+        (
+            container(
+                state={"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 5m0s restarting"}},
+                lastState={"terminated": {"exitCode": 1, "message": "vLLM 0.31.2 is not\nsupported"}},
+            ),
+            "CrashLoopBackOff: vLLM 0.31.2 is not supported (last exit code 1)",
+        ),
+        (
+            container(state={"terminated": {"exitCode": 1, "message": "no key in /etc/prfaas/tls"}}),
+            "container ended with exit code 1 (Error): no key in /etc/prfaas/tls",
+        ),
     ],
 )
 def test_a_pod_that_is_not_ready_says_why(status, said):
