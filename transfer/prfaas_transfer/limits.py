@@ -253,12 +253,13 @@ def _cut(left: deque[memoryview], count_bytes: int) -> list[memoryview]:
 
 
 class EgressFile:
-    """Keeps a bucket at the file's Mbit/s, a whole number from 1; at `otherwise` without the file."""
+    """Keeps a bucket at its part of the file's Mbit/s, a whole number from 1; at `otherwise` without the file."""
 
-    def __init__(self, path: Path, bucket: EgressBucket, otherwise: int | None):
+    def __init__(self, path: Path, bucket: EgressBucket, otherwise: int | None, parts: int = 1):
         self._path = path
         self._bucket = bucket
         self._otherwise = otherwise
+        self._parts = parts
         self._seen: bytes | None = None
         self._problems = LogOnce(log)
         self.look()
@@ -284,7 +285,7 @@ class EgressFile:
                 *(self._path, text, self._bucket.mbps, MAX_MBPS),
             )
             return
-        self._bucket.set_mbps(self._otherwise if found is None else int(text))
+        self._bucket.set_mbps(self._otherwise if found is None else _part_of(int(text), self._parts))
         log.info("egress cap: %s Mbit/s", self._bucket.mbps)
 
     def _read(self) -> bytes | None:
@@ -325,16 +326,21 @@ class TrafficOptions(Protocol):
     def wire_codec(self) -> WireCodec: ...
 
 
-def traffic_of(options: TrafficOptions) -> Traffic:
-    """Return the options' limits; follow the cap's file. Raises ConfigError for unusable credentials."""
-    mbps = options.egress_mbps or None
+def traffic_of(options: TrafficOptions, processes: int = 1) -> Traffic:
+    """Return the options' limits; follow the cap's file. Of an egress cap that several processes of an instance have
+    together, each gets an equal part. Raises ConfigError for unusable credentials."""
+    mbps = _part_of(options.egress_mbps, processes) if options.egress_mbps else None
     egress = EgressBucket(mbps)
     if options.egress_file:
-        EgressFile(Path(options.egress_file), egress, otherwise=mbps).start()
+        EgressFile(Path(options.egress_file), egress, mbps, processes).start()
     memory_bytes = options.transfer_memory_mib * MIB
     monitor = LinkMonitor()
     auth = TlsAuth(PeerCredentials(Path(options.tls_dir))) if options.tls_dir else PeerAuth()
     return Traffic(monitor, egress, MemoryBudget(memory_bytes), Packer(options.wire_codec, monitor), auth)
+
+
+def _part_of(mbps: int, parts: int) -> int:
+    return max(1, mbps // parts)
 
 
 def unlimited() -> Traffic:

@@ -646,6 +646,20 @@ def test_the_first_rank_serves_the_figures_of_all_ranks(pair):
         engine.mover.close()
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_movers_of_an_instance_have_its_egress_cap_together(tmp_path: Path, is_file: bool):
+    (tmp_path / "mbps").write_text("41")
+    cap = {"egress_file": str(tmp_path / "mbps")} if is_file else {"egress_mbps": 41}
+    port = free_ports(2)[0]
+    ranks = [Engine(rank=rank, ranks=2, mover=rank, movers=2, metrics_port=port, **cap) for rank in (0, 1)]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    (caps,) = [family.samples for family in families if family.name == "prfaas_egress_cap_mbps"]
+    assert [sample.value for sample in caps] == [20, 20]
+    for engine in ranks:
+        engine.mover.close()
+
+
 def test_silent_peers_cost_a_mover_few_threads_and_its_figures_only_for_a_moment():
     port = free_ports(1)[0]
     engine = Engine(metrics_port=port)

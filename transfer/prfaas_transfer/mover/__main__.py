@@ -295,7 +295,7 @@ class Mover:
     def __init__(self, options: MoverOptions, sock: socket.socket, memory: mmap.mmap):
         outbox = ReportOutbox(sock)
         self.say = outbox.put
-        self.traffic: Traffic = traffic_of(options)
+        self.traffic: Traffic = traffic_of(options, options.movers)
         engine_cache, self._copies = _engine_cache(options, memory, outbox.put)
         listener = listen(options.host, options.data_port)
         self.data_port: int = listener.getsockname()[1]
