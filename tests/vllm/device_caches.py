@@ -7,6 +7,8 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from kda_caches import BLOCKS, DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
@@ -22,7 +24,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas_vllm import transfers
+from prfaas_vllm.connector import kv_heads_of
 from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
+from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
 
 
@@ -106,6 +110,27 @@ def layers_beside_a_draft() -> tuple[int, ...]:
     return attention_groups(KVCacheLayout.LBNHC, names)[0].layout.layers
 
 
+def ranks_alike_beside_a_draft() -> list[int]:
+    """How many of four ranks hold the same of a group: of a model with two heads alone, and with a draft of four."""
+
+    class Model(NamedTuple):
+        heads: int
+
+        def get_total_num_kv_heads(self) -> int:
+            return self.heads
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    names = ["model.layers.0.attn", "draft_model.layers.0.attn"]
+    caches = {name: torch.zeros((BLOCKS, 1, 16, 16), dtype=torch.bfloat16) for name in names}
+    config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)])
+    found = []
+    for draft in (None, SimpleNamespace(draft_model_config=None), SimpleNamespace(draft_model_config=Model(4))):
+        heads = kv_heads_of(SimpleNamespace(model_config=Model(2), speculative_config=draft))
+        (group,) = groups_of(config, caches, "cuda", RankOf(0, 4), heads)
+        found.append(copies_of(group.heads, 4))
+    return found
+
+
 def unlike_layers() -> str:
     """What is said of a group that holds layers of two sizes, as sparse attention's indexer makes one."""
     names = ["model.layers.0.attn", "model.layers.0.attn.indexer"]
@@ -138,6 +163,7 @@ def main() -> None:
         "waited for": devices_waited_for(),
         "layouts": layouts(),
         "beside a draft": layers_beside_a_draft(),
+        "ranks alike": ranks_alike_beside_a_draft(),
         "unlike layers": unlike_layers(),
         "too few blocks": too_few_blocks(),
     }

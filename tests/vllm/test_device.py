@@ -33,6 +33,12 @@ def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(said):
     assert said["beside a draft"] == [0, 1, 2, 3]
 
 
+def test_ranks_that_share_a_models_head_may_each_have_one_of_its_draft(said):
+    """vLLM puts layers of one form into one group. A layer that crossed as if two ranks held the same would have one
+    rank's heads on both."""
+    assert said["ranks alike"] == [2, 2, 1]
+
+
 def test_a_group_of_unlike_layers_is_refused_by_name(said):
     assert said["unlike layers"].startswith("the caches of model.layers.0.attn and model.layers.0.attn.indexer differ")
 

@@ -144,7 +144,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             torch.cpu._init_amx()
         parallel, settings = self._vllm_config.parallel_config, self._settings
         own = RankOf(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
-        kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        kv_heads = kv_heads_of(self._vllm_config)
         groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first), own, kv_heads)
         mover = parallel.data_parallel_index * parallel.world_size + own.rank
         options = MoverOptions(
@@ -217,6 +217,14 @@ def _all_ranks(given: torch.Tensor) -> Sequence[torch.Tensor]:
     found = given.new_empty((ranks.world_size * given.shape[0], *given.shape[1:]))
     torch.distributed.all_gather_into_tensor(found, given, group=ranks.device_group)
     return found.chunk(ranks.world_size)
+
+
+def kv_heads_of(config: VllmConfig) -> int:
+    """Return the key-value heads of the model, or of a draft model that has more: ranks that share a head of the one
+    may have heads of their own of the other, in a layer of the same form."""
+    drafts = config.speculative_config
+    draft = drafts.draft_model_config if drafts is not None else None
+    return max(model.get_total_num_kv_heads() for model in (config.model_config, draft) if model is not None)
 
 
 def _fingerprint(config: VllmConfig) -> str:
