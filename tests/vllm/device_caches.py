@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -71,6 +72,27 @@ def blocks_written_after_the_step() -> bool:
     for side in (source, destination):
         side.transfers.mover.close()
     return bool(received) and same
+
+
+def fetch_after_a_cache_was_completed() -> list[str]:
+    """What happens, in order, when a cache is completed and another one is asked for: an accelerator may still write
+    the first, whose blocks the second may have."""
+    side, happened = Side("hub"), list[str]()
+
+    class Event:
+        def synchronize(self) -> None:
+            happened.append("completed")
+
+    transfers.started_kernels = lambda _: Event()
+    transfers.complete = lambda _groups, _own, fetched, _all_ranks: fetched.request_id == "shared"
+    side.transfers.mover.fetch = lambda message: happened.append(message.request_id)
+    leg = LegParams(role="destination", transfer_id="0" * 32, epoch=7, token="secret", host="127.0.0.1")
+    cache = {name: Fetching(name, leg, 0, GOAL, tuple(DESTINATION_BLOCKS.values())) for name in ("shared", "whole")}
+    side.step(StepPlan(fetched=[cache["whole"]], fetches=[replace(cache["whole"], request_id="first")]))
+    side.step(StepPlan(fetched=[cache["shared"]]))
+    side.step(StepPlan(fetches=[replace(cache["whole"], request_id=name) for name in ("second", "third")]))
+    side.transfers.mover.close()
+    return happened
 
 
 def devices_waited_for() -> list[str]:
@@ -160,6 +182,7 @@ def too_few_blocks() -> str:
 def main() -> None:
     said = {
         "written after the step": blocks_written_after_the_step(),
+        "fetched after": fetch_after_a_cache_was_completed(),
         "waited for": devices_waited_for(),
         "layouts": layouts(),
         "beside a draft": layers_beside_a_draft(),

@@ -17,6 +17,11 @@ def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):
     assert said["written after the step"]
 
 
+def test_no_cache_comes_while_another_is_completed(said):
+    """An aborted request's blocks may be the next one's while the kernels that complete its cache still run."""
+    assert said["fetched after"] == ["first", "completed", "second", "third"]
+
+
 def test_a_landed_part_is_waited_for_on_its_own_device(said):
     assert said["waited for"] == ["meta"]
 

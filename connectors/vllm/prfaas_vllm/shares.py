@@ -20,17 +20,21 @@ GATHERED_BYTES = 64 << 20
 """Of all ranks, at once."""
 
 
-def complete(groups: Sequence[VllmGroup], own: RankOf, fetched: Fetching, all_ranks: AllRanks) -> None:
-    """Complete a cache that has come to all ranks in shares: afterwards each holds all of its layers."""
+def complete(groups: Sequence[VllmGroup], own: RankOf, fetched: Fetching, all_ranks: AllRanks) -> bool:
+    """Complete a cache that has come to all ranks in shares: afterwards each holds all of its layers. Return True if
+    anything was missing: then an accelerator may still write it."""
+    was_missing = False
     source_ranks = fetched.leg.ranks or own.ranks
     for group in groups:
         shares = [fetched_layers(group, RankOf(rank, own.ranks), source_ranks) for rank in range(own.ranks)]
         if all(len(share) == len(group.layout.layers) for share in shares):  # all ranks decide alike
             continue
+        was_missing = True
         blocks = group.blocks_between(fetched.block_ids[group.number], fetched.start, fetched.goal)
         step = max(1, GATHERED_BYTES // (group.layout.nbytes * own.ranks))
         for first in range(0, len(blocks), step):
             _complete_blocks(group, own, shares, blocks[first : first + step], all_ranks)
+    return was_missing
 
 
 def _complete_blocks(

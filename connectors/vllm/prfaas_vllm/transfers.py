@@ -84,6 +84,7 @@ class Transfers:
         self._failed: set[str] = set()
         self._newly_failed: set[str] = set()
         self._own = RankOf(options.rank, options.ranks)
+        self._completing: torch.Event | None = None  # After the last kernel that completes a cache.
         self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
         self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
@@ -92,7 +93,8 @@ class Transfers:
         """Before the model runs: complete the caches that have come; give nothing any more of requests that lose their
         blocks in this step."""
         for fetched in plan.fetched:
-            complete(self._groups, self._own, fetched, self._all_ranks)
+            if complete(self._groups, self._own, fetched, self._all_ranks):
+                self._completing = started_kernels(self._device)
         for request_id, reason in plan.revoked.items():
             for key in self._revoke(request_id):
                 self.mover.fail(key, reason)
@@ -120,8 +122,16 @@ class Transfers:
             with self._lock:
                 self._fetching[fetching.request_id] = found
                 self._fetches.update(dict.fromkeys(found.open, found))
+            self._await_completed()
             for message in messages:
                 self.mover.fetch(message)
+
+    def _await_completed(self) -> None:
+        """Wait until no cache is being completed. One whose request was aborted meanwhile has lost its blocks, and what
+        comes for the next request is not written by the kernels' stream."""
+        kernels, self._completing = self._completing, None
+        if kernels is not None:
+            kernels.synchronize()
 
     def end_step(self, plan: StepPlan) -> None:
         """After the model ran: hand on what it computed."""
