@@ -79,7 +79,12 @@ class DataPort:
                 log.warning("data port: %d connections are open, %s is refused", MAX_CONNECTIONS, address[0])
                 sock.close()
                 continue
-            threading.Thread(target=self._serve, args=(sock, address[0]), name="data-send", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(sock, address[0]), name="data-send", daemon=True).start()
+            except RuntimeError as error:  # no thread is left: this one must go on, which ends the leases
+                log.warning("data port: %s is refused: %s", address[0], error)
+                sock.close()
+                self._free.release()
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:

@@ -1,5 +1,7 @@
 """Offers that both sides know from elsewhere: what a destination may say of them, and when."""
 
+import socket
+import threading
 from typing import cast
 
 import pytest
@@ -9,9 +11,12 @@ from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.transfer import Hello
 from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.data_port import DataPort, listen
 from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import unlimited
 from prfaas_transfer.net import DataStream
 
+from ..worker.transfer_bench import eventually
 from .test_mover import GROUPS, TOKENS
 
 ADDRESS = Address("a" * 32, 7)
@@ -57,3 +62,23 @@ def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
     announced(several, Address("b" * 32, 7))
     with pytest.raises(CapacityError, match="2 caches are undelivered already"):
         announced(several, Address("c" * 32, 7))
+
+
+def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(offers, monkeypatch, caplog):
+    """The thread that accepts ends the leases, too."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "data-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    listener = listen("127.0.0.1", 0)
+    DataPort(listener, offers, unlimited())
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with socket.create_connection(listener.getsockname()) as refused_one:
+        refused_one.settimeout(5)
+        assert refused_one.recv(1) == b""
+    assert "127.0.0.1 is refused: can't start new thread" in caplog.text
+    announced(offers).lease.renew(0)
+    eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), 5)
