@@ -32,6 +32,7 @@ CONTAINER_SECURITY: Final[Object] = {
     "capabilities": {"drop": ["ALL"]},
 }
 TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
 SETTINGS_PATH: Final = "/etc/prfaas/settings"
 EGRESS_KEY: Final = "egress-mbps"
 EGRESS_FILE: Final = f"{SETTINGS_PATH}/{EGRESS_KEY}"

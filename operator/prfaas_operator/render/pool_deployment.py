@@ -32,7 +32,6 @@ SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topo
 """Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
 TMP_VOLUME: Final = "prfaas-tmp"
 SHM_VOLUME: Final = "prfaas-shm"
-SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
 PYTHON_PATH: Final = "PYTHONPATH"
 LOADING_SECONDS: Final = 3600
 """Longest time that another engine may take to load its model."""
@@ -228,7 +227,7 @@ def _volumes(pool: PoolObject, begin: Start) -> tuple[list[Object], list[Object]
     mounts = [*(_dump(mount) for mount in template.volume_mounts), *begin.mounts]
     scratch: dict[str, Object] = {common.TMP_PATH: {"name": TMP_VOLUME, "emptyDir": {}}}
     if engine_name(pool) != "prfaas":  # the processes of these engines share memory
-        scratch[SHM_PATH] = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
+        scratch[common.SHM_PATH] = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
     taken = {normpath(mount.mount_path) for mount in template.volume_mounts}
     for path, volume in scratch.items():
         if path not in taken:

@@ -32,7 +32,7 @@ CONNECTOR_PATH: Final = "/prfaas-vllm"
 _COPY_PATH: Final = "/prfaas-copy"
 _ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
-_TLS_COPY: Final = f"{common.TMP_PATH}/prfaas-tls"
+_TLS_COPY: Final = f"{common.SHM_PATH}/prfaas-tls"
 _TLS_ARGS: Final = (
     "--ssl-certfile",
     f"{_TLS_COPY}/{names.TLS_CERT}",
@@ -48,7 +48,7 @@ copy() (umask 077; mkdir -p {_TLS_COPY}; for file in {names.TLS_KEY} {names.TLS_
 copy; (while sleep 10; do copy; done) & exec vllm "$@"
 """
 """vLLM follows its certificate's files. The kubelet replaces their folder, after which vLLM hears of no second change:
-run with vLLM 0.32's watcher. So vLLM gets copies that are written in place.
+run with vLLM 0.32's watcher. So vLLM gets copies that are written in place, in memory: a key belongs on no disk.
 """
 
 

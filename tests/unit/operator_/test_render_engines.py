@@ -186,7 +186,10 @@ def test_our_connector_gets_the_certificate_the_cluster_and_the_egress_share_of_
         assert volumes == owns
     assert manifest["spec"]["template"]["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
     words = container["args"]
-    assert words[words.index("--ssl-keyfile") + 1] == "/tmp/prfaas-tls/tls.key"
+    place = words[words.index("--ssl-keyfile") + 1]
+    (mount,) = [one for one in container["volumeMounts"] if place.startswith(one["mountPath"])]
+    (volume,) = [one for one in manifest["spec"]["template"]["spec"]["volumes"] if one["name"] == mount["name"]]
+    assert volume["emptyDir"] == {"medium": "Memory"}, "a key is copied to no disk"
     assert {container[f"{probe}Probe"]["httpGet"]["scheme"] for probe in ("startup", "readiness", "liveness")} == {
         "HTTPS"
     }
@@ -197,7 +200,7 @@ def test_vllm_gets_copies_of_a_certificate_that_are_written_in_place(make, tmp_p
     container = container_of(make.decode_pool(engine=OURS, model=MODEL), StartTerms(tls=True))
     assert (container["command"][3], container["args"][:2]) == ("vllm", ["serve", "/models/kimi"])
     secret, copies = tmp_path / "secret", tmp_path / "copies"
-    script = container["command"][2].replace("/etc/prfaas/tls", str(secret)).replace("/tmp/prfaas-tls", str(copies))
+    script = container["command"][2].replace("/etc/prfaas/tls", str(secret)).replace("/dev/shm/prfaas-tls", str(copies))
     script = script.replace("sleep 10", "sleep 0.05").replace("exec vllm", "sleep 600 #")
 
     def swap(number: int) -> None:
