@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
 from prfaas_transfer.mover.messages import CopyPart, MoverOptions
+from prfaas_vllm import shares
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
@@ -40,6 +41,7 @@ GDN = (  # q k, heads, channels, rows; v's heads; states
 )
 ATTENTION = torch.randn(BLOCKS, PAGE_TOKENS, KV_HEADS, 24).bfloat16()
 MLA = torch.randn(BLOCKS, PAGE_TOKENS, 40).bfloat16()
+shares.GATHERED_BYTES = 3 * 2 * MLA[0].nbytes  # of two ranks three blocks at once, of four one: not all in one call
 
 
 def share(axis: torch.Tensor, dim: int, rank: RankOf) -> torch.Tensor:

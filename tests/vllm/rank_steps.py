@@ -116,6 +116,7 @@ def test_a_goal_within_a_block_brings_that_block_whole_when_the_goal_is_computed
     side = begun(goal=200)
     assert put(side, 0, 199) == (rows(0, 192), False)
     assert put(side, 199, 200) == (rows(192, 256) + STATES, True)
+    assert loaded(side, CopyPart(LINEAR, 0)) == b"".join(side.bytes_of("kda", 4)[:2]), "its state is in the same block"
 
 
 def test_a_source_that_has_all_of_it_cached_hands_it_on_in_its_first_step():

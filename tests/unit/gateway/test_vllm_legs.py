@@ -18,9 +18,7 @@ ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "min_tokens": 2, 
 PATH = "/v1/completions"
 
 
-async def start(
-    world, engine: EngineName = "vllm-prfaas", *, names=("d0", "x0"), data_port: int = 9123, **more
-) -> None:
+async def start(world, engine: EngineName = "vllm-prfaas", *, names=("d0", "x0"), **more) -> None:
     await world.start(*names, **more)
     instances = [msgspec.structs.replace(one, engine=engine, data_port=9123) for one in world.table.instances]
     world.state.set_table(world.write_table(instances=tuple(instances), **more))
@@ -235,6 +233,24 @@ async def test_a_destination_that_fails_aborts_the_source(world):
 
     world.workers["x0"].reply, world.workers["d0"].reply = prefill, die
     await asyncio.wait_for(post(world), 30)
+    await asyncio.wait_for(world.workers["x0"].aborted.wait(), 10)
+
+
+async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted(world):
+    """The destination did without it."""
+    await start(world)
+    prefilling = asyncio.Event()
+
+    async def prefill(request: web.Request, body: bytes) -> web.StreamResponse:
+        prefilling.set()
+        return await waiting(request, body)
+
+    async def decode(request: web.Request, body: bytes) -> web.StreamResponse:
+        await prefilling.wait()
+        return await answer(request, body)
+
+    world.workers["x0"].reply, world.workers["d0"].reply = prefill, decode
+    assert (await asyncio.wait_for(post(world), 30)).status == 200
     await asyncio.wait_for(world.workers["x0"].aborted.wait(), 10)
 
 

@@ -52,6 +52,14 @@ def test_each_engine_is_asked_of_its_own_pools(table):
     assert 'prfaas_prefills_waiting{cluster=~"hub|eu", pool=~"decode"}' in query
 
 
+def test_decoding_is_asked_of_each_engines_own_decode_pools_and_of_no_instance_that_prefills(table):
+    """Instances that two pools share carry one pool's name, and our worker exports vLLM's names as well."""
+    mixed = (*of_engine(table, "vllm-nixl").instances[:1], *of_engine(table, "prfaas").instances[1:])
+    query = long_query(table(instances=mixed), 300)
+    assert 'prfaas_decode_steps_total{cluster=~"hub", pool=~"decode", role!="prefill"}[300s]' in query
+    assert 'vllm:generation_tokens_total{cluster=~"hub", pool=~"", role!="prefill"}[300s]' in query
+
+
 def test_the_namespace_is_matched_where_all_are_known(table):
     cluster = Cluster(name="eu", capacity_mbps=1, utilisation_query="vector(1)", namespace="team-a")
     assert "namespace" not in short_query(table(), 5), "a table of an older operator does not say the member's"
