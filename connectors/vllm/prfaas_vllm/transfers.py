@@ -246,7 +246,7 @@ class Transfers:
         parts: list[CopyPart] = []
         for number, group in enumerate(self._groups):
             if group.layout.kind == "attention":
-                parts += self._new_rows(source, number, min(step.computed, goal))
+                parts += self._new_rows(source, number, step.computed)
         if step.computed >= goal:
             source.is_finished = True
             states = self._copy_states(source, goal) if goal in (step.before, step.computed) else None
