@@ -25,7 +25,7 @@ from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.compression import Packer
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.leases import Grants, Offer, Offers
 from prfaas_transfer.limits import EgressBucket, MemoryBudget, Traffic
 from prfaas_transfer.link_stats import LinkMonitor
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
@@ -102,14 +102,15 @@ class Source:
         self.prefill_ended = 0.0
         self._hidden = torch.zeros(HIDDEN_SIZE)
         layout = layout_of(self.caches)
-        self._offers = Offers(layout, PORT, capacity=1000)
+        self._offers, self._grants = Offers(layout, capacity=1000), Grants()
         self._peer = "destination" if plan.tls else ""
         DataPort(listen(host, PORT), self._offers, traffic_of(plan, "source"))
 
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
         """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
         asked = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
-        offer, grant = self._offers.grant(StartPrefill(0, asked, self._peer).subject, 0, tokens)
+        grant = self._grants.make(PORT, tokens)
+        offer = self._offers.open(StartPrefill(0, asked, self._peer).subject, grant, 0)
         if prefill_seconds:
             threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
         else:

@@ -19,7 +19,7 @@ from prfaas.wire.engine import StartPrefill
 from prfaas.wire.prefill import PrefillRequest
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.leases import Grants, Offer, Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, layer_groups, state_frames
@@ -42,7 +42,7 @@ class Peer:
         self.layers = len(model.layers)
         self.hidden = torch.zeros(model.hidden_size)
         layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
-        self.offers = Offers(layout, WORKER_DATA_PORT, 1000)
+        self.offers, self.grants = Offers(layout, 1000), Grants()
         listener = listen(host, WORKER_DATA_PORT)
         listener.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, int(mbps * 1e6 / 8))  # accepted connections inherit it
         DataPort(listener, self.offers, unlimited())
@@ -64,7 +64,8 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             asked = msgspec.json.decode(body, type=PrefillRequest)
-            offer, grant = peer.offers.grant(StartPrefill(0, asked).subject, asked.start_token, len(asked.token_ids))
+            grant = peer.grants.make(WORKER_DATA_PORT, len(asked.token_ids))
+            offer = peer.offers.open(StartPrefill(0, asked).subject, grant, asked.start_token)
             peer.fill(offer, len(asked.token_ids))
             answer = msgspec.json.encode(grant)
             self.send_response(201)

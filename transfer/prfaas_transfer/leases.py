@@ -196,49 +196,43 @@ class Offers:
     def __init__(
         self,
         layout: CacheLayout,
-        data_port: int,
         capacity: int,
         on_end: Callable[[int], None] = lambda _handle: None,
         counters: TransferCounters | None = None,
     ):
         self._layout = layout
-        self._data_port = data_port
         self._capacity = capacity
         self._lock = threading.Lock()
         self._announced = threading.Condition(self._lock)
         self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
         self._ended: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDS)
-        self._grants = Grants()
         self.counters = counters or TransferCounters()
         self._on_end = on_end
 
-    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[Offer, PrefillGrant]:
-        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
-        grant = self._grants.make(self._data_port, end_token)
-        return self.open(subject, grant, start_token), grant
-
     def open(self, subject: TransferSubject, grant: PrefillGrant, start_token: int) -> Offer:
-        """Open an offer that was granted. Raises CapacityError if too many are open."""
+        """Open an offer that was granted. Raises as `announce`."""
         address = Address(grant.transfer_id, grant.epoch)
         manifest = self._layout.manifest(address, start_token, grant.end_token, is_prefix=subject.what == "prefix")
-        with self._lock:
-            if len(self._offers) >= self._capacity:
-                raise too_many(self._capacity)
-            offer = self._offers[_place(manifest)] = Offer(subject, manifest, grant.token)
+        offer = self._add(Offer(subject, manifest, grant.token))
         offer.log.mark("granted", tokens=grant.end_token, start_token=start_token)
         return offer
 
     def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
         CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank."""
+        offer = self._add(Offer(subject, manifest, token, is_announced=True))
+        offer.log.mark("granted", tokens=manifest.end_token)
+        return offer
+
+    def _add(self, offer: Offer) -> Offer:
+        place = _place(offer.manifest)
         with self._lock:
             if len(self._offers) >= self._capacity:
-                raise CapacityError(f"{self._capacity} caches are undelivered already")
-            if _place(manifest) in self._offers:
-                raise ProtocolError(f"transfer {manifest.transfer_id} was announced before")
-            offer = self._offers[_place(manifest)] = Offer(subject, manifest, token, is_announced=True)
+                raise too_many(self._capacity)
+            if place in self._offers:
+                raise ProtocolError(f"transfer {offer.manifest.transfer_id} was announced before")
+            self._offers[place] = offer
             self._announced.notify_all()
-        offer.log.mark("granted", tokens=manifest.end_token)
         return offer
 
     def await_announced(self, transfer_id: str, rank: int, seconds: float) -> bool:

@@ -30,7 +30,7 @@ def hello(start_token: int = 0, connection: int = 0) -> Hello:
 
 @pytest.fixture
 def offers() -> Offers:
-    return Offers(LAYOUT, 8001, 1)
+    return Offers(LAYOUT, 1)
 
 
 def announced(offers: Offers, address: Address = ADDRESS) -> Offer:
@@ -55,12 +55,12 @@ def test_an_announced_cache_belongs_to_the_cluster_that_asked_first(offers):
 
 
 def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
-    several = Offers(CacheLayout("f", GROUPS, 0), 8001, 2)
+    several = Offers(CacheLayout("f", GROUPS, 0), 2)
     announced(several)
     with pytest.raises(ProtocolError, match=f"transfer {ADDRESS.transfer_id} was announced before"):
         announced(several)
     announced(several, Address("b" * 32, 7))
-    with pytest.raises(CapacityError, match="2 caches are undelivered already"):
+    with pytest.raises(CapacityError, match="2 prefills are queued or undelivered already"):
         announced(several, Address("c" * 32, 7))
 
 

@@ -10,7 +10,6 @@ from prfaas.wire.engine import Generate, Sampling, ToFront, Tokens
 from prfaas.wire.transfer import Done
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.fetch import Fetched
-from prfaas_transfer.leases import Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
@@ -24,6 +23,8 @@ from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Event, OfferEnded, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
+
+from .granted_offers import GrantedOffers
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 # Bytes, and tokens that end an answer, as the built-in model has them.
@@ -84,7 +85,7 @@ class Bench:
         )
         layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.offers = Offers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
+        self.offers = GrantedOffers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
         runner, cache = Runner(model, self.memory), HybridCache(self.memory, tiers)
         fetcher: Any = self
         self.engine = EngineLoop(

@@ -50,6 +50,7 @@ from prfaas_worker.engine.remote import EngineTransfers, MovedOffer
 from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.options import WAITING_PER_RUNNING, Options
 
+from .granted_offers import GrantedOffers
 from .transfer_bench import ATTENTION, FINGERPRINT, HIDDEN, LINEAR, Model, assert_same_bits, eventually, hello, kinds
 
 MODEL = Model((LINEAR, ATTENTION, LINEAR, ATTENTION), 1000)
@@ -287,7 +288,7 @@ def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_hears_of_it(engin
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_a_transfer_that_was_granted_a_moment_ago_is_not_refused(catches_up):
     layout = CacheLayout(FINGERPRINT, layer_groups(MODEL.layers), 0)
-    offers, known = Offers(layout, 1, 4), Offers(layout, 1, 4)
+    offers, known = Offers(layout, 4), GrantedOffers(layout, 1, 4)
     body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * 10)
     subject = StartPrefill(1, body).subject
     _, grant = known.grant(subject, 0, 10)

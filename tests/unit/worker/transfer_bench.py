@@ -22,7 +22,7 @@ from prfaas_transfer import data_port, pull, receive
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.compression import DECODABLE
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.leases import Offer
 from prfaas_transfer.limits import Traffic, unlimited
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
 from prfaas_transfer.receive import ReceiveState
@@ -38,6 +38,8 @@ from prfaas_worker.cache.transfer_frames import (
     state_frames,
 )
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+
+from .granted_offers import GrantedOffers
 
 FINGERPRINT = "f" * 64
 HIDDEN = torch.arange(16, dtype=torch.float32)
@@ -144,7 +146,7 @@ class Port:
         self.layout = layout_of(model)
         self.address: tuple[str, int] = listener.getsockname()
         self.on_end: Callable[[int], None] = lambda _handle: None
-        self.offers = Offers(self.layout, self.address[1], capacity, self._ended)
+        self.offers = GrantedOffers(self.layout, self.address[1], capacity, self._ended)
         DataPort(listener, self.offers, traffic or TRAFFIC)
         self.takings: list[Taking] = []
         self.renew()

@@ -303,7 +303,7 @@ class Mover:
         self.metrics = MoverMetrics(options, self._stats)
         self.counters = TransferCounters(self._ended)
         self._open = OpenOffers(layout, engine_cache, outbox.put)
-        self._offers = Offers(layout, self.data_port, options.max_offers, self._open.over, self.counters)
+        self._offers = Offers(layout, options.max_offers, self._open.over, self.counters)
         context = FetchContext(layout, Connections(self.traffic.auth), self.counters, self.traffic)
         self._fetches = Fetches(context, engine_cache, outbox.put)
         DataPort(listener, self._offers, self.traffic, options.patience_seconds, self._copies.catch_up)
