@@ -62,6 +62,10 @@ class DamagedError(ProtocolError):
     """Received bytes differ from the sent bytes."""
 
 
+class MismatchError(ProtocolError):
+    """The peer serves another model, version or shape of cache; until one side is changed, nothing crosses."""
+
+
 class IdentityError(PeerError):
     """A certificate proves no identity or a wrong one; it must be replaced first."""
 

@@ -1,4 +1,5 @@
-"""Says what the loop cannot measure, and what an owner can do about it: the condition LoopMeasured of a policy.
+"""Says what the loop cannot measure, and what an owner can do about it: the condition LoopMeasured of a policy. And
+says whose caches are refused for their kind: CachesFit.
 
 Engines publish different things. What one of them lacks must not end in a threshold that silently stays where it is.
 So every fact that a decision would use is looked for, and each that is missing gets a sentence with its cure. Facts
@@ -16,13 +17,29 @@ from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.measure import Measurements
 
 LOOP_MEASURED: Final = "LoopMeasured"
+CACHES_FIT: Final = "CachesFit"
 COUNTS_LINKS: Final = frozenset({"prfaas", "vllm-prfaas"})
 """Engines whose instances count the bytes of a link themselves."""
+_NOT_CONFIGURED: Final = ConditionState("Unknown", "NotConfigured", "spec.metrics.prometheusUrl is not set")
 _STARTING: Final = ConditionState("Unknown", "Starting", "nothing measured yet")
 
 
+def caches_fit(table: RoutingTable, measured: Measurements, before: ConditionState | None) -> ConditionState:
+    """Return whether instances take the caches of others; `before` is what was said last."""
+    if not table.prometheus_url:
+        return _NOT_CONFIGURED
+    if measured.errors:
+        return before or _STARTING
+    if not measured.mismatches:
+        return ConditionState("True", "NoneRefused", "no instance refused a cache for its kind in the last 10 minutes")
+    cluster, reason = measured.mismatches[0]
+    more = f" (and {len(measured.mismatches) - 1} more)" if len(measured.mismatches) > 1 else ""
+    text = f"instances in {cluster} refuse caches, and compute their prompts themselves: {reason}{more}"
+    return ConditionState("False", "CachesDiffer", text)
+
+
 class LoopCondition:
-    """The condition, and since when another one would be true."""
+    """The condition LoopMeasured, and since when another one would be true."""
 
     def __init__(self) -> None:
         self._said = _STARTING
@@ -32,7 +49,7 @@ class LoopCondition:
     def state(self, now_seconds: float, table: RoutingTable, measured: Measurements) -> ConditionState:
         """Return the condition after a round of measurements; one whose queries failed says nothing new."""
         if not table.prometheus_url:
-            return ConditionState("Unknown", "NotConfigured", "spec.metrics.prometheusUrl is not set")
+            return _NOT_CONFIGURED
         if measured.errors:
             return self._said
         found = _condition(list(lacking(table, measured)))

@@ -89,6 +89,11 @@ Only bytes that a member's instances send to the hub, or to a peer of unknown na
 selects the policy's clusters, $link those and the peer, $window the window of rates.
 """
 
+MISMATCHES: Final[Mapping[str, str]] = {
+    "mismatched_at_seconds": "max by (cluster, reason) (prfaas_transfer_mismatch_timestamp_seconds{$in}) > time() - 600"
+}
+"""Caches that were refused for their kind in the last ten minutes; likewise."""
+
 PRFAAS: Final = EngineQueries(
     short={
         "instances_sampled_at_seconds": "max by (cluster) (timestamp(prfaas_prefills_waiting{$at}))",

@@ -28,7 +28,7 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable, measured_as
 from prfaas_scheduler import observe, status
-from prfaas_scheduler.conditions import LOOP_MEASURED, LoopCondition
+from prfaas_scheduler.conditions import CACHES_FIT, LOOP_MEASURED, LoopCondition, caches_fit
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
@@ -102,8 +102,12 @@ class Loop:
             self._observed = await self._observe(table, measured, step) or self._observed
         offloaded = self._history.offloaded_percent()
         report = status.report_of(table, step, measured.errors, offloaded, self.report, self._observed)
-        loop_measured = self._condition.state(self._clock(), table, measured)
-        self.report = report._replace(conditions={**report.conditions, LOOP_MEASURED: loop_measured})
+        before = self.report.conditions.get(CACHES_FIT) if self.report else None
+        own = {
+            LOOP_MEASURED: self._condition.state(self._clock(), table, measured),
+            CACHES_FIT: caches_fit(table, measured, before),
+        }
+        self.report = report._replace(conditions={**report.conditions, **own})
         return float(table.short_interval_seconds)
 
     async def _measure(self, table: RoutingTable) -> Measurements:

@@ -65,6 +65,8 @@ class Measurements(NamedTuple):
     """In the hub."""
     facts: frozenset[tuple[str, str]] = frozenset()
     """The names of the facts that came in, each with its cluster."""
+    mismatches: tuple[tuple[str, str], ...] = ()
+    """Clusters whose instances refused caches lately, and why."""
 
 
 NOTHING = Measurements({}, hub_measured=False, errors=())
@@ -100,7 +102,13 @@ async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: i
         cache_sizes_of(figures),
         sum(one.value for one in _of_hub(figures, "waiting_prefills")),
         frozenset((one.labels.get(FIGURE_LABEL, ""), one.labels.get("cluster", "")) for one in figures),
+        mismatches_of(figures),
     )
+
+
+def mismatches_of(figures: Sequence[Figure]) -> tuple[tuple[str, str], ...]:
+    found = [one.labels for one in figures if one.labels.get(FIGURE_LABEL) == "mismatched_at_seconds"]
+    return tuple(sorted((labels.get("cluster", ""), labels.get("reason", "")) for labels in found))
 
 
 def _of_hub(figures: Sequence[Figure], name: str) -> list[Figure]:

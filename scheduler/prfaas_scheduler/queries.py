@@ -11,7 +11,7 @@ from typing import Final
 
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler.engines import ENGINES, LINK
+from prfaas_scheduler.engines import ENGINES, LINK, MISMATCHES
 from prfaas_scheduler.prometheus import FIGURE_LABEL
 
 _SELECTOR: Final = re.compile(
@@ -24,7 +24,7 @@ def short_query(table: RoutingTable, window_seconds: int) -> str:
     window = f"{window_seconds}s"
     clusters = _in_clusters(table, [HUB, *(one.name for one in table.clusters)])
     link = f"{clusters}, {matcher('peer', [HUB, ''])}"
-    asked = [_filled(LINK, {"$window": window, "$link": link, "$in": clusters})]
+    asked = [_filled({**LINK, **MISMATCHES}, {"$window": window, "$link": link, "$in": clusters})]
     for engine, pools in _pools_by_engine(table).items():
         asked.append(_filled(ENGINES[engine].short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     return _joined(asked)

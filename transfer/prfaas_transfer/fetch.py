@@ -27,7 +27,7 @@ from prfaas_transfer.cache import DestinationCache
 from prfaas_transfer.pull import FetchContext, Pull, SourceAddress, open_pull
 from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import CONNECT_SECONDS, PeerAuth
-from prfaas_transfer.transfer_log import TransferLog, TransferTotals
+from prfaas_transfer.transfer_log import TransferLog, TransferTotals, outcome_of
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class RemoteFetch:
         except AbsentError as error:
             result, outcome = error, None
         except PrfaasError as error:
-            reason = str(error)
+            reason, outcome = str(error), outcome_of(error)
             result = PeerError(f"{self._what} at {self._api.url} failed: {error}")
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", self._body.request_id)

@@ -4,6 +4,7 @@ A histogram is a list and a bisection, and becomes text only at a scrape. There 
 Prometheus adds them from the pod.
 """
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,6 +48,9 @@ LINK_COUNTERS: Final[Described] = {
 }
 PROFILE_TOKENS: Final = (256, 1024, 4096, 16384, 65536)
 """Lengths at which curves are exported."""
+MAX_MISMATCH: Final = 600
+"""Characters of a reason that becomes a label."""
+MISMATCH_SECONDS: Final = 60.0
 SIZE_BUCKETS: Final = tuple(1 << power for power in range(16, 38, 2))  # 64 KiB to 64 GiB.
 REQUEST_BUCKETS = (
     *(0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
@@ -111,12 +115,21 @@ class TransferMetrics:
         self.seconds = {direction: Histogram(REQUEST_BUCKETS) for direction in directions}
         self.payload_bytes = {direction: Histogram(SIZE_BUCKETS) for direction in directions}
         self.breaks: Counter[str] = Counter(dict.fromkeys(directions, 0))
+        self._mismatch = "", 0.0  # The latest one's reason, and unix seconds.
 
     def record_end(self, transfer: TransferEnded) -> None:
         self.breaks[transfer.direction] += transfer.breaks
         if transfer.outcome == "delivered":
             self.seconds[transfer.direction].observe(transfer.flow_seconds)
             self.payload_bytes[transfer.direction].observe(transfer.payload_bytes)
+        elif transfer.outcome == "mismatched":
+            self._record_mismatch(transfer.reason[:MAX_MISMATCH], time.time())
+
+    def _record_mismatch(self, reason: str, now_seconds: float) -> None:
+        """Peers may choose reasons, and each is a series: another one counts only after a while."""
+        before, at_seconds = self._mismatch
+        if reason == before or now_seconds - at_seconds >= MISMATCH_SECONDS:
+            self._mismatch = reason, now_seconds
 
     def collect(self, ours: Labelled) -> Iterator[Metric]:
         text = "From the first cache byte of a delivered transfer to its end."
@@ -125,6 +138,9 @@ class TransferMetrics:
         yield ours.histogram("prfaas_transfer_bytes", text, self.payload_bytes, "direction")
         text = "Connections that broke during transfers. A new connection continues the transfer until a deadline."
         yield ours.counter("prfaas_transfer_breaks", text, self.breaks, "direction")
+        text = "Unix time of the latest transfer whose source does not fit this instance, and why."
+        latest = dict([self._mismatch] if self._mismatch[0] else [])
+        yield ours.gauge("prfaas_transfer_mismatch_timestamp_seconds", text, latest, "reason")
 
 
 def cache_sizes(ours: Labelled, sizes: Mapping[int, int]) -> Metric:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
+from prfaas.errors import MismatchError, PrfaasError
 from prfaas.telemetry.logs import line
 from prfaas.wire.engine import Direction, TransferEnded, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Codec
@@ -59,7 +60,7 @@ class TransferLog:
         used = {Codec(codec) for codec in codecs}
         names = tuple(sorted(codec.name.lower() for codec in used if codec or len(used) == 1))
         log.log(
-            logging.WARNING if outcome in ("failed", "expired") else logging.INFO,
+            logging.WARNING if outcome in ("failed", "mismatched", "expired") else logging.INFO,
             self._line(
                 _ENDS[self._direction],
                 outcome=outcome,
@@ -97,6 +98,11 @@ class TransferLog:
             peer=self._subject.peer,
             **fields,
         )
+
+
+def outcome_of(error: PrfaasError) -> TransferOutcome:
+    """Return the outcome of a transfer that failed so."""
+    return "mismatched" if isinstance(error, MismatchError) else "failed"
 
 
 class TransferCounters:

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 Direction = Literal["send", "receive"]
 Cached = Literal["prefill", "prefix"]
 """The content of a transfer: a prefill that was computed for it, or a prefix from the cache."""
-TransferOutcome = Literal["delivered", "cancelled", "expired", "failed"]
+TransferOutcome = Literal["delivered", "cancelled", "expired", "mismatched", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
 

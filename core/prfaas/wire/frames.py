@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
 
-from prfaas.errors import DamagedError, ProtocolError
+from prfaas.errors import DamagedError, MismatchError, ProtocolError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -141,7 +141,7 @@ def parse_header(data: Buffer) -> FrameHeader:
         raise DamagedError(f"frame header {bytes(data[:8]).hex()}... does not match its check: damaged or not ours")
     magic, kind, codec, group, layer, flags, sequence, raw_id, epoch, start, tokens, size = _FIELDS.unpack_from(data)
     if magic != MAGIC:
-        raise ProtocolError(f"frame starts with {bytes(magic)!r}, want {MAGIC!r}: not a data port of this version")
+        raise MismatchError(f"frame starts with {bytes(magic)!r}, want {MAGIC!r}: not a data port of this version")
     known = _KINDS.get(kind)
     if known is None:
         raise ProtocolError(f"frame of unknown kind {kind}: not a data port of this version")

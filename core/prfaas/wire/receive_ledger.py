@@ -15,14 +15,20 @@ undamaged. All must be for this transfer, epoch and manifest. The source's diges
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeGuard
 
-from prfaas.errors import PeerError, ProtocolError
+import msgspec
+
+from prfaas.errors import MismatchError, PeerError, ProtocolError
 from prfaas.wire.frames import MAX_DATA_BYTES, Buffer, Codec, FrameHeader, Kind, verify, whole_digest
 from prfaas.wire.transfer import Abort, Done, Manifest, Ranges, as_ranges, decode_message
 
 NO_GUARD = nullcontext()
 """For one thread only."""
+_OF_THE_SOURCE: Final = frozenset({"format", "fingerprint", "groups", "hidden_size", "rank", "ranks"})
+"""Fields of a manifest that are the same in all transfers of a source."""
+_MAX_VALUE: Final = 200
+"""Characters of a value in an error: a peer may have chosen them."""
 
 
 class LayerRows(NamedTuple):
@@ -153,15 +159,16 @@ class ReceiveLedger:
                     self._unclaim(claim.position)
 
     def require_manifest(self, found: Manifest) -> None:
-        """Raise ProtocolError unless the source's manifest is the one that this instance needs."""
+        """Raise ProtocolError unless the source's manifest is the one that this instance needs; MismatchError if that
+        follows from what the source is."""
         for field in Manifest.__struct_fields__:
             theirs, ours = getattr(found, field), getattr(self.expected, field)
             if theirs != ours:
                 self._broken = (
-                    f"manifest field {field} is {theirs!r}, this instance needs {ours!r}: "
-                    "both pools must serve the same checkpoint with the same version"
+                    f"manifest field {_difference(field, theirs, ours)}: both pools must serve the same checkpoint "
+                    "with the same version and options"
                 )
-                raise ProtocolError(self._broken)
+                raise (MismatchError if field in _OF_THE_SOURCE else ProtocolError)(self._broken)
 
     @property
     def received(self) -> Ranges:
@@ -295,3 +302,25 @@ class ReceiveLedger:
                 pass
             case _:
                 raise ProtocolError(f"{header.describe()} has no place here")
+
+
+def _difference(path: str, theirs: object, ours: object) -> str:
+    """Return the first place where two values differ, and what is there."""
+    parts: list[tuple[str, object, object]] = []
+    if isinstance(theirs, msgspec.Struct) and isinstance(ours, msgspec.Struct):
+        parts = [(f".{name}", getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__]
+    elif _is_tuple(theirs) and _is_tuple(ours):
+        parts = [(f"[{at}]", *pair) for at, pair in enumerate(zip(theirs, ours, strict=False))]
+    for name, one, other in parts:
+        if one != other:
+            return _difference(path + name, one, other)
+    return f"{path} is {_short(theirs)}, this instance needs {_short(ours)}"
+
+
+def _is_tuple(value: object) -> TypeGuard[tuple[object, ...]]:
+    return isinstance(value, tuple)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE else f"{text[:_MAX_VALUE]}..."

@@ -6,7 +6,7 @@ from prfaas.errors import UnreachableError
 from prfaas.routing.links import LinkSample
 from prfaas.wire.profile import PoolProfile, Profile
 from prfaas.wire.routes import Instance, Threshold
-from prfaas_scheduler.conditions import LoopCondition, lacking
+from prfaas_scheduler.conditions import LoopCondition, caches_fit, lacking
 from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.measure import CacheSizes, Measurements
 
@@ -94,3 +94,19 @@ def test_failed_queries_say_nothing_new(table):
 
 def test_without_prometheus_there_is_nothing_to_measure(table):
     assert LoopCondition().state(0.0, table(), measured())[:2] == ("Unknown", "NotConfigured")
+
+
+def test_refused_caches_are_a_condition_with_the_reason_until_none_is_refused(table):
+    own = of_engine(table, "vllm-prfaas")
+    reason = "manifest field groups[1].row_tokens is 16, this instance needs 64: ..."
+    fits = caches_fit(own, measured(), None)
+    assert (fits.status, fits.reason) == ("True", "NoneRefused")
+    differ = caches_fit(own, measured(mismatches=(("hub", reason), ("hub", "another"))), fits)
+    assert (differ.status, differ.reason) == ("False", "CachesDiffer")
+    assert reason in differ.message
+    assert "in hub" in differ.message
+    assert differ.message.endswith("(and 1 more)")
+    failed = measured(errors=(UnreachableError("no Prometheus"),))
+    assert caches_fit(own, failed, differ) == differ, "nothing new is known"
+    assert caches_fit(own, failed, None).status == "Unknown"
+    assert caches_fit(table(prometheus_url=""), measured(), None).reason == "NotConfigured"

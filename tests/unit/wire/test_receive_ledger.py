@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import DamagedError, MismatchError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, FrameHeader, Kind, parse_header
 from prfaas.wire.receive_ledger import HiddenState, LayerRows, LayerState, ReceiveLedger
 from prfaas.wire.transfer import Abort, message_frame
@@ -169,10 +169,22 @@ def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[
 )
 def test_a_manifest_that_differs_in_any_field_is_refused_and_the_field_named(field: str, value: object):
     destination = Receiver()
-    with pytest.raises(ProtocolError, match=f"manifest field {field}"):
+    with pytest.raises(ProtocolError, match=f"manifest field {field}") as refused:
         destination.ledger.require_manifest(msgspec.structs.replace(MANIFEST, **{field: value}))
+    assert isinstance(refused.value, MismatchError) == (field in ("fingerprint", "hidden_size", "groups"))
     with pytest.raises(ProtocolError, match="after an error"):
         destination.take(COMPLETE.frames[0])
+
+
+def test_of_groups_the_first_difference_is_named_with_both_values_and_a_long_one_is_cut():
+    first, second = MANIFEST.groups
+    unlike = msgspec.structs.replace(second, row_tokens=64, spec="s" * 1000)
+    with pytest.raises(MismatchError, match=rf"field groups\[1\]\.row_tokens is 64, .* needs {second.row_tokens}:"):
+        ReceiveLedger(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=(first, unlike)))
+    unlike = msgspec.structs.replace(second, spec="s" * 1000)
+    with pytest.raises(MismatchError) as refused:
+        ReceiveLedger(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=(first, unlike)))
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from prfaas.wire.engine import (
     SetEgress,
     Stats,
     TransferEnded,
+    TransferOutcome,
     TransferSubject,
     read_body,
     with_length,
@@ -71,7 +72,7 @@ from prfaas_transfer.mover.metrics import LOOPBACK, MoverMetrics, serve
 from prfaas_transfer.mover.shared import Copies, SharedMemory, Slots
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, decline, open_pull
 from prfaas_transfer.send import Frame
-from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
+from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals, outcome_of
 
 log = logging.getLogger("prfaas.mover")
 
@@ -271,19 +272,21 @@ class Fetches:
     def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
         """Run a fetch to its end, in a thread of its own."""
         key, reason = message.key, ""
+        outcome: TransferOutcome = "delivered"
         try:
             pull.run()
             pull.state.ledger.require_whole()
         except PrfaasError as error:
-            reason = str(error)[:MAX_REASON]
+            reason, outcome = str(error)[:MAX_REASON], outcome_of(error)
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", key)
-            reason = repr(error)[:MAX_REASON]
+            reason, outcome = repr(error)[:MAX_REASON], "failed"
         del self._running[key]
         state = pull.state
         totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
-        failed = "cancelled" if pull.is_cancelled else "failed"
-        self._context.counters.count_end(record.end(failed if reason else "delivered", reason, totals))
+        if reason and pull.is_cancelled:
+            outcome = "cancelled"
+        self._context.counters.count_end(record.end(outcome, reason, totals))
         self._say(EndedFetch(key, reason, state.ledger.received_bytes, state.seconds))
         if reason:
             self.decline(message)
