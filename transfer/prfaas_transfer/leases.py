@@ -80,7 +80,6 @@ class Offer:
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
         self.log = TransferLog("send", subject, manifest.transfer_id)
-        self.was_announced = is_announced
         self.first_lease_seconds = ANNOUNCED_SECONDS if is_announced else LEASE_SECONDS
         self.lease = Deadline(self.first_lease_seconds)
         self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.

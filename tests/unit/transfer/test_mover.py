@@ -337,7 +337,7 @@ def mover_behind(theirs: socket.socket) -> Mover:
     return Mover(options, theirs, mmap.mmap(-1, options.slots * options.slot_bytes))
 
 
-def test_an_announced_cache_waits_for_its_destination_from_its_latest_part_on_and_a_granted_one_does_not():
+def test_an_announced_cache_waits_from_its_latest_part_on_for_a_destination_that_has_not_come_yet():
     ours, theirs = socket.socketpair()
     mover = mover_behind(theirs)
     first, second = announced(), announced()
@@ -348,6 +348,12 @@ def test_an_announced_cache_waits_for_its_destination_from_its_latest_part_on_an
         offer.lease = Deadline(5)
         mover.handle(ComputedParts(message.transfer_id, []))
         assert (offer.lease.left_seconds > 20) == (message is first)
+    offer = mover._open._open[first.transfer_id]
+    offer.start_at("", 0)
+    offer.was_connected = True
+    offer.lease = Deadline(5)  # its last connection broke
+    mover.handle(ComputedParts(first.transfer_id, []))
+    assert offer.lease.left_seconds <= 5
     for end in (ours, theirs):
         end.close()
 

@@ -167,7 +167,7 @@ class OpenOffers:
             case StartCache():
                 offer.start_computing()
             case ComputedParts(_, parts, place):
-                if offer.was_announced:
+                if offer.is_announced:
                     offer.note_life()  # a destination may come until a while after the last part
                 if place is not None:
                     self._places[message.key] = place
