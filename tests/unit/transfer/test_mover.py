@@ -581,6 +581,16 @@ def test_a_mover_that_hangs_is_replaced_before_its_engine_hangs_too(monkeypatch)
     source.mover.close()
 
 
+def test_a_destination_whose_mover_dies_hears_so_at_once(pair):
+    source, destination = pair
+    message = announced()
+    source.mover.announce(message)
+    destination.fetch(source, message)
+    time.sleep(0.3)
+    os.kill(children_of(destination)[0], signal.SIGKILL)
+    assert destination.fetches_over.get(timeout=5) == EndedFetch("request", "the mover ended with status -9")
+
+
 def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(caplog):
     port = free_ports(1)[0]
     engine = Engine(data_port=port)
