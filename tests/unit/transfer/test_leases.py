@@ -82,3 +82,24 @@ def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(off
     assert "127.0.0.1 is refused: can't start new thread" in caplog.text
     announced(offers).lease.renew(0)
     eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), 5)
+
+
+def test_an_offers_memory_is_given_back_once_when_it_is_over_and_nothing_sends_it_any_more():
+    over: list[int] = []
+    offers = Offers(LAYOUT, 1, over.append)
+    for connections in (0, 1, 2):
+        offer = announced(offers, Address(f"{connections:032x}", 7))
+        for connection in range(connections):
+            offers.connect(offer.manifest.address, hello(connection=connection), "hub", STREAM)
+        if connections == 2:
+            offers.disconnect(offer, 0)
+            offers.disconnect(offer, 1)
+            assert over == [], "the destination may come again"
+            offers.connect(offer.manifest.address, hello(connection=2), "hub", STREAM)
+        for _ in range(2):
+            offers.end(offer, "cancelled")
+        if connections:
+            assert over == [], "a connection still sends"
+            offers.disconnect(offer, 2 if connections == 2 else 0)
+        assert over == [3]
+        over.clear()
