@@ -383,6 +383,27 @@ def test_an_offer_that_ends_while_it_is_announced_is_forgotten(monkeypatch):
         end.close()
 
 
+def test_a_mover_without_a_thread_to_spare_ends_a_fetch_and_goes_on(monkeypatch):
+    ours, theirs = socket.socketpair()
+    mover, message = mover_behind(theirs), announced()
+    at_source = (message.request_id, message.transfer_id, message.epoch, message.token, "127.0.0.1", 1, "")
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name in ("fetch", "decline"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    mover.handle(FetchCache(*at_source, 0, TOKENS))
+    mover.handle(DeclineCache(*at_source))
+    with ours.makefile("rb") as reader:
+        assert decode_from_mover(read_body(reader)) == EndedFetch(message.request_id, "can't start new thread")
+    assert mover._fetches._running == {}
+    for end in (ours, theirs):
+        end.close()
+
+
 def test_an_offer_that_failed_is_over_at_once_though_nobody_came_for_it(pair):
     source, _ = pair
     message = announced()

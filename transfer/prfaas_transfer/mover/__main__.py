@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from prfaas.errors import PrfaasError
+from prfaas.errors import PeerError, PrfaasError
 from prfaas.telemetry.logs import configure_logs
 from prfaas.wire.engine import (
     AskPrefill,
@@ -236,7 +236,10 @@ class Fetches:
         cache = self._memory.cache(message.key, None)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
         self._running[message.key] = pull
-        threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
+        except RuntimeError as error:  # no thread is left, and this one serves all others
+            self._end(message.key, "", PeerError(str(error)))
 
     def request(self, message: RequestCache) -> None:
         """Start a fetch that asks for its grant first; `cancel` finds it from now on."""
@@ -245,7 +248,10 @@ class Fetches:
         cache = self._memory.cache(message.key, message.place)
         fetch = RemoteFetch(wanted.handle, wanted.request, source, cache, self._context)
         self._running[message.key] = fetch
-        fetch.start(lambda result: self._end(message.key, fetch.transfer_id, result))
+        try:
+            fetch.start(lambda result: self._end(message.key, fetch.transfer_id, result))
+        except RuntimeError as error:
+            self._end(message.key, "", PeerError(str(error)))
 
     def cancel(self, key: str) -> None:
         if (running := self._running.get(key)) is not None:
@@ -258,6 +264,12 @@ class Fetches:
         else:
             is_absent = isinstance(result, AbsentError)
             self._say(EndedFetch(key, str(result)[:MAX_REASON], transfer_id=transfer_id, is_absent=is_absent))
+
+    def begin_decline(self, message: DeclineCache) -> None:
+        try:
+            threading.Thread(target=self.decline, args=(message,), name="decline", daemon=True).start()
+        except RuntimeError as error:
+            log.info("the source of %s keeps its cache for its lease: %s", message.request_id, error)
 
     def decline(self, message: FetchCache | DeclineCache) -> None:
         """Tell a source that its cache is not wanted; this waits for it."""
@@ -326,7 +338,7 @@ class Mover:
             case CancelFetch(key):
                 self._fetches.cancel(key)
             case DeclineCache():
-                threading.Thread(target=self._fetches.decline, args=(message,), name="decline", daemon=True).start()
+                self._fetches.begin_decline(message)
             case CancelPrefill(transfer_id):
                 self._offers.cancel(transfer_id)
             case AskPrefill(handle, transfer_id):
