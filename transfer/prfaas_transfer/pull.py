@@ -37,6 +37,8 @@ NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
 while the other encrypts: a single one left 1 Gbit/s a quarter empty on a busy machine. Far, windows limit."""
 STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connection.
 MAX_BREAKS = 16  # Breaks that one transfer survives.
+DECLINE_SECONDS = 10.0
+"""Longer than a source waits for its engine to speak of a transfer."""
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
 """A source that was silent for this long, on a new connection too, counts as gone."""
 
@@ -324,11 +326,11 @@ class Pull:
 
 def decline(connections: Connections, source: SourceAddress, token: str, address: Address, rank: int = 0) -> None:
     """Tell a source that nobody wants this part of its cache any more. Raises PeerError: it was not told, and keeps it
-    for its lease."""
-    patience = Deadline(NO_PROGRESS_SECONDS)
+    for its lease. One that does not know of it yet shows life until it does, or will not."""
+    patience = Deadline(DECLINE_SECONDS)
 
-    def check_patience(_silent_seconds: float = 0.0) -> None:
-        if patience.is_over:
+    def check_patience(silent_seconds: float = 0.0) -> None:
+        if patience.is_over or silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError("the source sent no answer to what it is told")
 
     stream = connections.open(source)

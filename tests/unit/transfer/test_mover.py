@@ -241,6 +241,18 @@ def test_a_cache_that_nobody_wants_is_not_kept_for_its_lease(asks_first):
         one.mover.close()
 
 
+def test_a_source_that_is_late_hears_that_its_cache_is_not_wanted(pair):
+    """Its request may queue while its destination has decided."""
+    source, destination = pair
+    message = announced()
+    place = ("127.0.0.1", source.mover.data_port, "")
+    common = (message.request_id, message.transfer_id, message.epoch, message.token)
+    destination.mover.decline(DeclineCache(*common, *place))
+    time.sleep(2.5)
+    source.mover.announce(message)
+    assert source.offers_over.get(timeout=3) == message.transfer_id
+
+
 def test_a_destination_that_nobody_announced_hears_so_and_a_wrong_token_or_epoch_is_no_other(pair):
     source, destination = pair
     message = announced()
