@@ -476,20 +476,27 @@ def test_what_a_mover_tells_before_the_call_returns_is_heard_and_once(pair, monk
     engine, _ = pair
     told: list[object] = []
 
-    def answered_at_once(message: object) -> bool:
-        told.append(message)
+    def answer(message: object) -> None:
         for _ in range(2):
             if isinstance(message, AnnounceCache):
                 engine.mover._handle(EndedOffer(message.key))
             if isinstance(message, FetchCache):
                 engine.mover._handle(EndedFetch(message.key, "refused"))
+
+    def answered_at_once(message: object) -> bool:
+        told.append(message)
+        readers.append(threading.Thread(target=answer, args=(message,)))
+        readers[-1].start()  # it reads before this call returns
         return True
 
-    monkeypatch.setattr(engine.mover, "_send", answered_at_once)
+    readers: list[threading.Thread] = []
+    monkeypatch.setattr(engine.mover, "_say", answered_at_once)
     message = announced()
     engine.mover.announce(message)
-    assert engine.offers_over.get_nowait() == message.transfer_id
     engine.fetch(engine, message)
+    for reader in readers:
+        reader.join(5)
+    assert engine.offers_over.get_nowait() == message.transfer_id
     assert engine.fetches_over.get_nowait().reason == "refused"
     assert engine.offers_over.empty()
     assert engine.fetches_over.empty()
