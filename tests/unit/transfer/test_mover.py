@@ -54,6 +54,7 @@ from ..tls.mounts import Mount
 from ..worker.transfer_bench import descriptors, eventually
 from ..worker.transfer_proxy import Proxy, Seen
 
+MISMATCH = "prfaas_transfer_mismatch_timestamp_seconds"
 PAGE_TOKENS = 4
 GROUPS = (
     LayerGroup(
@@ -276,11 +277,19 @@ def test_a_place_that_is_none_ends_a_fetch_at_once(pair):
 
 def test_both_models_are_named_where_they_differ(pair):
     source, _ = pair
-    other = Engine(fingerprint="g")
+    port = free_ports(1)[0]
+    other = Engine(fingerprint="g", metrics_port=port)
     message = announced()
     source.mover.announce(message)
     other.fetch(source, message)
-    assert "manifest field fingerprint is 'f', this instance needs 'g'" in over(other).reason
+    said = over(other).reason
+    assert "manifest field fingerprint is 'f', this instance needs 'g'" in said
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [one for family in families for one in family.samples if one.name == MISMATCH]
+    assert [(one.labels["reason"], one.value > time.time() - 60) for one in samples] == [(said, True)]
+    ended = [one for family in families for one in family.samples if one.labels.get("outcome") == "mismatched"]
+    assert [(one.labels["direction"], one.value) for one in ended] == [("receive", 1)]
     other.mover.close()
 
 
