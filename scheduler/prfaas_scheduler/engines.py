@@ -90,9 +90,9 @@ selects the policy's clusters, $link those and the peer, $window the window of r
 """
 
 MISMATCHES: Final[Mapping[str, str]] = {
-    "mismatched_at_seconds": "max by (cluster, reason) (prfaas_transfer_mismatch_timestamp_seconds{$in}) > time() - 600"
+    "mismatched_at_seconds": "max by (cluster, reason) (prfaas_transfer_mismatch_timestamp_seconds{$at}) > time() - 600"
 }
-"""Caches that were refused for their kind in the last ten minutes; likewise."""
+"""Caches that pools refused for their kind in the last ten minutes. $at selects the pools."""
 
 PRFAAS: Final = EngineQueries(
     short={

@@ -24,7 +24,9 @@ def short_query(table: RoutingTable, window_seconds: int) -> str:
     window = f"{window_seconds}s"
     clusters = _in_clusters(table, [HUB, *(one.name for one in table.clusters)])
     link = f"{clusters}, {matcher('peer', [HUB, ''])}"
-    asked = [_filled({**LINK, **MISMATCHES}, {"$window": window, "$link": link, "$in": clusters})]
+    asked = [_filled(LINK, {"$window": window, "$link": link, "$in": clusters})]
+    if pools := sorted({one.pool for one in table.instances}):
+        asked.append(_filled(MISMATCHES, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     for engine, pools in _pools_by_engine(table).items():
         asked.append(_filled(ENGINES[engine].short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     return _joined(asked)

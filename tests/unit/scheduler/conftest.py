@@ -117,6 +117,8 @@ class Worker:
     unsent_bytes: int = 0
     waiting: int = 0
     answers: bool = True
+    mismatch: str = ""
+    mismatched_at: float = 0.0
     _bytes: float = 0.0
     _backlogged_bytes: float = 0.0
     _backlogged_seconds: float = 0.0
@@ -154,7 +156,10 @@ class Worker:
     def exposition(self) -> str:
         self._advance()
         sent = f"prfaas_transfer_sent_bytes_total {self._bytes}\n"
-        return f"{sent}{self._links()}{_decoding()}prfaas_prefills_waiting {self.waiting}\n"
+        waiting = f"prfaas_prefills_waiting {self.waiting}\n"
+        labels = f'{{reason="{self.mismatch}"}}'
+        refused = f"prfaas_transfer_mismatch_timestamp_seconds{labels} {self.mismatched_at}\n" if self.mismatch else ""
+        return f"{sent}{self._links()}{_decoding()}{waiting}{refused}"
 
 
 def _decoding() -> str:

@@ -93,6 +93,20 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     await until(ask, lambda m: m.hub_measured and about(m, traffic_mbps=0), "measured again")
 
 
+async def test_a_cache_that_was_refused_lately_is_told_with_its_reason(site, ask):
+    one, other, hub, stranger = site.workers.values()
+    now = time.time()
+    hub.mismatch, hub.mismatched_at = "groups[1] is 16, this instance needs 64", now
+    one.mismatch, one.mismatched_at = "mended since", now - 700
+    stranger.mismatch, stranger.mismatched_at = "groups[1] is 16, this instance needs 64", now - 5
+    told = await until(ask, lambda m: m.mismatches, "told")
+    assert told.mismatches == (("hub", "groups[1] is 16, this instance needs 64"),)
+    assert set(told.samples) == {"eu"}
+    for worker in (one, other, hub, stranger):
+        worker.mismatch = ""
+    await until(ask, lambda m: not m.mismatches, "silent again")
+
+
 async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_question(ask):
     times = {(await ask()).samples["eu"].sampled_at_seconds for _ in range(20)}
     assert len(times) <= 10
