@@ -99,6 +99,18 @@ POOLS = [
         "spec.engine.args: Forbidden",
         "what the operator sets for other engines",
     ),
+    (
+        "engine",
+        {"type": "vllm", "image": "x", "args": ["--kv-transfer-config.kv_role", "kv_producer"]},
+        "spec.engine.args: Forbidden",
+        "what the operator sets for other engines",
+    ),
+    (
+        "engine",
+        {"type": "vllm", "image": "x", "args": ["--kv-transfer", "{}"]},
+        "spec.engine.args: Forbidden",
+        "what the operator sets for other engines",
+    ),
     ("engine.image", "my image", "spec.engine.image", "without spaces"),
     ("engine.args", ["--host=0.0.0.0"], "spec.engine.args: Forbidden", "change the pool's own fields"),
     ("engine.args", ["--role", "decode"], "spec.engine.args: Forbidden", "change the pool's own fields"),

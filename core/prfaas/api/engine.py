@@ -10,9 +10,10 @@ OWN_FLAGS: Final = (
     "model-source|model-name|host|api-port|data-port|instance|cluster|pool|role|drain-seconds|egress-file|tls-dir"
 )
 FOREIGN_FLAGS: Final = (
-    "model|model-path|served-model-name|port|http-host|http-port|kv-transfer-config|kv-events-config|"
+    "model|model-path|served-model-name|port|http-host|http-port|kv-tr[a-z-]*|kv-ev[a-z-]*|"
     "disaggregation-mode|disaggregation-bootstrap-port|ssl-keyfile|ssl-certfile|ssl-ca-certs"
 )
+"""vLLM takes the beginning of a flag for it, and `--flag.key value` for a key of its JSON."""
 PARALLEL_FLAGS: Final = "(tensor|pipeline|data)-parallel-size|(tp|pp|dp)(-size)?"
 OWN_CONFIG: Final = ("host", "tls_dir", "cluster", "egress_file", "metrics_port", "movers")
 """Keys of our connector's extra config that the operator sets."""
@@ -77,7 +78,7 @@ class Engine(ApiModel):
         ),
         Rule(
             f"self.type == 'prfaas' || !has(self.args) || !self.args.exists(a, a.replace('_', '-').matches("
-            f"'^--({FOREIGN_FLAGS})(=|$)'))",
+            f"'^--({FOREIGN_FLAGS})([=.]|$)'))",
             "args cannot set what the operator sets for other engines (the model, its name, the address, certificates, "
             "--kv-transfer-config, --kv-events-config, --disaggregation-mode, --disaggregation-bootstrap-port): change "
             "the pool's own fields",
