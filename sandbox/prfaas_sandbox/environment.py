@@ -26,11 +26,18 @@ class ClusterAccess:
 
 @dataclass(frozen=True)
 class Images:
-    """References of the images of prfaas's pods, each with a tag."""
+    """References of the images of prfaas's pods, each with a tag.
+
+    Args:
+        connector: with our connector for vLLM.
+        vllm: with vLLM itself; empty if this environment has none.
+    """
 
     operator: str
     gateway: str
     worker: str
+    connector: str
+    vllm: str = ""
 
 
 class Environment(Protocol):

@@ -2,24 +2,27 @@
 
 import ipaddress
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from prfaas.api.template import PodTemplate
 from prfaas.errors import BadInputError, ConfigError
 from prfaas_sandbox.demo.install import example, operator_values, repository_root
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind import cli, docker, images, prometheus
-from prfaas_sandbox.kind.clusters import configuration, parse_rate
+from prfaas_sandbox.kind import cli, docker, images, prometheus, vllm
+from prfaas_sandbox.kind.clusters import CACHE_PATH, configuration, parse_rate
 from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
 from prfaas_sandbox.kind.environment import down
 from prfaas_sandbox.kind.images import NodeImage, digest
 from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
+from prfaas_sandbox.vllm import environment_folder
 
 pytestmark = pytest.mark.kind
 
-IMAGES = Images("prfaas/operator:1", "prfaas/gateway:2", "prfaas/worker:3")
+IMAGES = Images("prfaas/operator:1", "prfaas/gateway:2", "prfaas/worker:3", "prfaas/vllm-connector:4", "prfaas/vllm:5")
 
 
 @pytest.fixture
@@ -60,9 +63,10 @@ def test_the_hubs_file_maps_the_ports_of_gateway_and_prometheus_to_free_ones_of_
 def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
     text = layout.member.config.read_text()
     for published in (True, False):
-        document = yaml.safe_load(configuration(text, NodeImage("node", published), layout.images))
+        document = yaml.safe_load(configuration(text, NodeImage("node", published), {"/here": layout.images}))
         assert document["networking"].get("disableDefaultCNI", False) is not published
-        assert document["nodes"][0]["extraMounts"][0]["hostPath"] == str(layout.images)
+        (mount,) = document["nodes"][0]["extraMounts"]
+        assert mount == {"hostPath": str(layout.images), "containerPath": "/here", "readOnly": True}
 
 
 def test_two_pairs_share_no_name(tmp_path: Path):
@@ -90,7 +94,7 @@ def test_a_tag_changes_with_content_and_name_and_with_nothing_else(tmp_path: Pat
 
 def test_everything_that_images_are_built_from_is_there(layout: Layout):
     assert all((layout.tools / part).exists() for part in (*images.NODE_SOURCES, *images.BASE_SOURCES))
-    assert all((layout.repository / part).exists() for part in images.PRODUCT_SOURCES)
+    assert all((layout.repository / part).exists() for part in (*images.PRODUCT_SOURCES, *vllm.SOURCES))
     copied = [line.split()[1:-1] for line in (layout.repository / "Dockerfile").read_text().splitlines()
               if line.startswith("COPY ") and "--from" not in line]  # fmt: skip
     assert {name.rstrip("/") for names in copied for name in names} <= set(images.PRODUCT_SOURCES)
@@ -105,10 +109,36 @@ def test_the_example_gets_the_images_that_were_built_and_keeps_the_rest():
     assert example(text, None) == text
 
 
-def test_helm_gets_the_operators_image_in_two_values():
-    values = operator_values(Images("registry.example:5000/operator:7", "", ""))
+def test_pools_of_vllm_get_its_image_and_vllm_from_a_claim_that_binds_the_folder_of_this_checkouts():
+    text = (repository_root() / "examples" / "two-clusters-vllm.yaml").read_text()
+    for pool in (each for each in yaml.safe_load_all(example(text, IMAGES)) if each["kind"] != "PrfaaSPolicy"):
+        assert pool["spec"]["engine"]["image"] == IMAGES.vllm
+        template = vllm.template(pool)
+        assert template["env"] == pool["spec"]["template"]["env"]
+        PodTemplate.model_validate(template)
+        (mount,), (volume,) = template["volumeMounts"], template["volumes"]
+        assert (mount["name"], mount["mountPath"]) == (volume["name"], vllm.PATH)
+    folder, wanted = vllm.claim("here")
+    assert volume["persistentVolumeClaim"]["claimName"] == wanted["metadata"]["name"]
+    assert wanted["spec"]["volumeName"] == folder["metadata"]["name"]
+    assert folder["spec"]["hostPath"]["path"] == f"{CACHE_PATH}/{environment_folder().name}"
+
+
+def test_a_python_that_no_release_of_debian_has_and_a_missing_vllm_are_told_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PRFAAS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(vllm, "SUITES", {sys.version_info[:2]: "bookworm"})
+    assert "run `prfaas sandbox vllm`" in vllm.why_not()
+    monkeypatch.setattr(vllm, "SUITES", {(3, 9): "bullseye"})
+    assert "images here have 3.9" in vllm.why_not()
+
+
+def test_helm_gets_the_operators_image_in_two_values_and_the_connectors_in_one():
+    values = operator_values(Images("registry.example:5000/operator:7", "", "", "registry.example:5000/connector:8"))
     assert values == [
         "--set", "operator.image.repository=registry.example:5000/operator", "--set", "operator.image.tag=7",
+        "--set", "connectorImage=registry.example:5000/connector:8",
     ]  # fmt: skip
     assert operator_values(None) == []
 

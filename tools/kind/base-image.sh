@@ -1,11 +1,11 @@
 #!/bin/bash
-# base-image.sh WORK IMAGE   builds the image below prfaas's own where none can be pulled: Debian trixie with Python.
-# WORK is an empty folder that the caller removes.
+# base-image.sh WORK IMAGE   builds an image with Debian's Python, where none can be pulled. WORK is an empty folder that
+# the caller removes. SUITE, from the environment, is the release of Debian.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd) work=$1 image=$2
-echo "== Debian trixie"
+echo "== Debian $SUITE"
 # pip is left out on purpose: every virtual environment brings its own.
-"$here/debian.sh" trixie "$work/root" ca-certificates,python3,python3-venv
+"$here/debian.sh" "$SUITE" "$work/root" ca-certificates,python3,python3-venv
 ln -s /usr/bin/python3 "$work/root/usr/local/bin/python"
 echo "== importing it into Docker"
 tar -C "$work/root" --numeric-owner --exclude='./dev/*' --exclude='./proc/*' --exclude='./sys/*' -c . |

@@ -164,11 +164,12 @@ class ExampleInstallation:
 
 
 def operator_values(images: Images | None) -> list[str]:
-    """Return the Helm flags for our own operator image, none for the chart's."""
+    """Return the Helm flags for our own images of operator and connector, none for the chart's."""
     if images is None:
         return []
     repository, _, tag = images.operator.rpartition(":")
-    return ["--set", f"operator.image.repository={repository}", "--set", f"operator.image.tag={tag}"]
+    values = {"operator.image.repository": repository, "operator.image.tag": tag, "connectorImage": images.connector}
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
 def example(text: str, images: Images | None) -> str:
@@ -180,7 +181,8 @@ def example(text: str, images: Images | None) -> str:
         if each["kind"] == "PrfaaSPolicy":
             each["spec"].setdefault("gateway", {})["image"] = images.gateway
         else:
-            each["spec"].setdefault("engine", {})["image"] = images.worker
+            engine = each["spec"].setdefault("engine", {})
+            engine["image"] = images.vllm if engine.get("type") == "vllm" else images.worker
     return yaml.safe_dump_all(objects)
 
 

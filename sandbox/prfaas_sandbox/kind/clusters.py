@@ -7,7 +7,7 @@ sandbox, pods of one cluster reach those of the other by their own addresses.
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,14 @@ from prfaas_sandbox.kind.layout import KindCluster, Layout
 from prfaas_sandbox.network import lose, token_bucket
 from prfaas_sandbox.processes import Command, run
 from prfaas_sandbox.progress import OnProgress, ticking
+from prfaas_sandbox.tools import cache_folder
 
 CREATE_TIMEOUT_SECONDS = 1200.0
 READY_SECONDS = 240
 READY_AGAIN_SECONDS = 90
 LOAD_TIMEOUT_SECONDS = 900.0
 IMAGES_PATH = "/prfaas-images"
+CACHE_PATH = "/prfaas-cache"  # what this machine has built and installed, such as vLLM
 KIND_SECONDS = 120.0
 DEVICE = "eth0"
 CONTAINERS = ("ctr", "-n", "k8s.io")
@@ -57,7 +59,8 @@ class Clusters:
                 return
             self.report(f"cluster {cluster.name} exists but does not answer: deleting it")
             await self.delete(cluster)
-        config = configuration(cluster.config.read_text(), image, self.layout.images)
+        folders = {IMAGES_PATH: self.layout.images, CACHE_PATH: cache_folder()}
+        config = configuration(cluster.config.read_text(), image, folders)
         words = ["create", "cluster", "--name", cluster.name, "--image", image.reference, "--config", "-"]
         words += ["--kubeconfig", str(cluster.kubeconfig), "--wait", f"{READY_SECONDS}s"]
         async with ticking(self.report, lambda: f"cluster {cluster.name}"):
@@ -120,14 +123,16 @@ class Clusters:
         return await run(command, stdin)
 
 
-def configuration(text: str, image: NodeImage, images: Path) -> str:
+def configuration(text: str, image: NodeImage, folders: Mapping[str, Path]) -> str:
     """Return the configuration file of a cluster for kind.
 
-    `text` is the file in kind-configs/. `images` is a host folder of image archives for the nodes.
+    `text` is the file in kind-configs/. `folders` are this machine's that the nodes get, by their path there.
     """
     document = yaml.safe_load(text)
     for each in document["nodes"]:
-        each["extraMounts"] = [{"hostPath": str(images), "containerPath": IMAGES_PATH, "readOnly": True}]
+        each["extraMounts"] = [
+            {"hostPath": str(folder), "containerPath": path, "readOnly": True} for path, folder in folders.items()
+        ]
     if not image.published:
         document["networking"]["disableDefaultCNI"] = True
     return yaml.safe_dump(document)

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -13,7 +13,7 @@ import httpx
 
 from prfaas.errors import ConfigError, UnreachableError
 from prfaas_sandbox.environment import ClusterAccess, Images, run_in
-from prfaas_sandbox.kind import clusters, prometheus
+from prfaas_sandbox.kind import clusters, prometheus, vllm
 from prfaas_sandbox.kind.clusters import Clusters, remove_everything
 from prfaas_sandbox.kind.docker import daemon_answers, docker, ensure_daemon, stop_daemon
 from prfaas_sandbox.kind.images import (
@@ -77,9 +77,12 @@ class KindEnvironment:
         _warn_of_inotify(report)
         nodes = await node_image(builder)
         images, watcher = await product_images(builder), await prometheus_image(builder)
+        if not vllm.why_not():
+            images = replace(images, vllm=await vllm.vllm_image(builder))
         pair = Clusters(layout, used.kind, used.kubectl, report)
         await pair.ensure(nodes)
-        await pair.load({"hub": [images.operator, images.gateway, images.worker, watcher], "member": [images.worker]})
+        engines = [image for image in (images.worker, images.connector, images.vllm) if image]
+        await pair.load({"hub": [images.operator, images.gateway, *engines, watcher], "member": engines})
         await clusters.shape_link(layout, link_mbps)
         found = await clusters.addresses(layout)
         hub, member = (cluster.access(found[cluster.role]) for cluster in layout.clusters)

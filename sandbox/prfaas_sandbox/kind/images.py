@@ -1,4 +1,4 @@
-"""Builds the images of a pair of kind clusters: the node, the base, prfaas's own three, and Prometheus.
+"""Builds the images of a pair of kind clusters: the node, the base, prfaas's own, and Prometheus.
 
 If images can be pulled, the node is kind's published one and the base is Debian's. Else both are built from Debian
 packages and Go modules. The images above them are built the same way in both cases. Each tag has a hash of the image's
@@ -40,15 +40,17 @@ STEP_MARK = "== "
 ROOT_TOOLS = ("debootstrap", "tar", "apt-get")
 # The newest of kind 0.33's images whose kubelet still starts under cgroup v1; a tag alone may be another release's.
 PUBLISHED_NODE = "kindest/node:v1.34.11@sha256:44e222ee2132dab25ff87301682f89eb82c7880ea3a1bf543bfe9708fd08d67d"
-PUBLISHED_BASE = "debian:trixie-slim"
-NODE_SOURCES = ("kind", "node", "coredns")
+PRODUCT_SUITE = "trixie"
+NODE_SOURCES = (
+    "kind/node-image.sh", "kind/debian.sh", "kind/cni.tmpl", "kind/go.mod", "kind/go.sum", "node", "coredns",
+)  # fmt: skip
 BASE_SOURCES = ("kind/base-image.sh", "kind/debian.sh", "kind/base.Dockerfile")
 PRODUCT_SOURCES = (
     "Dockerfile", "pyproject.toml", "requirements.lock.txt", "requirements-uv.lock.txt", "README.md", "LICENSE",
     "core", "operator", "gateway", "scheduler", "transfer", "worker", "connectors",
 )  # fmt: skip
-REPOSITORIES = ("prfaas/kind-node", "prfaas/kind-base", "prfaas/kind-prometheus")
-TARGETS = ("operator", "gateway", "worker")
+REPOSITORIES = ("prfaas/kind-node", "prfaas/kind-base", "prfaas/kind-prometheus", "prfaas/kind-vllm")
+TARGETS = ("operator", "gateway", "worker", "vllm-connector")
 
 
 @dataclass(frozen=True)
@@ -172,18 +174,18 @@ async def node_image(builder: ImageBuilder) -> NodeImage:
     return NodeImage(own, published=False)
 
 
-async def base_image(builder: ImageBuilder) -> str:
-    """Return the base of prfaas's own images: Debian trixie with its Python."""
+async def base_image(builder: ImageBuilder, suite: str = PRODUCT_SUITE) -> str:
+    """Return an image with a release of Debian and its Python; prfaas's own images are made on one."""
     tools = builder.layout.tools
-    base = f"prfaas/kind-base:trixie-{digest(tools, BASE_SOURCES)}"
+    base = f"prfaas/kind-base:{suite}-{digest(tools, BASE_SOURCES)}"
     if await has_image(base):
         return base
-    if await builder.pulls(PUBLISHED_BASE):
+    if await builder.pulls(f"debian:{suite}-slim"):
         source = tools / "kind"
-        words = [await docker_client(), "build", "-q", "-t", base, "-f", source / "base.Dockerfile", source]
-        await builder.run(_build(words), base)
+        words = ["build", "-q", "-t", base, "--build-arg", f"SUITE={suite}", "-f", source / "base.Dockerfile", source]
+        await builder.run(build_command([await docker_client(), *words]), base)
     else:
-        await builder.script("base-image.sh", base)
+        await builder.script("base-image.sh", base, {"SUITE": suite})
     return base
 
 
@@ -196,11 +198,16 @@ async def product_images(builder: ImageBuilder) -> Images:
         if not await has_image(reference):
             words = [await docker_client(), "build", "--target", target, "-t", reference]
             words += ["--build-arg", f"BASE={base}", "--build-arg", "TORCH=debian", root]
-            await builder.run(_build(words), reference)
+            await builder.run(build_command(words), reference)
     sizes = await inspect("{{.Size}}", *references.values())
     told = (f"{target} {int(size) / 1e6:.0f} MB" for target, size in zip(references, sizes, strict=True))
     builder.report(f"images, unpacked: {', '.join(told)}")
-    return Images(**references)
+    return Images(
+        operator=references["operator"],
+        gateway=references["gateway"],
+        worker=references["worker"],
+        connector=references["vllm-connector"],
+    )
 
 
 async def prometheus_image(builder: ImageBuilder) -> str:
@@ -210,11 +217,11 @@ async def prometheus_image(builder: ImageBuilder) -> str:
     if not await has_image(reference):
         recipe = builder.layout.tools / "kind" / "prometheus.Dockerfile"
         words = [await docker_client(), "build", "-q", "-t", reference, "-f", recipe, program.parent]
-        await builder.run(_build(words), reference)
+        await builder.run(build_command(words), reference)
     return reference
 
 
-def _build(words: Sequence[str | Path]) -> Command:
+def build_command(words: Sequence[str | Path]) -> Command:
     environment = {"DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
     return Command(words, f"docker build of {words[-1]}", environment, timeout_seconds=BUILD_TIMEOUT_SECONDS)
 
