@@ -27,6 +27,7 @@ LINK_MBPS = 100
 ENVIRONMENTS = (pytest.param("sandbox", marks=TIMEOUT), pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind]))
 REMOVAL = "tests/e2e/test_removal.py"
 WHY_NOT_KIND = pytest.StashKey[str]()
+WHY_NOT_VLLM = pytest.StashKey[str]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,9 +72,13 @@ async def require_docker(layout: Layout, config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Tell loudly that the tests on kind did not run."""
+    """Tell loudly which tests on kind did not run."""
     why = config.stash.get(WHY_NOT_KIND, "")
     if why:
         terminalreporter.section("THE TESTS ON KIND DID NOT RUN", sep="!", red=True, bold=True)
         terminalreporter.line(why)
         terminalreporter.line("Nothing was tested in real containers. `make test-kind` runs these tests alone.")
+    why = config.stash.get(WHY_NOT_VLLM, "")
+    if why:
+        terminalreporter.section("THE TESTS OF vLLM ON KIND DID NOT RUN", sep="!", red=True, bold=True)
+        terminalreporter.line(why)
