@@ -4,7 +4,9 @@ connector.py   vLLM's interface; passes every call on
 scheduling.py  the scheduler's side: which tokens cross, for which requests (no torch, no vLLM)
 transfers.py   the worker's side: pages and states, to and from the mover
 layout.py      vLLM's cache groups as groups of a manifest, and copies of their pages
-slices.py      what crosses between ranks of instances whose tensor parallelism differs
+slices.py      what crosses between a rank and an instance of several ranks
+shares.py      what several ranks hold alike: each fetches a share, and gives it to the others
+fingerprint.py what tells two models apart
 ranks.py       how heads divide among ranks (no torch, no vLLM)
 settings.py    supported versions and the options of kv_connector_extra_config
 """
