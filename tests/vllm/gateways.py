@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prfaas.names import HUB
 from prfaas.ports import free_ports
-from prfaas.processes import ChildProcess
+from prfaas.processes import ChildProcess, tail
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, EngineName, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
@@ -50,7 +50,7 @@ def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while not answers(f"{url}/readyz"):
             child.check_running()
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, f"no gateway after {START_SECONDS:.0f} s; its log: {tail(child.log)}"
             time.sleep(0.1)
         yield url
     finally:
