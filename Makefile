@@ -5,15 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.prfaas-installed
 PYTEST ?= $(BIN)/python -m pytest
+STAGES := $(BIN)/python -m tools.ci
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Compiled modules are kept: without them every process compiles all that it imports, half the work of a test run.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests of whole clusters wait most of the time, so that more processes than cores are of use; each takes about 1.5 GB.
-WORKERS ?= 6
-
 .DEFAULT_GOAL := help
-.PHONY: help setup tools browser demo kind kind-down test test-vllm test-kind compiled unit lint format lock crds charts reference clean
+.PHONY: help sweep setup tools browser docker vllm demo kind kind-down test test-vllm test-kind test-all soak compiled unit lint format \
+	lock crds charts reference clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -46,23 +45,40 @@ kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to 
 kind-down: $(STAMP) ## Remove the kind clusters and all they left; PURGE=1 removes the images, too
 	@prfaas kind down $(if $(filter-out 0,$(PURGE)),--purge,)
 
-test: tools browser ## Everything but vLLM and kind: lint, types, unit, model parity, API server, whole system
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint compiled
-	$(PYTEST) -m "not (e2e and kind) and not vllm" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: sweep tools browser ## Everything but vLLM and kind, in stages: gate (lint, types, pure tests), system, quiet
+	@$(STAGES) gate system quiet
 
-test-vllm: tools ## A real vLLM, which runs without a GPU; installed in an environment of its own (6 GB, cached)
+test-vllm: sweep tools ## A real vLLM, which runs without a GPU; installed in an environment of its own (6 GB, cached)
+	@$(STAGES) vllm
+
+test-kind: sweep tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
+	@$(STAGES) kind
+
+test-all: sweep tools browser ## All stages, as CI runs them
+	@$(STAGES) gate system quiet vllm kind
+
+soak: sweep tools browser ## The stages with processes N times, every third beside busy loops; continues where it was stopped
+	@$(BIN)/python -m tools.ci.soak --rounds $(or $(N),4) $(FILES)
+
+sweep: ## Remove what killed runs left behind
+	@$(PYTHON) tools/ci/sweep.py
+
+vllm: tools
 	@prfaas sandbox vllm >/dev/null
-	$(PYTEST) -m vllm tests/vllm
 
-test-kind: tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
-	$(PYTEST) -m "e2e and kind" tests/e2e -s
+# CI's own machine may get Docker. Elsewhere it is yours to install.
+docker:
+	@test -z "$$CI" || test $$(id -u) != 0 || { command -v docker && command -v dockerd && command -v debootstrap; } >/dev/null || { \
+		echo "Installing Docker for the tests on kind"; \
+		{ apt-get update -qq && apt-get install -qq -y docker.io debootstrap; } >/dev/null; } \
+		|| echo "Docker cannot be installed here" >&2
 
 # Else every process of a new clone's first run compiles all tests and all they import. What fails here fails there, too.
 compiled: $(STAMP)
 	@$(PYTEST) --collect-only -qq >/dev/null || true
 
-unit: $(STAMP) ## The tests that need no cluster
-	$(PYTEST) tests/unit
+unit: $(STAMP) ## The pure tests: no process, no wait
+	$(PYTEST) --stage gate -n 2 --dist loadfile
 
 lint: $(STAMP) ## Style, types and import contracts
 	@! git grep -nE '^(<{7}|>{7}) ' || { echo "the lines above are left over from a merge"; exit 1; }

@@ -1,23 +1,35 @@
-"""For all tests: properties are judged by what they find, never by a machine's speed, and in CI by the same examples
-each time; elsewhere every run looks for new ones. What a test logs at is no other test's business.
+"""For all tests: the stage of each, and what its failure means; properties are judged by what they find, never by a
+machine's speed, and in CI by the same examples each time, elsewhere by new ones in every run. The level that a test
+logs at is no other test's business.
 """
 
+import asyncio
+import json
 import logging
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from prfaas.errors import UnreachableError
 from prfaas.telemetry.logs import OURS
+
+from . import stages
+from .waiting import NotInTime
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
+START_TIMEOUTS = (TimeoutError, UnreachableError, subprocess.TimeoutExpired)
 
 # Go programs that tests start (API servers, etcd, kubectl) collect garbage more rarely: a sixth less of their time.
 os.environ.setdefault("GOGC", "400")
@@ -25,12 +37,10 @@ os.environ.setdefault("GOGC", "400")
 # Files that share what takes long to start, and so run in one process of pytest-xdist.
 WORKER = "tests/unit/worker/test_"
 TOGETHER = {
-    "an installation": ("tests/e2e/",),
     "a sandbox": ("tests/sandbox/",),
     "transformers": ("tests/unit/generic/",),
     "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
 }
-APART = ("tests/e2e/test_demo.py", "tests/sandbox/test_end.py")
 
 
 class Scheduler(LoadFileScheduling):
@@ -38,8 +48,6 @@ class Scheduler(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        if file in APART:
-            return file
         return next((shared for shared, begins in TOGETHER.items() if file.startswith(begins)), file)
 
 
@@ -48,21 +56,78 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return Scheduler(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes longest: else one process works on it when the others have nothing left."""
-    first = (
-        "tests/e2e/",
-        "tests/clusters/",
-        "tests/sandbox/",
-        "tests/unit/worker/",
-        "tests/unit/generic/",
-        "tests/faults/",
-    )
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stage", choices=stages.STAGES, help="run the tests of one stage alone (tests/stages.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    stages.watch()
+    if "PYTEST_XDIST_WORKER" in os.environ and os.getpgid(0) != os.getpid():
+        # The kernel shares the CPU among sessions (autogroups). The programs that tests start have a session each; in
+        # one session together, the processes that wait for them would get the least.
+        os.setsid()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the stage. Begin with what takes longest: else one process works on it when the others are idle."""
+    first = ("tests/clusters/", "tests/sandbox/", "tests/unit/worker/", "tests/unit/generic/", "tests/faults/")
 
     def place(item: pytest.Item) -> int:
         return next((index for index, folder in enumerate(first) if item.nodeid.startswith(folder)), len(first))
 
+    if stage := config.getoption("stage"):
+        others = [item for item in items if stages.stage_of(item) != stage]
+        items[:] = [item for item in items if stages.stage_of(item) == stage]
+        config.hook.pytest_deselected(items=others)
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with stages.kept_pure(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note in the report, for tools/ci, which test failed, when, whether it waited in vain, and why."""
+    report = yield
+    if report.failed and call.excinfo is not None:
+        error = call.excinfo.value
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        failure = {"test": item.nodeid, "when": call.when, "late": is_late(error, call.when), "reason": reason}
+        item.user_properties.append(("failure", json.dumps(failure)))
+        report.user_properties = list(item.user_properties)
+    return report
+
+
+def is_late(error: BaseException, when: str) -> bool:
+    """Return whether all that went wrong is that something did not come in time."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(is_late(each, when) for each in error.exceptions)
+    # Python's own, of asyncio.wait_for; the product's time-outs are answers, which tests compare.
+    waited = isinstance(error, NotInTime) or type(error) is TimeoutError
+    return waited or (when == "setup" and isinstance(error, START_TIMEOUTS))
+
+
+_sleep, _sleep_async = time.sleep, asyncio.sleep
+
+
+def _checked_sleep(seconds: float, /) -> None:
+    if seconds and stages.is_test_code(sys._getframe(1)):
+        stages.refuse_in_gate(f"sleeps {seconds} s")
+    _sleep(seconds)
+
+
+def _checked_sleep_async(delay: float, result: Any = None) -> Coroutine[Any, Any, Any]:
+    if delay and stages.is_test_code(sys._getframe(1)):
+        stages.refuse_in_gate(f"sleeps {delay} s")
+    return _sleep_async(delay, result)
+
+
+time.sleep, asyncio.sleep = _checked_sleep, _checked_sleep_async
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from .stages import refuse_in_gate
+
 T = TypeVar("T")
 Text = str | Callable[[], object]
 PATIENCE_SECONDS = 120.0
@@ -24,6 +26,7 @@ class NotInTime(AssertionError):  # noqa: N818  # a verdict on a test, not an er
 
 def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SECONDS, poll: float = POLL_SECONDS) -> T:
     """Return what `check` returns once that is true. Raise NotInTime with `what` when it never is."""
+    refuse_in_gate("waits")
     deadline = time.monotonic() + seconds
     while not (result := check()):
         if time.monotonic() > deadline:
@@ -36,6 +39,7 @@ async def eventually_async(
     check: Callable[[], T | Awaitable[T]], what: Text, seconds: float = PATIENCE_SECONDS, poll: float = POLL_SECONDS
 ) -> T:
     """Do the same in an event loop. `check` may be a coroutine function; one call of it counts as no wait."""
+    refuse_in_gate("waits")
     deadline = time.monotonic() + seconds
     while not (result := await _value(check)):
         if time.monotonic() > deadline:

@@ -1,0 +1,129 @@
+"""`make soak N=4`: run the stages with processes N times and show which tests fail how often.
+
+Each round runs `system`, `quiet` and `vllm`, or, with FILES, these files of them; every third round stands beside two
+busy loops. Each stage adds a line to .prfaas/ci/soak.jsonl as soon as it ends, so that a soak that was stopped
+continues with the stage that it was in. Lines of other commits stay in the file and do not count.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from tools.ci.run import NO_TESTS, RESULTS, ROOT, STAGES, make, run_stage
+
+from prfaas.processes import ends_with_us
+
+RECORD: Final = RESULTS / "soak.jsonl"
+SOAKED: Final = ("system", "quiet", "vllm")
+BUSY_EVERY: Final = 3
+BUSY_LOOPS: Final = 2
+EXAMPLE: Final = "example: make soak N=20 FILES=tests/vllm/test_resume.py"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.ci.soak", description=__doc__, epilog=EXAMPLE)
+    parser.add_argument("--rounds", type=int, default=4, help="how many rounds this commit shall have in all")
+    parser.add_argument("files", nargs="*", help="test files, instead of whole stages")
+    options = parser.parse_args(arguments)
+    key = {"commit": commit(), "files": sorted(options.files)}
+    for number in range(1, options.rounds + 1):
+        done = {line["stage"] for line in lines(key) if line["round"] == number}
+        for stage in (name for name in SOAKED if name not in done and is_asked(name, options.files)):
+            print(f"\n===== round {number} of {options.rounds}, stage {stage} =====", flush=True)
+            if (before := STAGES[stage].before) and (broken := make(before)):
+                print(broken, file=sys.stderr)
+                return 1
+            with busy_loops(number):
+                add(key | {"round": number} | soak(stage, options.files))
+    print(table(list(lines(key))))
+    return 1 if any(line["red"] for line in lines(key)) else 0
+
+
+def soak(stage: str, files: Sequence[str]) -> dict[str, Any]:
+    """Run a stage once; return its line of the record."""
+    mine = [file for file in files if stage_of_file(file) in ("", stage)]
+    result, flaky = run_stage(stage, 0, mine)
+    if mine and result.broken == NO_TESTS:  # a file whose tests are all of another stage
+        result = result._replace(broken="")
+    red = [[one.test, one.reason] for one in result.failures] + ([["", result.broken]] if result.broken else [])
+    return {
+        "stage": stage,
+        "passed": result.passed,
+        "seconds": round(result.seconds),
+        "red": red,
+        "flaky": [[one.test, one.reason] for one in flaky],
+    }
+
+
+def is_asked(stage: str, files: Sequence[str]) -> bool:
+    return not files or any(stage_of_file(file) in ("", stage) for file in files)
+
+
+def stage_of_file(file: str) -> str:
+    """Return the stage that a file's folder names; empty where its marks decide."""
+    if file.startswith("tests/vllm"):
+        return "vllm"
+    if file.startswith("tests/e2e"):
+        return "quiet"
+    return "system" if file.startswith(("tests/chart", "tests/clusters", "tests/faults")) else ""
+
+
+def commit() -> str:
+    """Return what is soaked: the commit, and `+` if files differ from it."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return head.stdout.strip() + ("+" if changed.stdout else "")
+
+
+def lines(key: dict[str, Any], record: Path = RECORD) -> Iterator[dict[str, Any]]:
+    """Yield the lines of this soak; one that was cut off while it was written does not count."""
+    for text in record.read_text().splitlines() if record.exists() else ():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if key.items() <= line.items():
+            yield line
+
+
+def add(line: dict[str, Any]) -> None:
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    with RECORD.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def busy_loops(number: int) -> Iterator[None]:
+    """Keep every core busy meanwhile, in each third round."""
+    count = 0 if number % BUSY_EVERY else BUSY_LOOPS
+    command = [*ends_with_us(), sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command, start_new_session=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return what the rounds came to: a row a stage, then the tests that failed, and how often."""
+    rows = [f"{'round':<7}{'stage':<8}{'passed':>8}{'red':>5}{'flaky':>7}{'minutes':>9}"]
+    for line in found:
+        counts = f"{line['passed']:>8}{len(line['red']):>5}{len(line['flaky']):>7}{line['seconds'] / 60:>9.1f}"
+        rows.append(f"{line['round']:<7}{line['stage']:<8}{counts}")
+    for name in ("red", "flaky"):
+        times = Counter(test for line in found for test, _ in line[name])
+        reasons = {test: reason for line in found for test, reason in line[name]}
+        rows += [f"{name} {count}x {test}: {reasons[test]}" for test, count in times.most_common()]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
