@@ -256,3 +256,10 @@ async def test_what_is_removed_is_chosen_by_label_alone(monkeypatch: pytest.Monk
         ("ps", "-aq", "--filter", "label=owner=us"), ("rm", "-fv", "one", "two"),
         ("network", "ls", "-q", "--filter", "label=owner=us"),
     ]  # fmt: skip
+
+
+def test_the_newest_images_of_each_kind_are_kept_and_what_others_built_is_not_ours():
+    workers = ["prfaas/worker:kind-3", "prfaas/worker:0.1.0", "prfaas/worker:kind-2", "prfaas/worker:kind-1"]
+    assert images.built_before(workers, 2) == ["prfaas/worker:kind-1"]
+    assert images.built_before(workers, 0) == ["prfaas/worker:kind-3", "prfaas/worker:kind-2", "prfaas/worker:kind-1"]
+    assert images.built_before(["prfaas/kind-node:b", "prfaas/kind-node:a"], 1) == ["prfaas/kind-node:a"]

@@ -17,6 +17,7 @@ from prfaas_sandbox.kind import clusters, prometheus, vllm
 from prfaas_sandbox.kind.clusters import Clusters, remove_everything
 from prfaas_sandbox.kind.docker import daemon_answers, docker, ensure_daemon, stop_daemon
 from prfaas_sandbox.kind.images import (
+    KEPT_IMAGES,
     ImageBuilder,
     clear_work,
     node_image,
@@ -77,6 +78,7 @@ class KindEnvironment:
         _warn_of_inotify(report)
         nodes = await node_image(builder)
         images, watcher = await product_images(builder), await prometheus_image(builder)
+        await remove_images(KEPT_IMAGES)
         if not vllm.why_not():
             images = replace(images, vllm=await vllm.vllm_image(builder))
         pair = Clusters(layout, used.kind, used.kubectl, report)

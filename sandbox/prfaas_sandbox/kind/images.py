@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind.docker import INSTALL_ADVICE, docker, free_bytes, has_image, inspect
+from prfaas_sandbox.kind.docker import INSTALL_ADVICE, docker, free_bytes, has_image, inspect, succeeds
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.processes import Command, run, run_logged
 from prfaas_sandbox.progress import OnProgress, ticking
@@ -35,6 +35,8 @@ from prfaas_sandbox.tools import (
 BUILD_TIMEOUT_SECONDS = 1800.0
 PULL_TIMEOUT_SECONDS = 900.0
 NEEDED_BYTES = 8 * 2**30
+KEPT_IMAGES = 3
+"""Of each kind. A set of images takes 2.3 GB, and each change of the sources makes another one."""
 WORK_PREFIX = "kind-build-"
 STEP_MARK = "== "
 ROOT_TOOLS = ("debootstrap", "tar", "apt-get")
@@ -252,10 +254,18 @@ async def _has_buildkit(client: Path) -> bool:
     return True
 
 
-async def remove_images() -> None:
-    """Remove every image that this package has built."""
+async def remove_images(kept: int = 0) -> None:
+    """Remove the images that this package has built, but the newest `kept` of each kind; with any kept, none in use."""
     for repository in (*REPOSITORIES, *(f"prfaas/{target}" for target in TARGETS)):
         listed = await docker("images", "--format", "{{.Repository}}:{{.Tag}}", repository)
-        own = [line for line in listed.splitlines() if repository in REPOSITORIES or ":kind-" in line]
-        if own:
-            await docker("rmi", "-f", *own)
+        for reference in built_before(listed.splitlines(), kept):
+            if kept:
+                await succeeds("rmi", reference)
+            else:
+                await docker("rmi", "-f", reference)
+
+
+def built_before(listed: Sequence[str], kept: int) -> list[str]:
+    """Return those of a repository's images, newest first, that we built before the newest `kept`."""
+    own = [line for line in listed if line.partition(":")[0] in REPOSITORIES or ":kind-" in line]
+    return own[kept:]
