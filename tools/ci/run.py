@@ -33,7 +33,10 @@ NO_TESTS: Final = "no test was found"
 
 
 class Stage(NamedTuple):
-    """How the tests of a stage run. `before` are make's targets that have to pass first."""
+    """How the tests of a stage run: those of its folders, and those that are marked by its name, elsewhere.
+
+    `before` are make's targets that have to pass first.
+    """
 
     name: str
     folders: tuple[str, ...]
@@ -42,12 +45,13 @@ class Stage(NamedTuple):
     options: tuple[str, ...] = ()
 
 
+SYSTEM_FOLDERS: Final = ("tests/chart", "tests/clusters", "tests/faults", "tests/sandbox")
 STAGES: Final = {
     stage.name: stage
     for stage in (
-        Stage("gate", ("tests",), workers=2, before=("lint", "compiled")),
-        Stage("system", ("tests",), workers=3, options=("--maxfail=25",)),
-        Stage("quiet", ("tests",)),
+        Stage("gate", ("tests/unit",), workers=2, before=("lint", "compiled")),
+        Stage("system", SYSTEM_FOLDERS, workers=3, options=("--maxfail=25",)),
+        Stage("quiet", ("tests/e2e",)),
         Stage("vllm", ("tests/vllm",), before=("vllm",)),
         Stage("kind", ("tests/e2e",), before=("docker",), options=("-s",)),
     )
@@ -60,7 +64,7 @@ def run_stage(name: str, tried: int, files: Sequence[str] = ()) -> tuple[StageRe
     `tried` is how many tests of this run were tried again before.
     """
     stage = STAGES[name]
-    result = run_pytest(stage, files or stage.folders, workers=stage.workers, options=stage.options)
+    result = run_pytest(stage, files or paths_of(stage), workers=stage.workers, options=stage.options)
     if result.is_green:
         return result, ()
     plan = plan_second_tries(result, read_counts(), tried)
@@ -72,6 +76,13 @@ def run_stage(name: str, tried: int, files: Sequence[str] = ()) -> tuple[StageRe
         flaky += forgiven
     explain(plan)
     return result, flaky
+
+
+def paths_of(stage: Stage) -> list[str]:
+    """Return what pytest has to read for a stage: its folders, and the files elsewhere that name its mark."""
+    files = (file for file in sorted((ROOT / "tests").rglob("test_*.py")) if f"mark.{stage.name}" in file.read_text())
+    marked = (str(file.relative_to(ROOT)) for file in files)
+    return [*stage.folders, *(file for file in marked if not file.startswith(stage.folders))]
 
 
 def explain(plan: Plan) -> None:
