@@ -11,6 +11,7 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from prfaas.ports import PART_VARIABLE
 from prfaas.telemetry.logs import OURS
 
 settings.register_profile("default", deadline=None)
@@ -18,6 +19,10 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
+
+# Each process of pytest-xdist, with all that it starts, chooses ports that no other one chooses.
+if WORKER_NAME := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ[PART_VARIABLE] = f"{WORKER_NAME.removeprefix('gw')}/{os.environ['PYTEST_XDIST_WORKER_COUNT']}"
 
 # Go programs that tests start (API servers, etcd, kubectl) collect garbage more rarely: a sixth less of their time.
 os.environ.setdefault("GOGC", "400")
