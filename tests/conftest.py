@@ -19,6 +19,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from prfaas.errors import UnreachableError
+from prfaas.ports import PART_VARIABLE
 from prfaas.telemetry.logs import OURS
 
 from . import stages
@@ -30,6 +31,10 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
 START_TIMEOUTS = (TimeoutError, UnreachableError, subprocess.TimeoutExpired)
+
+# Each process of pytest-xdist, with all that it starts, chooses ports that no other one chooses.
+if WORKER_NAME := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ[PART_VARIABLE] = f"{WORKER_NAME.removeprefix('gw')}/{os.environ['PYTEST_XDIST_WORKER_COUNT']}"
 
 # Go programs that tests start (API servers, etcd, kubectl) collect garbage more rarely: a sixth less of their time.
 os.environ.setdefault("GOGC", "400")

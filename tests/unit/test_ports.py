@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.ports import PORTS, free_ports
+from prfaas import ports
+from prfaas.ports import PART_VARIABLE, PORTS, free_ports
 
 
 def test_they_are_different_free_and_not_the_kernels_to_give_away():
@@ -18,7 +19,19 @@ def test_they_are_different_free_and_not_the_kernels_to_give_away():
         socket.create_server(("127.0.0.1", port)).close()
 
 
+def test_processes_with_different_parts_choose_different_ones(monkeypatch):
+    chosen = []
+    for part in range(3):
+        monkeypatch.setattr(ports, "_chosen", set())
+        monkeypatch.setenv(PART_VARIABLE, f"{part}/3")
+        monkeypatch.setattr(ports, "PORTS", PORTS[:90])
+        chosen.append({port for _ in range(9) for port in free_ports(3)})
+    assert [len(one) >= 25 for one in chosen] == [True] * 3, "and no process the same twice while others are left"
+    assert sum(map(len, chosen)) == len(set.union(*chosen))
+
+
 def test_one_that_is_taken_is_left_out(monkeypatch):
+    monkeypatch.delenv(PART_VARIABLE, raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_ports(1)[0]))
         port = taken.getsockname()[1]

@@ -5,7 +5,6 @@ it again when it can, and refuses a wrong flag by its name.
 import socketserver
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import typer
+from tests.waiting import eventually
 from typer.testing import CliRunner
 
 from prfaas.cli.serve.command import serve
@@ -186,18 +186,11 @@ def test_a_wrong_flag_is_refused_by_name_value_and_fix(flags, words):
     assert words in f"{ended.output} {ended.exception}"
 
 
-def until_it_died(child: ChildProcess) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        child.check_running()
-        time.sleep(0.01)
-
-
 def test_a_process_that_dies_is_named_with_its_last_words(tmp_path):
     program = "import sys; print('step 1'); sys.exit('the model is damaged')"
     child = ChildProcess("the worker", [sys.executable, "-c", program], tmp_path / "worker.log")
     with pytest.raises(PeerError, match=r"the worker ended with status 1; (.|\n)*the model is damaged"):
-        until_it_died(child)
+        eventually(child.check_running, "the process ends")
     child.stop(60)
 
 
@@ -205,10 +198,7 @@ def test_a_process_that_does_not_end_is_killed(tmp_path):
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     log = tmp_path / "worker.log"
     child = ChildProcess("the worker", [sys.executable, "-c", program], log)
-    deadline = time.monotonic() + 60
-    while "deaf" not in log.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: "deaf" in log.read_text(), "the process ignores SIGTERM")
     child.stop(0.1)
     with pytest.raises(PeerError, match="killed by signal 9"):
         child.check_running()

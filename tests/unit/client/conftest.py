@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 from aiohttp import web
 from tests.serving import serving
+from tests.waiting import eventually
 
 from prfaas.client import AsyncClient, Client
 from prfaas.processes import ends_with_us
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
-START_SECONDS = 120  # `import torch` on a busy machine
 _ADDRESSES = (f"127.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}.{n}" for n in itertools.count(2))
 
 
@@ -111,8 +110,11 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         _started([sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)], gateway_log),
     ]
     try:
-        _until(lambda: _is_ready(f"{worker}/readyz"), worker_log)
-        found = _until(lambda: re.search(r"listening on (\S+)", gateway_log.read_text()), gateway_log)
+        eventually(lambda: _is_ready(f"{worker}/readyz"), lambda: f"the worker starts: {worker_log.read_text()}")
+        found = eventually(
+            lambda: re.search(r"listening on (\S+)", gateway_log.read_text()),
+            lambda: f"the gateway starts: {gateway_log.read_text()}",
+        )
         yield f"http://{found.group(1)}"
     finally:
         for process in processes:
@@ -148,11 +150,3 @@ def _is_ready(url: str) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-def _until(ready: Callable[[], Any], log: Path) -> Any:
-    deadline = time.monotonic() + START_SECONDS
-    while not (found := ready()):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
-    return found

@@ -4,11 +4,11 @@ import asyncio
 import hashlib
 import json
 import struct
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.kvindex.bytes import byte_hashes
 from prfaas.kvindex.canonical import canonical_completion
@@ -23,7 +23,6 @@ from prfaas.wire.kvevents import (
     state_stored,
 )
 
-PATIENCE_SECONDS = 60
 CONTENT_TYPE = "application/x-prfaas-events"
 QUICK = {"fixed_seconds": 0.0, "token_seconds": 0.01, "squared_seconds": 0.0, "samples": 9, "max_tokens": 99}
 
@@ -82,18 +81,15 @@ def telling(
     return answer
 
 
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not await true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
-
-
 async def until_metric(world, line: str, value: float) -> None:
-    async def reached() -> bool:
-        return await world.metric(line) == value
+    shown = None
 
-    await until(reached)
+    async def is_reached() -> bool:
+        nonlocal shown
+        shown = await world.metric(line)
+        return shown == value
+
+    await eventually_async(is_reached, lambda: f"{line} is {value:g}, not {shown}")
 
 
 async def served_by(world, body: bytes, times: int = 8) -> set[str]:

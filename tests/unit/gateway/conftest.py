@@ -11,6 +11,7 @@ from typing import BinaryIO, NamedTuple
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
@@ -67,6 +68,9 @@ class Worker:
     @property
     def port(self) -> int:
         return self.runner.addresses[0][1]
+
+    async def wait_aborted(self) -> None:
+        await eventually_async(self.aborted.is_set, f"a caller of worker {self.name} leaves early")
 
     async def stop(self) -> None:
         """Die: the port refuses connections from now on."""

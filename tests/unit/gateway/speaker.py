@@ -76,7 +76,7 @@ class Speaker:
         if self.last_words:
             await response.write(self.last_words)
         if self.how == "stalls":
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         elif self.how == "resets":
             # What was written is read first: else the reset would overtake it.
             await asyncio.sleep(0)

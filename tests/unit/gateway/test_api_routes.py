@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName
 from prfaas_gateway.api import VLLM
-
-from .caches import until
 
 KEY = "sk-0123456789abcdef"
 LONG = "x" * 8000
@@ -196,11 +195,8 @@ async def test_other_methods_and_paths_of_these_apis_are_refused_as_an_engine_wo
 async def test_a_conversation_goes_where_its_last_turn_went(world, path):
     await start(world, "vllm-nixl", "d0", "d1", tokens=100_000)
     body = BODIES[path]
-
-    async def are_recorded() -> bool:
-        return world.running.parts.kv._sent.keys() == {"d0", "d1"}
-
-    await until(are_recorded)
+    sent = world.running.parts.kv._sent
+    await eventually_async(lambda: sent.keys() == {"d0", "d1"}, "the gateway keeps a record of both instances")
     first = (await world.post(body, path)).headers[headers.DECODE_INSTANCE]
     turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "?"}]
     longer = body | ({"messages": turns} if path == "/v1/messages" else {"input": [turns[0]["content"], *turns[1:]]})

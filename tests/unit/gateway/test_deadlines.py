@@ -35,7 +35,7 @@ async def test_before_the_first_byte_the_answer_is_504_and_the_worker_aborts(wor
     world.workers["d0"].reply = hang
     got = await world.post(short, headers=SOON)
     assert (got.status, got.json["error"]["code"]) == (504, "deadline_exceeded")
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    await world.workers["d0"].wait_aborted()
     assert world.state.in_flight == 0
     assert not world.state.ejections.until_seconds
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
@@ -49,7 +49,7 @@ async def test_after_the_first_byte_the_stream_ends_with_an_error_event(world, s
     assert (got.status, first) == (200, "data: 1")
     assert json.loads(last.strip().removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     assert b"[DONE]" not in got.body
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 30)
+    await world.workers["d0"].wait_aborted()
 
 
 async def test_a_body_that_drips_longer_than_the_deadline_is_answered(world):

@@ -221,7 +221,8 @@ async def test_a_client_that_leaves_aborts_both_legs(world, start, engine):
     asking = asyncio.create_task(world.post(json.dumps(ASKED).encode()))
     await here.wait()
     asking.cancel()
-    await asyncio.wait_for(asyncio.gather(pair.prefill.aborted.wait(), pair.decode.aborted.wait()), 60)
+    await pair.prefill.wait_aborted()
+    await pair.decode.wait_aborted()
 
 
 async def test_a_prefill_that_fails_after_the_stream_began_ends_the_stream_with_an_error(world, start):
@@ -244,7 +245,7 @@ async def test_a_prefill_that_fails_after_the_stream_began_ends_the_stream_with_
     got = await asyncio.wait_for(world.post(json.dumps(ASKED).encode()), 60)
     assert b"[DONE]" not in got.body
     assert got.status != 200 or b'"error"' in got.body
-    await asyncio.wait_for(pair.decode.aborted.wait(), 60)
+    await pair.decode.wait_aborted()
 
 
 async def test_pools_of_two_engines_do_not_serve_together(world, start):

@@ -101,7 +101,7 @@ async def test_a_dead_decode_worker_costs_no_request(world, short, death):
             request.transport.abort()
         else:
             request.transport.close()
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     world.workers["d0"].reply = die
     if death == "refuses":
@@ -152,15 +152,16 @@ async def test_when_all_are_dead_the_client_is_told_to_come_back(world, short):
     assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (503, headers.CODE_OVERLOADED, "1")
 
 
-async def test_a_worker_that_comes_back_is_used_again(world, short):
-    await world.start("d0", "d1")
+async def test_a_worker_that_comes_back_is_used_again(world, short, monkeypatch):
+    await world.start("d0", "d1", limits=QUICK._replace(eject_seconds=30, eject_max_seconds=30))
     worker, port = world.workers["d0"], world.workers["d0"].port
     await worker.stop()
     for _ in range(8):
         await world.post(short)
     assert "d0" in world.state.ejections.until_seconds
     await worker.start(port)
-    await asyncio.sleep(0.11)  # the first ejection is 0.1 s long
+    clock = world.state.clock
+    monkeypatch.setattr(world.state, "clock", lambda: clock() + 30)  # the ejection ends
     for _ in range(8):
         assert (await world.post(short)).status == 200
     assert worker.seen
@@ -203,35 +204,35 @@ async def test_requests_spread_over_instances_by_load(world, short):
     assert [len(worker.seen) for worker in world.workers.values()] == [3, 3, 3]
 
 
-def hanging(*paths):
-    """Reply to nothing at these paths, and late to the rest."""
-
-    async def reply(request, body):
-        if request.path in paths:
-            await asyncio.sleep(60)
-        await asyncio.sleep(0.5)
-        return web.json_response({"model": "m"})
-
-    return reply
-
-
 async def test_a_worker_that_hangs_is_given_up_and_another_one_serves(world, short):
-    await world.start("d0", "d1", limits=QUICK._replace(liveness_interval_seconds=0.05, liveness_timeout_seconds=0.1))
-    world.workers["d0"].reply = hanging("/v1/chat/completions", "/v1/role")
+    # An ejection of 30 s, so that no request tries d0 once more. A second is enough for d1, which lives.
+    limits = QUICK._replace(eject_seconds=30, eject_max_seconds=30)
+    await world.start("d0", "d1", limits=limits._replace(liveness_interval_seconds=0.05, liveness_timeout_seconds=1))
+
+    async def hang(_request, _body):
+        await asyncio.Event().wait()
+
+    world.workers["d0"].reply = hang
     answers = await asyncio.gather(*(world.post(short) for _ in range(6)))
     assert {(one.status, one.headers[headers.DECODE_INSTANCE]) for one in answers} == {(200, "d1")}
     asked = [one.path for one in world.workers["d0"].seen]
-    assert 2 <= asked.count("/v1/role") < 6, "once for all who wait, and once more"
+    assert asked.count("/v1/chat/completions") > 1
+    assert asked.count("/v1/role") == 2, "once for all who wait, and once more"
     assert set(world.state.ejections.until_seconds) == {"d0"}
 
 
 async def test_a_worker_that_takes_its_time_and_lives_is_waited_for(world, short):
     await world.start("d0", limits=QUICK._replace(liveness_interval_seconds=0.02, liveness_timeout_seconds=30))
 
+    alive = asyncio.Event()
+
     async def reply(request, body):
         if request.path == "/v1/role":
+            if len(world.workers["d0"].seen) > 3:
+                alive.set()
             return web.json_response({"role": "decode"})
-        return await hanging()(request, body)
+        await alive.wait()
+        return web.json_response({"model": "m"})
 
     world.workers["d0"].reply = reply
     assert (await world.post(short)).status == 200

@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.kvevents import EventBatch, encode_events
 from prfaas_gateway.kv import manager
 
-from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until, until_metric
+from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until_metric
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +63,7 @@ async def test_a_lost_connection_is_made_again_and_goes_on_where_it_was(world):
         return response
 
     await start(world, {"d0": cache, "d1": telling(hello())}, tokens=5000)
-
-    async def again() -> bool:
-        return len(asked) > 1
-
-    await until(again)
+    await eventually_async(lambda: len(asked) > 1, "the gateway asks again")
     assert asked == ["", "from=1&bytes_from=1&epoch=e1"]
     assert await served_by(world, mine) == {"d0"}
 
@@ -108,11 +105,7 @@ async def test_who_prefills_is_told_of_an_instance_that_has_more_where_that_is_k
 
     owner.reply = other.reply = held
     asking = [asyncio.create_task(world.post(mine, "/v1/completions")) for _ in range(20)]
-
-    async def all_came() -> bool:
-        return len(owner.seen) + len(other.seen) == 20
-
-    await until(all_came)
+    await eventually_async(lambda: len(owner.seen) + len(other.seen) == 20, "20 requests arrive")
     gate.set()
     assert {(await one).status for one in asking} == {200}
     assert owner.seen, "the first ones went where the prompt is"
@@ -147,9 +140,5 @@ async def test_a_broken_stream_harms_nobody_else(world, what):
 
     await start(world, {"d0": cache, "d1": telling(holding(mine))}, tokens=5000)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 16)
-
-    async def tried_again() -> bool:
-        return asked.count("/v1/kv-events") >= 3
-
-    await until(tried_again)
+    await eventually_async(lambda: asked.count("/v1/kv-events") >= 3, "the gateway asks three times")
     assert await served_by(world, mine) == {"d1"}

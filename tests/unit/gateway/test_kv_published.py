@@ -8,10 +8,10 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas import names
 from prfaas.errors import ProtocolError, UnreachableError
@@ -20,10 +20,10 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.kv import foreign_events, manager, zmtp
 
+from .caches import until_metric
 from .conftest import Worker, World
 from .publisher import CLEARED, PORT, Engine, Publisher, Sglang, SglangMaps, Vllm, VllmMaps, next_host, pack
 
-PATIENCE_SECONDS = 60
 BATCHES = "prfaas_gateway_kv_batches_total"
 MINE = [n * 7 % 50_000 for n in range(960)]
 THEIRS = [n * 11 % 50_000 + 1 for n in range(960)]
@@ -57,10 +57,7 @@ class Fleet:
         await self.world.start(instances=tuple(instances), tokens=100_000)
 
     async def until(self, metric: str, value: float) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while (now := await self.world.metric(metric)) != value:
-            assert time.monotonic() < deadline, f"{metric} stayed {now}"
-            await asyncio.sleep(0.02)
+        await until_metric(self.world, metric, value)
 
     async def served_by(self, prompt: list[int] | str, times: int = 6) -> set[str]:
         """Return who served this prompt, asked so often with request ids of all kinds."""
@@ -157,11 +154,12 @@ async def test_without_a_log_what_is_published_still_counts(fleet):
     await fleet.start(has_log=False)
     engine = Sglang()
     await fleet.until('prfaas_gateway_kv_instances{state="followed"}', 2)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not await fleet.world.metric(BATCHES):  # a subscription takes a moment to arrive
-        assert time.monotonic() < deadline
+
+    async def is_heard() -> bool:  # a subscription takes a moment to arrive
         fleet.publishers["d1"].publish(engine.batch(*engine.stored(THEIRS)))
-        await asyncio.sleep(0.05)
+        return await fleet.world.metric(BATCHES) > 0
+
+    await eventually_async(is_heard, "the gateway hears what is published", poll=0.05)
     assert await fleet.served_by(THEIRS) == {"d1"}
 
 
@@ -203,11 +201,12 @@ async def test_garbage_ends_the_connection_and_harms_nobody_else(fleet, what, ca
     fleet.publishers["d1"].publish(engine.batch(*engine.stored(THEIRS)))
     await fleet.until(BATCHES, 1)
     await fleet.until('prfaas_gateway_kv_instances{state="followed"}', 2)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not any("instance d0: its cache is lost" in one.message for one in caplog.records):
-        assert time.monotonic() < deadline
+
+    def is_cut_off() -> bool:
         fleet.publishers["d0"].send(GARBAGE[what])
-        await asyncio.sleep(0.05)
+        return any("instance d0: its cache is lost" in one.message for one in caplog.records)
+
+    await eventually_async(is_cut_off, "the gateway cuts off the publisher of garbage", poll=0.05)
     assert not [one for one in caplog.records if one.levelname == "ERROR"], "a bug was met"
     await fleet.until('prfaas_gateway_kv_instances{state="followed"}', 2)
     fleet.publishers["d0"].publish(engine.batch(*engine.stored(MINE)))

@@ -6,12 +6,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.waiting import PATIENCE_SECONDS, NotInTime, assert_prompt, eventually_async
 
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.server import KEPT_SECONDS
@@ -28,11 +30,14 @@ class Process:
         self.url = ""
 
     async def until_logged(self, pattern: str) -> re.Match:
-        async with asyncio.timeout(20):
-            while not (found := re.search(pattern, self.log)):
-                line = (await self.process.stderr.readline()).decode()
-                assert line, f"the gateway ended: {self.log}"
-                self.log += line
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not (found := re.search(pattern, self.log)):
+                    line = (await self.process.stderr.readline()).decode()
+                    assert line, f"the gateway ended: {self.log}"
+                    self.log += line
+        except TimeoutError:
+            raise NotInTime(f"the gateway does not log {pattern}: {self.log}") from None
         return found
 
     @property
@@ -41,14 +46,16 @@ class Process:
 
     async def until_refused(self) -> None:
         """Wait until no new connection is taken."""
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-                except OSError:
-                    return
-                writer.close()
-                await asyncio.sleep(0.05)
+
+        async def is_refused() -> bool:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            except OSError:
+                return True
+            writer.close()
+            return False
+
+        await eventually_async(is_refused, "the gateway takes no new connection", poll=0.05)
 
 
 @pytest.fixture
@@ -87,11 +94,12 @@ async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
         assert response.status == 503
     gate.set()
     assert await asking == {"late": True}
-    assert await asyncio.wait_for(process.process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.process.wait(), PATIENCE_SECONDS) == 0
     with pytest.raises(aiohttp.ClientConnectionError):
         await world.client.get(f"{process.url}/healthz")
 
 
+@pytest.mark.quiet
 async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_goodbye_is_answered(process, world):
     here, gate = asyncio.Event(), asyncio.Event()
 
@@ -109,21 +117,23 @@ async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_go
     request = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body) + body
     reader, writer = await asyncio.open_connection("127.0.0.1", process.port)
     writer.write(request)
-    await asyncio.wait_for(here.wait(), 20)
+    await asyncio.wait_for(here.wait(), PATIENCE_SECONDS)
     process.process.send_signal(signal.SIGTERM)
     await process.until_logged("draining: 1 requests")
 
     await process.until_refused()
     gate.set()
-    assert b"Connection: close" not in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 20)
-    await asyncio.sleep(0.2)  # what a busy client takes
+    assert b"Connection: close" not in await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), PATIENCE_SECONDS)
+    ended = time.monotonic()
+    await asyncio.sleep(0.1)  # what a busy client takes
+    assert_prompt(time.monotonic() - ended, KEPT_SECONDS / 2, "this client asks again while its connection is kept")
     writer.write(request)
-    last = await asyncio.wait_for(reader.read(), 20)
+    last = await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)
     assert last.startswith(b"HTTP/1.1 200 OK")
     assert b"Connection: close" in last
     assert b"[DONE]" in last
     writer.close()
-    assert await asyncio.wait_for(process.process.wait(), 20) == 0
+    assert await asyncio.wait_for(process.process.wait(), PATIENCE_SECONDS) == 0
 
 
 async def test_a_request_whose_body_still_comes_as_the_gateway_leaves_is_served(process):
@@ -136,9 +146,9 @@ async def test_a_request_whose_body_still_comes_as_the_gateway_leaves_is_served(
     await process.until_refused()
     await asyncio.sleep(KEPT_SECONDS + 0.5)
     writer.write(body[5:])
-    assert (await asyncio.wait_for(reader.read(), 20)).startswith(b"HTTP/1.1 200 OK")
+    assert (await asyncio.wait_for(reader.read(), PATIENCE_SECONDS)).startswith(b"HTTP/1.1 200 OK")
     writer.close()
-    assert await asyncio.wait_for(process.process.wait(), 20) == 0
+    assert await asyncio.wait_for(process.process.wait(), PATIENCE_SECONDS) == 0
 
 
 async def test_memory_stays_below_its_limit_under_large_prompts(process, world, long):

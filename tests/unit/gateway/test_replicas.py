@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.wire import headers
 
-from .caches import CONTENT_TYPE, QUICK, body_of, hello, holding, start, telling, until, until_metric
+from .caches import CONTENT_TYPE, QUICK, body_of, hello, holding, start, telling, until_metric
 from .conftest import World, answer
 
 PAIRS = "prfaas_gateway_kv_byte_blocks"
@@ -72,7 +73,7 @@ async def test_what_one_gateway_has_placed_moves_its_own_choice_alone_and_only_w
         one.reply = held
     asking = [asyncio.create_task(world.post(mine, "/v1/completions")) for _ in range(20)]
     try:
-        await until(lambda: asyncio.sleep(0, sum(len(one.seen) for one in workers) == 20))
+        await eventually_async(lambda: sum(len(one.seen) for one in workers) == 20, "20 requests arrive")
         assert {name for name in world.workers if world.state.load(name)} == {"d0", "d1"}
         assert replica.state.load("d0") == replica.state.load("d1") == 0, "it knows nothing of the other's"
         for one in workers:
@@ -120,7 +121,7 @@ async def test_a_prefix_asked_for_more_than_one_instance_serves_comes_to_lie_on_
         seen = len(first.seen), len(second.seen)
         assert min(seen) > 0
         asking += [asyncio.create_task(world.post(one, "/v1/completions")) for one in bodies]
-        await until(lambda: asyncio.sleep(0, len(first.seen) + len(second.seen) == 40))
+        await eventually_async(lambda: len(first.seen) + len(second.seen) == 40, "40 requests arrive")
     finally:
         gate.set()
         assert {(await one).status for one in asking} == {200}

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
@@ -13,7 +14,7 @@ from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import PoolProfile, Profile
 from prfaas_scheduler.gateway import GatewayClient
 
-from .caches import QUICK, hello, start, telling, until, until_metric
+from .caches import QUICK, hello, start, telling, until_metric
 from .conftest import answer, prompt
 
 FOLLOWED = 'prfaas_gateway_kv_instances{state="followed"}'
@@ -42,7 +43,7 @@ async def test_instances_that_show_no_profile_are_known_by_what_their_pool_says_
     world.workers["d0"].reply = slow
     first = asyncio.create_task(world.post(prompt(40_000)))
     try:
-        await until(lambda: asyncio.sleep(0, bool(world.workers["d0"].seen)))
+        await eventually_async(lambda: world.workers["d0"].seen, "the first request arrives")
         refused = await world.post(prompt(400))
         assert (refused.status, refused.json["error"]["code"]) == (429, "slo_exceeded")
     finally:
@@ -65,10 +66,10 @@ async def test_what_could_not_begin_in_time_is_refused_until_there_is_room(world
     world.workers["d0"].reply = slow
     first = asyncio.create_task(world.post(prompt(40_000)))
     try:
-        await until(lambda: asyncio.sleep(0, bool(world.workers["d0"].seen)))
+        await eventually_async(lambda: world.workers["d0"].seen, "the first request arrives")
         if slo is None:
             second = asyncio.create_task(world.post(prompt(400)))
-            await until(lambda: asyncio.sleep(0, len(world.workers["d0"].seen) == 2))
+            await eventually_async(lambda: len(world.workers["d0"].seen) == 2, "the second request arrives")
             freed.set()
             assert (await second).status == 200
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.errors import ConfigError, ProtocolError
 from prfaas.kube import KubeSession
@@ -49,15 +50,8 @@ class Following:
         self.task = asyncio.create_task(follow(*arguments))
 
     async def next(self) -> RoutingTable:
-        return await asyncio.wait_for(self.tables.get(), 30)
-
-
-async def until(condition) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen")
+        await eventually_async(lambda: not self.tables.empty(), "a table is delivered")
+        return self.tables.get_nowait()
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ async def test_a_damaged_or_vanished_file_keeps_the_last_table(tmp_path, followi
         path.unlink()
     else:
         path.write_bytes(damage)
-    await until(lambda: "keeping the last table" in caplog.text)
+    await eventually_async(lambda: "keeping the last table" in caplog.text, "the gateway says that it keeps the table")
     path.write_bytes(encode(generation(2)))
     assert (await following.next()).generation == 2
 
@@ -107,7 +101,7 @@ async def test_a_gateway_does_not_start_on_a_file_that_cannot_be_read(tmp_path):
 async def test_a_running_gateway_takes_a_changed_file(world):
     await world.start("d0")
     world.write_table(model="other")
-    await until(lambda: world.state.table.model == "other")
+    await eventually_async(lambda: world.state.table.model == "other", "the gateway takes the changed file")
     assert [one["id"] for one in (await world.get("/v1/models")).json["data"]] == ["other"]
 
 

@@ -125,7 +125,7 @@ async def test_what_moves_goes_on_and_what_stands_still_ends():
         await asyncio.sleep(0.1)
     with pytest.raises(TimeoutError):
         async with StallTimer(0.02):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
 
 async def test_a_watch_that_is_left_ends_nothing_later():
@@ -137,7 +137,7 @@ async def test_a_watch_that_is_left_ends_nothing_later():
 async def test_a_watched_block_that_is_cancelled_is_no_timeout():
     async def watched():
         async with StallTimer(60):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     task = asyncio.create_task(watched())
     await asyncio.sleep(0)

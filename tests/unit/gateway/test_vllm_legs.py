@@ -194,7 +194,7 @@ async def test_a_source_that_refuses_ends_the_destinations_wait_and_the_hub_pref
     world.workers["d0"].reply, world.workers["x0"].reply = waiting, refuse
     got = await asyncio.wait_for(post(world), 30)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_CLUSTER]) == (200, "fallback", HUB)
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 10)
+    await world.workers["d0"].wait_aborted()
 
 
 async def test_with_reject_a_failed_offload_is_refused_although_the_destination_could_go_on(world):
@@ -203,7 +203,7 @@ async def test_with_reject_a_failed_offload_is_refused_although_the_destination_
     await world.workers["x0"].stop()
     got = await asyncio.wait_for(post(world), 30)
     assert got.status == 503
-    await asyncio.wait_for(world.workers["d0"].aborted.wait(), 10)
+    await world.workers["d0"].wait_aborted()
 
 
 async def test_a_destination_that_may_not_recompute_blames_the_hand_off(world):
@@ -233,7 +233,7 @@ async def test_a_destination_that_fails_aborts_the_source(world):
 
     world.workers["x0"].reply, world.workers["d0"].reply = prefill, die
     await asyncio.wait_for(post(world), 30)
-    await asyncio.wait_for(world.workers["x0"].aborted.wait(), 10)
+    await world.workers["x0"].wait_aborted()
 
 
 async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted(world):
@@ -251,7 +251,7 @@ async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted
 
     world.workers["x0"].reply, world.workers["d0"].reply = prefill, decode
     assert (await asyncio.wait_for(post(world), 30)).status == 200
-    await asyncio.wait_for(world.workers["x0"].aborted.wait(), 10)
+    await world.workers["x0"].wait_aborted()
 
 
 @pytest.mark.parametrize("engine", ["vllm-prfaas", "vllm-nixl", "vllm-mooncake"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.wire.resume import DONE
 from prfaas_gateway.engines import vllm_legs
@@ -335,17 +336,14 @@ async def test_the_gateway_ends_a_leg_whose_stop_string_it_found(world):
         async def __call__(self, request, body):
             response = await super().__call__(request, body)
             if request.path == "/v1/completions" and len(self.asked) == 2:
-                await asyncio.sleep(60)
+                await asyncio.Event().wait()
             return response
 
     whole, _ = await undisturbed(world, asked)
     both(world, Endless(900))
     assert Answered.read((await world.post(asked, "/v1/completions")).body) == whole
-    waits = [asyncio.ensure_future(worker.aborted.wait()) for worker in world.workers.values()]
-    done, pending = await asyncio.wait(waits, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-    for one in pending:
-        one.cancel()
-    assert done
+    workers = world.workers.values()
+    await eventually_async(lambda: any(one.aborted.is_set() for one in workers), "the gateway ends the leg")
 
 
 async def test_an_error_before_the_first_token_is_retried_although_the_status_was_200(world):

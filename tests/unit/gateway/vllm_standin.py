@@ -69,7 +69,7 @@ class Vllm:
             error = {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}
             await response.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
         elif self.how == "stalls":
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         elif self.how == "resets":
             await asyncio.sleep(0)
             request.transport.close()

@@ -30,7 +30,7 @@ async def test_errors_tell_who_failed(api, session):
         await session.call("GET", REF.path)
 
     async def hang(_request):
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     api.misbehave.append(hang)
     with pytest.raises(UnreachableError):

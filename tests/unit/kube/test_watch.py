@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.kube import KubeSession, ObjectRef, watch_object
 from prfaas.kube.session import CONFIG_MAP
@@ -35,7 +36,8 @@ class Watching:
             self._values.put_nowait(current)
 
     async def next(self):
-        return await asyncio.wait_for(self._values.get(), 30)
+        await eventually_async(lambda: not self._values.empty(), "the watch yields an object", poll=0.002)
+        return self._values.get_nowait()
 
     async def until(self, value: int) -> None:
         """Take values until the object's own `value` is this."""
@@ -54,18 +56,10 @@ async def watching(api, session) -> AsyncIterator[Watching]:
     await made.stop()
 
 
-async def until(condition) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not happen")
-
-
 async def test_a_watch_yields_the_object_and_then_every_change(api, watching):
     api.put(REF, value=1)
     assert (await watching.next())["value"] == 1
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     assert (await watching.next())["value"] == 2
     api.delete(REF)
@@ -76,14 +70,14 @@ async def test_a_watch_yields_the_object_and_then_every_change(api, watching):
 
 async def test_an_object_that_is_made_later_appears(api, watching):
     assert await watching.next() is None
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=1)
     await watching.until(1)
 
 
 async def test_the_watch_asks_for_one_name_only(api, watching):
     await watching.next()
-    await until(lambda: api.watches)
+    await eventually_async(lambda: api.watches, "a watch is open")
     assert api.watches[0]["fieldSelector"] == "metadata.name=p-routes"
     assert api.requests[1][1].startswith("/api/v1/namespaces/n/configmaps?watch=1")
 
@@ -91,11 +85,11 @@ async def test_the_watch_asks_for_one_name_only(api, watching):
 async def test_a_watch_that_ends_in_peace_resumes_where_it_was(api, watching):
     api.put(REF, value=1)
     await watching.next()
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     seen = api.put(REF, value=2)["metadata"]["resourceVersion"]
     await watching.next()
     api.end_watches()
-    await until(lambda: len(api.watches) == 2)
+    await eventually_async(lambda: len(api.watches) == 2, "a second watch is open")
     assert api.watches[1]["resourceVersion"] == seen
     assert [method for method, path, _, _ in api.requests if "watch" not in path] == ["GET"]  # the object was read once
 
@@ -104,7 +98,7 @@ async def test_a_dropped_connection_loses_no_change(api, watching):
     api.put(REF, value=1)
     await watching.next()
     for value in (2, 3, 4):
-        await until(lambda: api.open_watches)
+        await eventually_async(lambda: api.open_watches, "a watch is open")
         api.drop_watches()
         api.put(REF, value=value)
         await watching.until(value)
@@ -113,12 +107,12 @@ async def test_a_dropped_connection_loses_no_change(api, watching):
 async def test_an_expired_version_is_answered_by_reading_again(api, watching):
     api.put(REF, value=1)
     await watching.next()
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     gone = {"kind": "Status", "code": 410, "reason": "Expired"}
     for queue, _ in api.open_watches:
         queue.put_nowait(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
     assert (await watching.next())["value"] == 1
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)
 
@@ -149,11 +143,11 @@ async def test_a_server_that_says_expired_each_time_is_asked_ever_more_seldom():
 async def test_damaged_events_are_survived(api, watching, line):
     api.put(REF, value=1)
     await watching.next()
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     for queue, _ in api.open_watches:
         queue.put_nowait(line)
     await watching.until(1)
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)
 
@@ -161,10 +155,10 @@ async def test_damaged_events_are_survived(api, watching, line):
 async def test_a_bookmark_moves_the_version_and_is_not_a_change(api, watching):
     api.put(REF, value=1)
     await watching.next()
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.tell("BOOKMARK", {"metadata": {"resourceVersion": "99"}})
     api.end_watches()
-    await until(lambda: len(api.watches) == 2)
+    await eventually_async(lambda: len(api.watches) == 2, "a second watch is open")
     assert api.watches[1]["resourceVersion"] == "99"
 
 
@@ -172,7 +166,7 @@ async def test_a_server_that_falls_silent_is_left_after_the_window(api, session)
     api.put(REF, value=1)
     watching = Watching(session, window_seconds=-4.9)  # the client cuts 5 s after the window
     await watching.next()
-    await until(lambda: len(api.watches) >= 2)
+    await eventually_async(lambda: len(api.watches) >= 2, "a second watch is open")
     await watching.stop()
 
 
@@ -187,6 +181,6 @@ async def test_refusals_and_an_absent_server_are_survived(api, watching):
     api.misbehave[:] = [forbid, hang_up, None, forbid, forbid]
     api.put(REF, value=1)
     await watching.until(1)
-    await until(lambda: api.open_watches)
+    await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)

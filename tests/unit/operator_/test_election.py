@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.errors import ConfigError
 from prfaas_operator import election
@@ -13,9 +14,11 @@ class Session:
 
     def __init__(self) -> None:
         self.fails: Exception | None = None
+        self.failures = 0
 
     async def call(self, method: str, _path: str, **_sent: object) -> dict:
         if self.fails:
+            self.failures += 1
             raise self.fails
         return {"spec": {}} if method == "GET" else {}
 
@@ -33,17 +36,16 @@ async def test_a_token_that_cannot_be_read_for_a_moment_costs_no_lease(session, 
 
     async def work(term: asyncio.Event) -> None:
         session.fails = ConfigError("service account token /token cannot be read")
-        await asyncio.sleep(0.1)
+        await eventually_async(lambda: session.failures > 2, "the candidate tries to renew its lease")
         session.fails = None
         renewed_at = candidate._renewed_at
-        await asyncio.sleep(0.1)
-        assert candidate._renewed_at > renewed_at, "it is renewed again once the token can be read"
+        await eventually_async(lambda: candidate._renewed_at > renewed_at, "the lease is renewed with the token")
         assert candidate.may_write()
         assert not term.is_set()
         led.set()
 
     candidate = election.Election(session, "ns", ready)  # pyright: ignore[reportArgumentType]
-    await asyncio.wait_for(candidate.run(work, shutdown), 10)
+    await asyncio.wait_for(candidate.run(work, shutdown), PATIENCE_SECONDS)
     assert led.is_set()
 
 
@@ -56,9 +58,9 @@ async def test_a_candidate_without_a_token_stands_by(session, monkeypatch):
         return
 
     running = asyncio.create_task(election.Election(session, "ns", ready).run(work, shutdown))  # pyright: ignore[reportArgumentType]
-    await asyncio.wait_for(ready.wait(), 5)
+    await eventually_async(ready.is_set, "the candidate is ready")
     session.fails = None
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, PATIENCE_SECONDS)
 
 
 async def test_a_token_that_is_gone_at_the_end_is_no_error(session):
@@ -67,4 +69,4 @@ async def test_a_token_that_is_gone_at_the_end_is_no_error(session):
     async def work(_term: asyncio.Event) -> None:
         session.fails = ConfigError("service account token /token cannot be read")
 
-    await asyncio.wait_for(election.Election(session, "ns", ready).run(work, shutdown), 10)  # pyright: ignore[reportArgumentType]
+    await asyncio.wait_for(election.Election(session, "ns", ready).run(work, shutdown), PATIENCE_SECONDS)  # pyright: ignore[reportArgumentType]

@@ -8,11 +8,10 @@ import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 from prfaas.wire.routes import Instance
 from prfaas_operator.plan import policy as plan
@@ -60,13 +59,6 @@ def variables_of(container: dict) -> dict[str, str]:
 
 def ports_of(container: dict) -> dict[str, int]:
     return {one["name"]: one["containerPort"] for one in container["ports"]}
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def pools(make, engine: dict, **spec):
@@ -195,6 +187,7 @@ def test_our_connector_gets_the_certificate_the_cluster_and_the_egress_share_of_
     }
 
 
+@pytest.mark.system
 def test_vllm_gets_copies_of_a_certificate_that_are_written_in_place(make, tmp_path):
     """The kubelet swaps a folder by a link; vLLM's watcher hears of the first swap only."""
     container = container_of(make.decode_pool(engine=OURS, model=MODEL), StartTerms(tls=True))
@@ -217,12 +210,12 @@ def test_vllm_gets_copies_of_a_certificate_that_are_written_in_place(make, tmp_p
     swap(0)
     with subprocess.Popen(["/bin/sh", "-c", script, "vllm"], start_new_session=True) as process:
         try:
-            wait_for(lambda: (copies / "ca.crt").exists() and is_copied(0))
+            eventually(lambda: (copies / "ca.crt").exists() and is_copied(0), "the certificate is copied")
             before = {path.name: path.stat().st_ino for path in copies.iterdir()}
             assert {path.stat().st_mode & 0o077 for path in copies.iterdir()} == {0}
             for number in (1, 2):
                 swap(number)
-                wait_for(lambda number=number: is_copied(number))
+                eventually(lambda number=number: is_copied(number), "the new certificate is copied")
             assert {path.name: path.stat().st_ino for path in copies.iterdir()} == before
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -300,6 +293,7 @@ def test_tensorrt_reads_its_cache_transceiver_from_a_file_that_its_command_write
         assert config.get("disable_overlap_scheduler", False) is (container is prefill)
 
 
+@pytest.mark.system
 def test_the_written_file_is_what_the_variable_says(make, tmp_path):
     """Run the command as a shell does, with `cat` in the place of trtllm-serve."""
     container = container_of(make.decode_pool(engine=TENSORRT, model=MODEL))

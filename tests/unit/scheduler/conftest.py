@@ -17,13 +17,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.ports import free_ports
 from prfaas.wire.control import Counters, ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
 
-SCRAPE_MILLIS = 200
+SCRAPE_MILLIS = 500
 
 
 def make_table(**given) -> RoutingTable:
@@ -256,15 +257,15 @@ async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSes
     workers = {key: Worker() for key in keys}
     folder = tmp_path_factory.mktemp("prometheus")
     async with _exporting(workers) as port, scraping(binary, folder, _configuration(port, workers)) as url:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+
+        async def is_scraping() -> bool:
             with contextlib.suppress(aiohttp.ClientError, KeyError):
                 form = {"query": "count(prfaas_transfer_sent_bytes_total)"}
                 async with http.post(f"{url}/api/v1/query", data=form) as response:
                     result = (await response.json())["data"]["result"]
-                    if result and result[0]["value"][1] == str(len(keys)):
-                        break
-            await asyncio.sleep(0.1)
-        else:
-            pytest.fail(f"Prometheus does not scrape: {(folder / 'prometheus.log').read_text()[-2000:]}")
+                    return bool(result) and result[0]["value"][1] == str(len(keys))
+            return False
+
+        log = folder / "prometheus.log"
+        await eventually_async(is_scraping, lambda: f"Prometheus scrapes: {log.read_text()[-2000:]}", poll=0.1)
         yield Site(workers, url)

@@ -3,17 +3,17 @@ a silent one turns offload off at the next step, and without Prometheus the poli
 """
 
 import asyncio
-import time
 from dataclasses import dataclass
 
 import pytest
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.wire.routes import Threshold
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
 
 
 @dataclass
@@ -23,14 +23,12 @@ class Run:
     gateway: object
     loop: Loop
 
-    async def until(self, holds, seconds: float) -> float:
-        """Wait until the last update satisfies `holds`; return how long that took."""
-        started = time.monotonic()
-        while time.monotonic() - started < seconds:
-            if self.gateway.updates and holds(self.gateway.updates[-1]):
-                return time.monotonic() - started
-            await asyncio.sleep(0.05)
-        pytest.fail(f"after {seconds} s the last updates are {self.gateway.updates[-5:]}")
+    async def until(self, holds, seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until the last update satisfies `holds`."""
+        updates = self.gateway.updates
+        await eventually_async(
+            lambda: updates and holds(updates[-1]), lambda: f"the last updates are {updates[-5:]}", seconds
+        )
 
 
 async def offload_steadily(gateway):
@@ -39,6 +37,7 @@ async def offload_steadily(gateway):
         await asyncio.sleep(0.5)
 
 
+@pytest.mark.quiet
 async def test_a_cut_a_dead_link_and_a_dead_prometheus(site, http, gateway, table):
     one, *_ = in_eu = [worker for key, worker in site.workers.items() if key.startswith("eu/")]
     gateway.table = table(prometheus_url=site.prometheus_url, stale_after_seconds=4)
@@ -48,28 +47,29 @@ async def test_a_cut_a_dead_link_and_a_dead_prometheus(site, http, gateway, tabl
         run = Run(gateway, loop)
         try:
             one.move(mbps=24, backlogged_share=0.24)
-            await run.until(lambda u: u.tokens == 512 and u.offload_clusters == ("eu",), 15)
+            await run.until(lambda u: u.tokens == 512 and u.offload_clusters == ("eu",))
             await asyncio.sleep(5)  # the window is full of the wide link
             assert gateway.updates[-1].bandwidth == "Abundant"
 
             one.move(mbps=5, backlogged_share=1.0)
-            assert await run.until(lambda u: u.tokens >= 1024, 15) <= 9
+            await run.until(lambda u: u.tokens >= 1024, 9)
             assert gateway.updates[-1].bandwidth == "Scarce"
 
             for worker in in_eu:
                 worker.answers = False
-            assert await run.until(lambda u: u.offload_clusters == (), 10) <= 3
+            await run.until(lambda u: u.offload_clusters == (), 3)
             assert loop.report.conditions["LinkHealthy"][:2] == ("False", "NoSamples")
             one.move(mbps=0, backlogged_share=0)
             for worker in in_eu:
                 worker.answers = True
-            await run.until(lambda u: u.offload_clusters == ("eu",), 10)
-            await run.until(lambda u: u.tokens == 512, 40)
+            await run.until(lambda u: u.offload_clusters == ("eu",))
+            await run.until(lambda u: u.tokens == 512)
 
             gateway.table = table(prometheus_url="http://127.0.0.1:9", stale_after_seconds=4)
-            held = gateway.updates[-1].tokens
-            assert await run.until(lambda u: u.tokens == 1024, 10) >= 3
-            assert held == 512
+            before = len(gateway.updates)
+            await run.until(lambda u: u.tokens == 1024)
+            held = [update.tokens for update in gateway.updates[before:]].index(1024)
+            assert held >= 3, "the last measurement counts for 4 s, which is at least three more steps"
             assert gateway.updates[-1].offload_clusters == ("eu",), "blind is not dead"
             assert loop.report.conditions["MetricsFresh"][:2] == ("False", "PrometheusUnreachable")
             assert loop.report.conditions["LinkHealthy"].status == "True"
@@ -87,10 +87,11 @@ async def test_other_modes_still_report_the_link(site, http, gateway, table, mod
     gateway.table = table(prometheus_url=site.prometheus_url, threshold=threshold)
     async with gateway.listening(), GatewayClient(gateway.path) as client:
         loop = Loop(client, http, SchedulerMetrics())
-        deadline = time.monotonic() + 15
-        while not loop.report or (loop.report.figures["linkUtilisationPercent"] or 0) < 50:
-            assert time.monotonic() < deadline
+
+        async def is_half_used() -> bool:
             await loop.once()
-            await asyncio.sleep(0.2)
+            return (loop.report.figures["linkUtilisationPercent"] or 0) >= 50
+
+        await eventually_async(is_half_used, lambda: f"the link is used: {loop.report}", poll=0.2)
     assert {update.tokens for update in gateway.updates} == {1024}
     assert gateway.updates[-1].offload_clusters == offload

@@ -7,6 +7,7 @@ import asyncio
 import time
 
 import pytest
+from tests.waiting import eventually_async
 
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.errors import ConfigError
@@ -14,7 +15,9 @@ from prfaas_scheduler import observe
 from prfaas_scheduler.measure import Measurements, measure
 from prfaas_scheduler.prometheus import Prometheus
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+from .conftest import SCRAPE_MILLIS
+
+pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
 
 WINDOW_SECONDS = 3
 
@@ -26,14 +29,14 @@ def ask(site, http, table):
 
 
 async def until(ask, holds, what: str) -> Measurements:
-    deadline = time.monotonic() + 20
-    while True:
+    measured = None
+
+    async def asked() -> Measurements | None:
+        nonlocal measured
         measured = await ask()
-        if holds(measured):
-            return measured
-        if time.monotonic() > deadline:
-            pytest.fail(f"never {what}: {measured}")
-        await asyncio.sleep(0.2)
+        return measured if holds(measured) else None
+
+    return await eventually_async(asked, lambda: f"{what}: {measured}", poll=0.2)
 
 
 def about(measured: Measurements, **expected: float) -> bool:
@@ -80,7 +83,7 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     assert idle.samples["eu"].delivery_mbps is None
 
     one.answers = stranger.answers = False
-    await asyncio.sleep(1.0)  # five scrapes
+    await asyncio.sleep(5 * SCRAPE_MILLIS / 1000)
     assert "eu" in (await ask()).samples, "one instance still answers"
     other.answers = False
     dead = await until(ask, lambda m: "eu" not in m.samples, "without a sample of eu")
@@ -108,9 +111,14 @@ async def test_a_cache_that_was_refused_lately_is_told_with_its_reason(site, ask
 
 
 async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_question(ask):
-    times = {(await ask()).samples["eu"].sampled_at_seconds for _ in range(20)}
-    assert len(times) <= 10
-    first = min(times)
+    async def sampled_at() -> float:
+        return (await ask()).samples["eu"].sampled_at_seconds
+
+    async def is_the_same_twice() -> bool:
+        return await sampled_at() == await sampled_at()
+
+    await eventually_async(is_the_same_twice, "two questions between two scrapes get the same time")
+    first = await sampled_at()
     await until(ask, lambda m: m.samples["eu"].sampled_at_seconds > first, "newer")
 
 
@@ -152,15 +160,16 @@ async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_wai
     prometheus = Prometheus(http, site.prometheus_url, 5.0)
     for waiting, worker in enumerate(site.workers.values()):  # 0 + 1 of offload, 2 of decode, 3 of another policy
         worker.waiting = waiting
-    deadline = time.monotonic() + 60
-    while True:
+    figures = None
+
+    async def summary() -> dict | None:
+        nonlocal figures
         figures = await prometheus.vector(observe.query_of(table()))
         found = observe.summarise(observe.SummaryInputs((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z")
         waiting = {pool["name"]: pool["waitingPrefills"] for pool in found["pools"]}
-        if "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1}:
-            break
-        assert time.monotonic() < deadline, figures
-        await asyncio.sleep(0.2)
+        return found if "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1} else None
+
+    found = await eventually_async(summary, lambda: f"all is measured: {figures}", poll=0.2)
     assert found["outputMilliTokens"] == pytest.approx(75_000, rel=0.02)
     assert found["decodeStepMicros"] == pytest.approx(30_000, rel=0.02)
     assert found["decodeBatch"] == 8

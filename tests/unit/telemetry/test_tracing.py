@@ -6,12 +6,12 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from tests.waiting import eventually
 
 from prfaas.telemetry.otlp import OtlpTracer
 from prfaas.telemetry.tracing import OFF, Tracing, tracing_from_environment
@@ -52,13 +52,6 @@ def quick(monkeypatch):
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_TRACES_SAMPLER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_without_an_endpoint_gateway_and_front_import_nothing_of_it():
@@ -141,7 +134,7 @@ def test_a_collector_that_is_away_costs_one_line_until_it_is_back(caplog):
     def export() -> None:
         before = exporter.batches
         tracing.start("x", NO_TRACE).end()
-        until(lambda: exporter.batches > before)
+        eventually(lambda: exporter.batches > before, "another batch is exported")
 
     for _ in range(3):
         export()
@@ -158,7 +151,7 @@ def test_an_endpoint_where_nobody_listens_is_one_line_too(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     tracing = tracing_from_environment("s", {"prfaas.instance": ""})
     tracing.start("x", NO_TRACE).end()
-    until(lambda: "takes no spans" in caplog.text)
+    eventually(lambda: "takes no spans" in caplog.text, "the collector's silence is logged")
     tracing.start("x", NO_TRACE).end()
     tracing.close()
     assert [record.name for record in caplog.records] == ["prfaas.telemetry.otlp"]
