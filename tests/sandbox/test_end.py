@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from prfaas_sandbox.cache.entries import CACHE_VARIABLE, cache_folder
 from prfaas_sandbox.network import LINK
-from prfaas_sandbox.tools import CACHE_VARIABLE, cache_folder, ensure_tools
+from prfaas_sandbox.tools import ensure_tools
 
 pytestmark = pytest.mark.clusters
 

@@ -6,9 +6,9 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_sandbox import vllm
+from prfaas_sandbox.cache.entries import CACHE_VARIABLE, COMPLETE
 from prfaas_sandbox.network import HUB, join_pod, leave_pod
 from prfaas_sandbox.node import images
-from prfaas_sandbox.tools import CACHE_VARIABLE
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_vllm_is_the_one_of_its_own_environment_with_the_small_model(tmp_path: P
         images.content("vllm/vllm-openai:v0.32.0", tmp_path)
     folder = vllm.environment_folder()
     folder.mkdir()
-    (folder / vllm.COMPLETE).touch()
+    (folder / COMPLETE).touch()
     found = images.content("vllm/vllm-openai:v0.32.0", tmp_path)
     assert found.env["PATH"].split(":")[0] == f"{folder}/bin"
     (model,) = found.mounts

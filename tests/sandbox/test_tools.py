@@ -7,14 +7,13 @@ import pytest
 
 from prfaas.errors import BadInputError, ConfigError, PeerError
 from prfaas_sandbox import tools
+from prfaas_sandbox.cache.entries import CACHE_VARIABLE, cache_folder
 from prfaas_sandbox.cli import up
 from prfaas_sandbox.tools import (
-    CACHE_VARIABLE,
     MODULES,
     GoModule,
     Program,
     build_flags,
-    cache_folder,
     ensure_tools,
     pinned_version,
     required_go,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess
-from prfaas_sandbox.processes import Command, run
+from prfaas_sandbox.cache.entries import ensure_folder
+from prfaas_sandbox.cache.install import make_environment
 from prfaas_sandbox.progress import OnProgress
-from prfaas_sandbox.tools import cache_folder, find_uv, locked
 
 LOCK = Path(__file__).with_name("dynamo.lock.txt")
 START_SECONDS = 120.0
@@ -28,23 +28,12 @@ PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plan
 def ensure_dynamo(report: OnProgress) -> Path:
     """Return the interpreter of an environment with Dynamo, which is installed if needed (450 MB)."""
     stamp = hashlib.sha256(sys.version.encode() + LOCK.read_bytes()).hexdigest()[:12]
-    folder = cache_folder() / f"dynamo-{stamp}"
-    python, complete = folder / "bin" / "python", folder / ".complete"
-    with locked(report):
-        if not complete.exists():
-            report("Dynamo is installed for tests: 450 MB on disk")
-            asyncio.run(_install(folder, python))
-            complete.touch()
-    return python
 
+    def make(folder: Path) -> None:
+        report("Dynamo is installed for tests: 450 MB on disk")
+        asyncio.run(make_environment(folder, LOCK, "the environment of Dynamo", report))
 
-async def _install(folder: Path, python: Path) -> None:
-    uv = find_uv()
-    assert uv is not None, "run `make setup`"
-    await run(Command([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, folder]))
-    await run(
-        Command([uv, "pip", "sync", "--quiet", "--python", python, "--require-hashes", LOCK], timeout_seconds=600)
-    )
+    return ensure_folder(f"dynamo-{stamp}", make, report) / "bin" / "python"
 
 
 class Frontend:

@@ -14,13 +14,13 @@ from pathlib import Path
 import yaml
 
 from prfaas.errors import PeerError
+from prfaas_sandbox.cache.entries import cache_folder
 from prfaas_sandbox.kind.docker import QUICK_SECONDS, docker, inspect, remove_all, succeeds
 from prfaas_sandbox.kind.images import NodeImage
 from prfaas_sandbox.kind.layout import KindCluster, Layout
 from prfaas_sandbox.network import lose, token_bucket
 from prfaas_sandbox.processes import Command, run
 from prfaas_sandbox.progress import OnProgress, ticking
-from prfaas_sandbox.tools import cache_folder
 
 CREATE_TIMEOUT_SECONDS = 1200.0
 READY_SECONDS = 240

@@ -16,21 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas_sandbox.cache.entries import cache_folder
 from prfaas_sandbox.environment import Images
 from prfaas_sandbox.kind.docker import INSTALL_ADVICE, docker, free_bytes, has_image, inspect, succeeds
 from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.processes import Command, run, run_logged
 from prfaas_sandbox.progress import OnProgress, ticking
-from prfaas_sandbox.tools import (
-    COREDNS,
-    KIND,
-    NODE,
-    PROMETHEUS,
-    cache_folder,
-    ensure_modules,
-    module_folder,
-    pinned_version,
-)
+from prfaas_sandbox.tools import COREDNS, KIND, NODE, PROMETHEUS, ensure_modules, module_folder, pinned_version
 
 BUILD_TIMEOUT_SECONDS = 1800.0
 PULL_TIMEOUT_SECONDS = 900.0
