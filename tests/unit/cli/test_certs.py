@@ -95,6 +95,7 @@ def test_an_output_format_that_does_not_exist_is_a_usage_error():
     assert "'yaml' is not one of 'text', 'json'" in ended.stderr
 
 
+@pytest.mark.system
 def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
     page = (Path(__file__).parents[3] / "docs/tls.md").read_text()
     lines = [line.strip() for line in page.splitlines() if line.startswith(("    prfaas certs", "    cp ", "    cat "))]

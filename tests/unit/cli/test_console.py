@@ -12,6 +12,8 @@ from importlib.metadata import version
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 NEEDED = {
     "gateway": ["--routes-file", "/absent/routes.json"],
     "operator": ["--namespace", "prfaas"],

@@ -105,6 +105,7 @@ def test_benchmarks_are_listed_and_an_unknown_one_names_them(monkeypatch, tmp_pa
     assert (outside.returncode, "run from a checkout" in outside.stderr) == (1, True)
 
 
+@pytest.mark.system
 def test_a_call_imports_only_the_subcommand_that_it_names():
     """The others cost a second of imports, which each call in a shell loop would pay."""
     code = "import sys; from prfaas.cli import main; sys.argv[1:] = ['crds', '--help']; main.main()"
@@ -116,6 +117,7 @@ def test_a_call_imports_only_the_subcommand_that_it_names():
     assert ended.stdout.splitlines()[-1] == "prfaas.cli.crds prfaas.cli.main"
 
 
+@pytest.mark.system
 def test_further_arguments_reach_the_benchmark():
     command = [sys.executable, "-m", "prfaas.cli.main", "bench", "worker", "--nope", "somewhere"]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)

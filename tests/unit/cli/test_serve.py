@@ -186,6 +186,7 @@ def test_a_wrong_flag_is_refused_by_name_value_and_fix(flags, words):
     assert words in f"{ended.output} {ended.exception}"
 
 
+@pytest.mark.system
 def test_a_process_that_dies_is_named_with_its_last_words(tmp_path):
     program = "import sys; print('step 1'); sys.exit('the model is damaged')"
     child = ChildProcess("the worker", [sys.executable, "-c", program], tmp_path / "worker.log")
@@ -194,6 +195,7 @@ def test_a_process_that_dies_is_named_with_its_last_words(tmp_path):
     child.stop(60)
 
 
+@pytest.mark.system
 def test_a_process_that_does_not_end_is_killed(tmp_path):
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
     log = tmp_path / "worker.log"

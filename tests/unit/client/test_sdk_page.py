@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.system
+
 PAGE = Path(__file__).parents[3] / "docs" / "sdk.md"
 ADDRESS = "http://gateway:8080"
 

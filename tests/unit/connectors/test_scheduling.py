@@ -269,6 +269,7 @@ def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is
             require_supported(version)
 
 
+@pytest.mark.system
 def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
     """Its sentence would else be that of a failed import."""
     (tmp_path / "vllm").mkdir()

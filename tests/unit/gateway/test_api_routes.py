@@ -191,6 +191,7 @@ async def test_other_methods_and_paths_of_these_apis_are_refused_as_an_engine_wo
     assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("path", BODIES)
 async def test_a_conversation_goes_where_its_last_turn_went(world, path):
     await start(world, "vllm-nixl", "d0", "d1", tokens=100_000)

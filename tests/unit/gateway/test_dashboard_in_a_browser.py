@@ -17,7 +17,10 @@ from prfaas.wire import headers
 from prfaas.wire.control import LinkReport, ThresholdUpdate
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH; `make browser` installs it")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH; `make browser` installs it"),
+]
 PATIENCE_MS = 60_000
 KEY = "sk-team-a-0123456789abcdef"
 HOSTILE = "<img src=x onerror=alert(1)>"

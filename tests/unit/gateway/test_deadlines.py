@@ -11,6 +11,8 @@ from aiohttp import web
 from prfaas.wire.headers import DEADLINE_SECONDS
 from prfaas_gateway.limits import Limits
 
+pytestmark = pytest.mark.system
+
 SOON = {DEADLINE_SECONDS: "1"}
 
 

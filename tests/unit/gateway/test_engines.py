@@ -205,6 +205,7 @@ async def test_a_request_that_prefill_refuses_is_refused(world, start, engine):
     assert (got.status, got.json["error"]["code"]) == (400, "context_length_exceeded")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("engine", ["sglang", "vllm-mooncake"])
 async def test_a_client_that_leaves_aborts_both_legs(world, start, engine):
     pair = await start(engine)
@@ -225,6 +226,7 @@ async def test_a_client_that_leaves_aborts_both_legs(world, start, engine):
     await pair.decode.wait_aborted()
 
 
+@pytest.mark.system
 async def test_a_prefill_that_fails_after_the_stream_began_ends_the_stream_with_an_error(world, start):
     pair = await start("sglang")
     begun = asyncio.Event()

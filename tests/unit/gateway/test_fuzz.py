@@ -26,6 +26,8 @@ from prfaas_gateway.limits import Limits
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import serving
 
+pytestmark = pytest.mark.system
+
 GOOD = b'{"model":"m","prompt":"x"}'
 PATHS = ["/v1/completions", "/v1/chat/completions"]
 LIMITS = Limits(request_bytes=50_000, idle_seconds=2.0, drain_lead_seconds=0.0)

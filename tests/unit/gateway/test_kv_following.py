@@ -17,6 +17,8 @@ from prfaas_gateway.kv import manager
 
 from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until_metric
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(autouse=True)
 def quick_pauses(monkeypatch):

@@ -24,6 +24,8 @@ from .caches import until_metric
 from .conftest import Worker, World
 from .publisher import CLEARED, PORT, Engine, Publisher, Sglang, SglangMaps, Vllm, VllmMaps, next_host, pack
 
+pytestmark = pytest.mark.system
+
 BATCHES = "prfaas_gateway_kv_batches_total"
 MINE = [n * 7 % 50_000 for n in range(960)]
 THEIRS = [n * 11 % 50_000 + 1 for n in range(960)]

@@ -72,6 +72,7 @@ async def ranked(world) -> AsyncIterator[Ranked]:
         await asyncio.to_thread(one.close)
 
 
+@pytest.mark.system
 async def test_a_prompt_goes_to_the_rank_that_has_its_blocks(ranked):
     await ranked.start()
     engine = Vllm()
@@ -93,6 +94,7 @@ async def test_prompts_that_nobody_has_spread_over_the_ranks_of_an_idle_instance
     assert {rank for name, rank in served if name == "d0"} == {"0", "1", "2"}
 
 
+@pytest.mark.system
 async def test_a_hot_prefix_spreads_over_ranks_as_over_instances(ranked):
     await ranked.start()
     engine = Vllm()

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from tests.waiting import eventually_async
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
@@ -25,6 +25,8 @@ from prfaas_gateway.kv.tokenizer import may_tokenize, question_of, wait_seconds
 from .caches import until_metric
 from .conftest import Worker, World, answer
 from .publisher import Publisher, next_host
+
+pytestmark = pytest.mark.system
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_vllm.json").read_text())["steps"]
 TEXTS = [one for one in RECORDED if one["body"] is not None]
@@ -154,7 +156,7 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
         return vllms.recorded(question)
 
     vllms.tokenize = slow
-    await vllms.ask(step["path"], step["body"])  # comes back although the engine has not answered
+    await asyncio.wait_for(vllms.ask(step["path"], step["body"]), PATIENCE_SECONDS)  # the engine has not answered
     assert not answered.is_set()
     assert await vllms.answers("late") == 1
     await vllms.ask(step["path"], step["body"])

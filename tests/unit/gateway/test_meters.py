@@ -143,6 +143,7 @@ async def test_long_prompts_use_up_tokens(world, keys, long):
     assert answers[2].json["error"]["type"] == "tokens"
 
 
+@pytest.mark.system
 async def test_places_in_flight_come_back_when_a_client_leaves(world, keys, short):
     await world.start("d0", keys_dir=keys(maxInFlight=1))
     here, serve = asyncio.Event(), world.workers["d0"].reply

@@ -66,6 +66,7 @@ def test_a_second_parse_by_a_decoder_that_a_function_makes_is_seen(decoded):
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x" * 4096}], "tools": [{"type": "function"}], "n": 1}
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", body_of("one")), ("/v1/chat/completions", json.dumps(CHAT).encode())]
 )

@@ -18,6 +18,8 @@ from tests.waiting import PATIENCE_SECONDS, NotInTime, assert_prompt, eventually
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.server import KEPT_SECONDS
 
+pytestmark = pytest.mark.system
+
 RSS_LIMIT_BYTES = 100 * 1000 * 1000
 
 

@@ -6,12 +6,15 @@ import io
 import json
 
 import aiohttp
+import pytest
 from aiohttp import web
 from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.wire import headers
 from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
+
+pytestmark = pytest.mark.system
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

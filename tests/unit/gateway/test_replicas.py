@@ -17,6 +17,8 @@ from prfaas.wire import headers
 from .caches import CONTENT_TYPE, QUICK, body_of, hello, holding, start, telling, until_metric
 from .conftest import World, answer
 
+pytestmark = pytest.mark.system
+
 PAIRS = "prfaas_gateway_kv_byte_blocks"
 FOLLOWED = 'prfaas_gateway_kv_instances{state="followed"}'
 

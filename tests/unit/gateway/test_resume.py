@@ -114,6 +114,7 @@ async def test_an_engine_of_others_is_not_asked_to_go_on(world):
     assert not world.workers["d1"].seen
 
 
+@pytest.mark.system
 async def test_a_worker_that_falls_silent_is_left_for_another(world):
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 2, "stalls")
@@ -138,6 +139,7 @@ async def test_a_stream_goes_on_when_the_second_worker_dies_too_and_the_first_is
     assert await world.metric("prfaas_gateway_resumes_total") == legs - 1 >= 2
 
 
+@pytest.mark.system
 async def test_a_stream_waits_for_an_instance_that_comes_back(world):
     await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20))
     worker, port = world.workers["d0"], world.workers["d0"].port
@@ -225,6 +227,7 @@ async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monke
     assert await world.metric("prfaas_gateway_retries_refused_total") == 1
 
 
+@pytest.mark.system
 async def test_a_client_that_leaves_aborts_the_worker_that_went_on(world):
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 3)

@@ -17,6 +17,8 @@ from prfaas_scheduler.gateway import GatewayClient
 from .caches import QUICK, hello, start, telling, until_metric
 from .conftest import answer, prompt
 
+pytestmark = pytest.mark.system
+
 FOLLOWED = 'prfaas_gateway_kv_instances{state="followed"}'
 
 

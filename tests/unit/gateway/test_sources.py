@@ -18,6 +18,8 @@ from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import serving
 from prfaas_gateway.table import follow_configmap, follow_file, read_configmap, read_file
 
+pytestmark = pytest.mark.system
+
 TABLE = RoutingTable(
     policy="p",
     namespace="n",

@@ -119,6 +119,7 @@ def test_time_and_requests_save_up_no_more_than_the_bound():
     assert sum(budget.take(1e6) for _ in range(5000)) == SAVED_RETRIES
 
 
+@pytest.mark.system
 async def test_what_moves_goes_on_and_what_stands_still_ends():
     async with StallTimer(0.02) as timer:
         timer.moved(60)
@@ -128,6 +129,7 @@ async def test_what_moves_goes_on_and_what_stands_still_ends():
             await asyncio.Event().wait()
 
 
+@pytest.mark.system
 async def test_a_watch_that_is_left_ends_nothing_later():
     async with StallTimer(0.01):
         pass

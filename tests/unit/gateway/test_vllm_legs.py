@@ -14,6 +14,8 @@ from prfaas.wire.routes import EngineName
 
 from .conftest import answer
 
+pytestmark = pytest.mark.system
+
 ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "min_tokens": 2, "temperature": 0.25}
 PATH = "/v1/completions"
 

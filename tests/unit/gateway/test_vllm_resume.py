@@ -328,6 +328,7 @@ async def test_after_the_last_token_nothing_is_computed_again(world):
         assert len(reply.asked) == 1
 
 
+@pytest.mark.system
 async def test_the_gateway_ends_a_leg_whose_stop_string_it_found(world):
     asked = REQUESTS["stopped"]
     await start(world)

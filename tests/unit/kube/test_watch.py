@@ -13,6 +13,8 @@ from prfaas.kube.session import CONFIG_MAP
 from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch
 from prfaas.util import Backoff
 
+pytestmark = pytest.mark.system
+
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 DAMAGED_EVENTS = [
     b"not json\n",

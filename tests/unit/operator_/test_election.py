@@ -8,6 +8,8 @@ from tests.waiting import PATIENCE_SECONDS, eventually_async
 from prfaas.errors import ConfigError
 from prfaas_operator import election
 
+pytestmark = pytest.mark.system
+
 
 class Session:
     """An API server with one Lease; `fails` is raised instead of every answer."""

@@ -33,6 +33,7 @@ async def test_a_bug_is_an_end():
         await handlers.follow(operate, asyncio.Event())
 
 
+@pytest.mark.system
 async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(handlers, "SERVED_POLL_SECONDS", 0.01)
     asked, term = 0, asyncio.Event()

@@ -122,6 +122,6 @@ async def test_an_object_made_again_under_its_name_keeps_its_waker(hub):
     hub.queue.forget(REF, "u")
     hub.queue.wake(REF)
     assert waker is old
-    assert await waker.wait(600)
+    assert await waker.wait(120)
     hub.queue.forget(REF, "u2")
     assert hub.queue.depth() == 0

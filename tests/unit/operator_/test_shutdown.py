@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 SCRIPT = """
 import asyncio, logging, sys
 from prfaas_operator import election

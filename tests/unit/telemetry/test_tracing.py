@@ -54,6 +54,7 @@ def quick(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
 
 
+@pytest.mark.system
 def test_without_an_endpoint_gateway_and_front_import_nothing_of_it():
     ran = subprocess.run([sys.executable, "-c", UNTRACED], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -126,6 +127,7 @@ def test_a_collector_that_hangs_holds_nobody_up_and_the_queue_has_an_end(monkeyp
     assert 100 <= len(exporter.spans) <= 150, "what the queue had room for, and the batch that hung"
 
 
+@pytest.mark.system
 def test_a_collector_that_is_away_costs_one_line_until_it_is_back(caplog):
     caplog.set_level(logging.INFO)
     exporter = Exporter(takes=lambda: False)
@@ -146,6 +148,7 @@ def test_a_collector_that_is_away_costs_one_line_until_it_is_back(caplog):
     assert "takes no spans" in caplog.records[0].message
 
 
+@pytest.mark.system
 def test_an_endpoint_where_nobody_listens_is_one_line_too(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
