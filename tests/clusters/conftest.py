@@ -1,18 +1,18 @@
 """Real control planes for the tests of this folder: `hub`, and `member` for what spans two clusters.
 
-Each is one etcd, API server and controller manager on loopback, started on first use, and once for all processes of a
-run. So files may meet in it: each has namespaces of its own, and one that changes what a whole cluster shares, such as
-a CRD, starts a cluster of its own. There is no node and no scheduler; a test that wants a pod's status writes it.
+Each is one etcd, API server and controller manager on loopback, started on first use, once for all processes of a run,
+and kept by a process of its own (keeper.py). So files may meet in it: each has namespaces of its own, and one that
+changes what a whole cluster shares, such as a CRD, starts a cluster of its own. There is no node and no scheduler; a
+test that wants a pod's status writes it.
 """
 
 import asyncio
 import fcntl
 import os
 import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -22,9 +22,12 @@ import pytest
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.tools import Tools, ensure_tools
 
+from ..waiting import eventually
+from .keeper import locked, shown_path, start_lock, use_lock
 from .reader import Reader
 
 CRDS = Path(__file__).parents[2] / "crds"
+KEEPER = Path(__file__).with_name("keeper.py")
 KUBECTL_TIMEOUT_SECONDS = 90
 
 
@@ -50,10 +53,13 @@ class Cluster:
         return done.stdout
 
     def install_crds(self) -> None:
-        """Have our custom resources served; several files may ask for that at once."""
+        """Have our custom resources served; many files ask for that, some at once."""
+        installed = self.kubeconfig.with_name("crds.installed")
         with locked(self.kubeconfig.with_name("crds.lock")):
-            self.kubectl("apply", "--server-side", "-f", str(CRDS))
-            self.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=60s")
+            if not installed.exists():
+                self.kubectl("apply", "--server-side", "-f", str(CRDS))
+                self.kubectl("wait", "--for=condition=Established", "-f", str(CRDS), "--timeout=60s")
+                installed.touch()
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +68,9 @@ def tools() -> Tools:
 
 
 class Planes:
-    """Starts control planes in this process, and ends them.
+    """Starts control planes of this process, and finds or starts those that all processes of a run share.
 
-    A plane that processes of pytest-xdist share belongs to the one that needed it first. Each that uses it holds a lock
-    on it, and the owner ends it when it holds the lock alone.
+    A process that uses a shared one holds a lock on it. Its keeper (keeper.py) ends it when no process does.
     """
 
     def __init__(self, tools: Tools):
@@ -73,7 +78,7 @@ class Planes:
         # A loop of its own: planes outlive the loops that pytest-asyncio makes for tests.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._started: list[AbstractAsyncContextManager[ControlPlane]] = []
-        self._owned: list[Path] = []
+        self._keepers: list[subprocess.Popen[bytes]] = []
         self._used: list[TextIO] = []
         self._readers: list[Reader] = []
 
@@ -87,52 +92,47 @@ class Planes:
     def share(self, name: str, folder: Path) -> Cluster:
         """Return the plane that is kept in a folder, started when it is not there."""
         folder.mkdir(exist_ok=True)
-        shown = folder / "kubeconfig.path"
-        with locked(folder / "start.lock"):
-            use = (folder / "use.lock").open("a")
+        with locked(start_lock(folder)):
+            use = use_lock(folder).open("a")
             fcntl.flock(use, fcntl.LOCK_SH)
             self._used.append(use)
-            if shown.exists():
-                kubeconfig = Path(shown.read_text())
-                return self._seen(name, kubeconfig)
-            found = self.start(name, Path(tempfile.mkdtemp(dir=folder)))
-            shown.write_text(str(found.kubeconfig))
-            self._owned.append(folder)
-            return found
+            if not shown_path(folder).exists():
+                self._keepers.append(start_keeper(name, folder))
+            return self._seen(name, Path(shown_path(folder).read_text()))
 
     def _seen(self, name: str, kubeconfig: Path) -> Cluster:
         self._readers.append(Reader(kubeconfig))
         return Cluster(name, kubeconfig, self._tools, self._readers[-1])
 
     def end(self) -> None:
-        """Let go of what is shared; end what was started here once nobody else uses it."""
+        """End what was started here, and let go of what is shared; wait for the end of what this process began."""
         for reader in self._readers:
             reader.close()
         for use in self._used:
             use.close()
-        for folder in self._owned:
-            while not self._is_given_up(folder):
-                time.sleep(0.2)
         for context in self._started:
             self._runner.run(context.__aexit__(None, None, None))
         self._runner.close()
-
-    def _is_given_up(self, folder: Path) -> bool:
-        """Return whether nobody uses a plane of ours; from then on nobody finds it."""
-        with locked(folder / "start.lock"), (folder / "use.lock").open("a") as use:
-            try:
-                fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            (folder / "kubeconfig.path").unlink()
-            return True
+        for keeper in self._keepers:
+            keeper.wait()
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def start_keeper(name: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the keeper of a plane, and wait until the plane is ready."""
+    log = folder / "keeper.log"
+    command = [sys.executable, KEEPER, name, folder]
+    with log.open("wb") as output:
+        # Whoever ends this process and its group does not end the plane of all others.
+        keeper = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+    def is_shown() -> bool:
+        assert keeper.poll() is None, f"the keeper of {name} ended: {log.read_text()}"
+        return shown_path(folder).exists()
+
+    eventually(is_shown, f"the control plane {name} is ready")
+    return keeper
 
 
 @pytest.fixture(scope="session")

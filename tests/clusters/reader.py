@@ -80,6 +80,9 @@ class Reader:
         query = "fieldValidation=Strict" + ("&dryRun=All" if is_dry_run else "")
         return self._request("POST", f"{_path(kind, namespace)}?{query}", body)
 
+    def create_namespace(self, name: str) -> None:
+        self._request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+
     def apply(self, namespace: str, body: Object, *, is_dry_run: bool = False) -> None:
         """Make an object be as `body` says, and take what others say of these fields.
 
@@ -93,6 +96,18 @@ class Reader:
         """Merge `body` into an object, as `manager`."""
         path = f"{_path(self._kind(name_of_kind), namespace)}/{name}?fieldManager={quote(manager)}"
         self._request("PATCH", path, body)
+
+    def scale(self, namespace: str, name_of_kind: str, name: str, replicas: int) -> None:
+        """Set an object's replicas as `kubectl scale` does; raises `UnansweredError` where the server refuses it."""
+        path = f"{_path(self._kind(name_of_kind), namespace)}/{quote(name)}/scale?fieldManager=kubectl"
+        self._request("PATCH", path, {"spec": {"replicas": replicas}})
+
+    def delete(self, namespace: str, name_of_kind: str, name: str) -> Object | None:
+        """Delete an object and return it as it was last; None where there is none. Some take their time to go."""
+        path = f"{_path(self._kind(name_of_kind), namespace)}/{quote(name)}"
+        if found := self._request("GET", path):
+            self._request("DELETE", f"{path}?propagationPolicy=Background")
+        return found
 
     def patch_status(self, namespace: str, name_of_kind: str, name: str, status: Object) -> Object | None:
         """Merge a status into an object's; return None where there is none."""
@@ -110,6 +125,18 @@ class Reader:
         if made is None:
             raise UnansweredError(f"no ServiceAccount {account}")
         return made["status"]["token"]
+
+    def may(self, user: str, attributes: Object) -> bool:
+        """Return whether the server lets a user do something, by the attributes of a SubjectAccessReview."""
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": user, "resourceAttributes": attributes},
+        }
+        answer = self._request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+        if answer is None:
+            raise UnansweredError("no reviews of access")
+        return answer["status"]["allowed"]
 
     def _kind(self, name: str) -> Kind:
         for is_fresh in (False, True):

@@ -145,13 +145,8 @@ def test_the_question_can_be_answered_with_yes(installed, account, can):
 
 def may(installed: Installed, account: str, namespace: str, question: str) -> bool:
     """Ask the API server whether the operator's account of one namespace may do something in another."""
-    spec = {
-        "user": f"system:serviceaccount:{account}:prfaas-operator",
-        "resourceAttributes": attributes(question) | {"namespace": namespace},
-    }
-    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
-    answer = installed.kubectl("create", "-o", "json", "-f", "-", stdin=json.dumps(review))
-    return json.loads(answer)["status"]["allowed"]
+    user = f"system:serviceaccount:{account}:prfaas-operator"
+    return installed.cluster.reader.may(user, attributes(question) | {"namespace": namespace})
 
 
 def attributes(question: str) -> dict[str, str]:

@@ -1,14 +1,11 @@
 """Proves on a real API server what a PrefillPool with shareWith may say, and that it cannot begin or stop to share."""
 
-import json
-import subprocess
-from pathlib import Path
-
 import pytest
+
+from .reader import RefusedError
 
 pytestmark = pytest.mark.clusters
 
-ROOT = Path(__file__).parents[2]
 MODEL = {"name": "m", "source": "builtin:m"}
 
 
@@ -21,15 +18,15 @@ def place(hub):
     hub.kubectl("delete", "namespace", "crds-sharing", "--wait=false")
 
 
-def apply(place, name: str, **spec) -> str:
+def apply(place, name: str, **spec) -> None:
     body = {"apiVersion": "prfaas.io/v1alpha1", "kind": "PrefillPool", "metadata": {"name": name}, "spec": spec}
-    return place.kubectl("-n", "crds-sharing", "apply", "--server-side", "-f", "-", stdin=json.dumps(body))
+    place.reader.apply("crds-sharing", body)
 
 
 def refusal(place, name: str, **spec) -> str:
-    with pytest.raises(subprocess.CalledProcessError) as refused:
+    with pytest.raises(RefusedError) as refused:
         apply(place, name, **spec)
-    return refused.value.stderr
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from prfaas.processes import ends_with_us
 from ..reader import Reader, UnansweredError
 
 ROOT = Path(__file__).resolve().parents[3]
+ANY_NAMESPACE = "namespace-of-a-test"
 CHILDREN = "app.kubernetes.io/managed-by=prfaas-operator"
 CHILD_KINDS = (
     "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
@@ -83,6 +85,33 @@ class Namespace:
 
     def patch(self, kind: str, name: str, change: dict[str, Any], manager: str = "tests") -> None:
         self.cluster.reader.patch(self.name, kind, name, change, manager)
+
+    def scale(self, kind: str, name: str, replicas: int) -> None:
+        self.cluster.reader.scale(self.name, kind, name, replicas)
+
+    def delete(self, kind: str, *names: str, wait: bool = True) -> None:
+        """Delete objects of a kind, and wait until they are gone, unless `wait` is false."""
+        gone = [self.cluster.reader.delete(self.name, kind, name) for name in names]
+        assert all(gone), f"there are no {kind} {' '.join(names)}"
+        if wait:
+            self._wait_gone([(kind, each) for each in gone if each])
+
+    def delete_all(self, kinds: str) -> None:
+        """Delete all objects of some kinds, and wait until they are gone."""
+        found = [(each["kind"].lower(), each) for each in self.cluster.reader.list_all(self.name, kinds)]
+        for kind, each in found:
+            self.cluster.reader.delete(self.name, kind, each["metadata"]["name"])
+        self._wait_gone(found)
+
+    def _wait_gone(self, objects: list[tuple[str, dict[str, Any]]]) -> None:
+        for kind, old in objects:
+            name, uid = old["metadata"]["name"], old["metadata"]["uid"]
+
+            def is_gone(kind: str = kind, name: str = name, uid: str = uid) -> bool:
+                found = self.cluster.reader.get(self.name, kind, name)
+                return found is None or found["metadata"]["uid"] != uid
+
+            eventually(is_gone, f"{kind} {name} is gone")
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self.find(kind, name) or json.loads(self.kubectl("get", kind, name, "-o", "json"))
@@ -301,11 +330,21 @@ def hub_tap(hub: Cluster) -> Iterator[Tap]:
     yield from tapped(hub)
 
 
-def render(tools: Any, chart: str, namespace: str, *templates: str) -> str:
-    """Return manifests of a chart as Helm renders them."""
-    command = [tools["helm"], "template", "prfaas", ROOT / "charts" / chart, "-n", namespace]
-    command += [word for template in templates for word in ("--show-only", f"templates/{template}")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+@pytest.fixture(scope="session")
+def rendered(tools: Any) -> Callable[..., list[dict[str, Any]]]:
+    """Return how to get objects of a chart as Helm renders them, once for all namespaces."""
+
+    @cache
+    def render(chart: str, *templates: str) -> str:
+        command = [tools["helm"], "template", "prfaas", ROOT / "charts" / chart, "-n", ANY_NAMESPACE]
+        command += [word for template in templates for word in ("--show-only", f"templates/{template}")]
+        return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+
+    def objects(chart: str, namespace: str, *templates: str) -> list[dict[str, Any]]:
+        text = render(chart, *templates).replace(ANY_NAMESPACE, namespace)
+        return [body for body in yaml.load_all(text, yaml.CSafeLoader) if body]
+
+    return objects
 
 
 def operator_kubeconfig(hub: Namespace, path: Path) -> Path:
@@ -340,15 +379,17 @@ def start_operator(
 
 
 @pytest.fixture(scope="module")
-def ground(hub: Cluster, member: Cluster, tools: Any, request: pytest.FixtureRequest) -> World:
+def ground(
+    hub: Cluster, member: Cluster, rendered: Callable[..., list[dict[str, Any]]], request: pytest.FixtureRequest
+) -> World:
     """Both namespaces as the charts leave them, without an operator."""
     name = request.module.__name__.rsplit(".", 1)[-1].removeprefix("test_").replace("_", "-")
     here, there = Namespace(hub, f"{name}-hub"), Namespace(member, f"{name}-member")
     for place in (here, there):
-        place.cluster.kubectl("create", "namespace", place.name)
+        place.cluster.reader.create_namespace(place.name)
     hub.install_crds()
-    here.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas", here.name, "rbac.yaml"))
-    there.kubectl("apply", "-f", "-", stdin=render(tools, "prfaas-member", there.name))
+    here.apply(*rendered("prfaas", here.name, "rbac.yaml"))
+    there.apply(*rendered("prfaas-member", there.name))
     return World(here, there, Path(os.devnull), 0)
 
 

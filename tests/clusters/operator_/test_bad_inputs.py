@@ -65,7 +65,7 @@ def test_a_kubeconfig_that_cannot_be_read_is_refused_and_a_good_one_heals(joined
     told(joined, "pmc", "odd", "KubeconfigRefused")
     joined.hub.apply(joined.secret("odd", joined.kubeconfig()))
     joined.hub.wait_reason("pmc", "odd", "AllReady")
-    joined.hub.kubectl("delete", "pmc", "odd", "--timeout=60s")
+    joined.hub.delete("pmc", "odd")
 
 
 def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_both(joined):
@@ -82,14 +82,14 @@ def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_
         joined.pool("PrefillPool", "guests", clusterName="guest", replicas=0),
     )
     joined.hub.wait_reason("pfpool", "guests", "AllReady")
-    joined.member.kubectl("delete", "serviceaccount", "guest")
+    joined.member.delete("serviceaccount", "guest")
     told(joined, "pmc", "guest", "Unauthorized")
     told(joined, "pfpool", "guests", "Unauthorized")
     joined.hub.apply(joined.secret("guest", joined.kubeconfig()))
     joined.hub.wait_reason("pmc", "guest", "AllReady")
     joined.hub.wait_reason("pfpool", "guests", "AllReady")
-    joined.hub.kubectl("delete", "pfpool", "guests", "--timeout=60s")
-    joined.hub.kubectl("delete", "pmc", "guest", "--timeout=60s")
+    joined.hub.delete("pfpool", "guests")
+    joined.hub.delete("pmc", "guest")
 
 
 def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
@@ -102,11 +102,11 @@ def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
     assert "exceeded quota: gpus, requested: requests.nvidia.com/gpu=1" in told(
         joined, "pfpool", "greedy", "QuotaExceeded"
     )
-    joined.member.kubectl("delete", "resourcequota", "gpus")
+    joined.member.delete("resourcequota", "gpus")
     joined.hub.wait_reason("pfpool", "greedy", "InstancesNotReady")
     joined.member.ready_up("greedy", "10.6.0")
     joined.hub.wait_reason("pfpool", "greedy", "AllReady")
-    joined.hub.kubectl("delete", "pfpool", "greedy", "--timeout=60s")
+    joined.hub.delete("pfpool", "greedy")
 
 
 def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
@@ -121,7 +121,7 @@ def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
     joined.hub.wait_reason("pfpool", "homeless", "InstancesNotReady")
     joined.hub.ready_up("homeless", "10.6.1")
     joined.hub.wait_reason("pfpool", "homeless", "AllReady")
-    joined.hub.kubectl("delete", "pfpool", "homeless", "--wait=false")
+    joined.hub.delete("pfpool", "homeless", wait=False)
     # Only a kubelet ends a pod that has a node, and this node has none.
     joined.hub.kubectl("delete", "pods", "-l", "prfaas.io/pool=homeless", "--force", "--grace-period=0")
     joined.hub.kubectl("wait", "--for=delete", "pfpool/homeless", "--timeout=60s")
@@ -143,7 +143,7 @@ def test_an_image_that_cannot_be_pulled_is_told_and_a_better_one_heals(joined):
     fresh = joined.eventually(lambda: [one for one in joined.hub.pods("typo") if one != pod], "a pod of the new image")
     joined.hub.set_pod(fresh[0], address="10.6.2.1")
     joined.hub.wait_reason("dcpool", "typo", "AllReady")
-    joined.hub.kubectl("delete", "dcpool", "typo", "--timeout=60s")
+    joined.hub.delete("dcpool", "typo")
 
 
 def test_a_pool_that_would_read_the_operators_secrets_gets_no_instance_and_another_template_heals(joined):
@@ -156,13 +156,13 @@ def test_a_pool_that_would_read_the_operators_secrets_gets_no_instance_and_anoth
     joined.hub.ready_up("thief", "10.6.3")
     joined.hub.wait_reason("dcpool", "thief", "AllReady")
     harmful = {"env": [{"name": "E", "valueFrom": {"secretKeyRef": {"name": "prfaas-ca", "key": "tls.key"}}}]}
-    joined.hub.kubectl("patch", "dcpool", "thief", "--type=merge", "-p", json.dumps({"spec": {"template": harmful}}))
+    joined.hub.patch("dcpool", "thief", {"spec": {"template": harmful}})
     told(joined, "dcpool", "thief", "ForbiddenSecret")
     worker = joined.hub.get("deployment", "thief")["spec"]["template"]["spec"]["containers"][0]
     assert "tls.key" not in json.dumps(worker)
-    joined.hub.kubectl("delete", "dcpool", "thief", "burglar", "--timeout=60s")
+    joined.hub.delete("dcpool", "thief", "burglar")
 
 
 def test_after_all_that_the_operator_still_runs_and_nothing_is_left(joined):
-    joined.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    joined.hub.delete_all("pmc")
     joined.eventually(lambda: not joined.children(), "no child is left")

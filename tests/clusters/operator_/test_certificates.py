@@ -5,7 +5,6 @@ The operator runs with the charts' rights, so RBAC is the real one. Every Secret
 """
 
 import base64
-import json
 from datetime import UTC, datetime
 
 import pytest
@@ -107,7 +106,7 @@ def test_what_is_edited_or_deleted_is_put_right(joined):
         joined.eventually(is_right, f"{sorted(change)} are put right")
         assert identity.by_digest(read(joined.hub)["ca.crt"]) == own, "a member's word counts nothing in the hub"
     for place, cluster in ((joined.member, "eu"), (joined.hub, "hub")):
-        place.kubectl("delete", "secret", SECRET)
+        place.delete("secret", SECRET)
         joined.eventually(lambda place=place, cluster=cluster: usable(place, cluster), f"{cluster} has one again")
 
 
@@ -115,13 +114,13 @@ def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined
     backup = joined.hub.get("secret", AUTHORITY)
     before = read(joined.hub), read(joined.member)
     damaged = {"data": {**backup["data"], "tls.key": "bm90IGEga2V5"}}
-    joined.hub.kubectl("patch", "secret", AUTHORITY, "--type=merge", "-p", json.dumps(damaged))
+    joined.hub.patch("secret", AUTHORITY, damaged)
 
     def says(reason: str) -> bool:
         return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == reason
 
     joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is said")
-    joined.hub.kubectl("delete", "secret", AUTHORITY)
+    joined.hub.delete("secret", AUTHORITY)
     joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is said")
     assert not joined.hub.exists("secret", AUTHORITY)
     assert (read(joined.hub), read(joined.member)) == before
@@ -145,9 +144,9 @@ def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined)
     message = joined.hub.wait_reason("pfpool", "late", "CertificateNotReady")["message"]
     assert "belongs to somebody else" in message
     assert read(joined.member) == theirs
-    joined.member.kubectl("delete", "secret", SECRET)
+    joined.member.delete("secret", SECRET)
     joined.eventually(lambda: joined.member.exists("deployment", "late"), "and heals with its deletion")
-    joined.hub.kubectl("delete", "pfpool", "late", "--timeout=60s")
+    joined.hub.delete("pfpool", "late")
 
 
 def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_overwrite(joined):
@@ -169,19 +168,19 @@ def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_o
 
 def test_a_policy_says_that_its_gateway_waits_for_a_certificate(joined):
     authority = joined.hub.get("secret", AUTHORITY)
-    joined.hub.kubectl("delete", "secret", AUTHORITY, SECRET)
+    joined.hub.delete("secret", AUTHORITY, SECRET)
     policy = {"model": "kimi-linear-tiny", "decodePool": "home", "threshold": {"mode": "Disabled"}}
     joined.hub.apply(joined.resource("PrfaaSPolicy", "early", **policy))
     message = joined.hub.wait_reason("prfaas", "early", "CertificateNotReady")["message"]
     assert "Secret prfaas-tls does not exist in cluster hub: AuthorityMissing" in message
     joined.hub.apply({**authority, "metadata": {"name": AUTHORITY, "labels": authority["metadata"]["labels"]}})
     joined.hub.wait_reason("prfaas", "early", "NoReadyInstances")
-    joined.hub.kubectl("delete", "prfaas", "early", "--timeout=60s")
+    joined.hub.delete("prfaas", "early")
 
 
 def test_a_member_that_leaves_takes_its_certificate_along(joined):
-    joined.hub.kubectl("delete", "pfpool", "away", "--timeout=60s")
-    joined.hub.kubectl("delete", "pmc", "eu", "--timeout=60s")
+    joined.hub.delete("pfpool", "away")
+    joined.hub.delete("pmc", "eu")
     assert not joined.member.exists("secret", SECRET)
 
 
@@ -205,5 +204,5 @@ def test_of_two_that_are_registered_at_once_for_one_namespace_one_is_served_and_
     )
     subjects = [event["involvedObject"]["name"] for event in joined.hub.events(reason="CertificateIssued")]
     assert other not in subjects, "nothing was ever overwritten"
-    joined.hub.kubectl("delete", "pfpool", "north-pool", "south-pool", "--timeout=60s")
-    joined.hub.kubectl("delete", "pmc", *names, "--timeout=60s")
+    joined.hub.delete("pfpool", "north-pool", "south-pool")
+    joined.hub.delete("pmc", *names)

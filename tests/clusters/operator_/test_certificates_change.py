@@ -100,7 +100,7 @@ def test_an_authority_is_replaced_although_the_operator_is_killed_at_every_step(
     joined()
     ground.eventually(change.has_both, "both clusters have a certificate")
     first = authority(change.look()["hub"])
-    ground.hub.kubectl("patch", "secret", "prfaas-ca", "--type=merge", "-p", '{"data": {"tls.key": null}}')
+    ground.hub.patch("secret", "prfaas-ca", {"data": {"tls.key": None}})
     seen: list[frozenset[str]] = [frozenset(("tls.crt",))]
 
     def moved() -> bool:

@@ -42,9 +42,9 @@ def test_the_data_path_is_asked_where_a_pool_runs(world):
 def test_a_right_that_is_missing_is_named_and_fails(world):
     rules = world.member.get("role", "prfaas-operator")["rules"]
     weaker = [{**rule, "verbs": [verb for verb in rule["verbs"] if verb != "patch"]} for rule in rules]
-    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": weaker}))
+    world.member.patch("role", "prfaas-operator", {"rules": weaker})
     code, found = check(world, "eu")
-    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
+    world.member.patch("role", "prfaas-operator", {"rules": rules})
     assert code == 1
     missing = found["eu"]["rights"]["message"].partition(";")[0]
     assert missing.startswith("missing: ")

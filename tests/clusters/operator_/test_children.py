@@ -166,5 +166,5 @@ def test_a_paused_object_changes_nothing_until_it_is_resumed(world, home, kind, 
 def test_a_paused_object_can_be_deleted(world, home):
     home.kubectl("annotate", "prfaas,dcpool,pfpool", "--all", "prfaas.io/paused=true")
     home.wait_reason("pfpool", "local", "Paused")
-    home.kubectl("delete", "prfaas,dcpool,pfpool", "--all", "--timeout=60s")
+    home.delete_all("prfaas,dcpool,pfpool")
     world.eventually(lambda: not world.children(), "no child is left")

@@ -53,9 +53,9 @@ def joined(world, line):
     )
     world.hub.wait_reason("pmc", "eu", "AllReady")
     yield world
-    world.hub.kubectl("delete", "pfpool,dcpool", "--all", "--timeout=60s")
-    world.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
-    world.hub.kubectl("delete", "secret", "prfaas-ca", SECRET)
+    world.hub.delete_all("pfpool,dcpool")
+    world.hub.delete_all("pmc")
+    world.hub.delete("secret", "prfaas-ca", SECRET)
 
 
 def is_close(time: str) -> bool:
@@ -125,7 +125,7 @@ def test_a_deletion_waits_for_a_dead_cluster_as_long_as_it_was_told(joined, line
     joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", patient)
     line.freeze()
     joined.hub.wait_reason("pfpool", "away", "ClusterUnreachable")
-    joined.hub.kubectl("delete", "pfpool", "away", "--wait=false")
+    joined.hub.delete("pfpool", "away", wait=False)
 
     def waits_until() -> str:
         message = joined.hub.condition("pfpool", "away")["message"]

@@ -77,7 +77,7 @@ def works(ground, name: str) -> None:
     """Have a pool made and taken away by whoever leads."""
     ground.hub.apply(ground.pool("DecodePool", name))
     ground.eventually(lambda: ground.hub.exists("deployment", name), f"Deployment {name}", TAKE_OVER_SECONDS)
-    ground.hub.kubectl("delete", "dcpool", name, "--timeout=60s")
+    ground.hub.delete("dcpool", name)
 
 
 def wait_leader(ground, replica: Replica) -> None:
@@ -111,7 +111,7 @@ def test_a_leader_that_thaws_after_another_took_over_writes_nothing_and_ends(gro
     ground.eventually(lambda: ground.hub.exists("deployment", "frozen"), "Deployment frozen")
     first.process.send_signal(signal.SIGSTOP)
     wait_leader(ground, second)
-    ground.hub.kubectl("patch", "dcpool", "frozen", "--type=merge", "-p", '{"spec": {"replicas": 3}}')
+    ground.hub.patch("dcpool", "frozen", {"spec": {"replicas": 3}})
     scaled = lambda: ground.hub.get("deployment", "frozen")["spec"]["replicas"] == 3  # noqa: E731
     ground.eventually(scaled, "the new leader works")
     said, changed = len(first.log.read_text()), transitions(ground)
@@ -119,7 +119,7 @@ def test_a_leader_that_thaws_after_another_took_over_writes_nothing_and_ends(gro
     assert first.process.wait(60) == HARD_END_CODE, first.log.read_text()
     assert "Traceback" not in first.log.read_text()[said:]
     assert (holder(ground), transitions(ground)) == ("second", changed)
-    ground.hub.kubectl("delete", "dcpool", "frozen", "--timeout=60s")
+    ground.hub.delete("dcpool", "frozen")
 
 
 def test_a_leader_cut_off_from_its_api_server_stops_and_leads_again_later_in_the_same_process(

@@ -184,7 +184,7 @@ def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
         ]
 
     world.eventually(lambda: not unjudged(), "every object has a condition", JUDGED_SECONDS, unjudged)
-    world.hub.kubectl("scale", "dcpool/bystander", "--replicas=2")
+    world.hub.scale("dcpool", "bystander", 2)
     scaled = lambda: world.hub.get("deployment", "bystander")["spec"]["replicas"] == 2  # noqa: E731
     world.eventually(scaled, "others are kept as before")
     world.hub.kubectl("delete", KINDS, "--all", "--wait=false")

@@ -43,7 +43,7 @@ def test_a_cluster_joins_carries_a_pool_and_leaves_without_a_trace(world):
     assert stays.returncode == 1
     assert "PrefillPool fresh-pool" in stays.stderr
     assert "deletionTimestamp" not in world.hub.get("pmc", "fresh")["metadata"], "a refusal changes nothing"
-    world.hub.kubectl("delete", "pfpool", "fresh-pool", "--timeout=60s")
+    world.hub.delete("pfpool", "fresh-pool")
     left = run(world, "leave", "fresh", *at_member(world, namespace))
     assert left.returncode == 0, left.stderr
     assert not world.hub.exists("secret", "fresh-kubeconfig")

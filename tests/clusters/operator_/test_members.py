@@ -48,7 +48,7 @@ def test_a_kubeconfig_that_would_run_a_command_is_refused_and_runs_nothing(world
     assert not trap.exists()
     world.hub.apply(world.secret("bad", world.kubeconfig()))
     world.hub.wait_reason("pmc", "bad", "AllReady")
-    world.hub.kubectl("delete", "pmc", "bad", "--timeout=60s")
+    world.hub.delete("pmc", "bad")
 
 
 def test_a_client_certificate_serves_as_well_as_a_token(world, member):
@@ -56,7 +56,7 @@ def test_a_client_certificate_serves_as_well_as_a_token(world, member):
     assert "client-certificate-data" in administrator["users"][0]["user"]
     world.hub.apply(world.secret("cert", administrator), world.member_cluster("cert", "cert"))
     world.hub.wait_reason("pmc", "cert", "AllReady")
-    world.hub.kubectl("delete", "pmc", "cert", "--timeout=60s")
+    world.hub.delete("pmc", "cert")
 
 
 def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreachable_server(world):
@@ -69,7 +69,7 @@ def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreacha
     world.hub.wait_reason("pmc", "unknown", "Unauthorized")
     assert "deployments" in world.hub.wait_reason("pmc", "weak", "Forbidden")["message"]
     assert world.hub.condition("pmc", "weak", "Reachable")["status"] == "True"
-    world.hub.kubectl("delete", "pmc", "unknown", "weak", "--timeout=60s")
+    world.hub.delete("pmc", "unknown", "weak")
 
 
 def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_go_on(world):
@@ -92,11 +92,11 @@ def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others
             world.hub.wait_reason("pmc", name, "ClusterUnreachable", left)
             assert world.hub.condition("pmc", name, "Reachable")["status"] == "False"
             world.hub.wait_reason("pfpool", f"{name}-pool", "ClusterUnreachable", left + 5)
-        world.hub.kubectl("scale", "pfpool/late-pool", "--replicas=2")
+        world.hub.scale("pfpool", "late-pool", 2)
         healthy = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 2  # noqa: E731
         world.eventually(healthy, "a pool in a healthy member is not held up", 10)
-        world.hub.kubectl("delete", "pfpool", "dead-pool", "frozen-pool", "--timeout=60s")
-        world.hub.kubectl("delete", "pmc", "dead", "frozen", "--timeout=60s")
+        world.hub.delete("pfpool", "dead-pool", "frozen-pool")
+        world.hub.delete("pmc", "dead", "frozen")
 
 
 def test_a_server_that_freezes_and_thaws_is_noticed_both_times_and_keeps_its_instances(world, tap):
@@ -122,10 +122,10 @@ def test_a_member_and_its_secret_stay_while_a_pool_needs_them(world):
     assert secret["metadata"]["finalizers"] == ["prfaas.io/cleanup"]
     world.hub.kubectl("delete", "pmc/late", "secret/late-kubeconfig", "--wait=false")
     assert "late-pool" in world.hub.wait_reason("pmc", "late", "InUse")["message"]
-    world.hub.kubectl("scale", "pfpool/late-pool", "--replicas=1")
+    world.hub.scale("pfpool", "late-pool", 1)
     scaled = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 1  # noqa: E731
     world.eventually(scaled, "the pool still works")
-    world.hub.kubectl("delete", "pfpool", "late-pool", "--timeout=60s")
+    world.hub.delete("pfpool", "late-pool")
     gone = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
     world.eventually(gone, "both go with the last pool")
     assert not world.member.exists("deployment", "late-pool")
@@ -139,9 +139,9 @@ def test_a_secret_that_a_member_names_no_more_is_let_go(world):
         world.secret("another-kubeconfig", world.kubeconfig()), world.member_cluster("moving", "another-kubeconfig")
     )
     world.eventually(lambda: world.hub.get("secret", "another-kubeconfig")["metadata"].get("finalizers"), "it is kept")
-    world.hub.kubectl("delete", "secret", "moving-kubeconfig", "--timeout=60s")
-    world.hub.kubectl("delete", "pfpool", "stays", "--timeout=60s")
-    world.hub.kubectl("delete", "pmc", "moving", "--timeout=60s")
+    world.hub.delete("secret", "moving-kubeconfig")
+    world.hub.delete("pfpool", "stays")
+    world.hub.delete("pmc", "moving")
 
 
 def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_it_is_back(world, tap):
@@ -153,7 +153,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
     world.eventually(lambda: world.member.exists("deployment", "cut-pool"), "the pool runs")
     tap.freeze()
     world.hub.wait_reason("pfpool", "cut-pool", "ClusterUnreachable")
-    world.hub.kubectl("delete", "pfpool", "cut-pool", "--wait=false")
+    world.hub.delete("pfpool", "cut-pool", wait=False)
 
     def waiting() -> bool:
         return "the pool is released without that at" in world.hub.condition("pfpool", "cut-pool")["message"]
@@ -167,6 +167,6 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
 
 
 def test_deleting_everything_leaves_nothing(world):
-    world.hub.kubectl("delete", "pfpool,dcpool", "--all", "--timeout=60s")
-    world.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    world.hub.delete_all("pfpool,dcpool")
+    world.hub.delete_all("pmc")
     world.eventually(lambda: not world.children(), "no child is left")

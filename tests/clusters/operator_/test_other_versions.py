@@ -158,12 +158,12 @@ def test_a_field_that_an_older_crd_lacks_is_told_and_everything_else_written(joi
     assert "apply the CRDs of the operator's version" in condition["message"]
     joined.eventually(lambda: told(joined, "away", "CRDMismatch"), "an Event")
     nothing_is_written(joined, "away")
-    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+    joined.hub.scale("pfpool", "away", 2)
     scaled = lambda: joined.hub.get("pfpool", "away")["status"].get("replicas") == 2  # noqa: E731
     joined.eventually(scaled, "the rest of the status follows, and the pool works")
     assert joined.hub.get("pfpool", "away")["status"]["selector"], "autoscalers go on"
     put_right(joined)
-    joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+    joined.hub.scale("pfpool", "away", 1)
     whole = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner")  # noqa: E731
     joined.eventually(whole, "with the CRD put right the status is whole")
     fits = lambda: not joined.hub.condition("pfpool", "away", "CRDFits")["status"]  # noqa: E731
@@ -179,21 +179,21 @@ def test_a_status_that_a_newer_crd_refuses_whole_becomes_one_event_and_the_pool_
     crds("PrefillPool", asks_for_more)
 
     def is_told() -> list[dict[str, Any]]:
-        joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
-        joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+        joined.hub.scale("pfpool", "away", 2)
+        joined.hub.scale("pfpool", "away", 1)
         return [event for event in told(joined, "away", "CRDMismatch") if "status.invented" in event["message"]]
 
     (event,) = joined.eventually(is_told, "an Event")
     assert event["count"] == 1
     nothing_is_written(joined, "away")
-    joined.hub.kubectl("scale", "pfpool/away", "--replicas=2")
+    joined.hub.scale("pfpool", "away", 2)
     scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
     joined.eventually(scaled, "the pool works")
     put_right(joined)
     generation = joined.hub.get("pfpool", "away")["metadata"]["generation"]
     seen = lambda: joined.hub.get("pfpool", "away")["status"]["observedGeneration"] >= generation  # noqa: E731
     joined.eventually(seen, "with the CRD put right the status follows")
-    joined.hub.kubectl("scale", "pfpool/away", "--replicas=1")
+    joined.hub.scale("pfpool", "away", 1)
 
 
 def table(world) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
     child["metadata"], child["spec"]["replicas"] = {"name": "newer", "labels": labels}, 0
     joined.member.apply({key: child[key] for key in ("apiVersion", "kind", "metadata", "spec")})
 
-    joined.hub.kubectl("delete", "pfpool", "newer", "--timeout=60s")
+    joined.hub.delete("pfpool", "newer")
     assert not joined.member.exists("deployment", "newer"), "its Deployment went first"
 
 
@@ -299,6 +299,6 @@ def test_a_member_needs_no_crd_of_ours(joined):
 
 
 def test_deleting_everything_leaves_nothing(joined):
-    joined.hub.kubectl("delete", "prfaas,pfpool,dcpool", "--all", "--timeout=60s")
-    joined.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    joined.hub.delete_all("prfaas,pfpool,dcpool")
+    joined.hub.delete_all("pmc")
     joined.eventually(lambda: not joined.children(), "no child is left")

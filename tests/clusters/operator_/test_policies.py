@@ -78,11 +78,11 @@ def test_instances_follow_readiness_in_both_clusters(served):
 def test_an_instance_that_ends_is_draining_until_it_is_gone(served):
     name = served.member.pods("offload")[0]
     address = served.member.get("pod", name)["status"]["podIP"]
-    served.member.kubectl("patch", "pod", name, "--type=merge", "-p", '{"metadata": {"finalizers": ["test.io/hold"]}}')
-    served.member.kubectl("delete", "pod", name, "--wait=false")
+    served.member.patch("pod", name, {"metadata": {"finalizers": ["test.io/hold"]}})
+    served.member.delete("pod", name, wait=False)
     url = f"https://{address}:8000"
     served.eventually(lambda: states(served).get(url, ("",) * 4)[3] == "Draining", "it is draining")
-    served.member.kubectl("patch", "pod", name, "--type=merge", "-p", '{"metadata": {"finalizers": null}}')
+    served.member.patch("pod", name, {"metadata": {"finalizers": None}})
     served.eventually(lambda: url not in states(served), "it leaves the table")
 
 
@@ -167,9 +167,9 @@ def test_what_other_writers_say_in_the_status_stays(served):
 
 
 def test_a_second_gateway_brings_a_disruption_budget_and_one_takes_it_away(served):
-    served.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 2}}}')
+    served.hub.patch("prfaas", "kimi", {"spec": {"gateway": {"replicas": 2}}})
     served.eventually(lambda: served.hub.exists("pdb", "kimi-gateway"), "a budget for two")
-    served.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 1}}}')
+    served.hub.patch("prfaas", "kimi", {"spec": {"gateway": {"replicas": 1}}})
     served.eventually(lambda: not served.hub.exists("pdb", "kimi-gateway"), "none for one")
 
 
@@ -190,8 +190,8 @@ def test_a_pool_that_does_not_exist_or_serves_another_model_is_named_and_heals(s
 
 
 def test_hand_edited_children_of_a_policy_are_put_back(served):
-    served.hub.kubectl("patch", "service", "kimi-gateway", "--type=merge", "-p", '{"spec": {"selector": {"a": "b"}}}')
-    served.hub.kubectl("patch", "role", "kimi-gateway", "--type=merge", "-p", '{"rules": []}')
+    served.hub.patch("service", "kimi-gateway", {"spec": {"selector": {"a": "b"}}})
+    served.hub.patch("role", "kimi-gateway", {"rules": []})
     served.hub.kubectl("delete", "networkpolicy", "kimi-gateway")
     served.hub.kubectl(
         "patch", "configmap", "kimi-routes", "--type=merge", "-p", '{"binaryData": {"routes.json.gz": ""}}'
@@ -210,6 +210,6 @@ def test_hand_edited_children_of_a_policy_are_put_back(served):
 
 
 def test_deleting_everything_leaves_nothing(served):
-    served.hub.kubectl("delete", "prfaas,pfpool,dcpool", "--all", "--timeout=60s")
-    served.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    served.hub.delete_all("prfaas,pfpool,dcpool")
+    served.hub.delete_all("pmc")
     served.eventually(lambda: not served.children(), "no child is left")

@@ -59,12 +59,12 @@ def test_an_egress_cap_is_shared_anew_when_instances_come_and_restarts_none(join
     pods = joined.eventually(lambda: len(found := joined.member.pods("capped")) == 2 and found, "two pods")
     assert share() == "50"
     template = joined.member.get("deployment", "capped")["spec"]["template"]
-    joined.hub.kubectl("scale", "pfpool/capped", "--replicas=4")
+    joined.hub.scale("pfpool", "capped", 4)
     joined.eventually(lambda: share() == "25", "a quarter each")
     joined.eventually(lambda: len(joined.member.pods("capped")) == 4, "four pods")
     assert joined.member.get("deployment", "capped")["spec"]["template"] == template
     assert set(pods) < set(joined.member.pods("capped"))
-    joined.hub.kubectl("delete", "pfpool", "capped", "--wait=true")
+    joined.hub.delete("pfpool", "capped")
     assert not joined.member.exists("configmap", "capped-settings")
 
 
@@ -89,7 +89,7 @@ def test_kubectl_scale_works_on_both_pools_independently(joined):
 def test_a_changed_spec_reaches_the_pods_and_keeps_the_selector(joined):
     before = joined.hub.get("deployment", "local")["spec"]["selector"]
     patch = {"spec": {"drainSeconds": 45, "template": {"nodeSelector": {"accelerator": "h200"}}}}
-    joined.hub.kubectl("patch", "pfpool", "local", "--type=merge", "-p", json.dumps(patch))
+    joined.hub.patch("pfpool", "local", patch)
 
     def rolled() -> bool:
         spec = joined.hub.get("deployment", "local")["spec"]["template"]["spec"]
@@ -115,7 +115,7 @@ def test_a_hand_edited_child_is_put_back(joined, where):
 
 def test_a_deleted_child_comes_back(joined):
     old = joined.member.get("deployment", "offload")["metadata"]["uid"]
-    joined.member.kubectl("delete", "deployment", "offload", "--wait=false")
+    joined.member.delete("deployment", "offload", wait=False)
 
     def fresh() -> bool:
         return joined.member.exists("deployment", "offload") and (
@@ -131,27 +131,27 @@ def test_somebody_elses_deployment_is_left_alone(joined):
     found = joined.hub.wait_reason("dcpool", "taken", "ChildConflict")
     assert "Deployment taken" in found["message"]
     assert joined.hub.get("deployment", "taken")["spec"]["template"]["spec"]["containers"][0]["image"] == "theirs"
-    joined.hub.kubectl("delete", "deployment", "taken")
+    joined.hub.delete("deployment", "taken")
     joined.hub.wait_reason("dcpool", "taken", "InstancesNotReady")
-    joined.hub.kubectl("delete", "dcpool", "taken")
+    joined.hub.delete("dcpool", "taken")
 
 
 def test_a_pool_that_names_no_cluster_says_so_and_heals(joined):
     joined.hub.apply(joined.pool("PrefillPool", "stray", clusterName="asia"))
     assert "MemberCluster asia" in joined.hub.wait_reason("pfpool", "stray", "ClusterNotFound")["message"]
-    joined.hub.kubectl("delete", "pfpool", "stray", "--timeout=60s")
+    joined.hub.delete("pfpool", "stray")
 
 
 def test_what_an_api_server_refuses_is_said_in_its_words_and_heals(joined):
     rules = joined.member.get("role", "prfaas-operator")["rules"]
     others = [[verb for verb in rule["verbs"] if verb != "create"] for rule in rules]
     weaker = [{**rule, "verbs": verbs} for rule, verbs in zip(rules, others, strict=True) if verbs]
-    joined.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": weaker}))
+    joined.member.patch("role", "prfaas-operator", {"rules": weaker})
     joined.hub.apply(joined.pool("PrefillPool", "barred", clusterName="eu"))
     assert "cannot create resource" in joined.hub.wait_reason("pfpool", "barred", "Forbidden")["message"]
-    joined.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
+    joined.member.patch("role", "prfaas-operator", {"rules": rules})
     joined.hub.wait_reason("pfpool", "barred", "InstancesNotReady")
-    joined.hub.kubectl("delete", "pfpool", "barred", "--timeout=60s")
+    joined.hub.delete("pfpool", "barred")
 
 
 def test_pods_that_a_cluster_refuses_are_explained_by_its_controller(joined):
@@ -161,7 +161,7 @@ def test_pods_that_a_cluster_refuses_are_explained_by_its_controller(joined):
         return "no PriorityClass with name top" in joined.hub.condition("pfpool", "eager")["message"]
 
     joined.eventually(explained, "the controller's complaint is in the condition")
-    joined.hub.kubectl("delete", "pfpool", "eager", "--timeout=60s")
+    joined.hub.delete("pfpool", "eager")
 
 
 def test_nothing_is_written_when_nothing_changes(joined):
@@ -175,7 +175,7 @@ def test_nothing_is_written_when_nothing_changes(joined):
 def test_conditions_keep_the_moment_they_turned(joined):
     before = joined.hub.condition("dcpool", "decode")
     time.sleep(1.1)  # times have whole seconds
-    joined.hub.kubectl("patch", "dcpool", "decode", "--type=merge", "-p", '{"spec": {"drainSeconds": 7}}')
+    joined.hub.patch("dcpool", "decode", {"spec": {"drainSeconds": 7}})
 
     def seen() -> dict:
         found = joined.hub.condition("dcpool", "decode")
@@ -187,7 +187,7 @@ def test_conditions_keep_the_moment_they_turned(joined):
 
 
 def test_deleting_pools_and_cluster_leaves_nothing(joined):
-    joined.hub.kubectl("delete", "pfpool,dcpool", "--all", "--timeout=60s")
-    joined.hub.kubectl("delete", "pmc", "--all", "--timeout=60s")
+    joined.hub.delete_all("pfpool,dcpool")
+    joined.hub.delete_all("pmc")
     joined.eventually(lambda: not joined.children(), "no child is left")
     assert joined.hub.get("secret", "eu-kubeconfig")["metadata"].get("finalizers", []) == []

@@ -179,7 +179,7 @@ def test_each_pool_scales_by_its_own_scale_subresource(shared):
 def test_a_rollout_gives_every_role_to_new_instances_and_neither_runs_dry(shared):
     before = instances(shared)
     shared.kubelet.floor = Counter({"decode": 2, "prefill": 1})
-    shared.hub.kubectl("patch", "dcpool", "decode", "--type=merge", "-p", '{"spec": {"drainSeconds": 7}}')
+    shared.hub.patch("dcpool", "decode", {"spec": {"drainSeconds": 7}})
     shared.eventually(lambda: not before.keys() & instances(shared).keys(), "all instances are new")
     wait_roles(shared, decode=2, prefill=1)
     wait_ready(shared)
@@ -207,10 +207,10 @@ def test_a_second_sharer_is_refused_until_the_first_is_gone(shared):
     refused = shared.hub.wait_reason("pfpool", "late", "AlreadyShared")
     assert "PrefillPool swing" in refused["message"]
     assert shared.hub.get("deployment", "decode")["spec"]["replicas"] == 3
-    shared.hub.kubectl("delete", "pfpool", "swing", "--timeout=60s")
+    shared.hub.delete("pfpool", "swing")
     before = wait_roles(shared, decode=2, prefill=2)
     shared.hub.wait_reason("pfpool", "late", "AllReady")
-    shared.hub.kubectl("delete", "pfpool", "late", "--timeout=60s")
+    shared.hub.delete("pfpool", "late")
     after = wait_roles(shared, decode=2)
     assert after.items() <= before.items(), "the share is gone, and the others run on as they were"
     shared.hub.wait_reason("dcpool", "decode", "AllReady")
@@ -220,7 +220,7 @@ def test_a_second_sharer_is_refused_until_the_first_is_gone(shared):
 
 
 def test_a_pool_that_shares_with_nobody_says_so_and_recovers(shared):
-    shared.hub.kubectl("delete", "dcpool", "decode", "--timeout=60s")
+    shared.hub.delete("dcpool", "decode")
     missing = shared.hub.wait_reason("pfpool", "swing", "DecodePoolNotFound")
     assert "DecodePool decode does not exist" in missing["message"]
     assert shared.hub.get("pfpool", "swing")["status"]["replicas"] == 0
@@ -250,6 +250,6 @@ def test_two_autoscalers_may_scale_the_two_pools_of_one_deployment(shared):
 
 
 def test_deleting_the_pools_leaves_nothing(shared):
-    shared.hub.kubectl("delete", "hpa", "--all")
-    shared.hub.kubectl("delete", "dcpool,pfpool", "--all", "--timeout=60s")
+    shared.hub.delete_all("hpa")
+    shared.hub.delete_all("dcpool,pfpool")
     shared.eventually(lambda: not shared.children(), "no child is left")

@@ -81,5 +81,5 @@ def test_every_pool_has_a_disruption_budget_that_goes_with_its_deployment(world,
     assert budget["spec"]["maxUnavailable"] == "10%"
     assert budget["metadata"]["ownerReferences"][0]["kind"] == "Deployment"
     world.eventually(lambda: pools.get("pdb", "bound")["status"].get("expectedPods") == 1, "it counts the instance")
-    pools.kubectl("delete", "dcpool", "--all", "--timeout=60s")
+    pools.delete_all("dcpool")
     world.eventually(lambda: not world.children(), "no child is left")

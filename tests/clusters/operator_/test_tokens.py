@@ -36,7 +36,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     world.hub.wait_reason("pmc", "ageing", "AllReady")
     finalizers = lambda: world.hub.get("secret", "ageing")["metadata"].get("finalizers")  # noqa: E731
     world.eventually(lambda: finalizers() == ["prfaas.io/cleanup"], "the Secret is guarded for the pool")
-    world.hub.kubectl("delete", "pfpool", "p", "--timeout=60s")
+    world.hub.delete("pfpool", "p")
     world.eventually(lambda: not finalizers(), "and let go, with what is in it")
     assert read_token(token_of(world, "ageing")) is not None
     expires = world.eventually(lambda: world.hub.get("pmc", "ageing")["status"].get("tokenExpirationTime"), "its end")
@@ -56,12 +56,12 @@ def test_a_secret_that_somebody_else_keeps_is_left_as_it_is_and_its_end_is_told(
 def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
     rules = world.member.get("role", "prfaas-operator")["rules"]
     without = [rule for rule in rules if "serviceaccounts/token" not in rule["resources"]]
-    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": without}))
+    world.member.patch("role", "prfaas-operator", {"rules": without})
     world.hub.apply(secret_with(world, "kept", -3600, 900, MADE_BY_JOIN), world.member_cluster("kept", "kept"))
     told = world.eventually(lambda: world.hub.told("kept", "TokenNotRenewed"), "an Event")
     assert "prfaas cluster join kept" in told[0]
     world.hub.wait_reason("pmc", "kept", "AllReady")
-    world.member.kubectl("patch", "role", "prfaas-operator", "--type=merge", "-p", json.dumps({"rules": rules}))
+    world.member.patch("role", "prfaas-operator", {"rules": rules})
 
 
 def test_an_ended_token_is_told_apart_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
