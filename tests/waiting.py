@@ -8,6 +8,7 @@ forgive (tools/ci/verdict.py); a wrong value never gets one.
 
 import asyncio
 import inspect
+import queue
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -33,6 +34,14 @@ def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SEC
             raise NotInTime(_sentence(what, seconds))
         time.sleep(poll)
     return result
+
+
+def take_next(source: "queue.SimpleQueue[T]", what: Text, seconds: float = PATIENCE_SECONDS) -> T:
+    """Return the next thing of a queue. Raise NotInTime with `what` when none comes."""
+    try:
+        return source.get(timeout=seconds)
+    except queue.Empty:
+        raise NotInTime(_sentence(what, seconds)) from None
 
 
 async def eventually_async(

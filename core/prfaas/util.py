@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -22,21 +22,22 @@ MIB: Final = 1 << 20
 
 
 class Deadline:
-    """A deadline; `renew` moves it, from any thread."""
+    """A deadline on a monotonic clock; `renew` moves it, from any thread."""
 
-    def __init__(self, seconds: float):
-        self._at = time.monotonic() + seconds
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.renew(seconds)
 
     @property
     def left_seconds(self) -> float:
-        return self._at - time.monotonic()
+        return self._at - self._clock()
 
     @property
     def is_over(self) -> bool:
         return self.left_seconds < 0
 
     def renew(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
+        self._at = self._clock() + seconds
 
 
 class RateBucket:

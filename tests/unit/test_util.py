@@ -1,4 +1,4 @@
-"""prfaas.util: rates that may be overdrawn, pauses that double, files that change, messages logged once."""
+"""prfaas.util: deadlines, rates that may be overdrawn, pauses that double, files that change, messages logged once."""
 
 import logging
 
@@ -6,7 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.util import Backoff, LogOnce, RateBucket, WatchedFiles, backoff_seconds, retry_after_seconds
+from prfaas.util import Backoff, Deadline, LogOnce, RateBucket, WatchedFiles, backoff_seconds, retry_after_seconds
+
+
+def test_a_deadline_is_over_after_its_seconds_and_moves_when_it_is_renewed():
+    now = 100.0
+    deadline = Deadline(5.0, lambda: now)
+    assert (deadline.left_seconds, deadline.is_over) == (5.0, False)
+
+    now = 105.0
+    assert not deadline.is_over
+    now = 105.5
+    assert (deadline.left_seconds, deadline.is_over) == (-0.5, True)
+
+    deadline.renew(2.0)
+    assert (deadline.left_seconds, deadline.is_over) == (2.0, False)
 
 
 def test_a_bucket_refills_up_to_its_depth():

@@ -74,15 +74,23 @@ class GrantCaches(Protocol):
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
-    def __init__(self, subject: TransferSubject, manifest: Manifest, token: str, *, is_announced: bool = False):
+    def __init__(
+        self,
+        subject: TransferSubject,
+        manifest: Manifest,
+        token: str,
+        *,
+        is_announced: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.subject = subject
         self.manifest = manifest
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
         self.log = TransferLog("send", subject, manifest.transfer_id)
         self.first_lease_seconds = ANNOUNCED_SECONDS if is_announced else LEASE_SECONDS
-        self.lease = Deadline(self.first_lease_seconds)
-        self._delivery = Deadline(math.inf)  # Limit for a destination that takes only a byte now and then.
+        self.lease = Deadline(self.first_lease_seconds, clock)
+        self._delivery = Deadline(math.inf, clock)  # Limit for a destination that takes only a byte now and then.
         self.state: PrefillState = "waiting"
         self.streams: dict[int, DataStream] = {}
         self.was_connected = False
@@ -198,6 +206,7 @@ class Offers:
         capacity: int,
         on_end: Callable[[int], None] = lambda _handle: None,
         counters: TransferCounters | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._layout = layout
         self._capacity = capacity
@@ -207,19 +216,20 @@ class Offers:
         self._ended: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDS)
         self.counters = counters or TransferCounters()
         self._on_end = on_end
+        self._clock = clock
 
     def open(self, subject: TransferSubject, grant: PrefillGrant, start_token: int) -> Offer:
         """Open an offer that was granted. Raises as `announce`."""
         address = Address(grant.transfer_id, grant.epoch)
         manifest = self._layout.manifest(address, start_token, grant.end_token, is_prefix=subject.what == "prefix")
-        offer = self._add(Offer(subject, manifest, grant.token))
+        offer = self._add(Offer(subject, manifest, grant.token, clock=self._clock))
         offer.log.mark("granted", tokens=grant.end_token, start_token=start_token)
         return offer
 
     def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
         CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank."""
-        offer = self._add(Offer(subject, manifest, token, is_announced=True))
+        offer = self._add(Offer(subject, manifest, token, is_announced=True, clock=self._clock))
         offer.log.mark("granted", tokens=manifest.end_token)
         return offer
 

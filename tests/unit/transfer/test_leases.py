@@ -1,7 +1,5 @@
 """Offers that both sides know from elsewhere: what a destination may say of them, and when."""
 
-import socket
-import threading
 from typing import cast
 
 import pytest
@@ -9,19 +7,44 @@ import pytest
 from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import Address
+from prfaas.wire.prefill import PrefillGrant
 from prfaas.wire.transfer import Hello
+from prfaas_transfer import leases
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.data_port import DataPort, listen
 from prfaas_transfer.leases import Offer, Offers
-from prfaas_transfer.limits import unlimited
 from prfaas_transfer.net import DataStream
 
-from ..worker.transfer_bench import eventually
-from .test_mover import GROUPS, TOKENS
+from .layout import GROUPS, TOKENS
 
 ADDRESS = Address("a" * 32, 7)
 LAYOUT = CacheLayout("f", GROUPS, 0)
 STREAM = cast(DataStream, None)
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class OffersOnAClock(Offers):
+    """Offers that expire on a test's clock, and the handles of those that ended."""
+
+    def __init__(self) -> None:
+        self.clock, self.ended = Clock(), list[int]()
+        super().__init__(LAYOUT, 1, self.ended.append, clock=self.clock)
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.clock.seconds += seconds
+        self.expire()
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        return {outcome: count for _, outcome, count in self.counters.snapshot()[0]}
 
 
 def hello(start_token: int = 0, connection: int = 0) -> Hello:
@@ -29,13 +52,78 @@ def hello(start_token: int = 0, connection: int = 0) -> Hello:
 
 
 @pytest.fixture
-def offers() -> Offers:
-    return Offers(LAYOUT, 1)
+def offers() -> OffersOnAClock:
+    return OffersOnAClock()
 
 
 def announced(offers: Offers, address: Address = ADDRESS) -> Offer:
     manifest = LAYOUT.manifest(address, 0, TOKENS, is_prefix=True)
     return offers.announce(TransferSubject(3, "request"), manifest, "token")
+
+
+def granted(offers: Offers) -> Offer:
+    grant = PrefillGrant(
+        transfer_id=ADDRESS.transfer_id,
+        token="token",
+        epoch=ADDRESS.epoch,
+        data_port=1,
+        end_token=TOKENS,
+        expires_seconds=leases.LEASE_SECONDS,
+    )
+    return offers.open(TransferSubject(3, "request", "hub"), grant, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "lease_seconds"), [(granted, leases.LEASE_SECONDS), (announced, leases.ANNOUNCED_SECONDS)]
+)
+def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(offers, make, lease_seconds):
+    make(offers)
+    offers.pass_seconds(lease_seconds)
+    assert offers.ended == []
+    offers.pass_seconds(0.1)
+    assert (offers.ended, offers.outcomes) == ([3], {"expired": 1})
+
+
+def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(offers):
+    offer = granted(offers)
+    offers.connect(ADDRESS, hello(), "hub", STREAM)
+    for _ in range(3):
+        offers.pass_seconds(leases.LEASE_SECONDS - 0.1)
+        offer.note_life()
+    offers.pass_seconds(leases.LEASE_SECONDS)
+    assert offers.outcomes == {}
+    offers.pass_seconds(0.1)
+    assert offers.outcomes == {"failed": 1}
+    assert offers.ended == [], "a connection may still send its memory"
+    offers.disconnect(offer, 0)
+    assert offers.ended == [3]
+
+
+def test_a_destination_may_return_during_the_resume_time_and_not_later(offers):
+    offer = granted(offers)
+    for connection in range(3):
+        offers.connect(ADDRESS, hello(connection=connection), "hub", STREAM)
+        offers.disconnect(offer, connection)
+        offers.pass_seconds(leases.RESUME_SECONDS)
+    assert offers.outcomes == {}
+    offers.pass_seconds(0.1)
+    assert (offers.ended, offers.outcomes) == ([3], {"failed": 1})
+    with pytest.raises(PeerError, match="no prefill"):
+        offers.connect(ADDRESS, hello(connection=3), "hub", STREAM)
+
+
+def test_a_destination_that_lives_and_takes_only_a_byte_now_and_then_is_dropped_after_the_computation(offers):
+    offer = granted(offers)
+    offers.connect(ADDRESS, hello(), "hub", STREAM)
+    offers.pass_seconds(leases.LEASE_SECONDS)
+    offer.finish_computing(0.0)
+    left_seconds = leases.DELIVERY_GRACE_SECONDS + offer.manifest.nbytes / leases.DELIVERY_FLOOR_BYTES_PER_SECOND
+    while left_seconds > 0:
+        assert offers.outcomes == {}
+        offer.note_life()
+        offers.pass_seconds(1.0)
+        left_seconds -= 1.0
+    assert offers.outcomes == {"failed": 1}
 
 
 @pytest.mark.parametrize("start_token", [-1, TOKENS, TOKENS + 1])
@@ -64,29 +152,7 @@ def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
         announced(several, Address("c" * 32, 7))
 
 
-def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(offers, monkeypatch, caplog):
-    """The thread that accepts ends the leases, too."""
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "data-send":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    listener = listen("127.0.0.1", 0)
-    DataPort(listener, offers, unlimited())
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with socket.create_connection(listener.getsockname()) as refused_one:
-        refused_one.settimeout(5)
-        assert refused_one.recv(1) == b""
-    assert "127.0.0.1 is refused: can't start new thread" in caplog.text
-    announced(offers).lease.renew(0)
-    eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), 5)
-
-
-def test_an_offers_memory_is_given_back_once_when_it_is_over_and_nothing_sends_it_any_more():
-    over: list[int] = []
-    offers = Offers(LAYOUT, 1, over.append)
+def test_an_offers_memory_is_given_back_once_when_it_is_over_and_nothing_sends_it_any_more(offers):
     for connections in (0, 1, 2):
         offer = announced(offers, Address(f"{connections:032x}", 7))
         for connection in range(connections):
@@ -94,12 +160,12 @@ def test_an_offers_memory_is_given_back_once_when_it_is_over_and_nothing_sends_i
         if connections == 2:
             offers.disconnect(offer, 0)
             offers.disconnect(offer, 1)
-            assert over == [], "the destination may come again"
+            assert offers.ended == [], "the destination may come again"
             offers.connect(offer.manifest.address, hello(connection=2), "hub", STREAM)
         for _ in range(2):
             offers.end(offer, "cancelled")
         if connections:
-            assert over == [], "a connection still sends"
+            assert offers.ended == [], "a connection still sends"
             offers.disconnect(offer, 2 if connections == 2 else 0)
-        assert over == [3]
-        over.clear()
+        assert offers.ended == [3]
+        offers.ended.clear()

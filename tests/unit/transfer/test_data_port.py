@@ -1,0 +1,100 @@
+"""A data port and destinations by hand: who comes early waits, and a machine without threads costs a connection."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from prfaas.wire.engine import TransferSubject
+from prfaas.wire.frames import HEADER_BYTES, Address, Kind, parse_header
+from prfaas.wire.transfer import Abort, Hello, decode_message, message_frame
+from prfaas_transfer.cache import CacheLayout
+from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.limits import unlimited
+
+from ...waiting import PATIENCE_SECONDS, eventually
+from .layout import GROUPS, TOKENS
+
+pytestmark = pytest.mark.system
+
+ADDRESS = Address("a" * 32, 7)
+LAYOUT = CacheLayout("f", GROUPS, 0)
+
+
+@pytest.fixture
+def offers() -> Offers:
+    return Offers(LAYOUT, 1)
+
+
+@pytest.fixture
+def connect(offers: Offers) -> Iterator[Callable[[float], socket.socket]]:
+    """Open a data port with this patience; return a destination's socket, connected to it."""
+    opened: list[socket.socket] = []
+
+    def connect(patience_seconds: float) -> socket.socket:
+        listener = listen("127.0.0.1", 0)
+        DataPort(listener, offers, unlimited(), patience_seconds)
+        opened.append(socket.create_connection(listener.getsockname(), PATIENCE_SECONDS))
+        return opened[-1]
+
+    yield connect
+    for sock in opened:
+        sock.close()
+
+
+def announced(offers: Offers) -> Offer:
+    manifest = LAYOUT.manifest(ADDRESS, 0, TOKENS, is_prefix=True)
+    return offers.announce(TransferSubject(3, "request"), manifest, "token")
+
+
+def test_a_destination_that_comes_early_hears_keep_alives_until_its_cache_is_announced(offers, connect):
+    sock = connect(PATIENCE_SECONDS)
+    with sock.makefile("rb") as reader:
+        sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
+        for _ in range(3):
+            assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.KEEP_ALIVE
+        announced(offers)
+        found = parse_header(reader.read(HEADER_BYTES))
+        while found.kind == Kind.KEEP_ALIVE:
+            found = parse_header(reader.read(HEADER_BYTES))
+        assert found.kind == Kind.WELCOME
+
+
+def test_a_destination_that_nobody_announces_hears_so_when_the_patience_is_over(connect):
+    sock = connect(1.0)
+    with sock.makefile("rb") as reader:
+        sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
+        found = [parse_header(reader.read(HEADER_BYTES))]
+        while found[-1].kind == Kind.KEEP_ALIVE:
+            found.append(parse_header(reader.read(HEADER_BYTES)))
+        message = decode_message(found[-1], reader.read(found[-1].payload_bytes), Abort).message
+    assert "no prefill" in message
+    assert len(found) > 1, "nobody waited"
+
+
+def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_without_a_wait(offers, connect):
+    offers.end(announced(offers), "cancelled")
+    sock = connect(PATIENCE_SECONDS)
+    with sock.makefile("rb") as reader:
+        sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
+        assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.ABORT
+
+
+def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(offers, connect, monkeypatch, caplog):
+    """The thread that accepts ends the leases, too."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "data-send":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with closing(connect(0.0)) as refused_one:
+        assert refused_one.recv(1) == b""
+    assert "127.0.0.1 is refused: can't start new thread" in caplog.text
+    announced(offers).lease.renew(0)
+    eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease is over")
