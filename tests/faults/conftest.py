@@ -4,7 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..unit.worker.transfer_bench import Port, be_patient
+from prfaas_transfer import pull, receive
+
+from ..unit.transfer.patience import be_patient
+from ..unit.worker.transfer_bench import Port
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +22,14 @@ def port(small_port: Port) -> Iterator[Port]:
     small_port.settle()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count connections that broke for what a test did to them alone."""
-    be_patient(monkeypatch)
+    """Count connections that broke for what a test did to them alone: a busy machine breaks none."""
+    be_patient(monkeypatch.setattr)
+
+
+@pytest.fixture
+def wary(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a connection that is silent for a second, as prfaas does; the transfer survives any number of seconds."""
+    for module in (pull, receive):
+        monkeypatch.setattr(module, "NO_PROGRESS_SECONDS", 1.0)

@@ -15,6 +15,7 @@ from prfaas.wire.transfer import Manifest
 from prfaas_worker.cache.transfer_frames import layer_groups
 
 from ..unit.worker import transfer_bench as bench
+from ..waiting import eventually
 
 
 def manifest_of(grant: PrefillGrant) -> Manifest:
@@ -37,9 +38,9 @@ def main() -> None:
         model=bench.LARGE, layout=bench.layout_of(bench.LARGE), address=("127.0.0.1", int(sys.argv[1]))
     )
     taking = bench.Taking(source, SimpleNamespace(manifest=manifest_of(grant)), grant)  # type: ignore[arg-type]
-    bench.eventually(lambda: taking.ledger.received_bytes > 0, seconds=20)
+    eventually(lambda: taking.ledger.received_bytes > 0, "the destination has bytes")
     print("begins", flush=True)
-    taking.whole(seconds=60)
+    taking.whole()
     print("whole", flush=True)
 
 

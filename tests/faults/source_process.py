@@ -14,10 +14,11 @@ from prfaas_transfer import leases
 from prfaas_transfer.limits import EgressBucket
 
 from ..unit.worker import transfer_bench as bench
+from ..waiting import PATIENCE_SECONDS
 
 
 def main() -> None:
-    leases.RESUME_SECONDS = 0.5
+    leases.LEASE_SECONDS, leases.RESUME_SECONDS = int(PATIENCE_SECONDS), 0.5
     bench.TRAFFIC = bench.TRAFFIC._replace(egress=EgressBucket(float(sys.argv[1])))
     port = bench.Port(bench.LARGE)
     port.on_end = lambda handle: print(f"ended {handle}", flush=True)

@@ -35,10 +35,10 @@ from ..unit.worker.transfer_bench import (
     Port,
     assert_same_bits,
     descriptors,
-    eventually,
     fill,
     transfer_threads,
 )
+from ..waiting import PATIENCE_SECONDS, eventually
 
 ABORTS = 10_000
 AT_ONCE = 4
@@ -60,7 +60,7 @@ class Side:
     def open(self) -> Lease:
         """Lease memory for a prompt; waits until there is some."""
         with self._changed:
-            assert self._changed.wait_for(self._has_room, timeout=60), "memory is stranded"
+            assert self._changed.wait_for(self._has_room, timeout=PATIENCE_SECONDS), "memory is stranded"
             opened = self.cache.open([], MODEL.tokens, 0)
             assert opened is not None
             return opened.lease
@@ -238,11 +238,11 @@ def test_ten_thousand_aborts_at_random_points_strand_no_page_no_slot_no_thread_a
         thread.join()
     assert not errors, errors
     print(*(f"{count:6,d} {what}" for what, count in aborts.found.most_common()), sep="\n")
-    eventually(lambda: len(aborts.ends) == ABORTS)
+    eventually(lambda: len(aborts.ends) == ABORTS, "every offer ended")
     assert set(aborts.ends.values()) == {1}, "every offer ended once"
     aborts.source.assert_nothing_is_held()
     aborts.destination.assert_nothing_is_held()
-    eventually(lambda: not transfer_threads())
-    eventually(lambda: descriptors() <= before)
+    eventually(lambda: not transfer_threads(), "the threads of all transfers ended")
+    eventually(lambda: descriptors() <= before, "what was opened is closed")
     assert sum(port.outcomes().values()) == ABORTS
     assert len(aborts.found) >= 8, "every reason hit in time, and too late"

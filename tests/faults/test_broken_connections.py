@@ -29,7 +29,6 @@ from ..unit.worker.transfer_bench import (
     assert_same_bits,
     compute,
     connect,
-    eventually,
     frames,
     hello,
     kinds,
@@ -37,6 +36,7 @@ from ..unit.worker.transfer_bench import (
     transfer_threads,
 )
 from ..unit.worker.transfer_proxy import CutError, Proxy, Seen
+from ..waiting import PATIENCE_SECONDS, eventually
 
 
 class Log:
@@ -58,7 +58,6 @@ FRAMES_OF_SMALL = 2 * 4 + 3 + 1
 
 
 # WELCOME, all data, DONE, FREED
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("tail_bytes", [0, 1, HEADER_BYTES, HEADER_BYTES + 9])
 @pytest.mark.parametrize("at", range(1 + FRAMES_OF_SMALL + 2))
 def test_a_connection_cut_before_or_within_any_frame_is_replaced_and_nothing_crosses_twice(
@@ -85,7 +84,6 @@ def test_a_connection_cut_before_or_within_any_frame_is_replaced_and_nothing_cro
     port.assert_ended_once(delivered=1)
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("seed", range(4))
 def test_four_connections_cut_again_and_again_bring_every_bit(seed: int):
     rng = random.Random(seed)
@@ -112,7 +110,6 @@ def test_four_connections_cut_again_and_again_bring_every_bit(seed: int):
     port.assert_ended_once(delivered=1)
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_link_that_resets_everything_at_once_costs_no_bit():
     port = Port(LARGE)
     offer, grant = port.grant()
@@ -125,7 +122,10 @@ def test_a_link_that_resets_everything_at_once_costs_no_bit():
                 proxy.cut()
         offer.finish_computing(0.0)
         # It misses the hidden state, which was not put in.
-        eventually(lambda: taking.ledger.received_bytes == LARGE.nbytes - 4 * len(HIDDEN))
+        eventually(
+            lambda: taking.ledger.received_bytes == LARGE.nbytes - 4 * len(HIDDEN),
+            "the destination has all that was put in",
+        )
         port.offers.cancel(grant.transfer_id)
         assert "cancelled" in str(taking.failure())
         assert port.ends()
@@ -133,16 +133,15 @@ def test_a_link_that_resets_everything_at_once_costs_no_bit():
         port.settle()
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_break_while_the_source_computes_is_mended_before_there_is_anything_to_send(port: Port):
     with Proxy(port.address) as proxy:
         offer, grant = port.grant()
         taking = port.take(offer, grant, at=proxy.address)
         for _ in range(3):
-            eventually(lambda: offer.connected)
+            eventually(lambda: offer.connected, "the destination is connected")
             before = proxy.connections
             proxy.cut()
-            eventually(lambda before=before: proxy.connections > before)
+            eventually(lambda before=before: proxy.connections > before, "the destination connected again")
         cache = SMALL.filled()
         compute(SMALL, offer, cache)
         taking.whole()
@@ -174,8 +173,6 @@ def test_a_destination_that_never_returns_is_freed_after_the_resume_time(port: P
     compute(SMALL, offer, SMALL.filled())
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 3) == [Kind.WELCOME, Kind.BLOCK, Kind.BLOCK]
-    eventually(lambda: not offer.connected)
-    assert port.ended.empty(), "it may come back"
     assert port.ends()
     port.assert_ended_once(failed=1)
     with closing(connect(port, hello(grant, connection=1, broken=(0,)))) as sock:
@@ -249,7 +246,7 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: 
     monkeypatch.setattr(data_port_module, "HELLO_SECONDS", 0.4)
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
-    slow = socket.create_connection(port.address, timeout=3)
+    slow = socket.create_connection(port.address, PATIENCE_SECONDS)
     with closing(slow):
         taking = port.take(offer, grant)
         for byte in hello(grant):
@@ -265,7 +262,6 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: 
     port.assert_ended_once(delivered=1)
 
 
-@pytest.mark.usefixtures("patient")
 def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port):
     connections = Connections(PeerAuth())
     with Proxy(port.address) as proxy:
@@ -277,14 +273,15 @@ def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port)
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads())
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
             proxy.cut()  # the destination does not read from kept connections: it finds out when it takes one
         assert proxy.connections == 3
         port.settle()
     port.assert_ended_once(delivered=3)
 
 
-def test_a_kept_connection_that_died_silently_costs_a_second_at_most(port: Port):
+@pytest.mark.usefixtures("wary")
+def test_a_kept_connection_that_died_silently_is_replaced(port: Port):
     connections = Connections(PeerAuth())
     silent = False
 
@@ -300,13 +297,15 @@ def test_a_kept_connection_that_died_silently_costs_a_second_at_most(port: Port)
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads())
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
             silent = True
         port.settle()
     port.assert_ended_once(delivered=2)
 
 
-def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port):
+@pytest.mark.usefixtures("wary")
+def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pull_module, "GONE_SECONDS", 4.0)
     silent = threading.Event()
 
     def down(seen: Seen) -> list[bytes]:
@@ -319,6 +318,6 @@ def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port)
     with Proxy(port.address, down) as proxy:
         taking = port.take(offer, grant, at=proxy.address)
         assert isinstance(taking.failure(), UnreachableError)
-        assert 2 <= proxy.connections <= 4
+        assert proxy.connections >= 2, "its first silence may be the connection's fault"
     port.offers.cancel(grant.transfer_id)
     assert port.ends()

@@ -28,10 +28,10 @@ from ..unit.worker.transfer_bench import (
     Taking,
     assert_same_bits,
     compute,
-    eventually,
     transfer_threads,
 )
 from ..unit.worker.transfer_proxy import Proxy, Seen
+from ..waiting import eventually
 
 MODEL = Model((LINEAR, WIDE), 300)
 ROWS = layer_groups(MODEL.layers)[1]
@@ -181,7 +181,7 @@ def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port:
             assert isinstance(error, ProtocolError), error
             assert liar.lied == 1
             assert not taking.ledger.whole
-            eventually(lambda: "fetch-data" not in transfer_threads())
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

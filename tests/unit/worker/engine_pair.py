@@ -16,8 +16,9 @@ from prfaas_transfer.tls import PeerAuth
 from prfaas_worker.engine.sequences import PrefillOffered, Sequence
 from prfaas_worker.models.base import Model
 
+from ...waiting import eventually
 from .engine_bench import TRAFFIC, Bench
-from .transfer_bench import eventually, transfer_threads
+from .transfer_bench import transfer_threads
 
 FAR = 1_000_000
 """Handles of requests for another engine."""
@@ -111,7 +112,7 @@ class Destination(Bench):
 
     def close(self) -> None:
         """Close the connections that were kept for the next transfer."""
-        eventually(lambda: "fetch-data" not in transfer_threads())
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
         source = pull.SourceAddress("127.0.0.1", self.source.offers._data_port)
         while stream := self.connections.take(source):
             self.connections.drop(source, stream)

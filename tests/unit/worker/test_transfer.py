@@ -18,6 +18,7 @@ from prfaas_transfer.pull import Connections
 from prfaas_transfer.tls import PeerAuth
 from prfaas_worker.cache.memory import bytes_of
 
+from ...waiting import eventually
 from .transfer_bench import (
     HIDDEN,
     LARGE,
@@ -28,7 +29,6 @@ from .transfer_bench import (
     compute,
     connect,
     descriptors,
-    eventually,
     frames,
     hello,
     kinds,
@@ -62,7 +62,7 @@ def test_a_cache_arrives_bit_for_bit_whether_the_destination_comes_early_or_late
         compute(SMALL, offer, cache)
     taking = port.take(offer, grant, staged=staged)
     if connect_first:
-        eventually(lambda: offer.connected)
+        eventually(lambda: offer.connected, "the destination is connected")
         compute(SMALL, offer, cache)
     done = taking.whole()
     assert_same_bits(SMALL, taking.place, cache)
@@ -80,7 +80,7 @@ def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
     offer, grant = port.grant()
     cache = LARGE.filled()
     taking = port.take(offer, grant)
-    eventually(lambda: len(offer.streams) == 4)
+    eventually(lambda: len(offer.streams) == 4, "four connections")
     compute(LARGE, offer, cache, step=64)
     assert taking.whole().frames == 10 * 2 + 1 + 1
     assert_same_bits(LARGE, taking.place, cache)
@@ -130,7 +130,7 @@ def test_a_connection_serves_one_transfer_after_another(port: Port):
         taking = port.take(offer, grant, connections=connections)
         taking.whole()
         assert port.ends(handle)
-        eventually(lambda: "fetch-data" not in transfer_threads())
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
         kept = connections.take(taking.source)
         assert kept is not None
         assert connections.take(taking.source) is None
@@ -199,7 +199,7 @@ def test_garbage_on_the_data_port_closes_that_connection_alone(port: Port, garba
 def test_a_cancelled_prefill_tells_its_destination_why(port: Port):
     offer, grant = port.grant()
     taking = port.take(offer, grant)
-    eventually(lambda: offer.connected)
+    eventually(lambda: offer.connected, "the destination is connected")
     port.offers.cancel(grant.transfer_id)
     assert "the prefill was cancelled" in str(taking.failure())
     assert port.ends()
@@ -221,7 +221,7 @@ def test_a_destination_that_gives_up_ends_the_offer_at_once(port: Port):
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 1) == [Kind.WELCOME]
         sock.sendall(message_frame(Kind.ABORT, address_of(grant), Abort("no room here")))
-        assert port.ends(5, seconds=4)
+        assert port.ends(5)
     put_chunk(SMALL, offer, SMALL.filled(), 0, SMALL.tokens)  # the engine has not heard yet: nothing is kept
     assert offer.send_state.queue.queued_bytes == 0
     port.assert_ended_once(failed=1)
@@ -230,11 +230,11 @@ def test_a_destination_that_gives_up_ends_the_offer_at_once(port: Port):
 def test_a_fetch_that_is_cancelled_ends_at_once_and_touches_nothing_afterwards(port: Port):
     offer, grant = port.grant()
     taking = port.take(offer, grant)
-    eventually(lambda: offer.connected)
+    eventually(lambda: offer.connected, "the destination is connected")
     put_chunk(SMALL, offer, SMALL.filled(), 0, 300)
-    eventually(lambda: len(taking.ledger.received) > 0)
+    eventually(lambda: len(taking.ledger.received) > 0, "the destination has a frame")
     taking.pull.cancel()
-    assert "cancelled" in str(taking.failure(seconds=4))
+    assert "cancelled" in str(taking.failure())
     taking.place.memory.pages.zero_()
     port.offers.cancel(grant.transfer_id)
     assert port.ends()
@@ -259,7 +259,7 @@ def test_an_acknowledgement_frees_the_source_even_if_the_destination_is_gone_the
     with closing(connect(port, hello(grant))) as sock:
         assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
         sock.sendall(message_frame(Kind.ACK, address_of(grant)))
-    assert port.ends(seconds=4)
+    assert port.ends()
     port.assert_ended_once(delivered=1)
 
 
@@ -301,7 +301,7 @@ def all_closed() -> Iterator[None]:
     """No descriptor stays open that a test opened, once threads have ended."""
     before = descriptors()
     yield
-    eventually(lambda: descriptors() <= before)
+    eventually(lambda: descriptors() <= before, "what was opened is closed")
 
 
 def test_an_ended_transfer_leaves_no_thread_and_no_descriptor(port: Port, all_closed: None):
@@ -312,7 +312,7 @@ def test_an_ended_transfer_leaves_no_thread_and_no_descriptor(port: Port, all_cl
     taking.whole()
     assert port.ends()
     assert taking.close() == 1
-    eventually(lambda: len(transfer_threads()) <= threads)
+    eventually(lambda: len(transfer_threads()) <= threads, "the threads of the transfer ended")
 
 
 def test_the_welcome_carries_the_manifest_of_the_offer(port: Port):

@@ -3,13 +3,11 @@
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from prfaas.errors import PrfaasError
@@ -18,7 +16,7 @@ from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_h
 from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import Done, Hello, message_frame
-from prfaas_transfer import data_port, pull, receive
+from prfaas_transfer import pull
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.compression import DECODABLE
 from prfaas_transfer.data_port import DataPort, listen
@@ -39,6 +37,7 @@ from prfaas_worker.cache.transfer_frames import (
 )
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
+from ...waiting import PATIENCE_SECONDS, NotInTime, eventually, take_next
 from .granted_offers import GrantedOffers
 
 FINGERPRINT = "f" * 64
@@ -180,9 +179,9 @@ class Port:
             start_prefill(self.model.tokens, handle, start_token).subject, start_token, self.model.tokens
         )
 
-    def ends(self, handle: int = 1, seconds: float = 60) -> bool:
-        """Whether the offer with this handle is the next that ends, in time."""
-        return self.ended.get(timeout=seconds) == handle
+    def ends(self, handle: int = 1) -> bool:
+        """Whether the offer with this handle is the next that ends."""
+        return take_next(self.ended, "an offer ends") == handle
 
     def assert_ended_once(self, **outcomes: int) -> None:
         """No offer is open, nothing ended that was not expected, and nothing twice."""
@@ -247,14 +246,14 @@ class Taking:
         except PrfaasError as error:
             self.error = error
 
-    def whole(self, seconds: float = 60) -> Done:
+    def whole(self, seconds: float = PATIENCE_SECONDS) -> Done:
         """Wait for the end, which must be good."""
         self._join(seconds)
         if self.error is not None:
             raise self.error
         return self.ledger.require_whole()
 
-    def failure(self, seconds: float = 60) -> PrfaasError:
+    def failure(self, seconds: float = PATIENCE_SECONDS) -> PrfaasError:
         """Wait for the end, which must be an error."""
         self._join(seconds)
         assert self.error is not None
@@ -262,7 +261,7 @@ class Taking:
 
     def close(self) -> int:
         """Close the connections that were kept for the next transfer, and count them."""
-        eventually(lambda: "fetch-data" not in transfer_threads())
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
         closed = 0
         while stream := self.connections.take(self.source):
             self.connections.drop(self.source, stream)
@@ -271,7 +270,8 @@ class Taking:
 
     def _join(self, seconds: float) -> None:
         self._thread.join(seconds)
-        assert not self._thread.is_alive(), "the destination hangs"
+        if self._thread.is_alive():
+            raise NotInTime("the destination hangs")
 
 
 def address_of(grant: PrefillGrant) -> Address:
@@ -284,7 +284,7 @@ def hello(grant: PrefillGrant, **fields: object) -> bytes:
 
 def connect(port: Port, first: bytes) -> socket.socket:
     """A destination by hand: a connection on which something was said."""
-    sock = socket.create_connection(port.address, timeout=3)
+    sock = socket.create_connection(port.address, PATIENCE_SECONDS)
     sock.sendall(first)
     return sock
 
@@ -313,25 +313,6 @@ def kinds(sock: socket.socket, count: int | None = None) -> list[Kind]:
         if len(found) == count:
             break
     return found
-
-
-def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no connection count as broken because a machine was slow."""
-    for module, name in (
-        (receive, "NO_PROGRESS_SECONDS"),
-        (receive, "STARVED_SECONDS"),
-        (pull, "NO_PROGRESS_SECONDS"),
-        (pull, "GONE_SECONDS"),
-        (data_port, "HELLO_SECONDS"),
-    ):
-        monkeypatch.setattr(module, name, 30.0)
-
-
-def eventually(true: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def descriptors() -> int:

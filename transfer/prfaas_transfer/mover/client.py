@@ -67,6 +67,7 @@ Question: TypeAlias = AskPrefill | AskStats | SetEgress
 
 log = logging.getLogger(__name__)
 
+MOVER_PROGRAM: Final = ("-m", "prfaas_transfer.mover")
 START_SECONDS: Final = 60.0
 RESTART_SECONDS: Final = 1.0
 MAX_RESTART_SECONDS: Final = 30.0
@@ -269,8 +270,7 @@ class MoverClient:
             [
                 *ends_with_us(),
                 sys.executable,
-                "-m",
-                "prfaas_transfer.mover",
+                *MOVER_PROGRAM,
                 *map(str, descriptors),
                 msgspec.json.encode(self._options).decode(),
             ],
