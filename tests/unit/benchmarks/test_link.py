@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +18,10 @@ from benchmarks.transfer.link import Link, link
 
 from prfaas.errors import ConfigError
 
+from ...waiting import PATIENCE_SECONDS, eventually
+
 PORT = 7000
-TCP_INFO_RTT_OFFSET, TCP_INFO_RETRANSMITS_OFFSET = 68, 100
+TCP_INFO_RTT_OFFSET, TCP_INFO_RETRANSMITS_OFFSET, TCP_INFO_DUPLICATES_OFFSET = 68, 100, 216
 
 
 def is_possible() -> bool:
@@ -32,7 +33,10 @@ def is_possible() -> bool:
         return False
 
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason="network namespaces or a C compiler are not to be had")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(not is_possible(), reason="network namespaces or a C compiler are not to be had"),
+]
 
 
 @contextmanager
@@ -40,11 +44,15 @@ def connected(made: Link) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A connection from the destination to the source: the source's socket, then the destination's."""
     with made.source.inside():
         listener = socket.create_server((made.source.address, PORT))
-    with listener, made.destination.inside(), socket.create_connection(listener.getsockname(), 5) as theirs:
+    with (
+        listener,
+        made.destination.inside(),
+        socket.create_connection(listener.getsockname(), PATIENCE_SECONDS) as theirs,
+    ):
         ours, _ = listener.accept()
         with ours:
-            ours.settimeout(20)
-            theirs.settimeout(20)
+            ours.settimeout(PATIENCE_SECONDS)
+            theirs.settimeout(PATIENCE_SECONDS)
             yield ours, theirs
 
 
@@ -60,8 +68,13 @@ def carry(ours: socket.socket, theirs: socket.socket, data: bytes) -> bytes:
 
 
 def tcp_info(sock: socket.socket, offset: int) -> int:
-    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 240)
     return int.from_bytes(raw[offset : offset + 4], sys.byteorder)
+
+
+def lost(sock: socket.socket) -> int:
+    """Count the packets that were sent again, without those that the peer had twice then."""
+    return tcp_info(sock, TCP_INFO_RETRANSMITS_OFFSET) - tcp_info(sock, TCP_INFO_DUPLICATES_OFFSET)
 
 
 @pytest.mark.parametrize("shape", [{}, {"mbps": 400}, {"mbps": 400, "round_trip_seconds": 0.005}])
@@ -84,10 +97,11 @@ def test_lost_packets_are_sent_again_and_what_is_left_of_a_read_stays_whole():
     data = os.urandom(4_000_000)
     with link(loss=0.02) as made, connected(made) as (ours, theirs):
         assert carry(ours, theirs, data) == data
-        assert tcp_info(ours, TCP_INFO_RETRANSMITS_OFFSET) > 10
+        assert lost(ours) > 10
     with link(round_trip_seconds=0.001) as made, connected(made) as (ours, theirs):
         assert carry(ours, theirs, data) == data
-        assert tcp_info(ours, TCP_INFO_RETRANSMITS_OFFSET) == 0
+        # On a busy machine an answer may come so late that something is sent again. It comes twice then: none was lost.
+        eventually(lambda: lost(ours) <= 0, lambda: f"{lost(ours)} of the packets that were sent again arrived once")
 
 
 @pytest.mark.parametrize("shape", [{}, {"mbps": 100}, {"round_trip_seconds": 0.002}])
@@ -140,7 +154,9 @@ def test_nothing_is_left_however_its_maker_ends(how):
         assert len(children) == 2
         assert None not in children.values()
         maker.send_signal(how)
-    eventually(lambda: not any(began(child) == when for child, when in children.items()))
+    eventually(
+        lambda: not any(began(child) == when for child, when in children.items()), "what the maker started ended"
+    )
 
 
 def began(pid: int) -> str | None:
@@ -150,10 +166,3 @@ def began(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else fields[19]
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

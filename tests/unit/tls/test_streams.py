@@ -21,7 +21,10 @@ from prfaas_transfer import link_stats, net
 from prfaas_transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, tune
 from prfaas_transfer.tls import accept_tls, connect_tls
 
-SECONDS = 10.0
+from ...waiting import PATIENCE_SECONDS, assert_prompt, eventually, within
+
+pytestmark = pytest.mark.system
+SECONDS = PATIENCE_SECONDS
 Pair = tuple[DataStream, DataStream]
 
 
@@ -53,19 +56,18 @@ def in_thread(call: Callable[[], object]) -> threading.Thread:
 
 
 def await_readable(stream: DataStream) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not stream.readable():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(stream.readable, "bytes arrive")
 
 
 def await_taken(stream: DataStream) -> None:
     """Wait until a reader leaves less in its socket than the kernel would wake it for."""
-    deadline, count = time.monotonic() + 60.0, array("i", [LOW_WATER_BYTES])
-    while count[0] >= LOW_WATER_BYTES:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    count = array("i", [0])
+
+    def is_taken() -> bool:
         fcntl.ioctl(stream, termios.FIONREAD, count)
+        return count[0] < LOW_WATER_BYTES
+
+    eventually(is_taken, "the reader takes what came", poll=0.001)
 
 
 @pytest.mark.parametrize("largest", [1, 100, 5_000, 40_000, 300_000])
@@ -117,17 +119,22 @@ def test_the_caller_is_asked_between_bytes_too_so_that_a_trickle_cannot_outlast_
         if len(asked) == 3:
             raise UnreachableError("too slow")
 
+    ended = threading.Event()
+
     def trickle() -> None:
-        for _ in range(10):
+        for _ in range(1_000_000):
             pair[1].send([b"x"])
-            time.sleep(0.02)
+            if ended.wait(0.02):
+                return
 
     thread = in_thread(trickle)
     with pytest.raises(UnreachableError, match="too slow"):
-        pair[0].receive_into(bytearray(10), on_wait=give_up)
+        pair[0].receive_into(bytearray(1_000_000), on_wait=give_up)
+    ended.set()
     thread.join()
 
 
+@pytest.mark.quiet
 def test_a_large_payload_that_comes_slowly_counts_as_progress(pair: Pair):
     size, silent = 4 * LOW_WATER_BYTES, [0.0]
 
@@ -140,10 +147,9 @@ def test_a_large_payload_that_comes_slowly_counts_as_progress(pair: Pair):
     thread = in_thread(trickle)
     pair[0].receive_into(bytearray(size), on_wait=silent.append)
     thread.join()
-    assert max(silent) < 0.6, "the low water mark hid the bytes that came"
+    assert_prompt(max(silent), 0.6, "the low water mark hid the bytes that came")
     pair[1].send([b"y"])
-    time.sleep(0.05)
-    assert pair[0].readable(), "a small frame wakes the reader of the next"
+    within(1.0, pair[0].readable, "a small frame wakes the reader of the next")
 
 
 @pytest.mark.parametrize("last_bytes", [1, LOW_WATER_BYTES // 2, LOW_WATER_BYTES])
@@ -157,7 +163,7 @@ def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follow
     pair[0].send([bytes(size - last_bytes)])
     await_taken(reader)  # and the reader sleeps, or is about to
     pair[0].send([bytes(last_bytes)])
-    thread.join(60.0)
+    thread.join(PATIENCE_SECONDS)
     asleep = thread.is_alive()
     reader.shutdown()
     thread.join()
