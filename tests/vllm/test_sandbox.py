@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from rich.console import Console
+from tests.waiting import eventually_async
 
 from prfaas_sandbox.demo.client import DemoClient
 from prfaas_sandbox.demo.display import DemoDisplay
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE, ON_VLLM, ExampleInstallation
 from prfaas_sandbox.demo.records import DemoResults
-from prfaas_sandbox.demo.steps import NARROW_MBPS, WIDE_MBPS, DemoSteps, ThresholdSampler
+from prfaas_sandbox.demo.steps import WIDE_MBPS, DemoSteps, ThresholdSampler
 from prfaas_sandbox.sandbox import Sandbox
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(480, func_only=True)]
@@ -40,6 +41,17 @@ class Running:
     async def moved(self) -> tuple[float, ...]:
         """What the connectors' own metrics say was sent, was received, and was on the link."""
         return tuple([await self.sampler.query(query) or 0.0 for query in (SENT, RECEIVED, ON_THE_LINK)])
+
+    async def moved_in_the_end(self) -> tuple[float, ...]:
+        """Likewise, once nothing moves and Prometheus has read it."""
+        reads = [await self.moved()]
+
+        async def is_settled() -> bool:
+            reads.append(await self.moved())
+            return reads[-1] == reads[-2] and min(reads[-1]) > 0
+
+        await eventually_async(is_settled, "the counters of caches stand still", poll=2 * INTERVAL_SECONDS)
+        return reads[-1]
 
     async def pod(self, pool: str) -> dict[str, Any]:
         """The first pod of a pool of the hub."""
@@ -79,7 +91,8 @@ async def test_a_pool_of_vllm_starts_with_our_connector_and_our_certificate(runn
 async def test_long_prompts_are_prefilled_in_the_member_and_their_cache_crosses_by_the_connector(running: Running):
     before = await running.moved()
     await running.steps.lengths()
-    sent, received, on_the_link = (now - then for now, then in zip(await running.moved(), before, strict=True))
+    moved = await running.moved_in_the_end()
+    sent, received, on_the_link = (now - then for now, then in zip(moved, before, strict=True))
     offloaded = [record for record in running.results.requests if record.decision == "offload"]
     assert [r.outcome for r in running.results.requests] == ["ok"] * len(running.results.requests)
     assert {r.prefilled_in for r in offloaded} == {MEMBER}
@@ -99,7 +112,7 @@ async def test_the_threshold_follows_a_full_link_within_three_intervals(running:
     results = running.results
     assert results.threshold_narrow_peak >= 2 * results.threshold_before_narrowing > 0
     assert 0 < results.threshold_after_widening <= results.threshold_narrow_peak / 2
-    narrow = [sample for sample in results.threshold if sample.link_mbps == NARROW_MBPS]
+    narrow = [sample for sample in results.threshold if sample.link_mbps < WIDE_MBPS]
     full = next(sample.seconds for sample in narrow if (sample.utilisation_percent or 0) >= HIGH_PERCENT)
     rose = next(sample.seconds for sample in narrow if sample.tokens > results.threshold_before_narrowing)
     assert rose - full <= 3 * INTERVAL_SECONDS + INTERVAL_SECONDS, "and one, by which a sample may be late"
@@ -109,9 +122,10 @@ async def test_a_prefill_instance_that_dies_in_a_transfer_costs_no_answer(runnin
     await running.steps.drill()
     drill = running.results.failure_drill
     assert drill is not None
-    assert drill.bytes_sent_before_kill > 0
+    assert drill.is_in_the_middle
     assert drill.request.decision == "offload"
     assert drill.request.output_tokens == 24
+    assert drill.request_after_recovery is not None
     assert drill.request_after_recovery.prefilled_in == MEMBER
 
 
@@ -119,7 +133,8 @@ async def test_a_decode_instance_that_dies_in_a_stream_costs_no_token(running: R
     await running.steps.drill_stream()
     drill = running.results.stream_drill
     assert drill is not None
-    assert 0 < drill.events_before_kill < drill.request.output_tokens == drill.undisturbed.output_tokens
+    assert drill.is_in_the_middle
+    assert drill.request.output_tokens == drill.undisturbed.output_tokens
     before = drill.events_before_kill  # a byte each, as each token of this model
     assert drill.request.text[:before] == drill.undisturbed.text[:before]
     assert len(drill.request.text) == len(drill.undisturbed.text)

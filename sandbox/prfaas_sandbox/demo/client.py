@@ -14,6 +14,8 @@ import openai
 from prfaas.wire import headers
 from prfaas_sandbox.demo.records import RequestRecord
 
+TIMEOUT_SECONDS = 600.0  # a busy machine is slow, which is no failure of prfaas
+
 
 class DemoClient:
     """Sends prompts to one gateway; `url` is without /v1."""
@@ -23,14 +25,20 @@ class DemoClient:
         # The gateway ends failures by itself: a client that retried would hide them. It is on this machine: no proxy.
         direct = openai.DefaultAsyncHttpxClient(trust_env=False)
         self._openai = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=120.0, http_client=direct
+            base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=TIMEOUT_SECONDS, http_client=direct
         )
 
     async def close(self) -> None:
         await self._openai.close()
 
     async def ask(
-        self, prompt: str, *, act: str, max_tokens: int = 24, on_text: Callable[[str, int], None] | None = None
+        self,
+        prompt: str,
+        *,
+        act: str,
+        max_tokens: int = 24,
+        offload: str = "auto",
+        on_text: Callable[[str, int], None] | None = None,
     ) -> RequestRecord:
         """Stream one completion; a failure becomes a record with its reason as outcome, never an exception.
 
@@ -46,7 +54,7 @@ class DemoClient:
                 temperature=0,
                 stream=True,
                 stream_options={"include_usage": True},
-                extra_headers={headers.REQUEST_ID: request_id},
+                extra_headers={headers.REQUEST_ID: request_id, headers.OFFLOAD: offload},
             )
             first: float | None = None
             pieces: list[str] = []

@@ -135,8 +135,9 @@ def summary(results: DemoResults) -> list[str]:
         )
         lines.append(f"  text        which went on: {escape(repr(longest.text))}")
     if (drill := results.failure_drill) is not None:
+        arrived = drill.transfer.payload_bytes if drill.transfer else 0
         lines.append(
-            f"  failure     killed after {human_bytes(drill.bytes_sent_before_kill)} of cache; the request completed "
+            f"  failure     killed after {human_bytes(arrived)} of cache; the request completed "
             f"({drill.request.outcome}), the worker was back after {drill.recovered_seconds:.1f} s"
         )
     if (stream := results.stream_drill) is not None:

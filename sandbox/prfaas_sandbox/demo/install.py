@@ -34,13 +34,13 @@ class ExampleFile(NamedTuple):
     model: str = MODEL
     ready_seconds: float = 240.0
     """Limit of its start. A vLLM alone imports modules for 20 to 45 s; three of them share the machine's cores."""
-    recovery_seconds: float = 60.0
+    recovery_seconds: float = 240.0
     """Likewise of a killed instance's."""
 
 
 OUR_WORKERS = ExampleFile()
 ON_VLLM = ExampleFile(
-    "vllm", "examples/two-clusters-vllm.yaml", "qwen", "qwen3-next-tiny", ready_seconds=600.0, recovery_seconds=300.0
+    "vllm", "examples/two-clusters-vllm.yaml", "qwen", "qwen3-next-tiny", ready_seconds=900.0, recovery_seconds=600.0
 )
 
 
@@ -139,6 +139,17 @@ class ExampleInstallation:
             for item in json.loads(listing)["items"]
             for c in item.get("status", {}).get("conditions", [])
         )
+
+    async def hub_log(self, pod: str) -> str:
+        """Return the log of a pod in the hub, or of `deployment/NAME`."""
+        return await self.environment.kubectl(self.environment.hub, "-n", NAMESPACE, "logs", pod)
+
+    async def has_restarted(self, pod: str) -> bool:
+        """Return whether a pod of the hub, killed once, is ready again."""
+        status = json.loads(
+            await self.environment.kubectl(self.environment.hub, "-n", NAMESPACE, "get", "pod", pod, "-o", "json")
+        )["status"]
+        return all(one["restartCount"] > 0 and one["ready"] for one in status["containerStatuses"])
 
     async def ready_pod(self, pool: str) -> str:
         """Return the name of a Running worker pod of the offload pool in the member cluster."""

@@ -15,27 +15,37 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from prfaas.names import HUB
 from prfaas.util import Deadline
 from prfaas_sandbox.demo.client import DemoClient, text_of
+from prfaas_sandbox.demo.decide import (
+    KILL_CHOICES,
+    STREAM_CHOICES,
+    DrillChoice,
+    cache_bytes,
+    kill_moment,
+    load_tokens,
+    narrow_link_mbps,
+    narrower,
+)
 from prfaas_sandbox.demo.display import DemoDisplay, summary
 from prfaas_sandbox.demo.install import MEMBER, OFFLOAD_POOL, ExampleFile, ExampleInstallation
-from prfaas_sandbox.demo.records import FailureDrill, RequestRecord, StreamDrill, ThresholdSample, find_problems
+from prfaas_sandbox.demo.logs import PodLogs
+from prfaas_sandbox.demo.records import KILLED, FailureDrill, RequestRecord, StreamDrill, ThresholdSample, find_problems
 from prfaas_sandbox.sandbox import Sandbox
 
 LENGTHS = (100, 300, 600, 1_200, 2_500, 5_000, 10_000, 16_000)
-WIDE_MBPS, NARROW_MBPS, DRILL_MBPS = 100, 5, 4
-LOAD_TOKENS, LOAD_CLIENTS = 6_000, 3
-DRILL_TOKENS, DRILL_BYTES = 8_000, 250_000  # so much of the cache has left when the worker is killed
-STREAM_PROMPT_TOKENS, STREAM_TOKENS, STREAM_EVENTS = (
-    200,
-    300,
-    60,
-)  # so many events have come when the instance is killed
-COUNTED_SECONDS = 2.5  # until Prometheus has a request's last byte
-NARROW_TIMEOUT_SECONDS, WIDEN_TIMEOUT_SECONDS = 30.0, 40.0
+WIDE_MBPS, LOAD_CLIENTS = 100, 3
+AGAIN_TOKENS = 8_000
+STREAM_PROMPT_TOKENS, STREAM_EVENTS = 200, 60  # so many events have come when the instance is killed
+# Waits end when what they wait for has come. A busy machine needs longer than a quiet one, but never for ever.
+NARROW_SECONDS, PATIENCE_SECONDS = 30.0, 240.0
+COUNTED_SECONDS = 1.0
+"""After its end a transfer's bytes are on a metrics page within this time."""
 THRESHOLD_QUERY = "max(prfaas_gateway_threshold_tokens)"
 UTILISATION_QUERY = "max(prfaas_scheduler_link_utilisation_percent)"
 SENT_BYTES_QUERY = f"sum(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}})"
+RECEIVED_BYTES = f"prfaas_transfer_received_bytes_total{{cluster='{HUB}'}}"
 
 
 async def run(display: DemoDisplay, *, state: Path, keep: bool, file: ExampleFile) -> None:
@@ -98,6 +108,8 @@ class DemoSteps:
         self._sampler = sampler
         self._results = display.results
         self._display = display
+        self._logs = PodLogs(installation)
+        self._ended_at = time.time()  # The last request; by Prometheus's clock.
         self._starts = itertools.count(1, 31_337)  # every prompt another text, the same ones in every run
 
     async def play(self) -> None:
@@ -112,11 +124,15 @@ class DemoSteps:
         await self._environment.shape_link(mbps)
         self._sampler.link_mbps = mbps
 
-    async def _ask(self, tokens: int, act: str, *, max_tokens: int = 24) -> RequestRecord:
+    async def _ask(self, tokens: int, act: str, *, max_tokens: int = 24, offload: str = "auto") -> RequestRecord:
         prompt = text_of(tokens, start=next(self._starts))
-        return self._note(await self._client.ask(prompt, act=act, max_tokens=max_tokens))
+        record = await self._client.ask(prompt, act=act, max_tokens=max_tokens, offload=offload)
+        if record.decision == "offload" and not record.kv_bytes and (crossed := await self._logs.transfer(record)):
+            record.kv_bytes = crossed.payload_bytes
+        return self._note(record)
 
     def _note(self, record: RequestRecord) -> RequestRecord:
+        self._ended_at = time.time()
         self._results.requests.append(record)
         self._display.request(record)
         return record
@@ -124,21 +140,16 @@ class DemoSteps:
     async def lengths(self) -> None:
         self._display.step(f"Prompts of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
         for tokens in LENGTHS:
-            before = self._sampler.crossed_bytes
-            record = await self._client.ask(text_of(tokens, start=next(self._starts)), act="lengths")
-            if record.decision == "offload" and not record.kv_bytes:  # vLLM does not say it: the link's counter does
-                await asyncio.sleep(COUNTED_SECONDS)
-                record.kv_bytes = self._sampler.crossed_bytes - before
-            self._note(record)
+            await self._ask(tokens, "lengths")
 
     @contextlib.asynccontextmanager
-    async def _load(self, act: str) -> AsyncIterator[None]:
+    async def _load(self, tokens: int) -> AsyncIterator[None]:
         """Run a few clients with long prompts while the block runs; wait for their last requests."""
         done = asyncio.Event()
 
         async def one_client() -> None:
             while not done.is_set():
-                await self._ask(LOAD_TOKENS, act, max_tokens=4)
+                await self._ask(tokens, "narrow", max_tokens=4)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(LOAD_CLIENTS):
@@ -149,53 +160,91 @@ class DemoSteps:
                 done.set()
 
     async def narrow_and_widen(self) -> None:
-        results = self._results
-        results.threshold_before_narrowing = before = self._sampler.samples[-1].tokens if self._sampler.samples else 0
+        results, sampler = self._results, self._sampler
+        results.threshold_before_narrowing = before = sampler.samples[-1].tokens if sampler.samples else 0
+        first, tokens = len(sampler.samples), load_tokens(before)
+        rates = list(narrower(narrow_link_mbps(results.requests)))
         self._display.step(
-            f"The link narrows to {NARROW_MBPS} Mbit/s while {LOAD_CLIENTS} clients send {LOAD_TOKENS:,}-token prompts"
+            f"The link narrows to {rates[0]} Mbit/s while {LOAD_CLIENTS} clients send {tokens:,}-token prompts"
         )
-        await self._shape(NARROW_MBPS)
-        first = len(self._sampler.samples)
-        async with self._load("narrow"):
-            await self._sampler.until(lambda tokens: tokens >= 2 * before, timeout_seconds=NARROW_TIMEOUT_SECONDS)
+        async with self._load(tokens):
+            for mbps in rates:
+                if mbps != rates[0]:
+                    self._display.line(f"  this machine's caches do not fill it, so it narrows to {mbps} Mbit/s")
+                await self._shape(mbps)
+                limit = PATIENCE_SECONDS if mbps == rates[-1] else NARROW_SECONDS
+                if await sampler.until(lambda tokens: tokens >= 2 * before, timeout_seconds=limit) >= 2 * before:
+                    break
         self._display.step(f"The link widens to {WIDE_MBPS} Mbit/s again")
         await self._shape(WIDE_MBPS)
-        results.threshold_narrow_peak = peak = max((s.tokens for s in self._sampler.samples[first:]), default=0)
-        results.threshold_after_widening = await self._sampler.until(
-            lambda tokens: tokens <= peak / 2, timeout_seconds=WIDEN_TIMEOUT_SECONDS
+        results.threshold_narrow_peak = peak = max((s.tokens for s in sampler.samples[first:]), default=0)
+        results.threshold_after_widening = await sampler.until(
+            lambda tokens: tokens <= peak / 2, timeout_seconds=PATIENCE_SECONDS
         )
 
     async def drill(self) -> None:
-        tokens = DRILL_TOKENS
+        """Kill the prefill worker in the middle of a transfer; choose a longer one if that was over too soon."""
+        for choice in KILL_CHOICES:
+            drill = self._results.failure_drill = await self._drill(choice)
+            if not drill.asks_for_another:
+                return
+            self._display.line("  the transfer was not in the middle, so a longer one follows")
+
+    async def _drill(self, choice: DrillChoice) -> FailureDrill:
+        """Return the results of one transfer, and of the kill if there was a moment for it."""
         self._display.step(
-            f"The cache of {tokens:,} tokens crosses at {DRILL_MBPS} Mbit/s; its prefill worker is killed"
+            f"The cache of {choice.tokens:,} tokens crosses at {choice.mbps} Mbit/s; its prefill worker is killed"
         )
-        await self._shape(DRILL_MBPS)
-        before = await self._sampler.sent_bytes()
-        request = asyncio.create_task(self._ask(tokens, "kill"))
-        sent = 0.0
-        while sent < DRILL_BYTES and not request.done():
+        pod = await self._installation.ready_pod(OFFLOAD_POOL)  # known before, so that the kill takes no time
+        before = await self._received_bytes()
+        await self._shape(choice.mbps)
+        whole = cache_bytes(self._results.requests, choice.tokens)
+        request = asyncio.create_task(self._ask(choice.tokens, KILLED, offload="always"))
+        moment = "wait"
+        while moment == "wait":
             await asyncio.sleep(0.1)
-            sent = await self._sampler.sent_bytes() - before
-        pod = await self._installation.ready_pod(OFFLOAD_POOL)
-        await self._environment.kill_pod(self._environment.member, self._installation.namespace, pod)
+            arrived = await self._sampler.query(f"sum({RECEIVED_BYTES})") or before
+            moment = kill_moment(arrived - before, whole, is_answered=request.done())
+        if moment == "now":
+            await self._environment.kill_pod(self._environment.member, self._installation.namespace, pod)
+            self._display.line(f"  killed {pod}")
         killed_at, deadline = time.monotonic(), Deadline(self._installation.file.recovery_seconds)
-        sent_before_kill = 0 if request.done() else int(sent)
-        self._display.line(f"  killed {pod}")
-        record = await request
         await self._shape(WIDE_MBPS)
-        after = await self._until_offloaded_again(tokens, deadline)
-        self._results.failure_drill = FailureDrill(
+        record = await request
+        transfer = await self._logs.transfer(record)
+        if moment == "late":
+            return FailureDrill(request=record, transfer=transfer)
+        after = await self._until_offloaded_again(AGAIN_TOKENS, deadline)
+        return FailureDrill(
             request=record,
+            transfer=transfer,
             killed_pod=pod,
-            bytes_sent_before_kill=sent_before_kill,
             recovered_seconds=round(time.monotonic() - killed_at - after.total_seconds, 2),
             request_after_recovery=after,
         )
 
+    async def _received_bytes(self) -> float:
+        """Return the bytes of cache that the hub's instances have received, all former requests' included."""
+        deadline = Deadline(PATIENCE_SECONDS)
+        while not deadline.is_over:
+            read_at = await self._sampler.query(f"min(timestamp({RECEIVED_BYTES}))")
+            if read_at is not None and read_at > self._ended_at + COUNTED_SECONDS:
+                break
+            await asyncio.sleep(0.1)
+        return await self._sampler.query(f"sum({RECEIVED_BYTES})") or 0.0
+
     async def drill_stream(self) -> None:
-        """Kill the instance that decodes an answer; compare the answer with the same one undisturbed."""
-        self._display.step(f"A decode instance is killed in the middle of a stream of {STREAM_TOKENS} tokens")
+        """Kill the instance that decodes an answer; choose a longer answer if the gateway had all of it before."""
+        for tokens in STREAM_CHOICES:
+            drill = self._results.stream_drill = await self._drill_stream(tokens)
+            if not drill.asks_for_another:
+                return
+            self._display.line("  the gateway had the whole answer before, so a longer one is asked for")
+            await self._until_restarted(drill.killed_pod)
+
+    async def _drill_stream(self, tokens: int) -> StreamDrill:
+        """Return the results of one kill, and the same answer undisturbed."""
+        self._display.step(f"A decode instance is killed in the middle of a stream of {tokens:,} tokens")
         prompt, events = text_of(STREAM_PROMPT_TOKENS, start=next(self._starts)), 0
         midway: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -206,7 +255,7 @@ class DemoSteps:
                 midway.set_result(instance)
 
         async def ask(act: str, on_text: Callable[[str, int], None] | None = None) -> RequestRecord:
-            return self._note(await self._client.ask(prompt, act=act, max_tokens=STREAM_TOKENS, on_text=on_text))
+            return self._note(await self._client.ask(prompt, act=act, max_tokens=tokens, on_text=on_text))
 
         undisturbed = await ask("undisturbed")
         request = asyncio.create_task(ask("killed", on_text))
@@ -215,15 +264,28 @@ class DemoSteps:
         if pod:
             await self._environment.kill_pod(self._environment.hub, self._installation.namespace, pod)
             self._display.line(f"  killed {pod}")
-        self._results.stream_drill = StreamDrill(
-            undisturbed=undisturbed, request=await request, killed_pod=pod, events_before_kill=events_before_kill
+        record = await request
+        return StreamDrill(
+            undisturbed=undisturbed,
+            request=record,
+            killed_pod=pod,
+            events_before_kill=events_before_kill,
+            outcome=await self._logs.outcome(record),
         )
+
+    async def _until_restarted(self, pod: str) -> None:
+        """Wait for a killed decode instance: the next answer needs two."""
+        deadline = Deadline(self._installation.file.recovery_seconds)
+        while pod and not deadline.is_over:
+            if await self._installation.has_restarted(pod):
+                return
+            await asyncio.sleep(1.0)
 
     async def _until_offloaded_again(self, tokens: int, deadline: Deadline) -> RequestRecord:
         """Send prompts until one is offloaded: the gateway ejects a failed worker for a moment."""
         await self._installation.wait_ready("prefillpool", OFFLOAD_POOL, timeout_seconds=deadline.left_seconds)
         while True:
-            record = await self._ask(tokens, "again")
+            record = await self._ask(tokens, "again", offload="always")
             if record.prefilled_in == self._installation.member_name or deadline.is_over:
                 return record
             await asyncio.sleep(1.0)
@@ -249,10 +311,6 @@ class ThresholdSampler:
         except httpx.HTTPError:
             return None
         return float(results[0]["value"][1]) if results else None
-
-    async def sent_bytes(self) -> float:
-        """Return the bytes of cache that the member's instances have sent since they began."""
-        return await self.query(SENT_BYTES_QUERY) or 0.0
 
     async def _sample(self) -> None:
         threshold, utilisation, sent = await asyncio.gather(
@@ -290,11 +348,11 @@ class ThresholdSampler:
             await self._http.aclose()
 
     async def until(self, holds: Callable[[int], bool], *, timeout_seconds: float) -> int:
-        """Wait until a new sample satisfies `holds`, or time is up; return the last threshold."""
-        deadline = Deadline(timeout_seconds)
-        seen = len(self.samples)
+        """Return the first new threshold that satisfies `holds`, or the last one when time is up."""
+        deadline, seen = Deadline(timeout_seconds), len(self.samples)
         while not deadline.is_over:
-            if any(holds(sample.tokens) for sample in self.samples[seen:]):
-                break
+            for sample in self.samples[seen:]:
+                if holds(sample.tokens):
+                    return sample.tokens
             await asyncio.sleep(0.2)
         return self.samples[-1].tokens if self.samples else 0

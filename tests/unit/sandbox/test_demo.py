@@ -1,0 +1,218 @@
+"""Proves what the demo concludes and chooses from what it has seen; tests/e2e/test_demo.py runs it."""
+
+import logging
+import uuid
+from typing import Any
+
+import pytest
+
+from prfaas.telemetry.logs import line
+from prfaas.wire.engine import TransferOutcome, TransferSubject
+from prfaas_sandbox.demo.decide import (
+    KILL_BYTES,
+    KILL_CHOICES,
+    STREAM_CHOICES,
+    cache_bytes,
+    kill_moment,
+    load_tokens,
+    narrow_link_mbps,
+    narrower,
+)
+from prfaas_sandbox.demo.logs import read_outcome, read_transfer
+from prfaas_sandbox.demo.records import (
+    KILLED,
+    DemoResults,
+    FailureDrill,
+    RequestRecord,
+    SeenTransfer,
+    StreamDrill,
+    find_problems,
+)
+from prfaas_sandbox.demo.steps import SENT_BYTES_QUERY, ThresholdSampler
+from prfaas_transfer.transfer_log import TransferLog, TransferTotals
+
+MEMBER = "prefill-eu"
+NOT_IN_THE_MIDDLE = "the worker was not killed in the middle of a transfer"
+NO_STREAM_BROKE = "no decode instance was killed in the middle of a stream"
+
+
+def request(**fields: Any) -> RequestRecord:
+    return RequestRecord(**{"id": "demo-1", "act": "lengths", "decision": "offload", "outcome": "ok"} | fields)
+
+
+def drill(outcome: str, transfer: SeenTransfer | None, pod: str = "p", after: str = MEMBER) -> FailureDrill:
+    return FailureDrill(
+        request=request(act=KILLED, outcome=outcome),
+        transfer=transfer,
+        killed_pod=pod,
+        request_after_recovery=request(prefilled_in=after) if pod else None,
+    )
+
+
+def test_the_verdict_names_every_promise_that_an_empty_story_breaks():
+    problems = find_problems(DemoResults())
+    assert len(problems) >= 6
+    assert all(FailureDrill.__name__ not in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "transfer", "pod", "in_the_middle", "asks_for_another"),
+    [
+        ("fallback", SeenTransfer(outcome="failed", payload_bytes=300_000), "p", True, False),  # our workers
+        ("ok", SeenTransfer(outcome="failed", payload_bytes=300_000), "p", True, False),  # vLLM
+        ("ok", SeenTransfer(outcome="delivered", payload_bytes=2_000_000), "p", False, True),  # killed after the end
+        ("ok", SeenTransfer(outcome="delivered", payload_bytes=2_000_000), "", False, True),  # not killed: it was late
+        ("fallback", SeenTransfer(outcome="failed", payload_bytes=0), "p", False, True),  # killed before the beginning
+        ("fallback", None, "p", False, True),
+        ("ok", None, "", False, True),  # prefilled in the hub
+        # What follows is prfaas's fault, and another moment would not show it.
+        ("failed: HTTP 500", SeenTransfer(outcome="failed", payload_bytes=300_000), "p", True, False),
+        ("failed: HTTP 500", SeenTransfer(outcome="delivered", payload_bytes=2_000_000), "p", False, False),
+        ("fallback", SeenTransfer(outcome="failed", payload_bytes=300_000), "", False, False),  # broke without a kill
+    ],
+)
+def test_only_a_transfer_that_broke_by_the_kill_is_taken_for_a_broken_one(
+    outcome: str, transfer: SeenTransfer | None, pod: str, in_the_middle: bool, asks_for_another: bool
+):
+    seen = drill(outcome, transfer, pod)
+    assert (seen.is_in_the_middle, seen.asks_for_another) == (in_the_middle, asks_for_another)
+    assert (NOT_IN_THE_MIDDLE in find_problems(DemoResults(failure_drill=seen))) is not in_the_middle
+
+
+def test_a_worker_that_did_not_come_back_is_a_problem():
+    broken = SeenTransfer(outcome="failed", payload_bytes=300_000)
+    problem = "no prompt was offloaded after the killed worker came back"
+    assert problem not in find_problems(DemoResults(failure_drill=drill("fallback", broken)))
+    for after in ("hub", "?"):
+        assert problem in find_problems(DemoResults(failure_drill=drill("fallback", broken, after=after)))
+
+
+@pytest.mark.parametrize(
+    ("arrived", "whole", "is_answered", "moment"),
+    [
+        (0, 2e6, False, "wait"),
+        (KILL_BYTES - 1, 2e6, False, "wait"),
+        (KILL_BYTES, 2e6, False, "now"),
+        (1.2e6, 2e6, False, "now"),
+        (1.3e6, 2e6, False, "late"),
+        (2e6, 2e6, False, "late"),
+        (KILL_BYTES, 2e6, True, "late"),
+        (0, 2e6, True, "late"),
+        (KILL_BYTES, float("inf"), False, "now"),  # no cache has crossed so far
+    ],
+)
+def test_the_worker_is_killed_when_a_part_has_arrived_and_enough_is_to_come(arrived, whole, is_answered, moment):
+    assert kill_moment(arrived, whole, is_answered=is_answered) == moment
+
+
+def test_each_choice_takes_longer_than_the_one_before():
+    seconds = [choice.tokens / choice.mbps for choice in KILL_CHOICES]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert list(STREAM_CHOICES) == sorted(set(STREAM_CHOICES))
+
+
+def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
+    crossed = [request(tokens=1_000, kv_bytes=300_000), request(tokens=10_000, kv_bytes=2_500_000)]
+    part = request(act=KILLED, tokens=8_000, kv_bytes=100_000)
+    assert cache_bytes([*crossed, part, request(tokens=100)], 8_000) == 8_000 * 250
+    assert cache_bytes([part], 8_000) == float("inf")
+
+
+@pytest.mark.parametrize(("seconds", "mbps"), [(1.0, 5), (4.0, 5), (6.0, 3), (30.0, 2), (0.0, 2)])
+def test_the_narrow_link_is_one_that_this_machine_fills(seconds: float, mbps: int):
+    assert narrow_link_mbps([request(kv_bytes=4_000_000, total_seconds=seconds)]) == mbps
+
+
+def test_a_link_that_is_not_filled_narrows_further():
+    assert list(narrower(5)) == [5, 2, 1]
+    assert list(narrower(1)) == [1]
+
+
+def test_the_load_is_offloaded_until_the_threshold_has_doubled():
+    assert load_tokens(700) == 6_000
+    assert load_tokens(5_000) > 2 * 5_000
+    assert load_tokens(20_000) == 24_000
+
+
+def log_transfers(*ended: tuple[str, str, TransferOutcome, int]) -> None:
+    """Log the ends of transfers as a destination does."""
+    for request_id, peer, outcome, count_bytes in ended:
+        record = TransferLog("receive", TransferSubject(0, request_id, peer), uuid.uuid4().hex)
+        record.end(outcome, 'it said "no" bytes=9', TransferTotals(count_bytes, 0.5))
+
+
+def test_a_transfer_is_read_from_the_log_of_its_destination(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    log_transfers(
+        ("demo-1", MEMBER, "failed", 300),
+        ("demo-1", "hub", "delivered", 77),  # prefilled in the hub after that failure
+        ("cmpl-demo-2-0-ab", MEMBER, "delivered", 500),
+    )
+    assert read_transfer(caplog.text, "demo-1", MEMBER) == SeenTransfer(outcome="failed", payload_bytes=300)
+    assert read_transfer(caplog.text, "demo-1", "hub") == SeenTransfer(outcome="delivered", payload_bytes=77)
+    assert read_transfer(caplog.text, "demo-2", MEMBER) == SeenTransfer(outcome="delivered", payload_bytes=500)
+    assert read_transfer(caplog.text, "demo-3", MEMBER) is None
+
+
+def test_an_outcome_is_read_from_the_log_of_the_gateway():
+    text = "\n".join(
+        [
+            line("leg failed", request_id="demo-1", leg="decode", instance="d", reason="outcome=gone"),
+            line("request", request_id="demo-1", transfer_id="aa", decision="offload", outcome="resumed"),
+            line("request", request_id="demo-11", decision="local", outcome="ok"),
+        ]
+    )
+    assert [read_outcome(text, name) for name in ("demo-1", "demo-11", "demo-2")] == ["resumed", "ok", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "events", "outcome", "problem"),
+    [
+        ("abcd", 4, 2, "resumed", ""),
+        ("abxy", 4, 2, "resumed", ""),  # a near-tie after the kill
+        ("axcd", 4, 2, "resumed", "began with another text"),
+        ("abc", 3, 2, "resumed", "shorter"),
+        ("abcd", 4, 4, "resumed", "in the middle of a stream"),
+        ("abcd", 4, 2, "ok", "in the middle of a stream"),  # the gateway had all of it before
+    ],
+)
+def test_the_verdict_on_vllm_asks_for_every_token_of_the_broken_stream(text, tokens, events, outcome, problem):
+    undisturbed = request(act="undisturbed", output_tokens=4, text="abcd")
+    killed = request(act="killed", output_tokens=tokens, text=text)
+    seen = StreamDrill(
+        undisturbed=undisturbed, request=killed, killed_pod="p", events_before_kill=events, outcome=outcome
+    )
+    found = find_problems(DemoResults(engine="vllm", stream_drill=seen))
+    about_streams = [each for each in found if "stream" in each]
+    assert [problem in each for each in about_streams] == ([True] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("reached", "logged", "asks_for_another"),
+    [
+        ("ok", "resumed", False),
+        ("ok", "ok", True),
+        ("ok", "", True),
+        ("failed: the stream ended early", "failed", False),  # prfaas's fault
+    ],
+)
+def test_a_stream_that_nothing_broke_is_followed_by_a_longer_one(reached: str, logged: str, asks_for_another: bool):
+    killed = request(act="killed", output_tokens=300, outcome=reached)
+    seen = StreamDrill(undisturbed=killed, request=killed, killed_pod="p", events_before_kill=60, outcome=logged)
+    assert seen.asks_for_another is asks_for_another
+    found = find_problems(DemoResults(engine="vllm", stream_drill=seen))
+    assert (NO_STREAM_BROKE in found) is (logged != "resumed")
+
+
+async def test_crossed_bytes_count_once_over_gaps_and_restarts(monkeypatch: pytest.MonkeyPatch):
+    seen = iter([100.0, 250.0, None, 250.0, None, 40.0, 60.0])
+
+    async def query(self: ThresholdSampler, promql: str) -> float | None:
+        return next(seen) if promql == SENT_BYTES_QUERY else None
+
+    monkeypatch.setattr(ThresholdSampler, "query", query)
+    sampler = ThresholdSampler("http://127.0.0.1:1", [].append)
+    for _ in range(7):
+        await sampler._sample()
+    assert sampler.crossed_bytes == 250 + 60
