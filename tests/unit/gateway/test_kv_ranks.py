@@ -88,6 +88,7 @@ async def test_a_prompt_goes_to_the_rank_that_has_its_blocks(ranked):
     assert {name for name, _ in found} == {"d0", "d1"}, "a rank that lost its cache draws nobody"
 
 
+@pytest.mark.system
 async def test_prompts_that_nobody_has_spread_over_the_ranks_of_an_idle_instance(ranked):
     await ranked.start()
     served = Counter([await ranked.ask([number] * 960, number) for number in range(40)])
