@@ -15,7 +15,10 @@ from prfaas_transfer.mover import shared
 from prfaas_transfer.mover.messages import AskAnnounce, CopyDone, CopyPart, CopyRequest
 from prfaas_transfer.mover.shared import Copies, SharedCache, SharedMemory, Slots
 
-from .test_mover import GROUPS, PAGE_TOKENS
+from ...waiting import PATIENCE_SECONDS, eventually
+from .layout import GROUPS, PAGE_TOKENS
+
+pytestmark = pytest.mark.system
 
 SLOT_BYTES = 4096
 PAGE_BYTES = GROUPS[1].nbytes
@@ -87,11 +90,12 @@ def test_slots_lie_apart_and_each_comes_back_also_after_a_late_copy():
             found.release(offset)
 
 
-def test_a_copy_that_is_made_before_the_question_is_on_its_way_is_waited_for_no_longer():
+def test_a_copy_that_is_made_before_the_question_is_on_its_way_is_waited_for_no_longer(monkeypatch):
+    monkeypatch.setattr(shared, "COPY_SECONDS", PATIENCE_SECONDS)
     copies: Copies = Copies(slots(), lambda asked: copies.finish(CopyDone(asked.number)))  # type: ignore[union-attr]
     began = time.monotonic()
     copies.make(wanted())
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < PATIENCE_SECONDS / 2
 
 
 def test_each_answer_reaches_who_waits_for_it():
@@ -101,14 +105,13 @@ def test_each_answer_reaches_who_waits_for_it():
         waiting = []
         for offset in (0, SLOT_BYTES):
             waiting.append(pool.submit(copies.make, wanted(offset)))
-            while len(asked) < len(waiting):
-                time.sleep(0.001)
+            eventually(lambda: len(asked) == len(waiting), "the engine is asked")
         copies.finish(CopyDone(asked[1].number))
-        waiting[1].result(1)
+        waiting[1].result(PATIENCE_SECONDS)
         assert not waiting[0].done()
         copies.finish(CopyDone(asked[0].number, "the request has lost its blocks"))
         with pytest.raises(PeerError, match="the engine refused a copy: the request has lost its blocks"):
-            waiting[0].result(1)
+            waiting[0].result(PATIENCE_SECONDS)
 
 
 def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
@@ -117,8 +120,8 @@ def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
     copies = Copies(slots(), asked.append)  # type: ignore[arg-type]
     copies.catch_up()
     threading.Timer(0.05, lambda: copies.finish(CopyDone(asked[1].number))).start()
-    monkeypatch.setattr(shared, "CATCH_UP_SECONDS", 10)
+    monkeypatch.setattr(shared, "CATCH_UP_SECONDS", PATIENCE_SECONDS)
     began = time.monotonic()
     copies.catch_up()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE_SECONDS / 2
     assert copies._done == copies._late == {}

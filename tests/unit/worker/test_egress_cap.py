@@ -20,6 +20,10 @@ from prfaas_transfer.limits import (
     StoppedError,
 )
 
+from ...waiting import PATIENCE_SECONDS, eventually
+
+pytestmark = pytest.mark.system
+
 WINDOW_SECONDS = 2.0
 
 
@@ -101,7 +105,7 @@ class Connections:
         """Stop all; return the seconds they had."""
         self.stop.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(PATIENCE_SECONDS)
             assert not thread.is_alive()
         return time.monotonic() - self.started
 
@@ -112,8 +116,7 @@ def test_threads_together_never_get_more_than_the_cap_and_look_no_more_often_tha
     monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda self, count: looks.append(1) or real(self, count))
     bucket = EgressBucket(80)
     connections = Connections(bucket, 6, 1 << 20)
-    while len(connections.grants) < 40:
-        time.sleep(0.01)
+    eventually(lambda: len(connections.grants) >= 40, "forty grants")
     seconds = connections.end()
     granted = sum(count for _, count in connections.grants)
     assert granted <= 80 * BYTES_PER_MBIT * (seconds + DEPTH_SECONDS)
@@ -126,20 +129,17 @@ def test_turns_go_round(monkeypatch):
     bucket = EgressBucket(80)
     monkeypatch.setattr(EgressBucket, "_delay_seconds", lambda _self, _count: float("inf"))
     connections = Connections(bucket, 5, 1000)
-    while len(bucket._fifo) < 5:
-        time.sleep(0.001)
+    eventually(lambda: len(bucket._fifo) >= 5, "five wait")
     opened = threading.Semaphore(0)
     monkeypatch.setattr(
         EgressBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
     )
     for served in range(1, 21):
-        while len(bucket._fifo) < 5:  # whoever was served has come back
-            time.sleep(0.0005)
+        eventually(lambda: len(bucket._fifo) >= 5, "whoever was served has come back", poll=0.0005)
         opened.release()
         with bucket._fifo.lock:
             bucket._fifo.wake()
-        while len(connections.grants) < served:
-            time.sleep(0.0005)
+        eventually(lambda served=served: len(connections.grants) >= served, "one more is served", poll=0.0005)
     connections.end()
     order = [number for number, _ in connections.grants]
     assert sorted(order[:5]) == list(range(5))
@@ -161,8 +161,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
     ]
     for thread in threads:
         thread.start()
-    while len(bucket._fifo) < 3:
-        time.sleep(0.001)
+    eventually(lambda: len(bucket._fifo) >= 3, "three wait")
     bucket.set_mbps(1)  # no change: nothing happens
     assert not granted
     bucket.set_mbps(mbps)
@@ -186,8 +185,7 @@ def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
     threads = [threading.Thread(target=wait_for, args=(one,), daemon=True) for one in (stop, other, stop)]
     for thread in threads:
         thread.start()
-    while len(bucket._fifo) < 3:
-        time.sleep(0.001)
+    eventually(lambda: len(bucket._fifo) >= 3, "three wait")
     stop.set()
     threads[0].join(10)
     threads[2].join(10)

@@ -11,6 +11,10 @@ from hypothesis import strategies as st
 from prfaas.errors import CapacityError
 from prfaas_transfer.limits import MemoryBudget, Stop, StoppedError
 
+from ...waiting import eventually
+
+pytestmark = pytest.mark.system
+
 LIMIT = 100
 
 
@@ -60,10 +64,7 @@ class Scene:
     def _settle(self) -> None:
         while self.waiting and self._fits(self.waiting[0].size):
             self.held.append(self.waiting.pop(0))
-        deadline = time.monotonic() + 10
-        while not self._agrees():
-            assert time.monotonic() < deadline, self._told()
-            time.sleep(0.0002)
+        eventually(self._agrees, self._told, poll=0.0002)
         assert self.budget.used_bytes == sum(one.size for one in self.held)
         assert self.budget.used_bytes <= LIMIT or len(self.held) == 1
 
