@@ -126,3 +126,4 @@ def name_again(packages: Path, distribution: str, name: str) -> None:
     metadata = re.sub(r"^Name: .*$", f"Name: {name}", metadata, count=1, flags=re.MULTILINE)
     metadata = metadata.replace(version[0], f"{version[0]}+cpu", 1)
     (alias / "METADATA").write_text(metadata, encoding="utf-8")
+    (alias / "RECORD").write_text(f"{alias.name}/METADATA,,\n{alias.name}/RECORD,,\n", encoding="utf-8")

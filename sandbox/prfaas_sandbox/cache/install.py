@@ -38,8 +38,9 @@ async def fetch_packages(folder: Path, lock: Path, shown: str, report: OnProgres
 
 
 def missing_files(folder: Path) -> list[Path]:
-    """Return the files that installed packages below `folder` list and that are not there."""
-    return [file for package in folder.rglob("*.dist-info") for file in _listed(package) if not file.exists()]
+    """Return the files that the packages of an environment, or of a folder of packages, list and that are not there."""
+    packages = [*folder.glob("lib/python*/site-packages/*.dist-info"), *folder.glob("*.dist-info")]
+    return [file for package in packages for file in _listed(package) if not file.exists()]
 
 
 def check_files(folder: Path) -> None:
@@ -77,9 +78,13 @@ async def _uv_pip(arguments: Sequence[str | Path], folder: Path, shown: str, rep
 
 
 def _listed(package: Path) -> list[Path]:
-    """Return the files of an installed package by its list, and the list, which is written last."""
+    """Return the files of an installed package by its list, and the list itself.
+
+    Some lists name what another Python compiled and what their wheel does not hold.
+    """
     record = package / "RECORD"
     if not record.exists():
         return [record]
     with record.open(encoding="utf-8", newline="") as lines:
-        return [record, *(package.parent / row[0] for row in csv.reader(lines) if row)]
+        rows = [row[0] for row in csv.reader(lines) if row and not row[0].endswith(".pyc")]
+    return [record, *(package.parent / name for name in rows)]

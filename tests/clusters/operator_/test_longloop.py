@@ -135,7 +135,7 @@ def told(world, subject: str, reason: str) -> list[str]:
 
 def test_a_policy_that_measures_nothing_may_neither_convert_nor_scale(balanced):
     with pytest.raises(subprocess.CalledProcessError) as refused:
-        balanced.hub.patch("prfaas", "kimi", {"spec": {"metrics": None}})
+        balanced.hub.kubectl("patch", "prfaas", "kimi", "--type=merge", "-p", '{"spec": {"metrics": null}}')
     assert "conversion and scaling need measurements" in refused.value.stderr
 
 
