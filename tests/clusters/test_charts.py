@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.waiting import eventually
 
 from prfaas.ports import free_ports
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.clusters
 
 ROOT = Path(__file__).parents[2]
 HUB, MEMBER = "prfaas", "prefill"
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -182,13 +182,16 @@ def test_operator_gets_by_with_the_rights_of_the_charts(installed, operator_log)
     exist(installed, HUB, "networkpolicy/kimi-gateway", "lease/kimi-scheduler")
     installed.kubectl("-n", HUB, "patch", "prfaas/kimi", "--type=merge", "-p", '{"spec": {"gateway": {"replicas": 2}}}')
     exist(installed, HUB, "poddisruptionbudget/kimi-gateway")
-    eventually(lambda: pools_with_deployments(installed, MEMBER) == {"offload"})
-    eventually(lambda: pools_with_deployments(installed, HUB) == {"local", "decode"})
-    eventually(lambda: admitted(installed, HUB) == {"prfaas-operator", "kimi-gateway", "local", "decode"})
-    eventually(lambda: admitted(installed, MEMBER) == {"offload"})
-    eventually(lambda: "prfaas.io/cleanup" in kubeconfig_secret(installed)["metadata"].get("finalizers", []))
+    eventually(lambda: pools_with_deployments(installed, MEMBER) == {"offload"}, "the offload pool runs")
+    eventually(lambda: pools_with_deployments(installed, HUB) == {"local", "decode"}, "the pools at home run")
+    ours = {"prfaas-operator", "kimi-gateway", "local", "decode"}
+    eventually(lambda: admitted(installed, HUB) == ours, "the hub admits all pods")
+    eventually(lambda: admitted(installed, MEMBER) == {"offload"}, "the member admits its pods")
+    finalizers = lambda: kubeconfig_secret(installed)["metadata"].get("finalizers", [])  # noqa: E731
+    eventually(lambda: "prfaas.io/cleanup" in finalizers(), "the kubeconfig has a finalizer")
     installed.kubectl("-n", HUB, "delete", "prfaas-all", "--all", f"--timeout={TIMEOUT_SECONDS}s")
-    eventually(lambda: not pools_with_deployments(installed, MEMBER) and not pools_with_deployments(installed, HUB))
+    places = (MEMBER, HUB)
+    eventually(lambda: not any(pools_with_deployments(installed, one) for one in places), "no pool is left")
     assert "forbidden" not in operator_log.read_text().lower()
 
 
@@ -219,7 +222,7 @@ def join(installed: Installed) -> None:
 def exist(installed: Installed, namespace: str, *objects: str) -> None:
     """Wait until the objects of a namespace exist."""
     get = ("-n", namespace, "get", *objects, "--ignore-not-found", "-o", "name")
-    eventually(lambda: len(installed.kubectl(*get).split()) == len(objects))
+    eventually(lambda: len(installed.kubectl(*get).split()) == len(objects), f"{objects} exist", poll=0.3)
 
 
 def pools_with_deployments(installed: Installed, namespace: str) -> set[str]:
@@ -239,14 +242,6 @@ def admitted(installed: Installed, namespace: str) -> set[str]:
 
 def kubeconfig_secret(installed: Installed) -> dict[str, Any]:
     return json.loads(installed.kubectl("-n", HUB, "get", "secret", "prefill-eu-kubeconfig", "-o", "json"))
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what a controller brings about."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.3)
 
 
 def test_a_pool_that_shares_its_nodes_ports_needs_a_namespace_that_allows_it(installed):

@@ -9,7 +9,6 @@ import json
 import shutil
 import subprocess
 import tarfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.clusters
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 CHARTS = ROOT / "charts"
 VARIANTS = sorted(CHARTS.glob("*/ci/*-values.yaml"))
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-TIMEOUT_SECONDS = 60
+TIMEOUT_SECONDS = 120
 KINDS = ("decodepools", "memberclusters", "prefillpools", "prfaaspolicies")
 PROMETHEUS_KINDS = ("PodMonitor", "PrometheusRule")
 OWN_KINDS = (
@@ -121,7 +121,7 @@ def test_every_variant_is_taken_by_the_server_and_its_pods_are_admitted(releases
     for pod in pods_of(objects):
         releases.kubectl("-n", namespace, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
     releases.helm("uninstall", "it", "-n", namespace, "--wait")
-    eventually(lambda: releases.content(namespace) == set())
+    eventually(lambda: releases.content(namespace) == set(), "nothing is left", poll=0.3)
 
 
 def rendered(releases: Releases, chart: str, *options: str | Path) -> list[dict[str, Any]]:
@@ -144,14 +144,6 @@ def pods_of(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def eventually(holds: Callable[[], bool]) -> None:
-    """Wait for what a controller brings about."""
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.3)
-
-
 def test_upgrade_from_the_older_chart_rollback_and_a_clean_end(releases, older_chart):
     """In one namespace from the chart's previous version to this one with all values changed, and back."""
     namespace = releases.namespace("life")
@@ -169,11 +161,15 @@ def test_upgrade_from_the_older_chart_rollback_and_a_clean_end(releases, older_c
     assert releases.operator(namespace) == before
     releases_secrets = {each for each in releases.content(namespace) if each.startswith("Secret/sh.helm.release")}
     eventually(
-        lambda: without_pods(releases.content(namespace)) - releases_secrets == without_pods(content) - releases_secrets
+        lambda: (
+            without_pods(releases.content(namespace)) - releases_secrets == without_pods(content) - releases_secrets
+        ),
+        "the rollback restores what was there",
+        poll=0.3,
     )
 
     releases.helm("uninstall", "prfaas", "-n", namespace, "--wait")
-    eventually(lambda: releases.content(namespace) == set())
+    eventually(lambda: releases.content(namespace) == set(), "nothing is left", poll=0.3)
     assert own_crds(releases) == len(KINDS), "crds.keep"
 
 
@@ -205,9 +201,9 @@ def test_kept_crds_are_taken_over_by_the_next_release_and_go_when_told(releases)
     # An API server that is told to delete a CRD before it ever served the kind tries again with growing pauses, for
     # up to 5 minutes ("could not list instances: storage is (re)initializing").
     for kind in KINDS:
-        eventually(lambda kind=kind: is_served(releases, kind))
+        eventually(lambda kind=kind: is_served(releases, kind), f"{kind} is served", poll=0.3)
     releases.helm("uninstall", "prfaas", "-n", namespace, "--wait")
-    eventually(lambda: own_crds(releases) == 0)
+    eventually(lambda: own_crds(releases) == 0, "our CRDs are gone", poll=0.3)
 
 
 def test_a_pod_that_is_not_restricted_is_refused(releases):

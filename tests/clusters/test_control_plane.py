@@ -3,10 +3,10 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.clusters
 
@@ -66,7 +66,4 @@ def test_programs_end_with_a_parent_that_is_killed(tmp_path):
         assert any(line == "ready\n" for line in parent.stdout)
         assert len(running_in(folder)) == 5  # the parent, and four programs
         parent.kill()
-    deadline = time.monotonic() + 5
-    while running_in(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert running_in(folder) == []
+    eventually(lambda: not running_in(folder), lambda: f"all programs end: {running_in(folder)}")

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.kube import KubeSession, ObjectRef, StatusError, watch_object
@@ -66,6 +67,11 @@ def write(hub, generation: int) -> None:
     hub.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(body))
 
 
+async def next_table(tables: asyncio.Queue[RoutingTable]) -> RoutingTable:
+    await eventually_async(lambda: not tables.empty(), "the gateway takes a table")
+    return tables.get_nowait()
+
+
 async def test_a_table_is_followed_from_before_its_creation_through_changes_and_deletion(hub, session):
     tables: asyncio.Queue[RoutingTable] = asyncio.Queue()
     async with session:
@@ -73,10 +79,10 @@ async def test_a_table_is_followed_from_before_its_creation_through_changes_and_
         try:
             for generation in (1, 2):
                 await asyncio.to_thread(write, hub, generation)
-                assert (await asyncio.wait_for(tables.get(), 10)).generation == generation
+                assert (await next_table(tables)).generation == generation
             await asyncio.to_thread(hub.kubectl, "-n", NAMESPACE, "delete", "configmap", REF.name)
             await asyncio.to_thread(write, hub, 3)
-            assert (await asyncio.wait_for(tables.get(), 10)).generation == 3
+            assert (await next_table(tables)).generation == 3
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
@@ -86,7 +92,7 @@ async def test_a_watch_outlives_its_windows(hub, session):
     """The server ends every watch after a second here; changes before, between and after are all seen."""
     await asyncio.to_thread(write, hub, 10)
     versions: list[str] = []
-    async with session, asyncio.timeout(20):
+    async with session, asyncio.timeout(PATIENCE_SECONDS):
         async for current in watch_object(session, REF, window_seconds=1):
             versions.append(current["metadata"]["resourceVersion"])
             if len(versions) == 4:

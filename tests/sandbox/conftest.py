@@ -1,17 +1,16 @@
 """One running sandbox for the tests that need it, and what they share to talk to it."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.waiting import PATIENCE_SECONDS, NotInTime, eventually_async
 
+from prfaas.errors import PeerError
 from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.sandbox import Sandbox
-
-EVENTUALLY_SECONDS = 60.0
 
 
 class Pods:
@@ -44,10 +43,18 @@ class Pods:
 
     async def until(self, name: str, phase: str) -> None:
         """Wait for a phase of the pod."""
-        await self.kubectl("wait", f"--for=jsonpath={{.status.phase}}={phase}", f"pod/{name}", "--timeout=60s")
+        await self._wait(name, f"jsonpath={{.status.phase}}={phase}")
 
     async def ready(self, name: str) -> None:
-        await self.kubectl("wait", "--for=condition=Ready", f"pod/{name}", "--timeout=60s")
+        await self._wait(name, "condition=Ready")
+
+    async def _wait(self, name: str, condition: str) -> None:
+        try:
+            await self.kubectl("wait", f"--for={condition}", f"pod/{name}", f"--timeout={PATIENCE_SECONDS:g}s")
+        except PeerError as error:
+            if "timed out waiting" in str(error):
+                raise NotInTime(f"pod {name} does not reach {condition}: {(await self.get(name))['status']}") from error
+            raise
 
     async def output(self, name: str, *command: str, **more: Any) -> str:
         """Run a pod to its end and return its log; it must succeed."""
@@ -57,13 +64,7 @@ class Pods:
 
     async def eventually(self, check: Callable[[], Awaitable[Any]], what: str) -> Any:
         """Return the first true result of `check`, or fail saying what did not come about."""
-        try:
-            async with asyncio.timeout(EVENTUALLY_SECONDS):
-                while not (found := await check()):  # noqa: ASYNC110  # the state is another process's
-                    await asyncio.sleep(0.3)
-        except TimeoutError:
-            pytest.fail(f"not within {EVENTUALLY_SECONDS:.0f} s: {what}")
-        return found
+        return await eventually_async(check, what, poll=0.3)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -9,12 +9,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.waiting import eventually
 
 from prfaas_sandbox.cache.entries import CACHE_VARIABLE, cache_folder
 from prfaas_sandbox.network import LINK
@@ -22,7 +22,7 @@ from prfaas_sandbox.tools import ensure_tools
 
 pytestmark = pytest.mark.clusters
 
-UP_SECONDS, GONE_SECONDS = 240, 60
+UP_SECONDS, GONE_SECONDS = 240, 120
 NOBODY = 65534
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -66,8 +66,8 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
         with (tmp_path / "up.log").open("wb") as log:
             process = subprocess.Popen([*before, *prfaas("up", "--state", str(state))], stdout=log, stderr=log)
         started.append(Running(process, state))
-        wait_until(
-            lambda: (state / "sandbox.json").exists() or process.poll() is not None, UP_SECONDS, "the sandbox is up"
+        eventually(
+            lambda: (state / "sandbox.json").exists() or process.poll() is not None, "the sandbox is up", UP_SECONDS
         )
         assert process.poll() is None, (tmp_path / "up.log").read_text()
         return started[-1]
@@ -76,14 +76,6 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     for running in started:
         running.process.kill()
         running.process.wait()
-
-
-def wait_until(check: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds} s: {what}")
-        time.sleep(0.1)
 
 
 def descendants(pid: int) -> set[tuple[int, str]]:
@@ -135,7 +127,7 @@ def network_namespaces(processes: set[tuple[int, str]]) -> set[str]:
 
 def nothing_is_left(running: Running, processes: set[tuple[int, str]]) -> None:
     """Wait until all processes of a sandbox have ended; nothing of it is seen from the host then."""
-    wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+    eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
     assert seen_from_host(running.state) == []
     assert not any((running.state / "run").iterdir())
 
@@ -158,7 +150,7 @@ def test_nothing_is_left_of_a_start_that_is_interrupted(tmp_path):
     state = tmp_path / "state"
     with (tmp_path / "up.log").open("wb") as log:
         process = subprocess.Popen(prfaas("up", "--state", str(state)), stdout=log, stderr=log)
-    wait_until(lambda: len(api_servers(descendants(process.pid))) == 2, UP_SECONDS, "both API servers are started")
+    eventually(lambda: len(api_servers(descendants(process.pid))) == 2, "both API servers are started", poll=0.1)
     processes = descendants(process.pid)
     assert len(network_namespaces(processes)) >= 3
     process.send_signal(signal.SIGINT)
@@ -174,7 +166,7 @@ def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
     assert len(servers) == 2
     os.kill(servers[0], signal.SIGKILL)
     assert running.process.wait(GONE_SECONDS) == 1
-    wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+    eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
     assert "kube-apiserver was killed by signal 9" in (tmp_path / "up.log").read_text()
 
 
@@ -250,7 +242,7 @@ def test_an_unprivileged_user_gets_the_same(up, tmp_path):
         owners = {Path(f"/proc/{pid}").stat().st_uid for pid, _ in processes}
         assert owners == {NOBODY}
         running.process.kill()
-        wait_until(lambda: not alive(processes), GONE_SECONDS, "all processes are gone")
+        eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
     finally:
         subprocess.run(["rm", "-r", str(state)], check=True)
 

@@ -1,7 +1,10 @@
 """The link between the clusters is real: pods reach each other over it, and no faster than its token bucket allows."""
 
+import itertools
+
 import pytest
 import pytest_asyncio
+from tests.waiting import eventually_async
 
 from prfaas.errors import BadInputError
 
@@ -47,16 +50,21 @@ async def addresses(hub, member):
 async def test_measured_rate_follows_the_shaped_one_both_ways(sandbox, hub, member, addresses, mbps, megabytes):
     await sandbox.shape_link(mbps)
     for receiver, sender in ((hub, "member"), (member, "hub")):
-        shown = await receiver.output(
-            f"fetch-{mbps}", "python3", "-c", FETCH, addresses[sender], str(megabytes * 1_000_000)
-        )
-        assert 0.85 * mbps <= float(shown) <= 1.1 * mbps
+        tries = itertools.count()
+
+        async def is_reached(receiver=receiver, sender=sender, tries=tries) -> bool:
+            name, size = f"fetch-{mbps}-{next(tries)}", str(megabytes * 1_000_000)
+            shown = float(await receiver.output(name, "python3", "-c", FETCH, addresses[sender], size))
+            assert shown <= 1.1 * mbps
+            return shown >= 0.85 * mbps  # less is a busy machine, unless it is so each time
+
+        await eventually_async(is_reached, f"{receiver.cluster.name} receives {mbps} Mbit/s")
 
 
 async def test_within_a_cluster_nothing_is_shaped(sandbox, hub, addresses):
     await sandbox.shape_link(5)
     shown = await hub.output("fetch-local", "python3", "-c", FETCH, addresses["hub"], "100000000")
-    assert float(shown) > 500
+    assert float(shown) > 50, "ten times the link's rate"
 
 
 async def test_a_rate_that_no_link_can_have_is_refused(sandbox):

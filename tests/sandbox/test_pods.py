@@ -261,7 +261,8 @@ async def test_init_containers_end_one_after_the_other_before_the_others_start(h
 
 
 async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):
-    trap = "trap 'echo asked; exit 0' TERM; echo started; while :; do sleep 0.05; done"
+    # It ends two seconds late, so that who reads its log has begun by then.
+    trap = "trap 'echo asked; sleep 2; exit 0' TERM; echo started; while :; do sleep 0.05; done"
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     await hub.run("polite", "sh", "-c", trap, lifecycle=hook)
     await hub.ready("polite")

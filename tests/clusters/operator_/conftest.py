@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +21,8 @@ from typing import Any, Protocol
 
 import pytest
 import yaml
+from tests import waiting
+from tests.waiting import PATIENCE_SECONDS
 
 from prfaas.ports import free_ports
 from prfaas.processes import ends_with_us
@@ -35,8 +36,6 @@ CHILD_KINDS = (
     "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
     "poddisruptionbudgets"
 )
-PATIENCE_SECONDS = 60.0
-"""For what takes a second: a machine may be busy, and waiting for what comes soon costs nothing."""
 MODEL = {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}
 
 
@@ -58,12 +57,7 @@ def eventually(
     found: Callable[[], object] = lambda: "",
 ) -> Any:
     """Return what `check` returns once that is true; fail with `what`, and with what is `found`, when it never is."""
-    deadline = time.monotonic() + timeout_seconds
-    while not (result := check()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout_seconds:g} s: {what}\n{found()}")
-        time.sleep(0.1)
-    return result
+    return waiting.eventually(check, lambda: f"{what}\n{found()}", timeout_seconds, poll=0.1)
 
 
 class Namespace:

@@ -67,7 +67,7 @@ def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays
     assert facts(member).validity.not_before < datetime.now(UTC) - identity.CLOCK_SKEW * 0.5
     condition = lambda: joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "Issued"  # noqa: E731
     joined.eventually(condition, "the condition says so")
-    assert {"AuthorityCreated", "CertificateIssued"} <= events(joined.hub)
+    joined.eventually(lambda: {"AuthorityCreated", "CertificateIssued"} <= events(joined.hub), "both Events")
     told = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
     assert told['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
         facts(member).validity.not_after.timestamp()
@@ -124,7 +124,7 @@ def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined
     joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is said")
     assert not joined.hub.exists("secret", AUTHORITY)
     assert (read(joined.hub), read(joined.member)) == before
-    assert {"AuthorityDamaged", "AuthorityMissing"} <= events(joined.hub)
+    joined.eventually(lambda: {"AuthorityDamaged", "AuthorityMissing"} <= events(joined.hub), "both Events")
     restored = {**backup, "metadata": {"name": AUTHORITY, "labels": backup["metadata"]["labels"]}}
     joined.hub.apply(restored)
     joined.eventually(lambda: says("Issued"), "restored from a backup, all is well")

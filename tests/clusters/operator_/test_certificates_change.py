@@ -133,7 +133,7 @@ def test_a_certificate_is_renewed_by_the_same_authority(ground, change, joined):
     ground.eventually(change.has_both, "both clusters have a certificate")
     first = read(ground.hub)
     renewed = lambda: read(ground.hub)["tls.crt"] != first["tls.crt"]  # noqa: E731
-    ground.eventually(renewed, "it is renewed", 90)
+    ground.eventually(renewed, "it is renewed")
     assert read(ground.hub)["ca.crt"] == first["ca.crt"]
     assert read(ground.hub)["tls.key"] != first["tls.key"]
 
@@ -180,6 +180,6 @@ def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority
                 {authority(files)} == set(identity.by_digest(files["ca.crt"])) == {wanted} for files in now.values()
             )
 
-        ground.eventually(uses_it, f"both clusters hold certificates of issuer {number} alone", 120)
+        ground.eventually(uses_it, f"both clusters hold certificates of issuer {number} alone")
         assert read(ground.member)["tls.key"] == read(ground.hub, "prfaas-eu-issued")["tls.key"]
     assert "tls.key" not in read(ground.hub, "prfaas-ca"), "the operator's own authority has gone with its key"

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import yaml
+from tests.waiting import within
 
 pytestmark = pytest.mark.clusters
 
@@ -72,7 +73,11 @@ def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreacha
     world.hub.delete("pmc", "unknown", "weak")
 
 
+@pytest.mark.quiet
 def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_go_on(world):
+    pool = world.pool("PrefillPool", "well-pool", clusterName="well")
+    world.hub.apply(world.secret("well", world.kubeconfig()), world.member_cluster("well", "well"), pool)
+    world.eventually(lambda: world.member.exists("deployment", "well-pool"), "the healthy member has its pool")
     with socket.create_server(("127.0.0.1", 0), backlog=64) as frozen, socket.create_server(("127.0.0.1", 0)) as held:
         dead_port = held.getsockname()[1]
         held.close()
@@ -86,17 +91,17 @@ def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others
                 world.pool("PrefillPool", f"{name}-pool", clusterName=name),
             )
         world.hub.apply(world.pool("DecodePool", "meanwhile"))
-        world.eventually(lambda: world.hub.exists("deployment", "meanwhile"), "the hub's pool is not held up", 10)
+        within(10, lambda: world.hub.exists("deployment", "meanwhile"), "the hub's pool is not held up")
         for name in ports:
             left = started + 30 - time.monotonic()
             world.hub.wait_reason("pmc", name, "ClusterUnreachable", left)
             assert world.hub.condition("pmc", name, "Reachable")["status"] == "False"
             world.hub.wait_reason("pfpool", f"{name}-pool", "ClusterUnreachable", left + 5)
-        world.hub.scale("pfpool", "late-pool", 2)
-        healthy = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 2  # noqa: E731
-        world.eventually(healthy, "a pool in a healthy member is not held up", 10)
-        world.hub.delete("pfpool", "dead-pool", "frozen-pool")
-        world.hub.delete("pmc", "dead", "frozen")
+        world.hub.scale("pfpool", "well-pool", 2)
+        healthy = lambda: world.member.get("deployment", "well-pool")["spec"]["replicas"] == 2  # noqa: E731
+        within(10, healthy, "a pool in a healthy member is not held up")
+        world.hub.delete("pfpool", "dead-pool", "frozen-pool", "well-pool")
+        world.hub.delete("pmc", "dead", "frozen", "well")
 
 
 def test_a_server_that_freezes_and_thaws_is_noticed_both_times_and_keeps_its_instances(world, tap):
@@ -122,8 +127,8 @@ def test_a_member_and_its_secret_stay_while_a_pool_needs_them(world):
     assert secret["metadata"]["finalizers"] == ["prfaas.io/cleanup"]
     world.hub.kubectl("delete", "pmc/late", "secret/late-kubeconfig", "--wait=false")
     assert "late-pool" in world.hub.wait_reason("pmc", "late", "InUse")["message"]
-    world.hub.scale("pfpool", "late-pool", 1)
-    scaled = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 1  # noqa: E731
+    world.hub.scale("pfpool", "late-pool", 2)
+    scaled = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 2  # noqa: E731
     world.eventually(scaled, "the pool still works")
     world.hub.delete("pfpool", "late-pool")
     gone = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
@@ -160,7 +165,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
 
     world.eventually(waiting, "the deadline is said")
     world.eventually(lambda: not world.hub.exists("pfpool", "cut-pool"), "the pool goes at its deadline")
-    assert world.hub.events("cut-pool", "ChildrenLeftBehind")
+    world.eventually(lambda: world.hub.events("cut-pool", "ChildrenLeftBehind"), "an Event tells what is left behind")
     assert world.member.exists("deployment", "cut-pool")
     tap.thaw()
     world.eventually(lambda: not world.member.exists("deployment", "cut-pool"), "what was left is swept up")

@@ -80,7 +80,7 @@ def wait_collector(world) -> None:
     nobody = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "name": "nobody", "uid": "nobody"}
     orphan = {"name": "orphan", "ownerReferences": [nobody]}
     world.hub.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": orphan})
-    world.eventually(lambda: not world.hub.exists("configmap", "orphan"), "the collector knows our kinds", 120)
+    world.eventually(lambda: not world.hub.exists("configmap", "orphan"), "the collector knows our kinds")
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +290,7 @@ def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_aga
         kept = ((joined.member, "away"), (joined.hub, "home"))
         return all(where.get("deployment", name)["spec"]["replicas"] == 2 for where, name in kept)
 
-    joined.eventually(works, "with its CRD back every kind is followed again", 120)
+    joined.eventually(works, "with its CRD back every kind is followed again")
     joined.hub.kubectl("scale", "pfpool/away", "dcpool/home", "--replicas=1")
 
 

@@ -183,7 +183,7 @@ def test_conditions_keep_the_moment_they_turned(joined):
 
     after = joined.eventually(seen, "the new generation is observed")
     assert after["lastTransitionTime"] >= before["lastTransitionTime"]
-    assert joined.hub.events("decode", "AllReady"), "an Event tells when a condition turned"
+    joined.eventually(lambda: joined.hub.events("decode", "AllReady"), "an Event tells when a condition turned")
 
 
 def test_deleting_pools_and_cluster_leaves_nothing(joined):

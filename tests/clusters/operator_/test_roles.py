@@ -65,14 +65,14 @@ def scale(world, pool: str, replicas: int) -> None:
     world.hub.kubectl("scale", pool, f"--replicas={replicas}")
 
 
-def wait_roles(world, timeout_seconds: float = 60.0, pool: str = "decode", **wanted: int) -> dict[str, str]:
+def wait_roles(world, pool: str = "decode", **wanted: int) -> dict[str, str]:
     """Return the instances once each role has as many as wanted, and no others exist."""
 
     def reached() -> dict[str, str] | None:
         found = instances(world, pool)
         return found if Counter(found.values()) == {name: count for name, count in wanted.items() if count} else None
 
-    return world.eventually(reached, f"roles are {wanted}", timeout_seconds) if any(wanted.values()) else {}
+    return world.eventually(reached, f"roles are {wanted}") if any(wanted.values()) else {}
 
 
 def wait_ready(world) -> None:
@@ -141,7 +141,8 @@ def convert(world, changes) -> None:
     (changed,) = (name for name in before if before[name] != after[name])
     message = f"instance {changed} converts from {before[changed]} to {after[changed]}"
     for subject in ("decode", "swing"):
-        assert message in {event["message"] for event in world.hub.events(subject)}
+        told = lambda subject=subject: message in {event["message"] for event in world.hub.events(subject)}  # noqa: E731
+        world.eventually(told, f"an Event about {subject}: {message}")  # Events are written later than what they tell
 
 
 def test_scaling_one_pool_down_takes_an_instance_of_its_role(shared):
