@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation
@@ -29,12 +29,11 @@ def fresh_text(tokens: int) -> str:
     return beginning + text_of(tokens - len(beginning))
 
 
-async def eventually(check: Callable[[], Awaitable[bool]], what: str, timeout_seconds: float = 120.0) -> None:
+async def eventually(
+    check: Callable[[], Awaitable[bool]], what: str, timeout_seconds: float = PATIENCE_SECONDS
+) -> None:
     """Wait until `check` holds; fail with `what` when it never does."""
-    deadline = time.monotonic() + timeout_seconds
-    while not await check():
-        assert time.monotonic() < deadline, f"not within {timeout_seconds:.0f} s: {what}"
-        await asyncio.sleep(0.6)
+    await eventually_async(check, what, timeout_seconds, poll=0.6)
 
 
 async def apply(installation: ExampleInstallation, body: dict) -> None:

@@ -26,7 +26,7 @@ async def test_a_long_prompt_is_prefilled_in_the_other_cluster_and_a_short_one_a
     assert (short.decision, short.prefilled_in, short.outcome) == ("local", "hub", "ok")
     assert (long.decision, long.prefilled_in, long.outcome) == ("offload", "prefill-eu", "ok")
     assert long.kv_bytes > short.kv_bytes
-    assert long.first_byte_seconds < long.prefill_seconds / 2
+    assert 0 < long.first_byte_seconds < long.prefill_seconds, "the cache leaves while the prefill runs"
     assert long.output_tokens == short.output_tokens == 24
 
 
@@ -96,7 +96,7 @@ async def test_each_pool_scales_on_its_own_with_kubectl(installation: ExampleIns
         assert record.output_tokens == 24
         return record.prefilled_in == "hub"
 
-    await eventually(served_at_home, "a long prompt is prefilled at home", 60)
+    await eventually(served_at_home, "a long prompt is prefilled at home")
     await scale(OFFLOAD_POOL, 1)
     await scale("local", 1)
     await installation.wait_ready("pfpool", OFFLOAD_POOL, timeout_seconds=180)

@@ -126,7 +126,7 @@ class OnVllm:
             read.extend([] if value is None else [value])
             return bool(read)
 
-        await eventually(is_read, "Prometheus answers", 30)
+        await eventually(is_read, "Prometheus answers")
         return read[0]
 
     async def ask(self, prompt: str, offload: str = "auto", **fields: Any) -> Answer:
@@ -150,7 +150,7 @@ class OnVllm:
             found.extend(line for line in lines if answer.request_id in line and " outcome=" in line)
             return bool(found)
 
-        await eventually(is_there, "the access log has the request", 20)
+        await eventually(is_there, "the access log has the request")
         return found[0]
 
     async def alone(self, prompt: str) -> Answer:
@@ -224,7 +224,7 @@ async def test_a_long_prompt_is_prefilled_by_vllm_in_the_member_and_a_short_one_
     async def has_crossed() -> bool:
         return await on_vllm.moved(RECEIVED) - before > 300 * LONG_TOKENS
 
-    await eventually(has_crossed, "the destination's own metrics show the cache that it got", 20)
+    await eventually(has_crossed, "the destination's own metrics show the cache that it got")
 
 
 async def test_a_prefill_pod_that_is_deleted_in_the_middle_costs_no_answer(on_vllm: OnVllm):
@@ -237,7 +237,7 @@ async def test_a_prefill_pod_that_is_deleted_in_the_middle_costs_no_answer(on_vl
         async def is_on_its_way() -> bool:
             return asking.done() or await on_vllm.moved(SENT) > before
 
-        await eventually(is_on_its_way, "a part of the cache has left", 30)
+        await eventually(is_on_its_way, "a part of the cache has left")
         assert not asking.done(), "the link is slow enough to be in the middle"
         await on_vllm.delete_pod(POOLS["offload"])
         answer = await asking

@@ -195,6 +195,7 @@ async def test_an_answer_of_somebody_else_is_a_breach_of_protocol(server, either
         await either().call("chat", "m", MESSAGES)
 
 
+@pytest.mark.system
 async def test_nobody_there_is_an_error_of_the_tree():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens

@@ -20,6 +20,8 @@ from .caches import until_metric
 from .conftest import Worker, World, answer
 from .publisher import CLEARED, Publisher, Vllm, next_host
 
+pytestmark = pytest.mark.system
+
 RANKS = 3
 BATCHES = "prfaas_gateway_kv_batches_total"
 PROMPTS = [[(n * (7 + seed) + seed) % 50_000 for n in range(9600)] for seed in range(RANKS)]
@@ -72,7 +74,6 @@ async def ranked(world) -> AsyncIterator[Ranked]:
         await asyncio.to_thread(one.close)
 
 
-@pytest.mark.system
 async def test_a_prompt_goes_to_the_rank_that_has_its_blocks(ranked):
     await ranked.start()
     engine = Vllm()
@@ -95,7 +96,6 @@ async def test_prompts_that_nobody_has_spread_over_the_ranks_of_an_idle_instance
     assert {rank for name, rank in served if name == "d0"} == {"0", "1", "2"}
 
 
-@pytest.mark.system
 async def test_a_hot_prefix_spreads_over_ranks_as_over_instances(ranked):
     await ranked.start()
     engine = Vllm()

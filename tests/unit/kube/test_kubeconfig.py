@@ -15,6 +15,8 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.kube import kubeconfig
 
+pytestmark = pytest.mark.system
+
 NOW = identity.valid_for(datetime.now(UTC), 1)
 AUTHORITY = identity.make_authority("a", NOW)
 
