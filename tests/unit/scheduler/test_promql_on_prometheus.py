@@ -5,6 +5,7 @@ What they answer must be what the counters do, and staleness must tell a dead li
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,9 @@ from prfaas_scheduler import observe
 from prfaas_scheduler.measure import Measurements, measure
 from prfaas_scheduler.prometheus import Prometheus
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+from ...waiting import eventually_async
+
+pytestmark = [pytest.mark.system, pytest.mark.asyncio(loop_scope="module")]
 
 WINDOW_SECONDS = 3
 
@@ -26,14 +29,16 @@ def ask(site, http, table):
 
 
 async def until(ask, holds, what: str) -> Measurements:
-    deadline = time.monotonic() + 20
-    while True:
+    """Ask until the answer is so, and return it."""
+    measured = await ask()
+
+    async def is_so() -> bool:
+        nonlocal measured
         measured = await ask()
-        if holds(measured):
-            return measured
-        if time.monotonic() > deadline:
-            pytest.fail(f"never {what}: {measured}")
-        await asyncio.sleep(0.2)
+        return holds(measured)
+
+    await eventually_async(is_so, lambda: f"{what}: {measured}", poll=0.2)
+    return measured
 
 
 def about(measured: Measurements, **expected: float) -> bool:
@@ -61,7 +66,7 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     )
     sample = measured.samples["eu"]
     assert (sample.unsent_bytes, sample.waiting_prefills) == (1123, 3)
-    assert 0 <= sample.age_seconds < 2
+    assert 0 <= sample.age_seconds < 60
     assert measured.hub_measured
     assert measured.errors == ()
     assert set(measured.samples) == {"eu"}
@@ -152,15 +157,16 @@ async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_wai
     prometheus = Prometheus(http, site.prometheus_url, 5.0)
     for waiting, worker in enumerate(site.workers.values()):  # 0 + 1 of offload, 2 of decode, 3 of another policy
         worker.waiting = waiting
-    deadline = time.monotonic() + 60
-    while True:
+    found: dict[str, Any] = {}
+
+    async def is_known() -> bool:
         figures = await prometheus.vector(observe.query_of(table()))
-        found = observe.summarise(observe.SummaryInputs((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z")
+        found.clear()
+        found.update(observe.summarise(observe.SummaryInputs((), 0.0, (), {}), figures, "2026-02-03T04:05:06Z"))
         waiting = {pool["name"]: pool["waitingPrefills"] for pool in found["pools"]}
-        if "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1}:
-            break
-        assert time.monotonic() < deadline, figures
-        await asyncio.sleep(0.2)
+        return "outputMilliTokens" in found and waiting == {"decode": 2, "offload": 1}
+
+    await eventually_async(is_known, lambda: f"all figures: {found}", poll=0.2)
     assert found["outputMilliTokens"] == pytest.approx(75_000, rel=0.02)
     assert found["decodeStepMicros"] == pytest.approx(30_000, rel=0.02)
     assert found["decodeBatch"] == 8
