@@ -12,6 +12,8 @@ import pytest
 
 from prfaas_worker.cache.entries import _FIXED
 
+pytestmark = pytest.mark.system
+
 A = list(range(100, 121))
 HEADER = _FIXED.size + 4 * 4 + 8
 Damage = Callable[[Path], None]

@@ -9,6 +9,8 @@ import pytest
 from prfaas_worker.cache.disk import MAX_PAUSE_SECONDS, DiskHealth
 from prfaas_worker.cache.entries import EntryName
 
+pytestmark = pytest.mark.system
+
 A = list(range(100, 121))
 B = list(range(200, 221))
 

@@ -2,9 +2,13 @@
 
 import itertools
 
+import pytest
+
 from prfaas_worker.cache.entries import EntryName
 from prfaas_worker.cache.tiering import order_by_value
 from prfaas_worker.cache.tiers import Tiers
+
+pytestmark = pytest.mark.system
 
 A = list(range(100, 121))
 B = list(range(200, 221))

@@ -9,6 +9,8 @@ import pytest
 from prfaas_worker.cache import populate as populating
 from prfaas_worker.cache.populate import populate, populate_in_background
 
+pytestmark = pytest.mark.system
+
 PAGE = mmap.PAGESIZE
 SIZE = 24 << 20
 

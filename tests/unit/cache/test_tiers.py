@@ -10,6 +10,8 @@ from prfaas.wire.kvevents import BlockStored
 from prfaas_worker.cache.disk import DiskTier
 from prfaas_worker.cache.tiers import Tiers
 
+pytestmark = pytest.mark.system
+
 A = list(range(100, 121))
 B = list(range(200, 221))
 PAGE, STATE = 128, 3 * 128

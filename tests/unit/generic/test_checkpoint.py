@@ -22,6 +22,8 @@ from prfaas_worker.models.generic.model import _check_fields
 
 from . import tiny
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -23,6 +23,8 @@ from prfaas_worker.models.kimi_linear.model import KimiLinear
 
 from .conftest import ORACLE_CONFIG
 
+pytestmark = pytest.mark.system
+
 # About 250 MB in fp32, spread over layers and experts as a large checkpoint's weights are.
 CONFIG = ORACLE_CONFIG | {
     "model_type": "kimi_linear",

@@ -9,7 +9,6 @@ import http.client
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +32,10 @@ from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
 from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
+
+from ...waiting import eventually
+
+pytestmark = pytest.mark.system
 
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
@@ -236,9 +239,12 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
         for changed, pair, trusted in steps:
             changed.put(pair, *trusted)
             after = len(served)
-            while len(served) < after + 10:
+
+            def are_served(after: int = after) -> bool:
                 assert all(thread.is_alive() for thread in threads)
-                time.sleep(0.001)
+                return len(served) >= after + 10
+
+            eventually(are_served, "ten more calls", poll=0.001)
         with pytest.raises(ssl.SSLError, match="unknown ca"):
             calls.once(old, *PREFILL)
     finally:

@@ -18,6 +18,8 @@ from prfaas_transfer.tls import accept_tls, connect_tls
 from prfaas_worker.front.auth import credentials_of
 from prfaas_worker.options import parse
 
+pytestmark = pytest.mark.system
+
 NOW = datetime.datetime.now(datetime.UTC)
 YEAR = identity.valid_for(NOW, 300)
 DAY = datetime.timedelta(days=1)

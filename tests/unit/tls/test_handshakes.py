@@ -23,6 +23,8 @@ from prfaas_transfer.credentials import MIXED, PeerCredentials, is_tls
 from prfaas_transfer.net import DataStream, TlsStream
 from prfaas_transfer.tls import TlsAuth, accept_tls, connect_tls
 
+pytestmark = pytest.mark.system
+
 NOW = datetime.datetime.now(datetime.UTC)
 SECONDS = 5.0
 Serve = Callable[..., tuple[socket.socket, Future[TlsStream]]]

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +24,11 @@ from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState
 from prfaas_worker.options import parse
 
+from ...waiting import eventually_async
+
 # Loopback addresses of this test process alone, so that several test runs can share a machine.
 _ADDRESSES = (f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{n}" for n in itertools.count(2))
-START_SECONDS = 120  # `import torch` on a busy machine
+START_SECONDS = 300.0  # `import torch` on a busy machine
 
 
 class Worker:
@@ -54,10 +55,7 @@ class Worker:
 
     async def begun(self) -> None:
         """Wait until the engine process was started."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self._children():
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        await eventually_async(self._children, "the engine process is started", START_SECONDS)
 
     def interrupt(self) -> None:
         """Send what a terminal sends for Ctrl-C: SIGINT to the whole group."""
@@ -65,22 +63,23 @@ class Worker:
 
     async def ready(self) -> "Worker":
         """Wait until /readyz says yes."""
-        deadline = time.monotonic() + START_SECONDS
         async with aiohttp.ClientSession() as session:
-            while time.monotonic() < deadline:
+
+            async def is_ready() -> bool:
                 assert self.process.poll() is None, self.log.read_text()
                 try:
                     async with session.get(f"{self.url}/readyz", ssl=False) as answer:
-                        if answer.status == 200:
-                            return self
+                        return answer.status == 200
                 except aiohttp.ClientConnectionError:
-                    pass
-                await asyncio.sleep(0.1)
-        raise AssertionError(f"not ready within {START_SECONDS} s:\n{self.log.read_text()}")
+                    return False
 
-    async def exit_code(self, seconds: float = 15) -> int:
+            await eventually_async(is_ready, lambda: f"a worker is ready:\n{self.log.read_text()}", START_SECONDS, 0.1)
+        return self
+
+    async def exit_code(self) -> int:
         """Wait for the front to end."""
-        return await asyncio.to_thread(self.process.wait, seconds)
+        await eventually_async(lambda: self.process.poll() is not None, "the front ends", START_SECONDS)
+        return self.process.wait()
 
     def stop(self) -> None:
         """End it whatever it does."""
@@ -154,12 +153,13 @@ class Client:
         async with self.session.get(f"{worker.url}{path}") as answer:
             return answer.status
 
-    async def until_status(self, worker: Worker, path: str, wanted: int, seconds: float = 3) -> None:
+    async def until_status(self, worker: Worker, path: str, wanted: int) -> None:
         """Wait until a GET has this status."""
-        deadline = time.monotonic() + seconds
-        while (found := await self.status(worker, path)) != wanted:
-            assert time.monotonic() < deadline, found
-            await asyncio.sleep(0.01)
+
+        async def has_status() -> bool:
+            return await self.status(worker, path) == wanted
+
+        await eventually_async(has_status, f"{path} answers {wanted}")
 
     async def metrics(self, worker: Worker) -> dict[str, float]:
         """Return /metrics by sample name with labels."""
@@ -167,15 +167,16 @@ class Client:
             lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
-    async def eventually(self, worker: Worker, seconds: float = 20, **wanted: float) -> None:
+    async def eventually(self, worker: Worker, **wanted: float) -> None:
         """Wait until these metrics have these values."""
-        deadline = time.monotonic() + seconds
-        while True:
-            found = await self.metrics(worker)
-            if all(found[name] == value for name, value in wanted.items()):
-                return
-            assert time.monotonic() < deadline, {name: found[name] for name in wanted}
-            await asyncio.sleep(0.02)
+        found: dict[str, float] = {}
+
+        async def are_so() -> bool:
+            metrics = await self.metrics(worker)
+            found.update({name: metrics[name] for name in wanted})
+            return found == wanted
+
+        await eventually_async(are_so, lambda: f"metrics are {wanted}, last {found}")
 
     @staticmethod
     async def events(answer: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any] | str]:
@@ -189,7 +190,7 @@ class Client:
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
     """A client for one test."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
         yield Client(session)
 
 

@@ -9,6 +9,8 @@ from tests.documented import keeps_its_word
 
 from prfaas.wire import openapi
 
+pytestmark = pytest.mark.system
+
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import openai
 import pytest
 
+pytestmark = pytest.mark.system
+
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

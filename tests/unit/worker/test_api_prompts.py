@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.system
+
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
 PROMPTS = ["def f(", "import ", "class A"]
 

@@ -8,6 +8,8 @@ import pytest
 from prfaas.wire.engine import AskStats, CacheReset, EgressSet, ResetCache, RoleSet, SetEgress, SetRole, Stats
 from prfaas_worker.front.serving import ServedModel
 
+pytestmark = pytest.mark.system
+
 STATS = Stats(0, 0, 0, 0, 0, [], 0, 0, 0, 0, role="prefill", egress_mbps=800)
 
 

@@ -1,7 +1,6 @@
 """The step loop on the real model, without sockets: what the front hears of every kind of request."""
 
 import json
-import time
 
 import pytest
 
@@ -11,7 +10,10 @@ from prfaas_worker.engine import schedule
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
+from ...waiting import eventually
 from .engine_bench import Bench, alone, fetched
+
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +133,12 @@ def test_a_grammar_is_followed_and_ends_the_answer(model: Model):
     grammar, sampling = Grammar("regex", r'\{"a": [1-9][0-9]{0,2}\}'), Sampling(1.0, 1.0, 0, 3)
     bench = Bench(model)
     handle = bench.ask(b"def f(", grammar=grammar, max_tokens=400, sampling=sampling, choices=2)
-    deadline = time.monotonic() + 30
-    while len(bench.ends(handle)) < 2:
-        assert time.monotonic() < deadline
+
+    def are_ended() -> bool:
         bench.step()
+        return len(bench.ends(handle)) == 2
+
+    eventually(are_ended, "both choices end", poll=0)
     for choice in range(2):
         assert json.loads(bytes(bench.tokens(handle, choice)))["a"] < 1000
     assert bench.ends(handle) == ["stop", "stop"]

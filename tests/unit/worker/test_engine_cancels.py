@@ -19,6 +19,8 @@ from prfaas_worker.models.base import Model
 
 from .engine_bench import GRAMMARS, Bench, FetchByHand, Parrot, fetched, prefix_fetched
 
+pytestmark = pytest.mark.system
+
 CANCELS = 10_000
 STAGES = {
     "arriving",

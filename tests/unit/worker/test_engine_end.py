@@ -14,6 +14,8 @@ from prfaas_worker.models.base import Model
 
 from .engine_bench import Bench
 
+pytestmark = pytest.mark.system
+
 PROMPT = b"def parse(text):\n" * 20
 
 

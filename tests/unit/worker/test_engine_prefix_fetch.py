@@ -18,6 +18,8 @@ from prfaas_worker.models.base import Model
 from .engine_bench import alone
 from .engine_pair import Destination, Source
 
+pytestmark = pytest.mark.system
+
 SYSTEM = (b"You are a careful assistant that answers in Python. " * 5)[:192]
 
 

@@ -1,7 +1,6 @@
 """What a request waits for before it is admitted: prefixes from host memory and disk, and for how long at most."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,10 @@ from prfaas_worker.engine import loop
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
+from ...waiting import eventually
 from .engine_bench import Bench
+
+pytestmark = pytest.mark.system
 
 PROMPT = list(b"def parse(text):\n" * 20)
 
@@ -33,11 +35,12 @@ class TieredBench(Bench):
     def ask_four(self, prompt: list[int]) -> int:
         return self.ask(prompt, max_tokens=4, ignore_eos=True)
 
-    def until(self, done: Callable[[], Any], seconds: float = 20) -> None:
-        deadline = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < deadline
+    def until(self, done: Callable[[], Any]) -> None:
+        def is_done() -> bool:
             self.engine.step(wait=False)
+            return bool(done())
+
+        done() or eventually(is_done, "the engine is so far", poll=0)
 
     def answer(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Tokens that were cached, and tokens that were drawn."""

@@ -21,6 +21,8 @@ from prfaas_worker.front import kv_event_stream
 from prfaas_worker.front.kv_events import KvEventPublisher, TopicLog
 from prfaas_worker.options import parse
 
+pytestmark = pytest.mark.system
+
 
 class Reader:
     """Reads the stream with the standard library and a msgpack decoder: the ten lines that anybody needs."""

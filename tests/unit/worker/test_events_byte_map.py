@@ -20,6 +20,8 @@ from prfaas_worker.front.generate import INLINE_MAP_BYTES
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.system
+
 FINGERPRINT = "f" * 64
 ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-tiny"
 

@@ -16,6 +16,8 @@ from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.kvindex.bytes import byte_hashes
 from prfaas.kvindex.canonical import canonical_completion
 
+pytestmark = pytest.mark.system
+
 
 class Router:
     """What is known of one worker, from its stream: attention blocks and states by name, tokens behind byte blocks."""

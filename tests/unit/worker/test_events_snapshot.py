@@ -37,6 +37,8 @@ from prfaas_worker.front.kv_events import (
 
 from .test_events import next_frames, read
 
+pytestmark = pytest.mark.system
+
 KV, BYTES = "kv@pod-1@tiny", "bytes@pod-1@tiny"
 
 

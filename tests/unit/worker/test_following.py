@@ -12,7 +12,6 @@ import secrets
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -24,8 +23,11 @@ import pytest
 from prfaas.names import HUB
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
+from ...waiting import eventually, eventually_async
 from .collector import Collector, Told
 from .conftest import Worker, _all_ready, _launcher
+
+pytestmark = pytest.mark.system
 
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
@@ -84,10 +86,8 @@ def _table(prefill_url: str, decode_url: str) -> RoutingTable:
 
 
 def _port(log: Path) -> int:
-    deadline = time.monotonic() + 30
-    while (found := re.search(r"listening on \S+:(\d+)", log.read_text())) is None:
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+    found = eventually(lambda: re.search(r"listening on \S+:(\d+)", log.read_text()), log.read_text)
+    assert found is not None
     return int(found[1])
 
 
@@ -121,11 +121,12 @@ def lines(log: Path, **wanted: str) -> list[dict[str, str]]:
 
 async def told(log: Path, count: int, **wanted: str) -> list[dict[str, str]]:
     """Wait until there are so many such lines at INFO or above, and return them."""
-    deadline = time.monotonic() + 30
-    while len(found := [line for line in lines(log, **wanted) if line["level"] != "DEBUG"]) < count:
-        assert time.monotonic() < deadline, log.read_text()
-        await asyncio.sleep(0.02)
-    return found
+
+    def found() -> list[dict[str, str]]:
+        return [line for line in lines(log, **wanted) if line["level"] != "DEBUG"]
+
+    await eventually_async(lambda: len(found()) >= count, lambda: f"{count} lines of {wanted} in {log.read_text()}")
+    return found()
 
 
 def tree(spans: list[Told], root: str = "") -> set[tuple[str, str, str]]:
@@ -335,10 +336,11 @@ async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
     trace_id, _, context = trace_context()
     headers = context | {"x-prfaas-prefill-url": system.prefill.url}
     request = asyncio.ensure_future(ask(system.decode.url, PROMPT * 12, **headers))
-    deadline = time.monotonic() + 5
-    while not (granted := [line for line in lines(system.prefill.log, trace_id=trace_id) if "connection" in line]):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.005)
+    granted = await eventually_async(
+        lambda: [line for line in lines(system.prefill.log, trace_id=trace_id) if "connection" in line],
+        "the destination is connected",
+        poll=0.005,
+    )
     transfer_id = granted[0]["transfer_id"]
     async with aiohttp.ClientSession() as session:
         await session.delete(f"{system.prefill.url}/v1/prefills/{transfer_id}")
@@ -352,14 +354,17 @@ async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
 
 
 async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system):
-    trace_id, _, context = trace_context()
+    trace_id, headers = "", dict[str, str]()
     async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
         with routed(system, url):
-            deadline = time.monotonic() + 10
-            while (headers := (await ask(system.gateway_url, **context))[1]).get("x-prfaas-outcome") != "fallback":
-                assert time.monotonic() < deadline, "the gateway does not follow its file"
+
+            async def falls_back() -> bool:
+                nonlocal trace_id, headers
                 trace_id, _, context = trace_context()
-                await asyncio.sleep(0.1)
+                _, headers = await ask(system.gateway_url, **context)
+                return headers.get("x-prfaas-outcome") == "fallback"
+
+            await eventually_async(falls_back, "the gateway follows its file", poll=0.1)
     legs = ["decode", "prefill.remote", "transfer", "decode", "prefill.local"]
     spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", *legs)
     failed = {span.name for span in spans if span.error is not None}
@@ -376,10 +381,11 @@ async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system)
 
 async def offloads(system: System) -> None:
     """Wait until the gateway sends requests to the prefill worker again: it leaves alone for a moment what failed."""
-    deadline = time.monotonic() + 30
-    while (await ask(system.gateway_url))[1].get("x-prfaas-decision") != "offload":
-        assert time.monotonic() < deadline, system.gateway_log.read_text()
-        await asyncio.sleep(0.1)
+
+    async def offloads_one() -> bool:
+        return (await ask(system.gateway_url))[1].get("x-prfaas-decision") == "offload"
+
+    await eventually_async(offloads_one, system.gateway_log.read_text, poll=0.1)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from prfaas.wire.engine import LENGTH, Cancel, Failed, ToEngine, Tokens, decode_
 from prfaas_worker.front.engine_client import EngineClient, EngineError
 from prfaas_worker.front.serving import INLINE_BYTES, FrontState, in_thread
 
+pytestmark = pytest.mark.system
+
 
 class Engine:
     """The other end of the socket, run by the test."""

@@ -19,6 +19,8 @@ from prfaas_worker.grammars import MAX_GRAMMAR_BYTES, check_grammar
 from prfaas_worker.tokenizer.base import ByteTokenizer
 from prfaas_worker.tokenizer.chat_template import Special
 
+pytestmark = pytest.mark.system
+
 BOS, EOS, END = 256, 257, 258
 SIZE = 264
 SPECIALS = {BOS: b"<bos>", EOS: b"<eos>", END: b"<end>"}

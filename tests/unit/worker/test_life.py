@@ -3,10 +3,13 @@
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
+
+from ...waiting import eventually_async
+
+pytestmark = pytest.mark.system
 
 
 def ended(pid: int) -> bool:
@@ -15,26 +18,21 @@ def ended(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-async def until_ended(pid: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not ended(pid):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+async def until_ended(pid: int) -> None:
+    await eventually_async(lambda: ended(pid), "the engine ends")
 
 
 async def until_loading(engine: int) -> None:
     """Wait until the engine loads torch, which takes it seconds."""
-    deadline = time.monotonic() + 60
-    while "libtorch" not in Path(f"/proc/{engine}/maps").read_text():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+    maps = Path(f"/proc/{engine}/maps")
+    await eventually_async(lambda: "libtorch" in maps.read_text(), "the engine loads torch", poll=0.01)
 
 
 async def test_an_engine_never_outlives_its_front(launch):
     worker = await launch("orphaned").ready()
     engine = worker.engine_pid
     worker.process.kill()
-    await until_ended(engine, 5)
+    await until_ended(engine)
 
 
 async def test_an_engine_that_loads_does_not_outlive_its_front_either(launch):
@@ -45,12 +43,12 @@ async def test_an_engine_that_loads_does_not_outlive_its_front_either(launch):
     # Stopped it cannot see its socket: what ends it is the kernel's doing, and does not wait for the load.
     os.kill(engine, signal.SIGSTOP)
     worker.process.kill()
-    await until_ended(engine, 5)
+    await until_ended(engine)
 
 
 async def test_a_context_beyond_the_models_is_refused_with_both_figures(launch):
     worker = launch("longer", "--max-context", "131073")
-    assert await worker.exit_code(60) == 1
+    assert await worker.exit_code() == 1
     assert "--max-context 131073 is more than the 131072 tokens of this model" in worker.log.read_text()
     assert "Traceback" not in worker.log.read_text()
 
@@ -74,14 +72,14 @@ async def test_what_the_end_of_the_drain_cuts_off_is_told_so(client, launch):
 
 async def test_a_source_without_a_model_is_explained_and_ends_with_1(launch, tmp_path):
     worker = launch("empty", "--model-source", str(tmp_path))
-    assert await worker.exit_code(60) == 1
+    assert await worker.exit_code() == 1
     assert f"no config.json in {tmp_path}" in worker.log.read_text()
     assert "Traceback" not in worker.log.read_text()
 
 
 async def test_a_taken_port_is_explained_and_ends_with_1(launch, pair):
     worker = launch("second", "--host", pair[0].host)
-    assert await worker.exit_code(60) == 1
+    assert await worker.exit_code() == 1
     assert "8000 cannot be opened: " in worker.log.read_text()
     assert "Traceback" not in worker.log.read_text()
 

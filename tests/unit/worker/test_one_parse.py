@@ -18,6 +18,8 @@ from prfaas_worker.front import openai_bodies
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.system
+
 ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-tiny"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
 LONG = "What is the weather? " * 2000

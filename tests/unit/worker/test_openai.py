@@ -18,6 +18,8 @@ from prfaas_worker.front.openai_in import Job, RequestReader
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.system
+
 SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=100, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 READER = RequestReader(SERVED, TINY)

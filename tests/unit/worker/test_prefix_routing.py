@@ -2,10 +2,8 @@
 where that one is busy it goes to the other, which takes the beginning over. Without the index the same requests spread.
 """
 
-import asyncio
 import json
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -23,7 +21,10 @@ from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.request import GatewayRequest, read_fields
 from prfaas_gateway.server import serving
 
-PATIENCE_SECONDS = 60
+from ...waiting import eventually_async
+
+pytestmark = pytest.mark.system
+
 BUSY = 6
 """Streams that are dearer together than a prompt of 1700 tokens."""
 SURELY_CACHED = 3000 - 3 * 64
@@ -69,15 +70,17 @@ class Gateway:
             return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])
 
     async def until(self, metric: str, is_enough: Callable[[float], bool]) -> float:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while time.monotonic() < deadline:
+        value = 0.0
+
+        async def is_so() -> bool:
+            nonlocal value
             async with self.session.get(f"{self.url}/metrics") as answer:
                 lines = (await answer.text()).splitlines()
             value = next((float(line.split()[-1]) for line in lines if line.startswith(f"{metric} ")), 0.0)
-            if is_enough(value):
-                return value
-            await asyncio.sleep(0.05)
-        raise AssertionError(f"{metric} stayed {value}")
+            return is_enough(value)
+
+        await eventually_async(is_so, lambda: f"{metric}, last {value}")
+        return value
 
 
 @pytest.fixture
@@ -125,10 +128,11 @@ async def known(manager: KvManager, prompt: str) -> GatewayRequest:
 
 async def until_known(managers: list[KvManager], prompt: str, true: Callable[[GatewayRequest], bool]) -> None:
     """Wait until what the first gateway knows of a prompt is enough."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not true(await known(managers[0], prompt)):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
+
+    async def is_known() -> bool:
+        return true(await known(managers[0], prompt))
+
+    await eventually_async(is_known, "the gateway knows of the prompt")
 
 
 async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:

@@ -22,6 +22,8 @@ from prfaas_worker.options import Options
 
 from .engine_bench import Bench
 
+pytestmark = pytest.mark.system
+
 TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=1e-4, squared_seconds=1e-9)
 
 

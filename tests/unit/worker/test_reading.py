@@ -14,6 +14,10 @@ from prfaas_worker.front import serving
 from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
+from ...waiting import eventually_async
+
+pytestmark = pytest.mark.system
+
 ASSETS = Path(__file__).parents[3] / "worker/prfaas_worker/assets/kimi-linear-tiny"
 SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=1000, max_choices=4)
 MOST = BYTES_BESIDE + 1000 * BYTES_PER_TOKEN
@@ -88,11 +92,7 @@ async def test_more_than_fits_of_bodies_at_once_is_refused_and_counted_off(clien
 
 
 async def until_unread(front, wanted: int) -> None:
-    for _ in range(500):
-        if front.serving.unread_bytes == wanted:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(front.serving.unread_bytes)
+    await eventually_async(lambda: front.serving.unread_bytes == wanted, lambda: f"last {front.serving.unread_bytes}")
 
 
 async def test_a_client_that_leaves_within_its_body_counts_no_more(loaded):

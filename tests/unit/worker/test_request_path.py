@@ -20,6 +20,8 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
+pytestmark = pytest.mark.system
+
 ROOT: Final = Path(__file__).parents[3]
 BUDGET: Final = 101
 """Files of ours that one offloaded request enters, in all five processes together, the model's and core's included: 99

@@ -13,6 +13,8 @@ import pytest
 from prfaas.wire import headers
 from prfaas.wire.resume import CUT, DONE, ResumableHeader, Resume, SentChoice, encode_resume, read_comments
 
+pytestmark = pytest.mark.system
+
 FIXED = {headers.RESUMABLE: ResumableHeader(77, 1_700_000_000).encode(), headers.REQUEST_ID: "r1"}
 CITY = {
     "type": "object",

@@ -4,12 +4,12 @@ here once the service is dead. A process of its own that dies ends it, with the 
 
 import asyncio
 import datetime
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,9 +20,12 @@ import pytest
 from prfaas import identity
 from prfaas.processes import ends_with_us
 
+from ...waiting import eventually_async
 from ..tls.mounts import Mount
 from .conftest import START_SECONDS, Client, Worker
 from .test_two_workers import text_of
+
+pytestmark = pytest.mark.system
 
 NOW = datetime.datetime.now(datetime.UTC)
 WAIT_SECONDS = 60
@@ -44,11 +47,12 @@ class Hybrid(NamedTuple):
 
     async def ready(self) -> "Hybrid":
         """Wait for the address."""
-        deadline = time.monotonic() + START_SECONDS
-        while not self.url:
+
+        def is_there() -> bool:
             assert self.process.poll() is None, self.output.read_text()
-            assert time.monotonic() < deadline, self.output.read_text()
-            await asyncio.sleep(0.1)
+            return bool(self.url)
+
+        await eventually_async(is_there, self.output.read_text, START_SECONDS)
         return self
 
 
@@ -93,14 +97,16 @@ async def ask(client: Client, hybrid: Hybrid, length: int, seed: int) -> aiohttp
 
 async def ask_until(client: Client, hybrid: Hybrid, decision: str, outcome: str = "ok") -> aiohttp.ClientResponse:
     """Ask with long prompts, each a new one, until it is decided so: the gateway hears of the service each second."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    for seed in range(1, 10_000):
-        answer = await ask(client, hybrid, 6000, seed=seed)
-        if (answer.headers["x-prfaas-decision"], answer.headers["x-prfaas-outcome"]) == (decision, outcome):
-            return answer
-        assert time.monotonic() < deadline, (dict(answer.headers), hybrid.output.read_text())
-        await asyncio.sleep(0.1)
-    raise AssertionError
+    seeds = itertools.count(1)
+
+    async def answered() -> aiohttp.ClientResponse | None:
+        answer = await ask(client, hybrid, 6000, seed=next(seeds))
+        is_so = (answer.headers["x-prfaas-decision"], answer.headers["x-prfaas-outcome"]) == (decision, outcome)
+        return answer if is_so else None
+
+    answer = await eventually_async(answered, hybrid.output.read_text, poll=0.1)
+    assert answer is not None
+    return answer
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[int]:

@@ -37,6 +37,8 @@ from .transfer_bench import (
     transfer_threads,
 )
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture(scope="module")
 def only_port() -> Port:

@@ -24,6 +24,8 @@ from ..wire import second_reader
 from ..wire.second_reader import Cache, RefusedError
 from .transfer_bench import HIDDEN, LARGE, TRAFFIC, Model, Port, compute, connect, frames, hello
 
+pytestmark = pytest.mark.system
+
 RECORDED = Path(__file__).parents[1] / "wire" / f"recorded_v{VERSION}.bin"
 CODECS: dict[str, Codec] = {"lossless": Codec.LOSSLESS, "int8": Codec.INT8}
 LINEAR = LayerSpec(

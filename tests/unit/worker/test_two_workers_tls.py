@@ -22,6 +22,8 @@ from ..tls.mounts import Mount
 from .conftest import Client, Worker
 from .test_two_workers import IDLE, choices, text_of
 
+pytestmark = pytest.mark.system
+
 NOW = datetime.datetime.now(datetime.UTC)
 EXPIRES = "prfaas_certificate_expires_timestamp_seconds"
 SENT = 'prfaas_transfers_total{direction="send",outcome="delivered"}'
@@ -42,7 +44,7 @@ class Secure(NamedTuple):
         """Replace its files, and wait until its metrics tell the new certificate's end."""
         until = identity.valid_for(NOW, next(_days))
         self.mount.put(identity.issue(signer, self.cluster, until), *trusted)
-        await client.eventually(self.worker, seconds=30, **{EXPIRES: until.not_after.timestamp()})
+        await client.eventually(self.worker, **{EXPIRES: until.not_after.timestamp()})
 
 
 @pytest.fixture(scope="module")
