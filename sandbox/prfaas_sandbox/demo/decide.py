@@ -55,10 +55,12 @@ def load_tokens(threshold_tokens: int) -> int:
 
 
 def cache_bytes(records: list[RequestRecord], tokens: int) -> float:
-    """Return how large a prompt's cache is by those that have crossed whole; infinite if none has."""
-    whole = [r for r in records if r.act != KILLED and r.outcome == "ok" and r.kv_bytes and r.tokens]
-    crossed = [r.kv_bytes / r.tokens for r in whole]
-    return tokens * min(crossed) if crossed else float("inf")
+    """Return how large a prompt's cache is by those that have crossed; infinite if none has.
+
+    On a busy machine some have crossed only in part. So the largest counts.
+    """
+    served = [r for r in records if r.act != KILLED and r.outcome == "ok" and r.tokens]
+    return tokens * max((r.kv_bytes / r.tokens for r in served), default=0.0) or float("inf")
 
 
 def kill_moment(arrived_bytes: float, whole_bytes: float, *, is_answered: bool) -> Literal["wait", "now", "late"]:

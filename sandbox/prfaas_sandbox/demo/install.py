@@ -14,6 +14,7 @@ from typing import NamedTuple
 import yaml
 
 from prfaas.errors import ConfigError, PeerError
+from prfaas.util import Deadline
 from prfaas_sandbox.demo.records import EngineType
 from prfaas_sandbox.environment import ClusterAccess, Environment, Images
 
@@ -23,6 +24,7 @@ POLICY = "kimi"
 MODEL = "kimi-linear-tiny"
 OFFLOAD_POOL = "offload"
 COMMAND_TIMEOUT_SECONDS = 240.0
+TIMED_OUT = "timed out waiting for the condition"  # kubectl's words
 
 
 class ExampleFile(NamedTuple):
@@ -32,7 +34,7 @@ class ExampleFile(NamedTuple):
     path: str = "examples/two-clusters.yaml"
     policy: str = POLICY
     model: str = MODEL
-    ready_seconds: float = 240.0
+    ready_seconds: float = 600.0
     """Limit of its start. A vLLM alone imports modules for 20 to 45 s; three of them share the machine's cores."""
     recovery_seconds: float = 240.0
     """Likewise of a killed instance's."""
@@ -77,7 +79,7 @@ class ExampleInstallation:
         report("waiting for workers in both clusters, the gateway and the policy")
         await self.wait_ready("prfaaspolicy", file.policy, timeout_seconds=file.ready_seconds)
         # Ready serves requests; offload begins once the scheduler has seen the link.
-        await self.wait_for("LinkHealthy", "prfaaspolicy", file.policy, timeout_seconds=COMMAND_TIMEOUT_SECONDS)
+        await self.wait_for("LinkHealthy", "prfaaspolicy", file.policy, timeout_seconds=file.ready_seconds)
         self.gateway_url = await environment.forward(environment.hub, NAMESPACE, f"{file.policy}-gateway", 80)
         return self
 
@@ -115,19 +117,19 @@ class ExampleInstallation:
 
         Raises PeerError, with the object's own conditions, when time is up.
         """
-        try:
-            await self.environment.kubectl(
-                self.environment.hub,
-                "-n",
-                NAMESPACE,
-                "wait",
-                f"--for=condition={condition}",
-                f"{kind}/{name}",
-                f"--timeout={max(int(timeout_seconds), 1)}s",
-            )
-        except PeerError as error:
-            why = await self._conditions()
-            raise PeerError(f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}") from error
+        deadline = Deadline(timeout_seconds)
+        wanted = (f"--for=condition={condition}", f"{kind}/{name}")
+        while True:
+            seconds = max(1, int(min(deadline.left_seconds, COMMAND_TIMEOUT_SECONDS)))  # no command may run for longer
+            words = ("-n", NAMESPACE, "wait", *wanted, f"--timeout={seconds}s")
+            try:
+                await self.environment.kubectl(self.environment.hub, *words)
+                return
+            except PeerError as error:
+                if TIMED_OUT in str(error) and not deadline.is_over:
+                    continue
+                why = await self._conditions()
+                raise PeerError(f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}") from error
 
     async def _conditions(self) -> str:
         """Return the conditions of all prfaas objects in the hub, a line each."""

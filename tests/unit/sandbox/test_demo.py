@@ -113,10 +113,11 @@ def test_each_choice_takes_longer_than_the_one_before():
 
 
 def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
-    crossed = [request(tokens=1_000, kv_bytes=300_000), request(tokens=10_000, kv_bytes=2_500_000)]
-    part = request(act=KILLED, tokens=8_000, kv_bytes=100_000)
-    assert cache_bytes([*crossed, part, request(tokens=100)], 8_000) == 8_000 * 250
-    assert cache_bytes([part], 8_000) == float("inf")
+    whole, in_part = request(tokens=10_000, kv_bytes=2_500_000), request(tokens=10_000, kv_bytes=1_000)
+    killed = request(act=KILLED, tokens=8_000, kv_bytes=8_000_000)
+    assert cache_bytes([whole, in_part, killed, request(tokens=100)], 8_000) == 8_000 * 250
+    assert cache_bytes([killed], 8_000) == float("inf")
+    assert cache_bytes([killed, request(tokens=100)], 8_000) == float("inf")
 
 
 @pytest.mark.parametrize(("seconds", "mbps"), [(1.0, 5), (4.0, 5), (6.0, 3), (30.0, 2), (0.0, 2)])
