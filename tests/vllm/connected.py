@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
 
-from .engines import Answer, Engine, EngineHost, Running, reference_of, wait_until
+from ..waiting import PATIENCE_SECONDS
+from .engines import Answer, Engine, EngineHost, Running, reference_of
 
 TOKENS = 24
 CONNECTOR = {
@@ -57,9 +58,13 @@ class Pair(NamedTuple):
             self.egress.write_text(str(mbps))
         time.sleep(1.5)
 
-    def assert_nothing_is_held(self, free: tuple[int, int], seconds: float = 8.0) -> None:
-        """Fail unless both sides' memory is back in time: at once, or where nobody told the source, after its lease."""
-        wait_until(lambda: (self.source.free_pages(), self.destination.free_pages()) == free, seconds)
+    def assert_nothing_is_held(self, free: tuple[int, int]) -> None:
+        """Fail unless both sides' memory comes back: at once, or where nobody told the source, after its lease. What
+        never comes is a leak, and no question of time."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (left := (self.source.free_pages(), self.destination.free_pages())) != free:
+            assert time.monotonic() < deadline, f"free pages of source and destination are {left} for good, not {free}"
+            time.sleep(0.02)
 
 
 def start(

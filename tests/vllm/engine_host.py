@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 IDLE_SECONDS = 0.02
+HOLD_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1
 
 
@@ -63,6 +64,26 @@ def fork_engines_of_servers() -> None:
             config.parallel_config.distributed_executor_backend = "uni"
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+
+
+def hold_streams(from_tokens: int, until: Path, *, dies: bool) -> None:
+    """Have a server's streams crawl from this token on until a file exists, so that none ends before. A server that
+    `dies` counts them itself: once two have so many tokens, it makes the file and kills itself with its engine."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler.update_from_output
+
+    def update_and_hold(scheduler: Any, *given: Any) -> Any:
+        found = update(scheduler, *given)
+        begun = [one for one in scheduler.requests.values() if one.num_output_tokens >= from_tokens]
+        if dies and len(begun) > 1:
+            until.touch()
+            os.killpg(0, signal.SIGKILL)
+        if begun and not until.exists():
+            time.sleep(HOLD_SECONDS)
+        return found
+
+    Scheduler.update_from_output = update_and_hold
 
 
 def end_with(parent: int) -> None:
@@ -146,6 +167,8 @@ def run_script(path: str, output: int) -> None:
 def run_server(flags: list[str]) -> None:
     from vllm.entrypoints.cli.main import main as vllm_main
 
+    if until := os.environ.get("HOLD_UNTIL"):
+        hold_streams(int(os.environ["HOLD_FROM"]), Path(until), dies=bool(os.environ.get("DIES")))
     sys.argv = ["vllm", "serve", *flags]
     vllm_main()
 

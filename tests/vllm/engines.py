@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,9 +19,11 @@ from prfaas.ports import free_ports
 from prfaas.processes import ends_with_us, tail
 from prfaas_sandbox.vllm import checkout_path
 
+from ..waiting import NotInTime
+
 HOST = Path(__file__).with_name("engine_host.py")
-START_SECONDS = 180.0
-ANSWER_SECONDS = 120.0
+START_SECONDS = 600.0
+ANSWER_SECONDS = 300.0
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -77,12 +78,13 @@ class Running:
 
     def result(self, seconds: float = ANSWER_SECONDS) -> Answer:
         """Wait for the whole answer. Raises EngineError if the engine ends before."""
-        return self.done.result(seconds)
+        return in_time(self.done, f"the answer of {self.key}", seconds)
 
     def wait_tokens(self, count: int, seconds: float = ANSWER_SECONDS) -> None:
         """Wait until the answer has `count` tokens."""
         with self._more:
-            assert self._more.wait_for(lambda: len(self.answer.tokens) >= count or self.done.done(), seconds)
+            if not self._more.wait_for(lambda: len(self.answer.tokens) >= count or self.done.done(), seconds):
+                raise NotInTime(f"{self.key} has no {count} tokens after {seconds:g} s")
 
     def abort(self) -> None:
         """Tell the engine that nobody waits any more; the answer stays as it is."""
@@ -113,7 +115,7 @@ class Engine:
         threading.Thread(target=self._read, name=f"reads {name}", daemon=True).start()
 
     def wait_ready(self) -> "Engine":
-        self.page_tokens = self._ready.result(START_SECONDS)["page_tokens"]
+        self.page_tokens = in_time(self._ready, f"{self.name}, see {self.log},", START_SECONDS)["page_tokens"]
         return self
 
     def submit(
@@ -137,7 +139,7 @@ class Engine:
         key = next(self._keys)
         asked = self._asked[key] = Future()
         self.tell("evaluate", key, expression)
-        return asked.result(seconds)
+        return in_time(asked, f"{self.name}'s value of {expression}", seconds)
 
     def free_pages(self) -> int:
         return self.evaluate("core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()")
@@ -255,7 +257,10 @@ class EngineHost:
             log = self._start({"name": script, "script": str(HOST.with_name(script))}, {}, [theirs.fileno()])
         with ours, ours.makefile() as said:
             ours.settimeout(START_SECONDS)
-            lines = said.readlines()
+            try:
+                lines = said.readlines()
+            except TimeoutError as error:
+                raise NotInTime(f"{script} has no result after {START_SECONDS:g} s") from error
         if not lines:
             raise EngineError(f"{script} has failed; the end of {log}:\n{tail(log)}")
         return lines[-1]
@@ -281,12 +286,24 @@ class EngineHost:
         if self._is_ready:
             return
         self._control.settimeout(START_SECONDS)
-        if self._control.recv(16) != b"ready\n":
+        try:
+            ready = self._control.recv(16)
+        except TimeoutError as error:
+            raise NotInTime(f"vLLM is not imported after {START_SECONDS:g} s") from error
+        if ready != b"ready\n":
             raise EngineError(f"vLLM cannot be imported; the end of {self._log('host')}:\n{tail(self._log('host'))}")
         self._is_ready = True
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"
+
+
+def in_time(future: Future[Any], what: str, seconds: float) -> Any:
+    """Return a future's result. Raise NotInTime when it does not come."""
+    try:
+        return future.result(seconds)
+    except TimeoutError as error:
+        raise NotInTime(f"{what} did not come within {seconds:g} s") from error
 
 
 def reference_of(engine: Engine, ids: Sequence[int], count: int) -> Reference:
@@ -298,11 +315,3 @@ def reference_of(engine: Engine, ids: Sequence[int], count: int) -> Reference:
     engine.forget_prefixes()
     answer = engine.generate(ids, count + 1)
     return Reference([*ids, answer.tokens[0]], answer.tokens[1:], answer.logprobs[1:])
-
-
-def wait_until(is_so: Any, seconds: float = 10.0) -> None:
-    """Wait until a function returns something true."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from prfaas.processes import ChildProcess, tail
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, EngineName, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
+from ..waiting import eventually
 from .servers import answers
 
-START_SECONDS = 30.0
 MEMBER = "member"
 
 
@@ -47,11 +46,13 @@ def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
     command = [sys.executable, "-m", "prfaas_gateway", "--routes-file", routes, "--port", str(port)]
     child = ChildProcess("the gateway", command, folder / "gateway.log")
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
-        while not answers(f"{url}/readyz"):
+        url = f"http://127.0.0.1:{port}"
+
+        def is_ready() -> bool:
             child.check_running()
-            assert time.monotonic() < deadline, f"no gateway after {START_SECONDS:.0f} s; its log: {tail(child.log)}"
-            time.sleep(0.1)
+            return answers(f"{url}/readyz")
+
+        eventually(is_ready, lambda: f"the gateway is ready; its log: {tail(child.log)}", poll=0.1)
         yield url
     finally:
         child.stop(grace_seconds=2)
@@ -61,7 +62,7 @@ def offloaded(url: str, body: dict) -> dict:
     """Send a completion through the gateway; fail if it was not prefilled in the member cluster."""
     data = json.dumps({"model": "tiny"} | body).encode()
     request = urllib.request.Request(f"{url}/v1/completions", data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         assert answer.headers[headers.DECISION] == "offload"
         assert answer.headers[headers.OUTCOME] == "ok"
         return json.load(answer)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,9 +11,10 @@ from typing import Any
 from prfaas.ports import free_ports
 from prfaas.processes import tail
 
+from ..waiting import eventually
 from .engines import EngineHost
 
-START_SECONDS = 240.0
+START_SECONDS = 600.0
 FLAGS = (
     *("--served-model-name", "tiny", "--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager"),
     *("--max-model-len", "32768", "--max-num-seqs", "8", "--max-num-batched-tokens", "512"),
@@ -36,11 +36,12 @@ class VllmServer:
 
     def wait_ready(self) -> "VllmServer":
         """Wait until it answers, then have it compute a few tokens, which takes longer the first time."""
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(f"{self.url}/health"):
+
+        def is_ready() -> bool:
             assert ENDED not in tail(self.log), tail(self.log)
-            assert time.monotonic() < deadline, f"not ready after {START_SECONDS:.0f} s; {self.log}:\n{tail(self.log)}"
-            time.sleep(0.1)
+            return answers(f"{self.url}/health")
+
+        eventually(is_ready, lambda: f"{self.name} is ready; {self.log}:\n{tail(self.log)}", START_SECONDS, poll=0.1)
         self.post("/v1/completions", prompt=list(range(16)), max_tokens=1)
         return self
 
@@ -66,7 +67,7 @@ def post(url: str, **body: Any) -> dict[str, Any]:
     data = json.dumps({"model": "tiny"} | body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{url}: {error.code}: {error.read().decode(errors='replace')}") from error

@@ -4,13 +4,13 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from prfaas_worker.assets import model_directory
 
+from ..waiting import eventually
 from .conftest import MODEL
 from .engines import Engine, EngineError, EngineHost, reference_of
 from .servers import StartServer
@@ -86,10 +86,7 @@ def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path
             assert processes_with(str(tmp_path))
         finally:
             session.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while processes_with(str(tmp_path)):
-        assert time.monotonic() < deadline, processes_with(str(tmp_path))
-        time.sleep(0.05)
+    eventually(lambda: not processes_with(str(tmp_path)), lambda: f"{processes_with(str(tmp_path))} end", poll=0.1)
 
 
 def processes_with(open_file: str) -> list[int]:

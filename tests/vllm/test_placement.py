@@ -5,7 +5,6 @@ That holds for chats and texts by the token ids of vLLM's /tokenize, too. vLLM's
 
 import json
 import re
-import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from prfaas.ports import free_ports
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, Threshold
 
+from ..waiting import eventually
 from .gateways import gateway, table_of
 from .servers import StartServer, VllmServer
 
@@ -71,10 +71,7 @@ class Served(NamedTuple):
         matched, hits, batches = self.matched(), self.hits(), self.batches()
         assert self.ask(path, max_tokens=1, **body).instance == "destination"
         found = self.matched() - matched, self.hits() - hits
-        deadline = time.monotonic() + 10
-        while not found[1] and self.batches() == batches:
-            assert time.monotonic() < deadline, "the gateway heard nothing of the prompt's blocks"
-            time.sleep(0.05)
+        eventually(lambda: found[1] or self.batches() > batches, "the gateway hears of the prompt's blocks", poll=0.05)
         return found
 
 

@@ -1,7 +1,6 @@
 """Our own workers as processes, beside the servers of vLLM."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess
 
+from ..waiting import eventually
 from .servers import answers
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 
 class WorkerProcess:
@@ -25,11 +25,11 @@ class WorkerProcess:
         self._child = ChildProcess("our worker", [sys.executable, "-m", "prfaas_worker", *flags], log)
 
     def wait_ready(self) -> "WorkerProcess":
-        deadline = time.monotonic() + START_SECONDS
-        while not answers(f"{self.url}/readyz"):
+        def is_ready() -> bool:
             self._child.check_running()
-            assert time.monotonic() < deadline, f"not ready after {START_SECONDS:.0f} s"
-            time.sleep(0.1)
+            return answers(f"{self.url}/readyz")
+
+        eventually(is_ready, f"the worker at {self.url} is ready", START_SECONDS, poll=0.1)
         return self
 
     def stop(self) -> None:

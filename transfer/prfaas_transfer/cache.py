@@ -4,7 +4,7 @@ An engine implements `DestinationCache` for the caches that it receives, and mak
 So neither the shape of its memory nor the library behind it is known here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -68,9 +68,16 @@ class EngineCache(Protocol):
         ...
 
     def load(
-        self, key: str, group: LayerGroup, header: FrameHeader, place: SharedPlace | None, /
+        self,
+        key: str,
+        group: LayerGroup,
+        header: FrameHeader,
+        place: SharedPlace | None,
+        show_life: Callable[[], None],
+        /,
     ) -> AbstractContextManager[Sequence[memoryview]]:
-        """Give a frame's payload for a block; `key` is the engine's name of the offer."""
+        """Give a frame's payload for a block; `key` is the engine's name of the offer. While it waits for its engine it
+        calls `show_life`."""
         ...
 
     def cache(self, key: str, place: SharedPlace | None, /) -> DestinationCache:
@@ -87,7 +94,7 @@ class MappedMemory:
         self._view, self._map = memory, cache_map
 
     def load(
-        self, _key: str, group: LayerGroup, header: FrameHeader, place: SharedPlace | None
+        self, _key: str, group: LayerGroup, header: FrameHeader, place: SharedPlace | None, _show_life: object = None
     ) -> AbstractContextManager[Sequence[memoryview]]:
         part = (
             LayerRows(header.group, header.layer, header.start_token, header.tokens)

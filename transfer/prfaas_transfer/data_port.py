@@ -6,6 +6,7 @@ silent, gone or wrong costs one thread for a moment.
 """
 
 import logging
+import math
 import socket
 import threading
 import time
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 2.0
 IDLE_SECONDS = 30.0  # A connection without a transfer is closed after this.
 POLL_SECONDS = 0.5
+LATE_SECONDS = 2 * POLL_SECONDS
 MAX_CONNECTIONS = 512
 
 
@@ -45,8 +47,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 class DataPort:
     """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
-    before its transfer is announced. `catch_up` is called when it comes for an unknown one: then whoever grants hands
-    over what was granted before."""
+    before its transfer is announced. `catch_up(show_life)` is called when it comes for an unknown one: then whoever
+    grants hands over what was granted before, and calls `show_life` while that takes its time."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class DataPort:
         offers: Offers,
         traffic: Traffic,
         patience_seconds: float = 0.0,
-        catch_up: Callable[[], None] = lambda: None,
+        catch_up: Callable[[Callable[[], None]], object] = lambda _show_life: None,
     ):
         self._patience_seconds = patience_seconds
         self._catch_up = catch_up
@@ -65,8 +67,13 @@ class DataPort:
         threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
     def _run(self) -> None:
+        round_over = Deadline(math.inf)
         while True:
-            self._offers.expire()
+            if round_over.is_over:  # this process had no CPU: signs of life may wait to be read until the next round
+                round_over.renew(math.inf)
+            else:
+                self._offers.expire()
+                round_over.renew(LATE_SECONDS)
             try:
                 sock, address = self._listener.accept()
             except TimeoutError:
@@ -126,11 +133,15 @@ class DataPort:
 
     def _await_announced(self, stream: DataStream, address: Address, rank: int) -> None:
         """Let a destination wait that came before the source knew of the transfer."""
+
+        def show_life() -> None:
+            stream.send([message_frame(Kind.KEEP_ALIVE, address)])
+
         if not self._offers.is_open(address.transfer_id, rank):
-            self._catch_up()
+            self._catch_up(show_life)
         deadline = Deadline(self._patience_seconds)
         while not deadline.is_over and not self._offers.await_announced(address.transfer_id, rank, KEEP_ALIVE_SECONDS):
-            stream.send([message_frame(Kind.KEEP_ALIVE, address)])
+            show_life()
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.count_sent

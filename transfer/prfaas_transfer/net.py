@@ -8,7 +8,8 @@ piece of 4 KiB costs 2.5 times as much, of 1 KiB 10 times.)
 
 A call waits for the socket timeout at most, all its waits together. Then `on_wait(silent_seconds)` decides, by
 raising, whether to go on. The callback knows about the peer's other connections and about a cancelled transfer. It is
-called between partial reads and writes too. So a peer that moves a byte now and then cannot outlast a deadline. Plain
+called between partial reads and writes too. So a peer that moves a byte now and then cannot outlast a deadline. Time in
+which this process had no CPU is no silence of the peer: a wait that lasts longer than it should counts less. Plain
 TCP waits inside the call that moves the bytes, all but the end of a frame at once. Polling in between costs a third
 more CPU. One thread uses a stream; any may cut it.
 """
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 CUBIC, BBR = "cubic", "bbr"
 NEAR_SECONDS = 0.002  # A peer within this round trip is in the same site.
 SOCKET_TIMEOUT_SECONDS: Final = 0.2
+TURN_SECONDS: Final = 2 * SOCKET_TIMEOUT_SECONDS
+"""Most silence that one wait counts. A wait that lasts longer found this process without a CPU."""
 _SOCKET_TIMEOUT: Final = struct.pack("@ll", 0, int(SOCKET_TIMEOUT_SECONDS * 1e6))  # struct timeval
 STALL_SECONDS: Final = 5.0  # A peer that takes nothing, or sends nothing that is due, for this long counts as gone.
 WRITE_BYTES: Final = 256 << 10  # Most that one call encrypts: 16 records.
@@ -123,7 +126,9 @@ class DataStream:
     def __init__(self, sock: socket.socket):
         self.socket = sock
         self._low_water = 1
-        self.heard_at = time.monotonic()  # Monotonic seconds of the last received byte.
+        # Monotonic seconds of the last received byte, later by the time since then in which this process did not run.
+        self.heard_at = time.monotonic()
+        self.late_seconds = 0.0  # That time, in all waits.
         sock.settimeout(None)
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, which, _SOCKET_TIMEOUT)
@@ -147,7 +152,7 @@ class DataStream:
         """Fill writable buffers, one after the other. Raises as `send`."""
         left = [memoryview(buffer) for buffer in buffers if len(buffer)]
         left_bytes = sum(map(len, left))
-        began_at = time.monotonic()
+        began_at = turn_at = time.monotonic()
         try:
             while left_bytes:
                 received = self._receive_some(left, left_bytes)
@@ -158,7 +163,13 @@ class DataStream:
                     left_bytes -= received
                 if left_bytes:
                     _drop(left, received or 0)
-                    on_wait(time.monotonic() - max(began_at, self.heard_at))
+                    now = time.monotonic()
+                    if not received and (late_seconds := now - turn_at - TURN_SECONDS) > 0:
+                        began_at += late_seconds
+                        self.heard_at = min(now, self.heard_at + late_seconds)
+                        self.late_seconds += late_seconds
+                    turn_at = now
+                    on_wait(now - max(began_at, self.heard_at))
         finally:
             self._wake_at(1)  # the next poll waits for a small frame
 

@@ -229,7 +229,7 @@ class Pull:
                 return
 
     def _receive(self, stream: DataStream) -> None:
-        well = False
+        well, late_before = False, stream.late_seconds
         with self._changed:
             number, self._numbers = self._numbers, self._numbers + 1
             self._streams[number] = stream
@@ -247,7 +247,9 @@ class Pull:
             (self._connections.keep if well else self._connections.drop)(self._source, stream)
             with self._changed:
                 self._heard_at = self._last_heard_at
-                self._welcomed.pop(number, None)
+                if self._welcomed.pop(number, None) is None:  # else its own time of the last byte is later by that
+                    late_seconds = stream.late_seconds - late_before
+                    self._heard_at = min(time.monotonic(), self._heard_at + late_seconds)
                 del self._streams[number]
                 self._changed.notify_all()
 

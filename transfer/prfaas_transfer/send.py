@@ -40,12 +40,13 @@ Payload = Sequence[memoryview]
 
 
 class Frame(NamedTuple):
-    """A frame to send. `load`, called in the sending thread, gives its payload for a block: the cache's own memory,
-    which the lease keeps, or a copy of `copied_bytes`. That is `items` rows or states of `tensors`, or bytes that no
-    codec handles. It lies at `place` in memory that a mover may have, too."""
+    """A frame to send. `load(header, show_life)`, called in the sending thread, gives its payload for a block: the
+    cache's own memory, which the lease keeps, or a copy of `copied_bytes`. While it waits it calls `show_life` each
+    KEEP_ALIVE_SECONDS. The payload is `items` rows or states of `tensors`, or bytes that no codec handles. It lies at
+    `place` in memory that a mover may have, too."""
 
     header: FrameHeader
-    load: Callable[[FrameHeader], AbstractContextManager[Payload]]
+    load: Callable[..., AbstractContextManager[Payload]]
     copied_bytes: int = 0
     tensors: tuple[TensorLayout, ...] = ()
     items: int = 1
@@ -238,7 +239,7 @@ class SendLoop:
             case NextStep.DONE:
                 self._say(Kind.DONE, out.account)
             case NextStep.WAIT if not out.acknowledged and not self._wait(wakeup):
-                self._say(Kind.KEEP_ALIVE)
+                self._show_life()
 
     def _send(self, sequence: int, frame: Frame) -> None:
         codec = self._codec(sequence) if frame.tensors else Codec.NONE
@@ -259,7 +260,9 @@ class SendLoop:
         header = frame.header._replace(sequence=sequence)
         with ExitStack() as held:
             try:
-                payload = loaded = held.enter_context(frame.load(frame.header))
+                payload = loaded = held.enter_context(frame.load(frame.header, self._show_life))
+            except UnreachableError:
+                raise  # it broke meanwhile: another connection may load the frame
             except PrfaasError as error:
                 self._state.fail(str(error))  # the next step tells the destination, which would wait for more
                 return
@@ -277,7 +280,7 @@ class SendLoop:
             try:
                 self._traffic.memory.acquire(count_bytes, self._state.stop, KEEP_ALIVE_SECONDS)
             except CapacityError:
-                self._say(Kind.KEEP_ALIVE)
+                self._show_life()
             except StoppedError:
                 return False
             else:
@@ -306,6 +309,9 @@ class SendLoop:
         if self._state.failure is not None:
             raise UnreachableError(f"given up in the middle of a frame: {self._state.failure}")
         give_up(silent_seconds)
+
+    def _show_life(self) -> None:
+        self._say(Kind.KEEP_ALIVE)
 
     def _say(self, kind: Kind, message: Abort | Done | None = None) -> None:
         self._stream.send([message_frame(kind, self._state.address, message)], self._on_sent)

@@ -299,11 +299,11 @@ def test_a_transfer_that_was_granted_a_moment_ago_is_not_refused(catches_up):
     subject = StartPrefill(1, body).subject
     _, grant = known.grant(subject, 0, 10)
 
-    def hand_over() -> Offer:
+    def hand_over(_show_life: object) -> Offer:
         return offers.open(subject, grant, 0)
 
     listener = listen("127.0.0.1", 0)
-    DataPort(listener, offers, unlimited(), catch_up=hand_over if catches_up else lambda: None)
+    DataPort(listener, offers, unlimited(), catch_up=hand_over if catches_up else lambda _show_life: None)
     sock = socket.create_connection(listener.getsockname())
     sock.sendall(hello(grant))
     assert kinds(sock, 1) == [Kind.WELCOME if catches_up else Kind.ABORT]

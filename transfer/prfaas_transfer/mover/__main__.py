@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -71,7 +71,7 @@ from prfaas_transfer.mover.messages import (
 from prfaas_transfer.mover.metrics import LOOPBACK, MoverMetrics, serve
 from prfaas_transfer.mover.shared import Copies, SharedMemory, Slots
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, decline, open_pull
-from prfaas_transfer.send import Frame
+from prfaas_transfer.send import Frame, Payload
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals, outcome_of
 
 log = logging.getLogger("prfaas.mover")
@@ -174,7 +174,7 @@ class OpenOffers:
                 self._put(message.key, offer, parts)
             case ComputedHidden(_, hidden):
                 header = FrameHeader(Kind.HIDDEN, offer.manifest.address, len(hidden))
-                offer.put(Frame(header, lambda _header: nullcontext((memoryview(hidden),))))
+                offer.put(Frame(header, lambda *_: nullcontext((memoryview(hidden),))))
             case FinishCache(_, prefill_seconds, is_exact):
                 offer.finish_computing(prefill_seconds, is_exact=is_exact)
             case FailedCache(_, reason, at_once):
@@ -195,9 +195,11 @@ class OpenOffers:
         where = {"group": part.group, "layer": part.layer, "start_token": part.start_token, "tokens": part.tokens}
         header = FrameHeader(kind, manifest.address, items * group.nbytes, **where)
         memory = self._memory
-        return Frame(
-            header, lambda header: memory.load(key, group, header, place), memory.held_bytes, group.tensors, items
-        )
+
+        def load(header: FrameHeader, show_life: Callable[[], None]) -> AbstractContextManager[Payload]:
+            return memory.load(key, group, header, place, show_life)
+
+        return Frame(header, load, memory.held_bytes, group.tensors, items)
 
 
 def _grant(message: OfferCache) -> PrefillGrant:

@@ -15,16 +15,19 @@ from contextlib import contextmanager
 import msgspec
 
 from prfaas.errors import InternalError, PeerError
+from prfaas.util import Deadline
 from prfaas.wire.frames import FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows, LayerState
-from prfaas.wire.transfer import LayerGroup, Manifest
+from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, LayerGroup, Manifest
 from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.mover.messages import AskAnnounce, CopyDone, CopyPart, CopyRequest, MoverReport
 
 COPY_SECONDS = 10.0
 """An engine that copies nothing for this long has stopped."""
-CATCH_UP_SECONDS = 0.8
-"""Less silence than a destination bears."""
+CATCH_UP_SECONDS = 2.0
+"""An engine that does not answer for this long is asked no more: who comes may be a stranger."""
+
+ShowLife = Callable[[], None]
 
 
 class Slots:
@@ -81,33 +84,43 @@ class Copies:
         self._done: dict[int, CopyDone | None] = {}
         self._late: dict[int, int] = {}  # Offsets by number.
 
-    def make(self, copy: CopyRequest) -> None:
-        """Ask for a copy, and wait for it; its own number is given here. Raises PeerError if the engine has not made
-        it."""
-        done = self._ask(lambda number: msgspec.structs.replace(copy, number=number), COPY_SECONDS, copy.offset)
+    def make(self, copy: CopyRequest, show_life: ShowLife = lambda: None) -> None:
+        """Ask for a copy, and wait for it; its own number is given here. `show_life` is called while the engine takes
+        its time, and may raise. Raises PeerError if the engine has not made it."""
+        numbered: Callable[[int], MoverReport] = lambda number: msgspec.structs.replace(copy, number=number)  # noqa: E731
+        done = self._ask(numbered, COPY_SECONDS, show_life, copy.offset)
         if done is None:
             raise PeerError(f"the engine copied nothing for {COPY_SECONDS:g} s")
         if done.reason:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
-    def catch_up(self) -> None:
+    def catch_up(self, show_life: ShowLife = lambda: None) -> None:
         """Wait until all that the engine has said so far is known here, or for a while in vain."""
-        self._ask(AskAnnounce, CATCH_UP_SECONDS)
+        self._ask(AskAnnounce, CATCH_UP_SECONDS, show_life)
 
-    def _ask(self, report: Callable[[int], MoverReport], seconds: float, offset: int | None = None) -> CopyDone | None:
+    def _ask(
+        self, report: Callable[[int], MoverReport], seconds: float, show_life: ShowLife, offset: int | None = None
+    ) -> CopyDone | None:
         """Send a question with a number, and wait for its answer; None if there was none in time. The slot at `offset`
         is kept until it comes."""
-        number = next(self._numbers)
+        number, deadline = next(self._numbers), Deadline(seconds)
         with self._changed:
             self._done[number] = None
         self._send(report(number))
+        try:
+            while not self._await(number, min(KEEP_ALIVE_SECONDS, deadline.left_seconds)) and not deadline.is_over:
+                show_life()
+        finally:
+            with self._changed:
+                done = self._done.pop(number)
+                if done is None and offset is not None:
+                    self._late[number] = offset
+                    self._slots.keep(offset)
+        return done
+
+    def _await(self, number: int, seconds: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._done[number], seconds)
-            done = self._done.pop(number)
-            if done is None and offset is not None:
-                self._late[number] = offset
-                self._slots.keep(offset)
-            return done
+            return bool(self._changed.wait_for(lambda: self._done[number], seconds))
 
     def finish(self, copied: CopyDone) -> None:
         with self._changed:
@@ -132,13 +145,18 @@ class SharedMemory:
 
     @contextmanager
     def load(
-        self, key: str, group: LayerGroup, header: FrameHeader, _place: SharedPlace | None = None
+        self,
+        key: str,
+        group: LayerGroup,
+        header: FrameHeader,
+        _place: SharedPlace | None = None,
+        show_life: ShowLife = lambda: None,
     ) -> Iterator[Sequence[memoryview]]:
         """Give a frame's payload for a block, in pieces of one tensor each."""
         part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
         part = part if header.kind == Kind.BLOCK else CopyPart(header.group, header.layer)
         with self.slots.take(header.payload_bytes) as (offset, view):
-            self.copies.make(CopyRequest(0, "load", key, part, offset, header.payload_bytes))
+            self.copies.make(CopyRequest(0, "load", key, part, offset, header.payload_bytes), show_life)
             yield _pieces(view, group)
 
 

@@ -215,7 +215,7 @@ def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
 def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
     """Return the frame of the last hidden state, fp32 [hidden_size]."""
     payload = bytes_of(hidden.contiguous())
-    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda _header: nullcontext((payload,)))
+    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda *_: nullcontext((payload,)))
 
 
 def _frame(
@@ -223,7 +223,7 @@ def _frame(
 ) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
     shared = None if copied_bytes else SharedPlace(place.slot, place.pages)
-    return Frame(header, lambda _header: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1, shared)
+    return Frame(header, lambda *_: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1, shared)
 
 
 def _payload(

@@ -1,0 +1,109 @@
+"""A machine that is busy for a second or two is no dead peer: neither a source whose engine is late, nor ourselves."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from prfaas.errors import UnreachableError
+from prfaas_transfer import net
+from prfaas_transfer.mover.messages import CopyPart
+from prfaas_transfer.net import SOCKET_TIMEOUT_SECONDS, DataStream
+from prfaas_transfer.pull import GONE_SECONDS
+
+from ..worker.transfer_proxy import Proxy
+from .test_mover import Engine, announced, over
+
+pytestmark = pytest.mark.system
+BUSY_SECONDS = GONE_SECONDS + 1.5
+
+
+class BusyEngine(Engine):
+    """An engine whose first copy takes longer than a destination bears silence."""
+
+    is_busy = True
+
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
+        if self.is_busy:
+            time.sleep(BUSY_SECONDS)
+            self.is_busy = False
+        super().load(key, part, room)
+
+
+def test_a_source_shows_life_while_its_engine_has_no_time_to_copy():
+    source, destination = BusyEngine(), Engine()
+    message = announced()
+    source.mover.announce(message)
+    source.compute(message.transfer_id)
+    with Proxy(("127.0.0.1", source.mover.data_port)) as proxy:
+        destination.fetch(source, message, port=proxy.address[1])
+        assert over(destination).reason == ""
+        assert proxy.connections == 1, "the destination counted no connection as broken"
+    assert not source.is_busy
+    for one in (source, destination):
+        one.mover.close()
+
+
+class Clock:
+    """A monotonic clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+class SilentStream(DataStream):
+    """A connection on which nothing comes. Each wait takes as long as `waits` say."""
+
+    def __init__(self, sock: socket.socket, clock: Clock, waits: list[float]):
+        super().__init__(sock)
+        self._clock, self._waits = clock, waits
+
+    def _receive_some(self, *_: object) -> int | None:
+        self._clock.seconds += self._waits.pop(0)
+        return None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(net, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def sock() -> Iterator[socket.socket]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield ours
+
+
+def silences(sock: socket.socket, clock: Clock, waits: list[float]) -> tuple[list[float], DataStream]:
+    """Return the silence after each wait, and the stream."""
+    found: list[float] = []
+
+    def note(silent_seconds: float) -> None:
+        found.append(round(silent_seconds, 3))
+        if not stream._waits:
+            raise UnreachableError("enough")
+
+    stream = SilentStream(sock, clock, list(waits))
+    with pytest.raises(UnreachableError, match="enough"):
+        stream.receive_into(bytearray(8), on_wait=note)
+    return found, stream
+
+
+def test_time_without_a_cpu_is_no_silence_of_the_peer(sock: socket.socket, clock: Clock):
+    found, stream = silences(sock, clock, [0.2, 3.0, 0.2, 5.0])
+    assert found == [0.2, 0.6, 0.8, 1.2]
+    assert stream.late_seconds == pytest.approx(2.6 + 4.6)
+    assert clock.seconds - stream.heard_at == pytest.approx(1.2)
+
+
+def test_on_a_quiet_machine_all_silence_counts(sock: socket.socket, clock: Clock):
+    found, stream = silences(sock, clock, [SOCKET_TIMEOUT_SECONDS] * 6)
+    assert found == [0.2, 0.4, 0.6, 0.8, 1.0, 1.2]
+    assert stream.late_seconds == 0
