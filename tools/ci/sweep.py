@@ -145,7 +145,7 @@ def sweep_pytest_folders(folder: Path) -> Iterator[str]:
     for base in folder.glob("pytest-of-*"):
         for found in base.glob("pytest-[0-9]*"):
             owner = read(found / ".lock").strip()
-            if "pytest" not in read(Path(f"/proc/{owner or 0}/cmdline")):
+            if "python" not in read(Path(f"/proc/{owner or 0}/cmdline")):
                 shutil.rmtree(found, ignore_errors=True)
                 yield str(found)
 

@@ -15,6 +15,8 @@ from prfaas_worker.models.solo import Solo
 
 from .conftest import ORACLE_CONFIG
 
+pytestmark = pytest.mark.system  # torch starts a C++ compiler
+
 LAYERS = {
     "num_hidden_layers": 2,
     "hidden_size": 64,

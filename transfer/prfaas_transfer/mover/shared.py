@@ -27,8 +27,6 @@ COPY_SECONDS = 10.0
 CATCH_UP_SECONDS = 2.0
 """An engine that does not answer for this long is asked no more: who comes may be a stranger."""
 
-ShowLife = Callable[[], None]
-
 
 class Slots:
     """Equal pieces of the shared memory. Any thread may call."""
@@ -84,7 +82,7 @@ class Copies:
         self._done: dict[int, CopyDone | None] = {}
         self._late: dict[int, int] = {}  # Offsets by number.
 
-    def make(self, copy: CopyRequest, show_life: ShowLife = lambda: None) -> None:
+    def make(self, copy: CopyRequest, show_life: Callable[[], None] = lambda: None) -> None:
         """Ask for a copy, and wait for it; its own number is given here. `show_life` is called while the engine takes
         its time, and may raise. Raises PeerError if the engine has not made it."""
         numbered: Callable[[int], MoverReport] = lambda number: msgspec.structs.replace(copy, number=number)  # noqa: E731
@@ -94,12 +92,16 @@ class Copies:
         if done.reason:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
-    def catch_up(self, show_life: ShowLife = lambda: None) -> None:
+    def catch_up(self, show_life: Callable[[], None] = lambda: None) -> None:
         """Wait until all that the engine has said so far is known here, or for a while in vain."""
         self._ask(AskAnnounce, CATCH_UP_SECONDS, show_life)
 
     def _ask(
-        self, report: Callable[[int], MoverReport], seconds: float, show_life: ShowLife, offset: int | None = None
+        self,
+        report: Callable[[int], MoverReport],
+        seconds: float,
+        show_life: Callable[[], None],
+        offset: int | None = None,
     ) -> CopyDone | None:
         """Send a question with a number, and wait for its answer; None if there was none in time. The slot at `offset`
         is kept until it comes."""
@@ -150,7 +152,7 @@ class SharedMemory:
         group: LayerGroup,
         header: FrameHeader,
         _place: SharedPlace | None = None,
-        show_life: ShowLife = lambda: None,
+        show_life: Callable[[], None] = lambda: None,
     ) -> Iterator[Sequence[memoryview]]:
         """Give a frame's payload for a block, in pieces of one tensor each."""
         part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
