@@ -11,7 +11,6 @@ from prfaas_sandbox.demo.records import KILLED, RequestRecord
 
 MOST_NARROW_MBPS, USUAL_NARROW_MBPS, LEAST_NARROW_MBPS = 5, 2, 1
 """On the narrowest link the member's metrics hardly come through beside the caches, so it is the last choice."""
-FILLED_SHARE = 0.7
 LOAD_TOKENS, MOST_LOAD_TOKENS = 6_000, 24_000
 KILL_BYTES = 250_000
 """The prefill worker is killed once so much of a cache has arrived."""
@@ -35,14 +34,8 @@ STREAM_CHOICES = (300, 600, 1_200, 2_400)
 """Likewise the tokens of a stream whose decode instance is killed."""
 
 
-def narrow_link_mbps(records: list[RequestRecord]) -> int:
-    """Return a rate that the prefills of this machine fill, from the caches that they have made so far."""
-    made = [r.kv_bytes * 8 / r.total_seconds / 1e6 for r in records if r.decision == "offload" and r.total_seconds]
-    return min(MOST_NARROW_MBPS, max(USUAL_NARROW_MBPS, int(max(made, default=0) * FILLED_SHARE)))
-
-
 def narrower(mbps: int) -> Iterator[int]:
-    """Yield a rate and ever lower ones: the machine may become slower than `narrow_link_mbps` knows."""
+    """Yield a rate and ever lower ones, for a machine whose prefills do not fill it."""
     while mbps > LEAST_NARROW_MBPS:
         yield mbps
         mbps = max(LEAST_NARROW_MBPS, mbps // 2)

@@ -20,12 +20,12 @@ from prfaas.util import Deadline
 from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.decide import (
     KILL_CHOICES,
+    MOST_NARROW_MBPS,
     STREAM_CHOICES,
     DrillChoice,
     cache_bytes,
     kill_moment,
     load_tokens,
-    narrow_link_mbps,
     narrower,
 )
 from prfaas_sandbox.demo.display import DemoDisplay, summary
@@ -163,7 +163,7 @@ class DemoSteps:
         results, sampler = self._results, self._sampler
         results.threshold_before_narrowing = before = sampler.samples[-1].tokens if sampler.samples else 0
         first, tokens = len(sampler.samples), load_tokens(before)
-        rates = list(narrower(narrow_link_mbps(results.requests)))
+        rates = list(narrower(MOST_NARROW_MBPS))
         self._display.step(
             f"The link narrows to {rates[0]} Mbit/s while {LOAD_CLIENTS} clients send {tokens:,}-token prompts"
         )

@@ -15,7 +15,6 @@ from prfaas_sandbox.demo.decide import (
     cache_bytes,
     kill_moment,
     load_tokens,
-    narrow_link_mbps,
     narrower,
 )
 from prfaas_sandbox.demo.logs import read_outcome, read_transfer
@@ -118,11 +117,6 @@ def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
     assert cache_bytes([whole, in_part, killed, request(tokens=100)], 8_000) == 8_000 * 250
     assert cache_bytes([killed], 8_000) == float("inf")
     assert cache_bytes([killed, request(tokens=100)], 8_000) == float("inf")
-
-
-@pytest.mark.parametrize(("seconds", "mbps"), [(1.0, 5), (4.0, 5), (6.0, 3), (30.0, 2), (0.0, 2)])
-def test_the_narrow_link_is_one_that_this_machine_fills(seconds: float, mbps: int):
-    assert narrow_link_mbps([request(kv_bytes=4_000_000, total_seconds=seconds)]) == mbps
 
 
 def test_a_link_that_is_not_filled_narrows_further():
