@@ -50,7 +50,8 @@ def watch():
             phase = ""
         if phase != seen:
             for name, functions in list(entered.items()):
-                ours = sorted(f"{file} {function}" for file, function in tuple(functions) if "/prfaas" in file)
+                named = [one for one in tuple(functions) if "/prfaas" in one[0] and "/site-packages/" not in one[0]]
+                ours = sorted(f"{file} {function}" for file, function in named)
                 (folder / f"{name}-{os.getpid()}").write_text("\\n".join(ours))
             seen = phase
             (folder / f"seen-{os.getpid()}").write_text(seen)
