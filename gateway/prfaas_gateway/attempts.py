@@ -80,8 +80,7 @@ class Attempts:
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
         request = self._request
-        began_seconds = self._state.clock()
-        self._state.retry_budget.request_came(began_seconds)
+        self._state.retry_budget.request_came(self._state.clock())
         for _ in range(self._limits.attempts):
             if isinstance(decision, Refusal):
                 break
@@ -93,7 +92,9 @@ class Attempts:
                 self._note_failure(decision, failure)
                 if not self._may_retry():
                     break
-                decision = await self._decide_again(decision, failure, began_seconds + self._limits.hold_seconds)
+                # From now: an answer may break long after it was asked for.
+                until_seconds = self._state.clock() + self._limits.hold_seconds
+                decision = await self._decide_again(decision, failure, until_seconds)
         answer = request.last_answer
         if answer is not None and answer.status == 503:
             words = read_error(answer.body or b"").get("message", "")

@@ -133,19 +133,22 @@ class OnVllm:
         body = {"model": ON_VLLM.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5}
         async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as http:
             got = await http.post("/v1/completions", json=body | fields, headers={headers.OFFLOAD: offload})
-        assert got.status_code == 200, got.text
+        assert got.status_code == 200, f"{got.text}\n{await self.gateway_log()}"
         assert got.json()["usage"]["completion_tokens"] == ANSWER_TOKENS
         logprobs, head = got.json()["choices"][0]["logprobs"], got.headers
         tokens, likely = logprobs["tokens"], logprobs["top_logprobs"]
         return Answer(tokens, likely, head[headers.DECISION], head[headers.PREFILL_CLUSTER], head[headers.REQUEST_ID])
+
+    async def gateway_log(self) -> str:
+        words = ("logs", f"deployment/{ON_VLLM.policy}-gateway", "-c", "gateway", "--tail=50")
+        return await self._kubectl(self.environment.hub, *words)
 
     async def logged(self, answer: Answer) -> str:
         """Return the line of the gateway's access log about an answer."""
         found: list[str] = []
 
         async def is_there() -> bool:
-            words = ("logs", f"deployment/{ON_VLLM.policy}-gateway", "-c", "gateway", "--tail=50")
-            lines = (await self._kubectl(self.environment.hub, *words)).splitlines()
+            lines = (await self.gateway_log()).splitlines()
             found.extend(line for line in lines if answer.request_id in line and " outcome=" in line)
             return bool(found)
 

@@ -257,3 +257,20 @@ async def test_of_many_requests_one_tries_an_instance_whose_ejection_is_over(wor
     assert len([one for one in world.workers["d0"].seen if one.path == "/v1/chat/completions"]) == 1
     gate.set()
     assert {(await task).status for task in answers} == {200}
+
+
+@pytest.mark.system
+async def test_the_only_worker_that_breaks_long_after_it_was_asked_is_waited_for(world, short):
+    await world.start("d0", limits=QUICK._replace(hold_seconds=1.0))
+    worker = world.workers["d0"]
+    serve = worker.reply
+
+    async def breaks_once(request, body):
+        if len(worker.seen) == 1:
+            await asyncio.sleep(1.2)  # longer than a request waits for an ejected instance
+            request.transport.abort()
+        return await serve(request, body)
+
+    worker.reply = breaks_once
+    assert (await world.post(short)).status == 200
+    assert len(worker.seen) == 2
