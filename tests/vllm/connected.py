@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
 
-from ..waiting import PATIENCE_SECONDS
+from ..waiting import NotInTime, eventually
 from .engines import Answer, Engine, EngineHost, Running, reference_of
 
 TOKENS = 24
@@ -61,10 +61,11 @@ class Pair(NamedTuple):
     def assert_nothing_is_held(self, free: tuple[int, int]) -> None:
         """Fail unless both sides' memory comes back: at once, or where nobody told the source, after its lease. What
         never comes is a leak, and no question of time."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while (left := (self.source.free_pages(), self.destination.free_pages())) != free:
-            assert time.monotonic() < deadline, f"free pages of source and destination are {left} for good, not {free}"
-            time.sleep(0.02)
+        left = lambda: (self.source.free_pages(), self.destination.free_pages())  # noqa: E731
+        try:
+            eventually(lambda: left() == free, "all pages are free")
+        except NotInTime:
+            raise AssertionError(f"free pages of source and destination are {left()} for good, not {free}") from None
 
 
 def start(

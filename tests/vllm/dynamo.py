@@ -7,7 +7,6 @@ import asyncio
 import hashlib
 import json
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from prfaas.processes import ChildProcess
 from prfaas_sandbox.cache.entries import ensure_folder
 from prfaas_sandbox.cache.install import make_environment
 from prfaas_sandbox.progress import OnProgress
+
+from ..waiting import eventually
 
 LOCK = Path(__file__).with_name("dynamo.lock.txt")
 START_SECONDS = 120.0
@@ -47,17 +48,15 @@ class Frontend:
 
     def wait_ready(self) -> None:
         """Wait until it serves a model."""
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            self._process.check_running()
-            try:
-                with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
-                    if json.load(answer)["data"]:
-                        return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                pass
-            assert time.monotonic() < deadline, f"no model after {START_SECONDS:.0f} s; see {self._process.log}"
-            time.sleep(0.2)
+        eventually(self._serves, f"it serves a model; see {self._process.log}", START_SECONDS, poll=0.2)
+
+    def _serves(self) -> bool:
+        self._process.check_running()
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=5) as answer:
+                return bool(json.load(answer)["data"])
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
 
     def kill(self) -> None:
         self._process.stop(grace_seconds=0)

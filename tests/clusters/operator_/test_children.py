@@ -49,16 +49,17 @@ def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs
 
 def test_two_who_correct_each_other_bring_no_storm(world, home):
     writes = world.metrics().get('prfaas_operator_child_writes_total{kind="Deployment"}', 0)
-    until = time.monotonic() + 10
+    began = time.monotonic()
 
     def has_ended() -> bool:
         home.patch("deployment", "local", {"spec": {"replicas": 3}}, "rival")
-        return time.monotonic() > until and bool(home.told("local", "ChildEdited"))
+        return time.monotonic() - began > 10 and bool(home.told("local", "ChildEdited"))
 
     world.eventually(has_ended, "the operator corrects the other, and says so")
     after = world.metrics()['prfaas_operator_child_writes_total{kind="Deployment"}']
-    assert after - writes <= 6
-    assert len(home.told("local", "ChildEdited")) <= 6
+    most = 6 * (time.monotonic() - began) / 10  # a rate: a busy machine takes longer
+    assert after - writes <= most
+    assert len(home.told("local", "ChildEdited")) <= most
 
 
 def test_somebody_elses_object_is_taken_over_when_it_says_so(world, home):

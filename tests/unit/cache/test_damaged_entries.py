@@ -4,13 +4,14 @@ Every test has the same negative control: the same steps with the file left alon
 """
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prfaas_worker.cache.entries import _FIXED
+
+from ...waiting import eventually
 
 pytestmark = pytest.mark.system
 
@@ -84,10 +85,7 @@ def third_block(rig, folder: Path) -> Path:
 
 def serve(rig) -> int:
     loading = rig.cache.prefetch(rig.chain(A).hashes, 20)
-    deadline = time.monotonic() + 20
-    while loading is not None and not loading.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    eventually(lambda: loading is None or loading.done(), "it is loaded", poll=0.002)
     return rig.serve(A)  # which looks at every row and the state that it was given
 
 

@@ -10,6 +10,8 @@ from prfaas.wire.kvevents import BlockStored
 from prfaas_worker.cache.disk import DiskTier
 from prfaas_worker.cache.tiers import Tiers
 
+from ...waiting import eventually
+
 pytestmark = pytest.mark.system
 
 A = list(range(100, 121))
@@ -19,20 +21,18 @@ PAGE, STATE = 128, 3 * 128
 
 def written(rig) -> None:
     """Wait until the disk has what it was given."""
-    deadline = time.monotonic() + 20
-    while rig.tiers.disk.unwritten_bytes:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+
+    def is_written() -> bool:
         rig.tiers.poll()
+        return not rig.tiers.disk.unwritten_bytes
+
+    eventually(is_written, "the disk has it", poll=0.002)
 
 
 def load(rig, tokens: list[int]) -> bool:
     """Do what the engine does when a request arrives; tells whether something had to come from below."""
     loading = rig.cache.prefetch(rig.chain(tokens).hashes, len(tokens) - 1)
-    deadline = time.monotonic() + 20
-    while loading is not None and not loading.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    eventually(lambda: loading is None or loading.done(), "it is loaded", poll=0.002)
     return loading is not None
 
 

@@ -1,12 +1,14 @@
 """A test of `gate` is pure, and a failure is late only if something did not come in time."""
 
 import asyncio
+import re
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from tests.conftest import is_late
-from tests.stages import ImpureTestError
+from tests.stages import TESTS, ImpureTestError
 from tests.waiting import NotInTime, eventually, eventually_async
 
 from prfaas.errors import UnreachableError
@@ -64,3 +66,13 @@ async def test_what_never_comes_is_named_and_late():
 )
 def test_only_waits_in_vain_are_late(error: Exception, when: str, late: bool):
     assert is_late(error, when) is late
+
+
+SCRIPTS = {"device_caches.py", "kda_caches.py", "rank_caches.py"}
+"""They run in vLLM's environment, which has no pytest."""
+
+
+def test_no_other_file_counts_seconds_until_something_comes():
+    files = (file for file in Path(TESTS).rglob("*.py") if file.name not in {"waiting.py", *SCRIPTS})
+    loops = [file.name for file in files if re.search(r"monotonic\(\)\s*\+", file.read_text())]
+    assert loops == []

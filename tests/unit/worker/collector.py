@@ -2,7 +2,6 @@
 
 import gzip
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -10,6 +9,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from ...waiting import eventually
 
 
 class Told(NamedTuple):
@@ -72,16 +73,15 @@ class Collector:
                 with self._lock:
                     self._spans += [_told(about, span) for span in scope.spans]
 
-    def trace(self, trace_id: str, *names: str, seconds: float = 10) -> list[Told]:
+    def trace(self, trace_id: str, *names: str) -> list[Told]:
         """Wait until a trace has a span of each name, as often as it is named, and return all that it has then."""
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def found() -> list[Told]:
             with self._lock:
-                found = [span for span in self._spans if span.trace_id == trace_id]
-            if sorted(names) == sorted(span.name for span in found):
-                return found
-            assert time.monotonic() < deadline, (names, found)
-            time.sleep(0.02)
+                return [span for span in self._spans if span.trace_id == trace_id]
+
+        eventually(lambda: sorted(names) == sorted(span.name for span in found()), lambda: f"{names}, but {found()}")
+        return found()
 
 
 def _told(about: dict[str, object], span) -> Told:

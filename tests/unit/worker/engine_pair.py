@@ -1,7 +1,6 @@
 """Two engines that are stepped by hand, and fetch from each other over real sockets; only HTTP is left out."""
 
 import queue
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,11 +116,13 @@ class Destination(Bench):
         while stream := self.connections.take(source):
             self.connections.drop(source, stream)
 
-    def run_with(self, done: Callable[[], bool], seconds: float = 120) -> None:
+    def run_with(self, done: Callable[[], bool]) -> None:
         """Step both until that is so and both are at rest."""
-        deadline = time.monotonic() + seconds
-        while not done() or list(self.engine.requests) or list(self.source.engine.requests):
-            assert time.monotonic() < deadline, "it takes too long"
-            busy = self.step() | self.source.step()
-            if not busy:
-                time.sleep(0.001)
+
+        def is_at_rest() -> bool:
+            while not done() or list(self.engine.requests) or list(self.source.engine.requests):
+                if not self.step() | self.source.step():
+                    return False
+            return True
+
+        eventually(is_at_rest, "both engines are at rest", poll=0.001)
