@@ -1,4 +1,4 @@
-"""A million fuzzed frames against the receiving state machine: none is ever taken for what was sent.
+"""Many fuzzed frames against the receiving state machine: none is ever taken for what was sent.
 
 Mutations know the format: bits and bytes of header and payload, header fields with an honest seal, payloads with an
 honest seal, cuts, repetitions, frames of other transfers, other messages. What may be accepted is known: what is
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import msgspec
-import pytest
 
 from prfaas.errors import DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, Address, FrameHeader, Kind, seal
@@ -20,7 +19,7 @@ from prfaas.wire.transfer import Abort, Done, message_frame
 
 from ..unit.wire.wire_bench import MANIFEST, Receiver, Sent, data_frame, header_of, sent
 
-FRAMES = 1_000_000
+FRAMES = 500_000
 SENT = [sent(seed, cuts) for seed, cuts in enumerate([[], [5], [3, 10], [4, 7, 9]])]
 OTHER = Address("f" * 32, MANIFEST.epoch)
 
@@ -224,8 +223,7 @@ def fuzz(seed: int, frames: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.timeout(900)  # half a minute of one core, of which a busy machine gives little
-def test_of_a_million_fuzzed_frames_none_is_accepted_wrongly():
+def test_of_all_fuzzed_frames_none_is_accepted_wrongly():
     found = fuzz(20261121, FRAMES)
     print(*(f"{count:9,d} {what}" for what, count in found.most_common()), sep="\n")
     assert {reason for reason in REASONS if not found[reason]} <= {"after an error", "carries no cache"}

@@ -110,13 +110,13 @@ def test_a_contact_that_somebody_dated_in_the_future_is_dated_anew(joined):
 def test_a_young_token_is_kept_and_an_old_one_renewed(joined, line):
     token = lambda: joined.hub.get("secret", "eu")["data"]["kubeconfig"]  # noqa: E731
     young, before = token(), probes(joined)
-    joined.eventually(lambda: probes(joined) > before + 8, "a few looks at the member")
+    joined.eventually(lambda: probes(joined) > before + 3, "a few looks at the member")
     assert token() == young
     joined.hub.apply(secret_with(joined, "eu", -3600, 900, MADE_BY_JOIN, line.url))
     old = token()
     joined.eventually(lambda: token() != old, "a new token")
     fresh, before = token(), probes(joined)
-    joined.eventually(lambda: probes(joined) > before + 8, "a few looks at the member")
+    joined.eventually(lambda: probes(joined) > before + 3, "a few looks at the member")
     assert token() == fresh
 
 
