@@ -3,11 +3,12 @@
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prfaas.errors import InternalError, PeerError
+from prfaas.errors import InternalError, PeerError, UnreachableError
 from prfaas.wire.frames import Address, FrameHeader, Kind
 from prfaas.wire.receive_ledger import LayerRows
 from prfaas_transfer.cache import CacheLayout
@@ -125,3 +126,30 @@ def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
     copies.catch_up()
     assert time.monotonic() - began < PATIENCE_SECONDS / 2
     assert copies._done == copies._late == {}
+
+
+def test_a_connection_that_breaks_during_a_copy_keeps_its_slot_until_the_copy_is_made(monkeypatch):
+    monkeypatch.setattr(shared, "KEEP_ALIVE_SECONDS", 0.01)
+    asked: list[CopyRequest] = []
+    memory = SharedMemory(slots(), asked.append)  # type: ignore[arg-type]
+    broken = threading.Event()
+
+    def show_life() -> None:
+        broken.set()
+        raise UnreachableError("the destination is gone")
+
+    def load(show: Callable[[], None]) -> int:
+        with memory.load(MANIFEST.transfer_id, GROUPS[1], PAGE, show_life=show) as payload:
+            return sum(map(len, payload))
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(load, show_life)
+        assert broken.wait(PATIENCE_SECONDS)
+        assert not first.done(), "its slot is not free, so neither is its share of the memory budget"
+        memory.copies.finish(CopyDone(asked[0].number))
+        with pytest.raises(UnreachableError, match="the destination is gone"):
+            first.result(PATIENCE_SECONDS)
+        second = pool.submit(load, lambda: None)
+        eventually(lambda: len(asked) == 2, "the next copy is asked for")
+        memory.copies.finish(CopyDone(asked[1].number))
+        assert second.result(PATIENCE_SECONDS) == PAGE_BYTES

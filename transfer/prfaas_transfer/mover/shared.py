@@ -84,7 +84,9 @@ class Copies:
 
     def make(self, copy: CopyRequest, show_life: Callable[[], None] = lambda: None) -> None:
         """Ask for a copy, and wait for it; its own number is given here. `show_life` is called while the engine takes
-        its time, and may raise. Raises PeerError if the engine has not made it."""
+        its time. What it raises is raised once the copy is made: until then nobody else can have the slot.
+
+        Raises PeerError if the engine has not made it."""
         numbered: Callable[[int], MoverReport] = lambda number: msgspec.structs.replace(copy, number=number)  # noqa: E731
         done = self._ask(numbered, COPY_SECONDS, show_life, copy.offset)
         if done is None:
@@ -104,20 +106,27 @@ class Copies:
         offset: int | None = None,
     ) -> CopyDone | None:
         """Send a question with a number, and wait for its answer; None if there was none in time. The slot at `offset`
-        is kept until it comes."""
+        is kept until it comes. Raises at the end what `show_life` raised first."""
         number, deadline = next(self._numbers), Deadline(seconds)
+        failure: PeerError | None = None
         with self._changed:
             self._done[number] = None
         self._send(report(number))
         try:
             while not self._await(number, min(KEEP_ALIVE_SECONDS, deadline.left_seconds)) and not deadline.is_over:
-                show_life()
+                if failure is None:
+                    try:
+                        show_life()
+                    except PeerError as error:
+                        failure = error
         finally:
             with self._changed:
                 done = self._done.pop(number)
                 if done is None and offset is not None:
                     self._late[number] = offset
                     self._slots.keep(offset)
+        if failure is not None:
+            raise failure
         return done
 
     def _await(self, number: int, seconds: float) -> bool:
