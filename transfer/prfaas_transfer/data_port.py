@@ -30,6 +30,7 @@ HELLO_SECONDS = 2.0
 IDLE_SECONDS = 30.0  # A connection without a transfer is closed after this.
 POLL_SECONDS = 0.5
 LATE_SECONDS = 2 * POLL_SECONDS
+"""A round of the data port that took so long had no CPU."""
 MAX_CONNECTIONS = 512
 
 
@@ -43,6 +44,20 @@ def listen(host: str, port: int) -> socket.socket:
     listener.settimeout(POLL_SECONDS)
     use_congestion(listener, CUBIC)
     return listener
+
+
+class LeaseClock:
+    """The rounds of the data port: whether the threads that read signs of life had the CPU lately."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._late, self._unread = Deadline(math.inf, clock), Deadline(-LATE_SECONDS, clock)
+
+    def begin_round(self) -> bool:
+        """Begin a round; return whether leases may end in it. After a late round signs of life may wait to be read."""
+        if self._late.is_over:
+            self._unread.renew(LATE_SECONDS)
+        self._late.renew(LATE_SECONDS)
+        return self._unread.is_over
 
 
 class DataPort:
@@ -67,13 +82,10 @@ class DataPort:
         threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
     def _run(self) -> None:
-        round_over = Deadline(math.inf)
+        clock = LeaseClock()
         while True:
-            if round_over.is_over:  # this process had no CPU: signs of life may wait to be read until the next round
-                round_over.renew(math.inf)
-            else:
+            if clock.begin_round():
                 self._offers.expire()
-                round_over.renew(LATE_SECONDS)
             try:
                 sock, address = self._listener.accept()
             except TimeoutError:

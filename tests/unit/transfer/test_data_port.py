@@ -11,7 +11,7 @@ from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import HEADER_BYTES, Address, Kind, parse_header
 from prfaas.wire.transfer import Abort, Hello, decode_message, message_frame
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.data_port import LATE_SECONDS, POLL_SECONDS, DataPort, LeaseClock, listen
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
 
@@ -98,3 +98,18 @@ def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(off
     assert "127.0.0.1 is refused: can't start new thread" in caplog.text
     announced(offers).lease.renew(0)
     eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease is over")
+
+
+def test_after_a_late_round_no_lease_ends_until_signs_of_life_were_read():
+    now = 0.0
+    clock = LeaseClock(lambda: now)
+    assert clock.begin_round()
+    now += POLL_SECONDS
+    assert clock.begin_round()
+    now += LATE_SECONDS + 0.1  # no CPU
+    assert not clock.begin_round()
+    assert not clock.begin_round(), "a connection that waited to be accepted makes no second"
+    now += LATE_SECONDS
+    assert not clock.begin_round()
+    now += 0.1
+    assert clock.begin_round()
