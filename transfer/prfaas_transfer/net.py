@@ -138,15 +138,20 @@ class DataStream:
         gone or `on_wait` raises it, IdentityError with the reason if the peer refused our certificate."""
         left = [memoryview(part) for part in parts if len(part)]
         left_bytes = sum(map(len, left))
-        moved_at = time.monotonic()
+        moved_at = turn_at = time.monotonic()
         while left_bytes:
-            if sent := self._send_some(left):
-                moved_at = time.monotonic()
+            sent = self._send_some(left)
+            now = time.monotonic()
+            if sent:
+                moved_at = now
                 on_sent(sent)
                 left_bytes -= sent
+            else:
+                moved_at += max(0.0, now - turn_at - TURN_SECONDS)  # in which this process did not run
+            turn_at = now
             if left_bytes:
                 _drop(left, sent)
-                on_wait(time.monotonic() - moved_at)
+                on_wait(now - moved_at)
 
     def receive_into(self, *buffers: Buffer, on_wait: OnWait = give_up) -> None:
         """Fill writable buffers, one after the other. Raises as `send`."""

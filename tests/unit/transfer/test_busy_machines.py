@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -66,6 +67,10 @@ class SilentStream(DataStream):
         self._clock.seconds += self._waits.pop(0)
         return None
 
+    def _send_some(self, _left: list[memoryview]) -> int:
+        self._clock.seconds += self._waits.pop(0)
+        return 0
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -81,8 +86,10 @@ def sock() -> Iterator[socket.socket]:
         yield ours
 
 
-def silences(sock: socket.socket, clock: Clock, waits: list[float]) -> tuple[list[float], DataStream]:
-    """Return the silence after each wait, and the stream."""
+def silences(
+    sock: socket.socket, clock: Clock, waits: list[float], *, sends: bool = False
+) -> tuple[list[float], DataStream]:
+    """Return the silence after each wait to receive, or to send, and the stream."""
     found: list[float] = []
 
     def note(silent_seconds: float) -> None:
@@ -91,8 +98,9 @@ def silences(sock: socket.socket, clock: Clock, waits: list[float]) -> tuple[lis
             raise UnreachableError("enough")
 
     stream = SilentStream(sock, clock, list(waits))
+    wait = partial(stream.send, [bytes(8)]) if sends else partial(stream.receive_into, bytearray(8))
     with pytest.raises(UnreachableError, match="enough"):
-        stream.receive_into(bytearray(8), on_wait=note)
+        wait(on_wait=note)
     return found, stream
 
 
@@ -101,6 +109,11 @@ def test_time_without_a_cpu_is_no_silence_of_the_peer(sock: socket.socket, clock
     assert found == [0.2, 0.6, 0.8, 1.2]
     assert stream.late_seconds == pytest.approx(2.6 + 4.6)
     assert clock.seconds - stream.heard_at == pytest.approx(1.2)
+
+
+def test_nor_does_it_count_for_a_peer_that_takes_nothing(sock: socket.socket, clock: Clock):
+    found, _ = silences(sock, clock, [0.2, 3.0, 0.2, 5.0], sends=True)
+    assert found == [0.2, 0.6, 0.8, 1.2]
 
 
 def test_on_a_quiet_machine_all_silence_counts(sock: socket.socket, clock: Clock):
