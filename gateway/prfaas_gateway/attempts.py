@@ -79,9 +79,9 @@ class Attempts:
 
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
-        request = self._request
+        request, left_seconds = self._request, self._limits.hold_seconds
         self._state.retry_budget.request_came(self._state.clock())
-        for _ in range(self._limits.attempts):
+        for attempt in range(1, self._limits.attempts + 1):
             if isinstance(decision, Refusal):
                 break
             try:
@@ -92,9 +92,11 @@ class Attempts:
                 self._note_failure(decision, failure)
                 if not self._may_retry():
                     break
-                # From now: an answer may break long after it was asked for.
-                until_seconds = self._state.clock() + self._limits.hold_seconds
-                decision = await self._decide_again(decision, failure, until_seconds)
+                if attempt == self._limits.attempts:
+                    left_seconds = 0.0  # nobody follows the next route: only why there is none counts
+                failed_at = self._state.clock()  # an answer may break long after it was asked for
+                decision = await self._decide_again(decision, failure, failed_at + left_seconds)
+                left_seconds -= self._state.clock() - failed_at
         answer = request.last_answer
         if answer is not None and answer.status == 503:
             words = read_error(answer.body or b"").get("message", "")

@@ -274,3 +274,24 @@ async def test_the_only_worker_that_breaks_long_after_it_was_asked_is_waited_for
     worker.reply = breaks_once
     assert (await world.post(short)).status == 200
     assert len(worker.seen) == 2
+
+
+async def test_after_its_last_attempt_a_request_waits_for_no_instance(world, short):
+    await world.start("d0", limits=QUICK._replace(attempts=1, hold_seconds=60, eject_seconds=60, eject_max_seconds=60))
+    await world.workers["d0"].stop()
+    async with asyncio.timeout(30):
+        assert (await world.post(short)).status == 503
+
+
+@pytest.mark.system
+async def test_all_failures_of_a_request_share_the_time_that_it_waits_for_an_instance(world, short):
+    await world.start("d0", limits=QUICK._replace(hold_seconds=1.3, eject_seconds=1.0, eject_max_seconds=1.0))
+    worker = world.workers["d0"]
+
+    async def breaks(request, _body):
+        request.transport.abort()
+        return web.Response()
+
+    worker.reply = breaks
+    assert (await world.post(short)).status == 503
+    assert len(worker.seen) == 2, "the second wait was too short for the ejection to end"
