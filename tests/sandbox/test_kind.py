@@ -263,3 +263,4 @@ def test_the_newest_images_of_each_kind_are_kept_and_what_others_built_is_not_ou
     assert images.built_before(workers, 2) == ["prfaas/worker:kind-1"]
     assert images.built_before(workers, 0) == ["prfaas/worker:kind-3", "prfaas/worker:kind-2", "prfaas/worker:kind-1"]
     assert images.built_before(["prfaas/kind-node:b", "prfaas/kind-node:a"], 1) == ["prfaas/kind-node:a"]
+    assert images.built_before(workers, 2, {"prfaas/worker:kind-1"}) == [], "an old one is in use again"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import yaml
 
-from prfaas.errors import ConfigError, PeerError
+from prfaas.errors import ConfigError, PeerError, UnreachableError
 from prfaas.util import Deadline
 from prfaas_sandbox.demo.records import EngineType
 from prfaas_sandbox.environment import ClusterAccess, Environment, Images
@@ -115,7 +115,7 @@ class ExampleInstallation:
     async def wait_for(self, condition: str, kind: str, name: str, *, timeout_seconds: float) -> None:
         """Wait until a condition of an object of the hub is True.
 
-        Raises PeerError, with the object's own conditions, when time is up.
+        Raises PeerError, with the object's own conditions: an UnreachableError when time is up.
         """
         deadline = Deadline(timeout_seconds)
         wanted = (f"--for=condition={condition}", f"{kind}/{name}")
@@ -126,10 +126,14 @@ class ExampleInstallation:
                 await self.environment.kubectl(self.environment.hub, *words)
                 return
             except PeerError as error:
-                if TIMED_OUT in str(error) and not deadline.is_over:
+                timed_out = TIMED_OUT in str(error)
+                if timed_out and not deadline.is_over:
                     continue
                 why = await self._conditions()
-                raise PeerError(f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}") from error
+                message = f"{kind} {name} is not {condition} after {timeout_seconds:.0f} s:\n{why}"
+                if timed_out:
+                    raise UnreachableError(message) from TimeoutError(str(error))
+                raise PeerError(message) from error
 
     async def _conditions(self) -> str:
         """Return the conditions of all prfaas objects in the hub, a line each."""

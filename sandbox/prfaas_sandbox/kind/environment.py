@@ -4,8 +4,8 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -78,9 +78,9 @@ class KindEnvironment:
         _warn_of_inotify(report)
         nodes = await node_image(builder)
         images, watcher = await product_images(builder), await prometheus_image(builder)
-        await remove_images(KEPT_IMAGES)
         if not vllm.why_not():
             images = replace(images, vllm=await vllm.vllm_image(builder))
+        await remove_images(KEPT_IMAGES, {nodes.reference, watcher, *filter(None, astuple(images))})
         pair = Clusters(layout, used.kind, used.kubectl, report)
         await pair.ensure(nodes)
         engines = [image for image in (images.worker, images.connector, images.vllm) if image]
@@ -200,7 +200,7 @@ def _warn_of_inotify(report: OnProgress) -> None:
 
 async def _answered(url: str) -> None:
     async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(OUTSIDE_SECONDS):
                 while True:
                     try:
@@ -209,4 +209,6 @@ async def _answered(url: str) -> None:
                         await asyncio.sleep(POLL_SECONDS)
                     else:
                         return
-    raise UnreachableError(f"{url} was not answered within {OUTSIDE_SECONDS:.0f} s; does the Service have a ready pod?")
+        except TimeoutError as error:
+            reason = f"{url} was not answered within {OUTSIDE_SECONDS:.0f} s; does the Service have a ready pod?"
+            raise UnreachableError(reason) from error

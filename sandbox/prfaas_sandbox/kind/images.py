@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,18 +246,21 @@ async def _has_buildkit(client: Path) -> bool:
     return True
 
 
-async def remove_images(kept: int = 0) -> None:
-    """Remove the images that this package has built, but the newest `kept` of each kind; with any kept, none in use."""
+async def remove_images(kept: int = 0, used: Collection[str] = ()) -> None:
+    """Remove the images that this package has built, but those in use and the newest `kept` of each kind."""
     for repository in (*REPOSITORIES, *(f"prfaas/{target}" for target in TARGETS)):
         listed = await docker("images", "--format", "{{.Repository}}:{{.Tag}}", repository)
-        for reference in built_before(listed.splitlines(), kept):
+        for reference in built_before(listed.splitlines(), kept, used):
             if kept:
                 await succeeds("rmi", reference)
             else:
                 await docker("rmi", "-f", reference)
 
 
-def built_before(listed: Sequence[str], kept: int) -> list[str]:
-    """Return those of a repository's images, newest first, that we built before the newest `kept`."""
+def built_before(listed: Sequence[str], kept: int, used: Collection[str] = ()) -> list[str]:
+    """Return those of a repository's images, newest first, that we built before the newest `kept`, but none of `used`.
+
+    One that was made again of cached layers keeps its old date.
+    """
     own = [line for line in listed if line.partition(":")[0] in REPOSITORIES or ":kind-" in line]
-    return own[kept:]
+    return [line for line in own[kept:] if line not in used]
