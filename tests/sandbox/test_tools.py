@@ -1,5 +1,6 @@
 """The tools come from exactly what go.mod pins: a changed pin builds anew, a build that is there costs nothing."""
 
+import errno
 import stat
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from prfaas.errors import BadInputError, ConfigError, PeerError
 from prfaas_sandbox import tools
-from prfaas_sandbox.cache.entries import CACHE_VARIABLE, cache_folder
+from prfaas_sandbox.cache.entries import CACHE_VARIABLE, cache_folder, ensure_folder
 from prfaas_sandbox.cli import up
 from prfaas_sandbox.tools import (
     MODULES,
@@ -134,3 +135,13 @@ def test_a_wrong_rate_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr("prfaas_sandbox.cli.ensure_tools", lambda _: pytest.fail("it builds for minutes first"))
     with pytest.raises(BadInputError, match=r"a link of -5.0 Mbit/s is not possible"):
         up(link_mbps=-5.0)
+
+
+def test_a_folder_that_could_not_be_filled_leaves_nothing(source):
+    def run_out_of_room(folder: Path) -> None:
+        (folder / "half").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"No space left on device.*make room"):
+        ensure_folder("made", run_out_of_room, ignore)
+    assert list(cache_folder().glob("made*")) == []

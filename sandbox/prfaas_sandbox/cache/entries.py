@@ -36,7 +36,7 @@ def is_whole(folder: Path) -> bool:
 def ensure_folder(name: str, make: Callable[[Path], None], report: OnProgress) -> Path:
     """Return the folder of this name. `make` fills an empty one, which is moved, if there is none that is whole.
 
-    Raises ConfigError where the cache cannot be written, and what `make` raises.
+    Raises ConfigError where the cache cannot be written, and what else `make` raises; then nothing of it is left.
     """
     folder = cache_folder() / name
     if not is_whole(folder):
@@ -47,15 +47,27 @@ def ensure_folder(name: str, make: Callable[[Path], None], report: OnProgress) -
 
 
 def _make(folder: Path, make: Callable[[Path], None]) -> None:
-    for left in folder.parent.glob(f"*{UNFINISHED}"):  # no other maker is alive: we hold the lock
-        shutil.rmtree(left)
     parts = folder.with_name(folder.name + UNFINISHED)
-    parts.mkdir()
-    make(parts)
-    (parts / COMPLETE).touch()
-    if folder.exists():
-        shutil.rmtree(folder)
-    parts.rename(folder)
+    try:
+        for left in folder.parent.glob(f"*{UNFINISHED}"):  # no other maker is alive: we hold the lock
+            shutil.rmtree(left)
+        parts.mkdir()
+        make(parts)
+        (parts / COMPLETE).touch()
+        if folder.exists():
+            shutil.rmtree(folder)
+        parts.rename(folder)
+    except OSError as error:
+        raise _unusable(error) from error
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+def _unusable(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot write the cache folder {cache_folder()} ({error}): make room, or set {CACHE_VARIABLE} to a folder "
+        "that you can write"
+    )
 
 
 @contextmanager
@@ -66,9 +78,7 @@ def locked(report: OnProgress) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "build.lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"cannot write the cache folder {folder} ({error}): set {CACHE_VARIABLE} to a folder that you can write"
-        ) from error
+        raise _unusable(error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
