@@ -12,7 +12,7 @@ from functools import cache
 import openai
 
 from prfaas.wire import headers
-from prfaas_sandbox.demo.records import RequestRecord
+from prfaas_sandbox.demo.records import UNKNOWN, RequestRecord
 
 TIMEOUT_SECONDS = 600.0  # a busy machine is slow, which is no failure of prfaas
 
@@ -76,9 +76,9 @@ class DemoClient:
             act=act,
             tokens=usage.prompt_tokens,
             cached_tokens=int(head.get(headers.CACHED_TOKENS, 0)),
-            decision=head.get(headers.DECISION, "?"),
-            prefilled_in=head.get(headers.PREFILL_CLUSTER, "?"),
-            decoded_by=head.get(headers.DECODE_INSTANCE, "?"),
+            decision=head.get(headers.DECISION, UNKNOWN),
+            prefilled_in=head.get(headers.PREFILL_CLUSTER, UNKNOWN),
+            decoded_by=head.get(headers.DECODE_INSTANCE, UNKNOWN),
             threshold_tokens=int(head.get(headers.THRESHOLD_TOKENS, 0)),
             kv_bytes=int(head.get(headers.KV_BYTES, 0)),
             ttft_seconds=round(first - started, 4),
@@ -87,7 +87,7 @@ class DemoClient:
             prefill_seconds=float(head.get(headers.PREFILL_SECONDS, 0)),
             first_byte_seconds=float(head.get(headers.FIRST_BYTE_SECONDS, 0)),
             transfer_seconds=float(head.get(headers.TRANSFER_SECONDS, 0)),
-            outcome=head.get(headers.OUTCOME, "?"),
+            outcome=head.get(headers.OUTCOME, UNKNOWN),
             text="".join(pieces),
         )
 

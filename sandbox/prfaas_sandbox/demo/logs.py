@@ -7,9 +7,10 @@ these for each transfer.
 import asyncio
 import re
 
+from prfaas.errors import PeerError
 from prfaas.util import Deadline
 from prfaas_sandbox.demo.install import ExampleInstallation
-from prfaas_sandbox.demo.records import RequestRecord, SeenTransfer
+from prfaas_sandbox.demo.records import UNKNOWN, RequestRecord, SeenTransfer
 
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)')
 WRITTEN_SECONDS, POLL_SECONDS = 10.0, 0.5
@@ -22,10 +23,12 @@ class PodLogs:
         self._installation = installation
 
     async def transfer(self, record: RequestRecord) -> SeenTransfer | None:
-        """Return how the cache of an offloaded request crossed; None if its destination logs no transfer."""
+        """Return how the cache of an offloaded request crossed; None if no destination logs its transfer."""
+        if record.decoded_by == UNKNOWN:
+            return None
         deadline = Deadline(WRITTEN_SECONDS)
         while True:
-            text = await self._installation.hub_log(record.decoded_by)
+            text = await self._read(record.decoded_by)
             if (found := read_transfer(text, record.id, self._installation.member_name)) or deadline.is_over:
                 return found
             await asyncio.sleep(POLL_SECONDS)
@@ -34,10 +37,17 @@ class PodLogs:
         """Return the outcome in the gateway's access log, which has the whole answer; empty if there is none."""
         deadline = Deadline(WRITTEN_SECONDS)
         while True:
-            text = await self._installation.hub_log(f"deployment/{self._installation.file.policy}-gateway")
+            text = await self._read(f"deployment/{self._installation.file.policy}-gateway")
             if (found := read_outcome(text, record.id)) or deadline.is_over:
                 return found
             await asyncio.sleep(POLL_SECONDS)
+
+    async def _read(self, pod: str) -> str:
+        """Return a log; empty where it cannot be read now."""
+        try:
+            return await self._installation.hub_log(pod)
+        except PeerError:
+            return ""
 
 
 def read_transfer(text: str, request_id: str, peer: str) -> SeenTransfer | None:

@@ -12,6 +12,10 @@ KILLED = "kill"
 """The act of the requests whose prefill worker is killed."""
 
 
+UNKNOWN = "?"
+"""Where an answer does not say."""
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """One request as its client saw it. `decision` and `prefilled_in` are the gateway's response headers."""
 
@@ -19,9 +23,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     act: str
     tokens: int = 0
     cached_tokens: int = 0
-    decision: str = "?"
-    prefilled_in: str = "?"
-    decoded_by: str = "?"
+    decision: str = UNKNOWN
+    prefilled_in: str = UNKNOWN
+    decoded_by: str = UNKNOWN
     threshold_tokens: int = 0
     kv_bytes: int = 0
     ttft_seconds: float = 0.0
@@ -141,7 +145,7 @@ def find_problems(results: DemoResults) -> list[str]:
         ),
         (drill is not None and drill.is_in_the_middle, "the worker was not killed in the middle of a transfer"),
         (
-            after is not None and after.prefilled_in not in ("?", "hub"),
+            after is not None and after.prefilled_in not in (UNKNOWN, "hub"),
             "no prompt was offloaded after the killed worker came back",
         ),
         *(_claims_on_vllm(results) if results.engine == "vllm" else _claims_on_our_workers(drill, crossed)),

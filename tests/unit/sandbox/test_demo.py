@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from prfaas.errors import PeerError
 from prfaas.telemetry.logs import line
 from prfaas.wire.engine import TransferOutcome, TransferSubject
+from prfaas_sandbox.demo import logs
 from prfaas_sandbox.demo.decide import (
     KILL_BYTES,
     KILL_CHOICES,
@@ -211,3 +213,26 @@ async def test_crossed_bytes_count_once_over_gaps_and_restarts(monkeypatch: pyte
     for _ in range(7):
         await sampler._sample()
     assert sampler.crossed_bytes == 250 + 60
+
+
+class Unreadable:
+    """An installation whose logs cannot be read."""
+
+    member_name = MEMBER
+
+    def __init__(self):
+        self.asked: list[str] = []
+
+    async def hub_log(self, pod: str) -> str:
+        self.asked.append(pod)
+        raise PeerError("no such pod")
+
+
+async def test_a_log_that_cannot_be_read_costs_a_figure_and_not_the_verdict(monkeypatch):
+    monkeypatch.setattr(logs, "WRITTEN_SECONDS", -1.0)
+    unreadable = Unreadable()
+    read = logs.PodLogs(unreadable)  # type: ignore[arg-type]
+    assert await read.transfer(request(outcome="failed: 503")) is None
+    assert unreadable.asked == [], "nobody knows who would have decoded"
+    assert await read.transfer(request(decoded_by="decode-0")) is None
+    assert unreadable.asked == ["decode-0"]
