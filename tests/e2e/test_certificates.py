@@ -18,8 +18,8 @@ from .checks import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-SETTLE_SECONDS = {"sandbox": 15, "kind": 30}
-"""The process node reads Secrets again every 10 s; kubelets, as kind-configs/ has them, every 10 to 15 s."""
+SETTLE_SECONDS = {"sandbox": 8, "kind": 16}
+"""The process node reads Secrets again every 4 s; kubelets, as kind-configs/ has them, every 5 to 8 s."""
 CHANGE_SECONDS = 240.0
 
 
