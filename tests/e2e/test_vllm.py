@@ -132,12 +132,20 @@ class OnVllm:
         """Return a greedy answer, with what the gateway's headers say of it."""
         body = {"model": ON_VLLM.model, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5}
         async with httpx.AsyncClient(base_url=self.url, timeout=120, trust_env=False) as http:
-            got = await http.post("/v1/completions", json=body | fields, headers={headers.OFFLOAD: offload})
-        assert got.status_code == 200, f"{got.text}\n{await self.gateway_log()}"
+            try:
+                got = await http.post("/v1/completions", json=body | fields, headers={headers.OFFLOAD: offload})
+            except httpx.TransportError as error:
+                error.add_note(await self.seen())
+                raise
+        assert got.status_code == 200, f"{got.text}\n{await self.seen()}"
         assert got.json()["usage"]["completion_tokens"] == ANSWER_TOKENS
         logprobs, head = got.json()["choices"][0]["logprobs"], got.headers
         tokens, likely = logprobs["tokens"], logprobs["top_logprobs"]
         return Answer(tokens, likely, head[headers.DECISION], head[headers.PREFILL_CLUSTER], head[headers.REQUEST_ID])
+
+    async def seen(self) -> str:
+        """Return what a failure is explained by: the hub's pods, and the end of the gateway's log."""
+        return await self._kubectl(self.environment.hub, "get", "pods", "-o", "wide") + await self.gateway_log()
 
     async def gateway_log(self) -> str:
         words = ("logs", f"deployment/{ON_VLLM.policy}-gateway", "-c", "gateway", "--tail=50")

@@ -92,7 +92,8 @@ def test_what_is_written_carries_the_servers_time(joined):
     status = joined.hub.get("pmc", "eu")["status"]
     assert is_close(status["lastContactTime"])
     for kind, name in (("pmc", "eu"), ("pfpool", "away"), ("dcpool", "home")):
-        assert is_close(joined.hub.condition(kind, name)["lastTransitionTime"])
+        dated = lambda kind=kind, name=name: joined.hub.condition(kind, name).get("lastTransitionTime")  # noqa: E731
+        assert is_close(joined.eventually(dated, f"{name} has a condition"))
     found = joined.hub.events()
     ours = [event for event in found if event["source"].get("component") == "prfaas-operator"]
     assert ours

@@ -81,8 +81,8 @@ def wait_ready(world) -> None:
 
 
 def test_one_deployment_runs_the_instances_of_both_pools(shared):
+    wait_ready(shared)  # before, the first ready instance decodes whatever it was to do
     found = wait_roles(shared, decode=2, prefill=1)
-    wait_ready(shared)
     assert shared.hub.get("deployment", "decode")["spec"]["replicas"] == 3
     assert not shared.hub.exists("deployment", "swing")
     assert not shared.hub.exists("configmap", "swing-settings")
