@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +30,6 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 LOGGERS = ("", *OURS)
-START_TIMEOUTS = (TimeoutError, UnreachableError, subprocess.TimeoutExpired)
 
 # Each process of pytest-xdist, with all that it starts, chooses ports that no other one chooses.
 if WORKER_NAME := os.environ.get("PYTEST_XDIST_WORKER"):
@@ -46,6 +45,10 @@ TOGETHER = {
     "transformers": ("tests/unit/generic/",),
     "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
 }
+
+WAITING = ("tests/sandbox/", "tests/clusters/", "tests/unit/scheduler/")
+"""These leave the CPU idle two thirds of the time."""
+LONGEST = (*WAITING, "tests/unit/worker/", "tests/unit/generic/", "tests/faults/", "tests/unit/transfer/")
 
 
 class Scheduler(LoadFileScheduling):
@@ -74,22 +77,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the stage. Begin with what takes longest: else one process works on it when the others are idle."""
-    first = ("tests/clusters/", "tests/sandbox/", "tests/unit/worker/", "tests/unit/generic/", "tests/faults/")
-
-    def place(item: pytest.Item) -> int:
-        return next((index for index, folder in enumerate(first) if item.nodeid.startswith(folder)), len(first))
-
+    """Choose the stage, and order its files."""
     if stage := config.getoption("stage"):
         others = [item for item in items if stages.stage_of(item) != stage]
         items[:] = [item for item in items if stages.stage_of(item) == stage]
         config.hook.pytest_deselected(items=others)
-    items.sort(key=place)
+    order = in_turns(dict.fromkeys(file_of(item) for item in items))
+    items.sort(key=lambda item: order[file_of(item)])
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def in_turns(files: Iterable[str]) -> dict[str, int]:
+    """Return the place of each file: of those that wait for servers and of those that compute one after the other, so
+    that both run at any time, the longest first, so that no process works on one when the others are idle.
+    """
+
+    def place(file: str) -> int:
+        return next((index for index, folder in enumerate(LONGEST) if file.startswith(folder)), len(LONGEST))
+
+    ordered = sorted(files, key=place)
+    waiting = [file for file in ordered if file.startswith(WAITING)]
+    computing = [file for file in ordered if not file.startswith(WAITING)]
+    return {file: index for group in (waiting, computing) for index, file in enumerate(group)}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    with stages.kept_pure(item):
+    with stages.known(item):
         return (yield)
 
 
@@ -112,9 +129,26 @@ def is_late(error: BaseException, when: str) -> bool:
     """Return whether all that went wrong is that something did not come in time."""
     if isinstance(error, BaseExceptionGroup):
         return all(is_late(each, when) for each in error.exceptions)
+    if follows_wrong_value(error):
+        return False
     # Python's own, of asyncio.wait_for; the product's time-outs are answers, which tests compare.
     waited = isinstance(error, NotInTime) or type(error) is TimeoutError
-    return waited or (when == "setup" and isinstance(error, START_TIMEOUTS))
+    return waited or (when == "setup" and is_late_start(error))
+
+
+def is_late_start(error: BaseException) -> bool:
+    """Return whether what a test needs did not start in time. One that refuses to talk broke."""
+    cause = error.__cause__ if isinstance(error, UnreachableError) else error
+    return isinstance(cause, (TimeoutError, subprocess.TimeoutExpired))
+
+
+def follows_wrong_value(error: BaseException) -> bool:
+    """Return whether an error came up while a test cleaned up after a wrong value."""
+    while not error.__suppress_context__ and (former := error.__context__) is not None:
+        if isinstance(former, AssertionError) and not isinstance(former, NotInTime):
+            return True
+        error = former
+    return False
 
 
 _sleep, _sleep_async = time.sleep, asyncio.sleep

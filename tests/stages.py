@@ -18,6 +18,7 @@ from typing import Any, Final
 import pytest
 
 STAGES: Final = ("gate", "system", "quiet", "vllm", "kind")
+BESIDE_OTHERS: Final = ("gate", "system")
 FOLDERS: Final = {
     "tests/chart/": "system",
     "tests/clusters/": "system",
@@ -28,12 +29,12 @@ FOLDERS: Final = {
 }
 STARTS: Final = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec")
 TESTS: Final = os.path.dirname(__file__) + os.sep  # noqa: PTH120  # it is compared with the names of code objects
-_running: list[str] = []
-"""The test of the stage `gate` that runs now, if one does."""
+_running: list[tuple[str, str]] = []
+"""The stage and the name of the test that runs now, if one does."""
 
 
 class ImpureTestError(Exception):
-    """A test of the stage `gate` started a process or waited."""
+    """A test of the stage `gate` started a process or waited, or one that runs beside others promised promptness."""
 
 
 def stage_of(item: pytest.Item) -> str:
@@ -48,10 +49,9 @@ def stage_of(item: pytest.Item) -> str:
 
 
 @contextmanager
-def kept_pure(item: pytest.Item) -> Iterator[None]:
-    """Forbid child processes and waits meanwhile, if it is a test of the stage `gate`."""
-    if stage_of(item) == "gate":
-        _running.append(item.nodeid)
+def known(item: pytest.Item) -> Iterator[None]:
+    """Let the two functions below know which test runs meanwhile."""
+    _running.append((stage_of(item), item.nodeid))
     try:
         yield
     finally:
@@ -60,8 +60,16 @@ def kept_pure(item: pytest.Item) -> Iterator[None]:
 
 def refuse_in_gate(what: str) -> None:
     """Raise ImpureTestError if a test of the stage `gate` runs."""
-    if _running:
-        raise ImpureTestError(f"{_running[-1]} {what}: mark it `system`, or inject the clock")
+    for stage, test in _running:
+        if stage == "gate":
+            raise ImpureTestError(f"{test} {what}: mark it `system`, or inject the clock")
+
+
+def refuse_beside_others(what: str) -> None:
+    """Raise ImpureTestError if the test that runs has a stage whose tests run beside each other."""
+    for stage, test in _running:
+        if stage in BESIDE_OTHERS:
+            raise ImpureTestError(f"{test} {what}: mark it `quiet`, or wait with `eventually`")
 
 
 def watch() -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from .stages import refuse_in_gate
+from .stages import refuse_beside_others, refuse_in_gate
 
 T = TypeVar("T")
 Text = str | Callable[[], object]
@@ -34,6 +34,14 @@ def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SEC
             raise NotInTime(_sentence(what, seconds))
         time.sleep(poll)
     return result
+
+
+def assert_freed(check: Callable[[], T], what: Text) -> None:
+    """Wait in the same way until nothing is held any more. What stays is a leak, which no second try forgives."""
+    try:
+        eventually(check, what)
+    except NotInTime as error:
+        raise AssertionError(str(error)) from None
 
 
 def take_next(source: "queue.SimpleQueue[T]", what: Text, seconds: float = PATIENCE_SECONDS) -> T:
@@ -59,16 +67,19 @@ async def eventually_async(
 
 def within(seconds: float, check: Callable[[], T], what: Text) -> T:
     """Return what `check` returns once that is true, which prfaas promises to happen within `seconds`."""
+    refuse_beside_others("promises promptness")
     return eventually(check, what, seconds, poll=0.005)
 
 
 async def within_async(seconds: float, check: Callable[[], T | Awaitable[T]], what: Text) -> T:
     """Do the same in an event loop."""
+    refuse_beside_others("promises promptness")
     return await eventually_async(check, what, seconds, poll=0.005)
 
 
 def assert_prompt(seconds: float, limit_seconds: float, what: Text) -> None:
     """Raise NotInTime if something that took `seconds` was promised within `limit_seconds`."""
+    refuse_beside_others("promises promptness")
     if seconds > limit_seconds:
         raise NotInTime(f"{_sentence(what, limit_seconds)} (it took {seconds:.2f} s)")
 

@@ -15,8 +15,8 @@ from prfaas_sandbox.demo.records import RequestRecord
 
 _numbers = itertools.count()
 
-# The fixtures have limits of their own; building images takes longer than any test may.
-TIMEOUT = pytest.mark.timeout(300, func_only=True)
+# More than the waits of a test together. The fixtures have limits of their own: images take long to build.
+TIMEOUT = pytest.mark.timeout(900, func_only=True)
 only_in_the_sandbox = pytest.mark.parametrize(
     "installation", [pytest.param("sandbox", marks=TIMEOUT)], indirect=True, scope="session"
 )

@@ -38,7 +38,7 @@ from ..unit.worker.transfer_bench import (
     fill,
     transfer_threads,
 )
-from ..waiting import PATIENCE_SECONDS, eventually
+from ..waiting import PATIENCE_SECONDS, assert_freed, eventually
 
 ABORTS = 2_000
 AT_ONCE = 4
@@ -242,7 +242,7 @@ def test_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descrip
     assert set(aborts.ends.values()) == {1}, "every offer ended once"
     aborts.source.assert_nothing_is_held()
     aborts.destination.assert_nothing_is_held()
-    eventually(lambda: not transfer_threads(), "the threads of all transfers ended")
-    eventually(lambda: descriptors() <= before, "what was opened is closed")
+    assert_freed(lambda: not transfer_threads(), "the threads of all transfers ended")
+    assert_freed(lambda: descriptors() <= before, "what was opened is closed")
     assert sum(port.outcomes().values()) == ABORTS
     assert len(aborts.found) >= 8, "every reason hit in time, and too late"

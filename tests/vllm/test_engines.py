@@ -10,7 +10,7 @@ import pytest
 
 from prfaas_worker.assets import model_directory
 
-from ..waiting import eventually
+from ..waiting import assert_freed
 from .conftest import MODEL
 from .engines import Engine, EngineError, EngineHost, reference_of
 from .servers import StartServer
@@ -86,7 +86,7 @@ def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path
             assert processes_with(str(tmp_path))
         finally:
             session.send_signal(signal.SIGKILL)
-    eventually(lambda: not processes_with(str(tmp_path)), lambda: f"{processes_with(str(tmp_path))} end", poll=0.1)
+    assert_freed(lambda: not processes_with(str(tmp_path)), lambda: f"{processes_with(str(tmp_path))} end")
 
 
 def processes_with(open_file: str) -> list[int]:

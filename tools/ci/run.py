@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from xml.etree import ElementTree
 
-from tools.ci.verdict import Failure, Plan, StageResult, forgive, plan_second_tries
+from tests.stages import FOLDERS
+from tools.ci.verdict import Failure, StageResult, distinct, forgive, plan_second_tries
 
 from prfaas.processes import ends_with_us
 
@@ -45,15 +46,19 @@ class Stage(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-SYSTEM_FOLDERS: Final = ("tests/chart", "tests/clusters", "tests/faults", "tests/sandbox")
+def folders(stage: str) -> tuple[str, ...]:
+    """Return the folders whose tests belong to a stage, but for those with a mark of another one."""
+    return tuple(folder for folder, name in FOLDERS.items() if name == stage)
+
+
 STAGES: Final = {
     stage.name: stage
     for stage in (
-        Stage("gate", ("tests/unit",), workers=2, before=("lint", "compiled")),
-        Stage("system", SYSTEM_FOLDERS, workers=3, options=("--maxfail=25",)),
-        Stage("quiet", ("tests/e2e",)),
-        Stage("vllm", ("tests/vllm",), before=("vllm",)),
-        Stage("kind", ("tests/e2e",), before=("docker",), options=("-s",)),
+        Stage("gate", ("tests/unit/",), workers=2, before=("lint", "compiled")),
+        Stage("system", folders("system"), workers=3, options=("--maxfail=25",)),
+        Stage("quiet", folders("quiet")),
+        Stage("vllm", folders("vllm"), before=("vllm",)),
+        Stage("kind", folders("quiet"), before=("docker",), options=("-s",)),
     )
 }
 
@@ -74,8 +79,9 @@ def run_stage(name: str, tried: int, files: Sequence[str] = ()) -> tuple[StageRe
         wait_until_quiet()
         result, forgiven = forgive(result, file, run_pytest(stage, [file], options=stage.options))
         flaky += forgiven
-    explain(plan)
-    return result, flaky
+    for line in plan.red:
+        print(f"No second try: {line}", flush=True)
+    return result, tuple(distinct(flaky))
 
 
 def paths_of(stage: Stage) -> list[str]:
@@ -83,11 +89,6 @@ def paths_of(stage: Stage) -> list[str]:
     files = (file for file in sorted((ROOT / "tests").rglob("test_*.py")) if f"mark.{stage.name}" in file.read_text())
     marked = (str(file.relative_to(ROOT)) for file in files)
     return [*stage.folders, *(file for file in marked if not file.startswith(stage.folders))]
-
-
-def explain(plan: Plan) -> None:
-    for line in plan.red:
-        print(f"No second try: {line}", flush=True)
 
 
 def make(targets: Sequence[str]) -> str:

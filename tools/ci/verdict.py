@@ -56,7 +56,8 @@ def plan_second_tries(result: StageResult, counts: Mapping[str, int], tried: int
     `counts` says how often each test is listed as flaky, `tried` how many tests this run has tried again before.
     """
     red = [result.broken] if result.broken else []
-    late = distinct(one for one in result.failures if one.is_late)
+    all_late = [one for one in result.failures if one.is_late]
+    late = distinct(all_late)
     for one in result.failures:
         if result.stage == "gate" or not one.is_late:
             red.append(f"{one.test}: {one.reason}")
@@ -68,24 +69,29 @@ def plan_second_tries(result: StageResult, counts: Mapping[str, int], tried: int
         red.append(f"more than {MOST_SECOND_TRIES} tests of this run came too late: that is no chance")
     if red:
         return Plan(red=tuple(red))
-    return Plan(files=tuple(dict.fromkeys(one.file for one in late)))
+    return Plan(files=tuple(dict.fromkeys(one.file for one in all_late)))
 
 
 def distinct(failures: Iterable[Failure]) -> list[Failure]:
-    """Return failures, but of tests of a file that share a start which came too late only the first one."""
-    kept: dict[tuple[str, str], Failure] = {}
+    """Return failures, but of tests that share a start which came too late only the first one."""
+    kept: dict[str, Failure] = {}
     for one in failures:
-        kept.setdefault((one.file, one.reason) if one.in_setup else (one.test, ""), one)
+        kept.setdefault(one.reason if one.in_setup else one.test, one)
     return list(kept.values())
 
 
 def forgive(first: StageResult, file: str, second: StageResult) -> tuple[StageResult, tuple[Failure, ...]]:
-    """Return a stage's result after the second try of one file, and the tests that passed only then."""
+    """Return a stage's result after the second try of one file, and the tests that passed only then.
+
+    A second try in which a test was skipped proves nothing.
+    """
     tried = tuple(one for one in first.failures if one.file == file)
     others = tuple(one for one in first.failures if one.file != file)
-    if second.is_green:
-        return first._replace(failures=others, passed=first.passed + len(tried)), tuple(distinct(tried))
-    why = second.broken or "; ".join(f"{one.test}: {one.reason}" for one in second.failures)
+    first = first._replace(seconds=first.seconds + second.seconds)
+    if second.is_green and not second.skipped:
+        passed = first.passed + len({one.test for one in tried})
+        return first._replace(failures=others, passed=passed), tried
+    why = second.broken or "; ".join(f"{one.test}: {one.reason}" for one in second.failures) or "tests were skipped"
     again = (one._replace(reason=f"{one.reason} (the second try, alone, failed, too: {why})") for one in tried)
     return first._replace(failures=(*others, *again)), ()
 

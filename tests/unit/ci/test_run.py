@@ -49,6 +49,7 @@ def test_only_what_came_too_late_is_tried_again(tmp_path: Path, fault: str):
 
 
 def test_what_passes_is_green_and_counted(tmp_path: Path):
+    # The skip is planted: it shows that skipped tests are counted.
     text = "def test_it(): pass\n@pytest.mark.skip(reason='x')\ndef test_not(): pass"
     result = run(tmp_path, text)
     assert (result.is_green, result.passed, result.skipped) == (True, 1, 1)

@@ -11,6 +11,7 @@ from tools.ci.verdict import (
     Failure,
     Plan,
     StageResult,
+    distinct,
     entry_of,
     forgive,
     plan_second_tries,
@@ -49,8 +50,10 @@ def test_all_else_is_red_at_once(failed: StageResult, counts: dict[str, int], tr
 
 
 def test_a_start_that_came_too_late_counts_once_for_all_tests_that_needed_it():
-    late = [LATE._replace(test=f"tests/e2e/test_a.py::test_{n}", in_setup=True) for n in range(9)]
-    assert plan_second_tries(result(*late), {}, MOST_SECOND_TRIES - 1).files == ("tests/e2e/test_a.py",)
+    late = [LATE._replace(test=f"tests/e2e/test_{n % 3}.py::test_{n}", in_setup=True) for n in range(9)]
+    files = ("tests/e2e/test_0.py", "tests/e2e/test_1.py", "tests/e2e/test_2.py")
+    assert plan_second_tries(result(*late), {}, MOST_SECOND_TRIES - 1).files == files
+    assert distinct(late) == late[:1]
     each_on_its_own = [one._replace(in_setup=False) for one in late]
     assert plan_second_tries(result(*each_on_its_own), {}, 0).red
 
@@ -60,6 +63,14 @@ def test_a_second_try_that_is_green_makes_the_stage_green_and_the_test_flaky():
     forgiven, flaky = forgive(result(LATE), LATE.file, second)
     assert forgiven.is_green
     assert (forgiven.passed, flaky) == (11, (LATE,))
+    assert forgiven.seconds == 65.0
+
+
+def test_a_second_try_that_skips_a_test_forgives_nothing():
+    still, flaky = forgive(result(LATE), LATE.file, StageResult("system", 5.0, passed=2, skipped=1))
+    assert not still.is_green
+    assert flaky == ()
+    assert "skipped" in still.failures[0].reason
 
 
 def test_a_second_try_that_fails_leaves_it_red_and_shows_both_reasons():

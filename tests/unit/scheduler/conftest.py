@@ -5,7 +5,6 @@ The workers' counters are functions of time, so that a rate over any window has 
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +22,7 @@ from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.ports import free_ports
 from prfaas.wire.control import Counters, ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas_sandbox.cache.entries import cache_folder
 
 SCRAPE_MILLIS = 500
 
@@ -189,8 +189,7 @@ class Site:
 
 def prometheus_binary() -> Path | None:
     """The binary that the sandbox built, or one on PATH; nothing is built here."""
-    folder = os.environ.get("PRFAAS_CACHE_DIR") or Path.home() / ".cache" / "prfaas"
-    built = sorted(Path(folder).glob("bin-prometheus-*/prometheus"))
+    built = sorted(cache_folder().glob("bin-prometheus-*/prometheus"))
     found = shutil.which("prometheus")
     return built[-1] if built else Path(found) if found else None
 

@@ -50,7 +50,7 @@ from prfaas_transfer.mover.messages import (
 )
 from prfaas_transfer.mover.metrics import MAX_SCRAPES, REQUEST_SECONDS, MoverMetrics, cache_bytes, serve
 
-from ...waiting import PATIENCE_SECONDS, eventually, take_next
+from ...waiting import PATIENCE_SECONDS, assert_freed, eventually, take_next
 from ..tls.mounts import Mount
 from ..worker.transfer_proxy import Proxy, Seen
 from .layout import GROUPS, PAGE_TOKENS, TOKENS
@@ -676,7 +676,7 @@ def test_a_closed_mover_leaves_no_process_thread_or_descriptor():
     def is_followed() -> bool:
         return any(thread.name == "mover" for thread in threading.enumerate())
 
-    eventually(lambda: not is_followed(), "no thread follows a mover of other tests")
+    assert_freed(lambda: not is_followed(), "no thread follows a mover of other tests")
     gc.collect()
     before = descriptors_of_movers()
     engine = Engine()
@@ -685,12 +685,12 @@ def test_a_closed_mover_leaves_no_process_thread_or_descriptor():
     assert is_followed()
     assert descriptors_of_movers() == before + 3, "the socket, the memory, and the one that its mapping keeps"
     engine.mover.close()
-    eventually(lambda: not is_followed(), "no thread follows a mover")
+    assert_freed(lambda: not is_followed(), "no thread follows a mover")
     assert process.poll() is not None
     assert descriptors_of_movers() == before + 1, "what the mapping keeps goes with the client"
     del engine
     gc.collect()
-    eventually(lambda: descriptors_of_movers() <= before, "what the mapping kept is closed")
+    assert_freed(lambda: descriptors_of_movers() <= before, "what the mapping kept is closed")
 
 
 def test_the_first_rank_serves_the_figures_of_all_ranks(pair):

@@ -18,7 +18,7 @@ from prfaas_transfer.pull import Connections
 from prfaas_transfer.tls import PeerAuth
 from prfaas_worker.cache.memory import bytes_of
 
-from ...waiting import eventually
+from ...waiting import assert_freed, eventually
 from .transfer_bench import (
     HIDDEN,
     LARGE,
@@ -303,7 +303,7 @@ def all_closed() -> Iterator[None]:
     """No descriptor stays open that a test opened, once threads have ended."""
     before = descriptors()
     yield
-    eventually(lambda: descriptors() <= before, "what was opened is closed")
+    assert_freed(lambda: descriptors() <= before, "what was opened is closed")
 
 
 def test_an_ended_transfer_leaves_no_thread_and_no_descriptor(port: Port, all_closed: None):
