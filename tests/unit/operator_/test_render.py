@@ -274,6 +274,14 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
     assert pod_of(manifest)["serviceAccountName"] == "kimi-gateway"
 
 
+def test_a_gateway_gets_a_share_of_a_busy_nodes_cpu_unless_its_policy_says_otherwise(make):
+    (serving, _) = pod_of(gateway.deployment(make.policy()))["containers"]
+    assert serving["resources"] == {"requests": {"cpu": "100m", "memory": "256Mi"}}
+    limits = {"limits": {"cpu": "50m"}}
+    (serving, _) = pod_of(gateway.deployment(make.policy(gateway={"resources": limits})))["containers"]
+    assert serving["resources"] == limits
+
+
 def test_the_gateways_selectors_match_its_pods(make):
     policy = make.policy(gateway={"replicas": 2})
     labels = gateway.deployment(policy)["spec"]["template"]["metadata"]["labels"].items()
