@@ -122,9 +122,13 @@ def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
     joined.hub.ready_up("homeless", "10.6.1")
     joined.hub.wait_reason("pfpool", "homeless", "AllReady")
     joined.hub.delete("pfpool", "homeless", wait=False)
-    # Only a kubelet ends a pod that has a node, and this node has none.
-    joined.hub.kubectl("delete", "pods", "-l", "prfaas.io/pool=homeless", "--force", "--grace-period=0")
-    joined.hub.kubectl("wait", "--for=delete", "pfpool/homeless", "--timeout=60s")
+
+    def is_gone() -> bool:
+        # Only a kubelet ends a pod that has a node, and this node has none. Its Deployment replaces it until it goes.
+        joined.hub.kubectl("delete", "pods", "-l", "prfaas.io/pool=homeless", "--force", "--grace-period=0")
+        return not joined.hub.exists("pfpool", "homeless")
+
+    joined.eventually(is_gone, "the pool is gone")
     joined.hub.kubectl("delete", "node", "late")
 
 
