@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
 
-from ..waiting import NotInTime, eventually
+from ..waiting import assert_freed
 from .engines import Answer, Engine, EngineHost, Running, reference_of
 
 TOKENS = 24
@@ -62,10 +62,9 @@ class Pair(NamedTuple):
         """Fail unless both sides' memory comes back: at once, or where nobody told the source, after its lease. What
         never comes is a leak, and no question of time."""
         left = lambda: (self.source.free_pages(), self.destination.free_pages())  # noqa: E731
-        try:
-            eventually(lambda: left() == free, "all pages are free")
-        except NotInTime:
-            raise AssertionError(f"free pages of source and destination are {left()} for good, not {free}") from None
+        assert_freed(
+            lambda: left() == free, lambda: f"free pages of source and destination are {left()} for good, not {free}"
+        )
 
 
 def start(

@@ -1,6 +1,7 @@
 """Two engines that are stepped by hand, and fetch from each other over real sockets; only HTTP is left out."""
 
 import queue
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,9 +121,10 @@ class Destination(Bench):
         """Step both until that is so and both are at rest."""
 
         def is_at_rest() -> bool:
-            while not done() or list(self.engine.requests) or list(self.source.engine.requests):
-                if not self.step() | self.source.step():
-                    return False
-            return True
+            if done() and not list(self.engine.requests) and not list(self.source.engine.requests):
+                return True
+            if not self.step() | self.source.step():
+                time.sleep(0.001)
+            return False
 
-        eventually(is_at_rest, "both engines are at rest", poll=0.001)
+        eventually(is_at_rest, "both engines are at rest", poll=0)
