@@ -90,11 +90,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             shown="1024; on a GPU nine tenths of what the weights leave",
         ),
     ] = 0
-    host_cache_mib: Annotated[int, _count("Host memory for evicted prefixes.", low=0)] = 0
-    disk_cache: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep evicted prefixes here, over restarts too.", show_default="nowhere")
-    ] = ""
-    disk_cache_mib: Annotated[int, _count("MiB to keep in DIR.")] = 4096
     tls_dir: Annotated[
         str,
         typer.Option(
