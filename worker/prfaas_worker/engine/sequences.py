@@ -96,7 +96,7 @@ class Sequence:
             self.chain.extend(self.token_ids[self.chain.tokens : self.computed_tokens])
         cache.publish(self.held, self.chain, blocks)
         if rest == 0 and (decoding or self.computed_tokens in self.cuts):
-            cache.checkpoint(self.held, self.chain.hashes, blocks, rolling=decoding)
+            cache.checkpoint(self.held, self.chain, blocks, rolling=decoding)
 
     def release(self, cache: HybridCache) -> None:
         """Release the memory and wait to be computed again; published blocks may still be cached then."""
