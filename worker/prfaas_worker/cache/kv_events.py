@@ -33,11 +33,11 @@ class CacheEventRecorder:
         for first, last in _runs(blocks):
             hashes: list[BlockHash | int] = [*chain.hashes[first:last]]
             tokens = chain.token_ids(first, last).tolist()
-            self._on_event(attention_stored(hashes, chain.parent(first), tokens, self._kind, MEDIUM_DEVICE))
+            self._on_event(attention_stored(hashes, chain.parent(first), tokens, self._kind))
 
     def record_checkpoint(self, chain: BlockChain, block: int) -> None:
         tokens = chain.token_ids(block, block + 1).tolist()
-        self._on_event(state_stored(chain.hashes[block], chain.parent(block), tokens, MEDIUM_DEVICE))
+        self._on_event(state_stored(chain.hashes[block], chain.parent(block), tokens))
 
     def record_evicted(self, evicted: Sequence[Evicted]) -> None:
         for is_state, group in ((True, STATE_GROUP), (False, ATTENTION_GROUP)):
