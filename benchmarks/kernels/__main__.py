@@ -23,7 +23,7 @@ from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
-from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
+from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.kimi_linear.precision import instructions
 from prfaas_worker.models.solo import Solo
 
@@ -35,7 +35,6 @@ RULE_REACH_TIMES = 20.0
 RULE_REACH_TOKENS = 60e3 / 170
 PREFILL_REACH_PERCENT = 65.0
 DECODE_REACH = {1: 7.0, 16: 6.0}
-COMPILED_REACH = 3.0
 # Tokens in the cache before, and room for those that are measured.
 DECODE_TOKENS, DECODE_ROOM = 1024, 256
 
@@ -84,33 +83,30 @@ def prefill_figures() -> Iterator[Figure]:
 
 
 def decode_figures() -> Iterator[Figure]:
-    """Time of a decode step of the built-in model beside that of the products it makes, eager and compiled."""
+    """Time of a decode step of the built-in model beside that of the products it makes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # nothing in this model is large enough for two
     for batch, reach in DECODE_REACH.items():
-        eager, compiled = _decode_step(batch), _decode_step(batch, is_compiled=True)
-        seconds = in_turns({"eager": eager, "compiled": compiled, "products": products_of(eager)}, 200)
-        for way, most in (("eager", reach), ("compiled", COMPILED_REACH)):
-            yield Figure(
-                name=f"decode, 1.2 M parameters, batch {batch}, {way}",
-                value=seconds[way] * 1e3,
-                unit="ms",
-                reach=most * seconds["products"] * 1e3,
-                rival="its own matrix products",
-                rival_value=seconds["products"] * 1e3,
-            )
+        step = _decode_step(batch)
+        seconds = in_turns({"step": step, "products": products_of(step)}, 200)
+        yield Figure(
+            name=f"decode, 1.2 M parameters, batch {batch}",
+            value=seconds["step"] * 1e3,
+            unit="ms",
+            reach=reach * seconds["products"] * 1e3,
+            rival="its own matrix products",
+            rival_value=seconds["products"] * 1e3,
+        )
     torch.set_num_threads(threads)
 
 
-def _decode_step(batch: int, *, is_compiled: bool = False) -> Callable[[], object]:
+def _decode_step(batch: int) -> Callable[[], object]:
     """Return one step of sequences that hold a prompt already."""
     model, _ = load_model("builtin:kimi-linear-tiny", None)
     solo = Solo(model, slots=batch, tokens=DECODE_TOKENS + DECODE_ROOM)
     sequences = [solo.new() for _ in range(batch)]
     for sequence in sequences:
         solo.prefill(torch.randint(256, (DECODE_TOKENS,)), sequence)
-    if is_compiled and isinstance(model, KimiLinear):
-        model.compile_decodes([StepShape(batch, DECODE_TOKENS + DECODE_ROOM)])
     return partial(solo.decode, torch.randint(256, (batch,)), sequences)
 
 

@@ -86,9 +86,8 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
 
 
 def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> dict[Role, Budgets]:
-    """Compile the decode steps, warm up, and measure how long steps should be, unless the options say it."""
+    """Warm up, and measure how long steps should be, unless the options say it."""
     context = max_context(runner.model, options)
-    _compile(runner.model, options)
     warm_up(runner, cache, context)
     tokens = options.step_tokens
     if not tokens:
@@ -186,17 +185,6 @@ def max_context(model: Model, options: Options) -> int:
             "leave it out"
         )
     return wanted
-
-
-def _compile(model: Model, options: Options) -> None:
-    """Compile the decode steps that the options name. Raises ConfigError if that is not possible."""
-    if not options.compile:
-        return
-    from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
-
-    if not isinstance(model, KimiLinear):
-        raise ConfigError("--compile is for Kimi Linear on the CPU: leave it out")
-    model.compile_decodes([StepShape(*shape) for shape in options.compile])
 
 
 def _grammars(model: Model, directory: Path) -> Grammars:
