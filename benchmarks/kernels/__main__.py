@@ -3,8 +3,7 @@
     prfaas bench kernels
 
 The chunked delta rule against the torch form in transformers; a prompt of 4K tokens through 69 M parameters against the
-peak of a square matrix product; decode of the built-in model against the matrix products that its own steps make; and
-what bf16 brings, which a worker multiplies in where its own model is quicker so.
+peak of a square matrix product; and decode of the built-in model against the matrix products that its own steps make.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
 from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.precision import instructions
 from prfaas_worker.models.solo import Solo
 
 TOKENS = 4096
@@ -110,27 +108,11 @@ def _decode_step(batch: int) -> Callable[[], object]:
     return partial(solo.decode, torch.randint(256, (batch,)), sequences)
 
 
-def bf16_figure() -> Figure:
-    """The bf16 matrix product beside that of fp32, which is what a processor without AVX512-BF16 or AMX loses by it."""
-    # Small, because where the processor has neither it is many times slower.
-    size = 512
-    seconds = in_turns({"bf16": gemm(torch.bfloat16, size), "fp32": gemm(torch.float32, size)}, 3)
-    return Figure(
-        name=f"bf16 matrix product ({' and '.join(sorted(instructions())) or 'no AVX512-BF16 or AMX here'})",
-        value=gflops(2.0 * size**3, seconds["bf16"]),
-        unit="GFLOP/s",
-        better="higher",
-        rival="fp32 matrix product, 512 x 512",
-        rival_value=gflops(2.0 * size**3, seconds["fp32"]),
-    )
-
-
 def figures() -> Iterator[Figure]:
     yield from decode_figures()
     with torch.inference_mode():
         yield from rule_figures()
     yield from prefill_figures()
-    yield bf16_figure()
 
 
 if __name__ == "__main__":

@@ -54,10 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Device, typer.Option(help="Device of the model; auto is a GPU that can run it, else the CPU.")
     ] = "auto"
     dtype: Annotated[
-        Dtype,
-        typer.Option(
-            help="Type of matrix products; auto is bfloat16 on a GPU, and on a CPU if measured quicker, and close."
-        ),
+        Dtype, typer.Option(help="Type of matrix products; auto is float32 on a CPU and bfloat16 on a GPU.")
     ] = "auto"
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0

@@ -20,7 +20,7 @@ def load_model(
     """Load a model (a directory or `builtin:NAME`); return it and the directory of its tokenizer.
 
     `threads` are torch's, for the whole process; None keeps torch's default. Device "auto" is a GPU that can run the
-    checkpoint, else the CPU, with the reason in the log. Dtype "auto" measures on a CPU, and is bfloat16 on a GPU.
+    checkpoint, else the CPU, with the reason in the log. Dtype "auto" is float32 on a CPU and bfloat16 on a GPU.
     Raises ConfigError if the checkpoint is not supported, or cannot run with this type or device.
     """
     if threads is not None:

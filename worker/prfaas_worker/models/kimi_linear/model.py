@@ -6,8 +6,7 @@ devices take each other's caches. CPUs are what it is measured and tuned on. On 
 and has not been run.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,25 +19,14 @@ from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.memory import check_weights_fit
 from prfaas_worker.models.base import Batch
-from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, Weights
+from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint, Weights, weight_bytes
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig, read_config
 from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE, DeltaRule, choose_rule
 from prfaas_worker.models.kimi_linear.kda import DeltaAttention
 from prfaas_worker.models.kimi_linear.layers import MixtureOfExperts, Mlp, least_norm, norm_scale, unit_rms
 from prfaas_worker.models.kimi_linear.mla import LatentAttention
 from prfaas_worker.models.kimi_linear.paged_batch import PagedBatch
-from prfaas_worker.models.kimi_linear.precision import (
-    PrecisionFacts,
-    choose,
-    divergence,
-    instructions,
-    probe_tokens,
-    speedups,
-    weight_bytes,
-)
 from prfaas_worker.options import Dtype
-
-log = logging.getLogger(__name__)
 
 # Tokens that go through a feed-forward block at once: each expert then multiplies enough of them to be quick.
 _FED_FORWARD_AT_ONCE = 2048
@@ -89,7 +77,10 @@ class KimiLinear:
         self.max_context, self.eos_token_ids = config.max_context, config.eos_token_ids
         self.layers = tuple(_layer_spec(config, kind) for kind in config.layer_kinds)
         self._products, self.rule = products, choose_rule(weights.device, products)
-        self.blocks = list(_blocks(config, weights, self.rule))
+        self.blocks = [
+            Layer(config, index, weights.under(f"model.layers.{index}"), self.rule)
+            for index in range(len(config.layer_kinds))
+        ]
         self.embedding = weights["model.embed_tokens"]
         self._least = least_norm(config.rms_norm_eps, config.hidden_size, weights.device)
         self._norm, self._head = norm_scale(weights["model.norm"]), weights["lm_head"]
@@ -97,26 +88,13 @@ class KimiLinear:
     @classmethod
     def load(cls, directory: Path, dtype: Dtype = "float32", device: str = "cpu") -> "KimiLinear":
         """Read config.json and model*.safetensors onto a torch device. Raises ConfigError if the checkpoint is not
-        supported. With dtype "auto", `precision` chooses the type of products: measured on a CPU, else bfloat16."""
+        supported."""
         config = read_config(directory)
         checkpoint = SafetensorsCheckpoint(directory, config)
-        measured = dtype == "auto" and device == "cpu"
-        facts = PrecisionFacts(dtype, instructions() if device == "cpu" else frozenset({f"the device is {device}"}))
-        choice = choose(facts)
-        if measured and choice.dtype == torch.bfloat16:
-            facts = facts._replace(speedups=speedups(config))
-            choice = choose(facts)
+        products = products_type(dtype, device)
         if device == "cpu":
-            check_weights_fit(weight_bytes(config, choice.dtype))
-        model = cls(config, checkpoint, "", choice.dtype, device)
-        if measured and choice.dtype == torch.bfloat16:
-            exact = _blocks(config, Weights(checkpoint), choose_rule(model.device, torch.float32))
-            choice = choose(facts._replace(divergence=model.divergence_from(exact)))
-            if choice.dtype != torch.bfloat16:
-                del model  # or both would be in memory
-                check_weights_fit(weight_bytes(config, choice.dtype))
-                model = cls(config, checkpoint, "", choice.dtype, device)
-        log.info("matrix products in %s: %s", str(choice.dtype).removeprefix("torch."), choice.reason)
+            check_weights_fit(weight_bytes(config, products))
+        model = cls(config, checkpoint, "", products, device)
         model.fingerprint = checkpoint.fingerprint()
         return model
 
@@ -162,24 +140,12 @@ class KimiLinear:
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self._head)
 
-    @torch.inference_mode()
-    def divergence_from(self, layers: Iterable[Layer]) -> float:
-        """Mean divergence, in nats, of this model's next tokens when `layers` replace its own. Layers are taken one at
-        a time, so that both types need not fit into memory together."""
-        expected, found = (self._next_tokens(each) for each in (layers, self.blocks))
-        return divergence(expected, found)
 
-    def _next_tokens(self, layers: Iterable[Layer]) -> Tensor:
-        """Log probabilities after each token of the probe [PROBE_TOKENS, vocab_size]."""
-        x = F.embedding(probe_tokens(self.vocab_size).unsqueeze(0), self.embedding)
-        for layer in layers:
-            x = x + layer.attention.prefill(layer.normed(x))
-            x = x + layer.feed_forward(layer.normed(x))
-        return self.logits(self.final_norm(x))[0].log_softmax(-1)
-
-
-def _blocks(config: KimiLinearConfig, weights: Weights, rule: DeltaRule) -> Iterator[Layer]:
-    return (Layer(config, i, weights.under(f"model.layers.{i}"), rule) for i in range(len(config.layer_kinds)))
+def products_type(asked: Dtype, device: str) -> torch.dtype:
+    """Return the type of matrix products: "auto" is fp32 on a CPU, which may have no instructions for bf16."""
+    if asked == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return getattr(torch, asked)
 
 
 def _last_of_each(x: Tensor, batch: Batch) -> Tensor:
