@@ -43,7 +43,7 @@ os.environ.setdefault("GOGC", "400")
 WORKER = "tests/unit/worker/test_"
 TOGETHER = {
     "a sandbox": ("tests/sandbox/",),
-    "transformers": ("tests/unit/generic/",),
+    "transformers": ("tests/unit/qwen3_next/",),
     "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
 }
 
@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose the stage. Begin with what takes longest: else one process works on it when the others are idle."""
-    first = ("tests/clusters/", "tests/sandbox/", "tests/unit/worker/", "tests/unit/generic/", "tests/faults/")
+    first = ("tests/clusters/", "tests/sandbox/", "tests/unit/worker/", "tests/unit/qwen3_next/", "tests/faults/")
 
     def place(item: pytest.Item) -> int:
         return next((index for index, folder in enumerate(first) if item.nodeid.startswith(folder)), len(first))
