@@ -63,7 +63,7 @@ def _values(kind: Any) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if value in (None, "", ()) or isinstance(value, dict):
+    if value in (None, "") or isinstance(value, dict):
         return ""
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 

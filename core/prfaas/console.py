@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -46,25 +46,19 @@ def new_app(**settings: Any) -> typer.Typer:
 def read_options(options: Callable[..., T], name: str, text: str, arguments: Sequence[str] | None = None) -> T:
     """Return the struct of flags from a command line; exit with 2 after a mistake, with 0 after --help.
 
-    Fields with a typer option are flags; a tuple of any length is a flag that may be repeated. `text` is the help, with
-    an example. Without `arguments`, the process's own command line is read.
+    Fields with a typer option are flags. `text` is the help, with an example. Without `arguments`, the process's own
+    command line is read.
     """
     annotations = get_type_hints(options, include_extras=True)
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
-    repeated = {key for key, hint in hints.items() if ... in get_args(get_args(hint)[0])}
     read: list[T] = []
 
     def command(**given: Any) -> None:
         del given["version"]
-        read.append(options(**{key: tuple(value) if key in repeated else value for key, value in given.items()}))
+        read.append(options(**given))
 
     parameters = [
-        inspect.Parameter(
-            key,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=[] if key in repeated else field.default,
-            annotation=Annotated[list[Any], get_args(hints[key])[1]] if key in repeated else hints[key],
-        )
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[key])
         for key, field in inspect.signature(options).parameters.items()
         if key in hints
     ]

@@ -107,9 +107,6 @@ CASES = {
             'vllm:num_requests_running{cluster="eu",pool="far"}': "1x30",
         },
     ),
-    "PrfaasCacheCorrupt": one(
-        'prfaas_prefix_cache_corrupt_entries_total{cluster="hub",pool="decode"}', "0x10 1x30", "1x40"
-    ),
 }
 
 

@@ -99,7 +99,7 @@ def test_the_reference_is_what_the_code_says():
     spec.loader.exec_module(reference)
     page = reference.page()
     assert (ROOT / "docs/reference.md").read_text() == page, "docs/reference.md is out of date: run `make reference`"
-    rows = ("| `--disk-cache-mib` | N | `4096` |", "| `threshold.mode` | Auto, Priced, Fixed, Disabled | `Auto` |")
+    rows = ("| `--max-running` | N | `32` |", "| `threshold.mode` | Auto, Priced, Fixed, Disabled | `Auto` |")
     assert all(row in page for row in rows)
     assert "object at 0x" not in page
 

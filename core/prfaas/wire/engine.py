@@ -113,7 +113,7 @@ class StartPrefix(StartOffer[PrefixRequest], frozen=True, array_like=True, tag=T
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget every cached prefix that no running request uses, in all tiers. Answered by CacheReset."""
+    """Forget every cached prefix that no running request uses. Answered by CacheReset."""
 
     handle: int
 

@@ -93,7 +93,7 @@ class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 def attention_stored(
-    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind, medium: str
+    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind
 ) -> BlockStored:
     """Return the event of attention blocks that became matchable; `token_ids` are those of all blocks."""
     return BlockStored(
@@ -101,20 +101,20 @@ def attention_stored(
         parent_block_hash=parent,
         token_ids=token_ids,
         block_size=len(token_ids) // len(block_hashes),
-        medium=medium,
+        medium=MEDIUM_DEVICE,
         group_idx=ATTENTION_GROUP,
         kv_cache_spec_kind=kind,
     )
 
 
-def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int], medium: str) -> BlockStored:
+def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int]) -> BlockStored:
     """Return the event of a checkpoint at the end of one block; `token_ids` are that block's."""
     return BlockStored(
         block_hashes=[block_hash],
         parent_block_hash=parent,
         token_ids=token_ids,
         block_size=len(token_ids),
-        medium=medium,
+        medium=MEDIUM_DEVICE,
         group_idx=STATE_GROUP,
         kv_cache_spec_kind=STATE_SPEC_KIND,
     )

@@ -278,7 +278,7 @@ class ForeignEvents(CacheEvents):
             return
         size = event.block_size
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
-        # Some engines send only the names of blocks in other tiers, which is enough for known blocks.
+        # Some engines send only the names of blocks in other mediums, which is enough for known blocks.
         has_tokens = len(event.token_ids) == size * len(event.block_hashes)
         if not has_tokens or _is_apart(event) or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):

@@ -48,11 +48,8 @@ class Machine(RuleBasedStateMachine):
         self.transfers: list[list[int]] = []
 
     def evicted(self, gone: list[Evicted]) -> None:
-        held = self.held()
         for one in gone:
             (self.states if one.is_state else self.known).remove(one.key)
-            assert not [page for page in one.pages if held[page]]
-            assert [self.content[page] for page in one.pages] == [(one.key, one.is_state)] * len(one.pages)
 
     def held(self) -> Counter[int]:
         pages = [lease.pages for lease, _ in self.open_leases] + self.transfers
@@ -182,19 +179,6 @@ class Machine(RuleBasedStateMachine):
     @rule(number=numbers)
     def release(self, number: int):
         self.blocks.release(self.transfers.pop(number % len(self.transfers)))
-
-    @rule(prompt=prompts.filter(bool))
-    def adopt_from_below(self, prompt: Prompt):
-        pages = self.blocks.adopt_block(prompt)
-        if pages is not None:
-            assert prompt not in self.known
-            self.known.add(prompt)
-            self.content[pages[0]] = (prompt, False)
-        pages = self.blocks.adopt_state(prompt) if self.pages_per_state else None
-        if pages is not None:
-            assert prompt not in self.states
-            self.states.add(prompt)
-            self.content.update(dict.fromkeys(pages, (prompt, True)))
 
     @rule()
     def reset(self):

@@ -96,7 +96,7 @@ def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
         rig.compute(lease.slot, said, end - 4 if end > 24 else 21, end)
         chain.extend(said[chain.tokens : end])
         rig.cache.publish(lease, chain, end // 4)
-        assert rig.cache.checkpoint(lease, chain.hashes, end // 4, rolling=True)
+        assert rig.cache.checkpoint(lease, chain, end // 4, rolling=True)
     rig.cache.close(lease)
     assert rig.cache.stats().cached_pages == 8 + 3
     assert rig.serve([*said, 1, 2, 3]) == 32

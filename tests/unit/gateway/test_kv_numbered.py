@@ -213,7 +213,7 @@ def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_whatever_order_a
     assert again.match(PROMPT) == 0, "a state that came and went before its block"
 
 
-def test_other_tiers_tell_names_alone():
+def test_other_mediums_tell_names_alone():
     peer = Peer()
     (blocks,), names = peer.engine.stored(PROMPT), peer.engine.names(PROMPT)
     host = blocks | {"medium": "CPU", "token_ids": [], "parent_block_hash": None}

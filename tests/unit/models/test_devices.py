@@ -19,10 +19,10 @@ from prfaas_worker.models import gpu, load_model
 from prfaas_worker.models.base import Batch, Chunk, Decodes
 from prfaas_worker.models.kimi_linear import mla
 from prfaas_worker.models.kimi_linear import model as model_module
+from prfaas_worker.models.kimi_linear.checkpoint import weight_bytes
 from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE, DeltaRule, choose_rule, fla_rule
 from prfaas_worker.models.kimi_linear.mla import attend, attend_plainly
-from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
-from prfaas_worker.models.kimi_linear.precision import weight_bytes
+from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.solo import Solo
 
 from .elsewhere import DEVICE, device_elsewhere
@@ -78,15 +78,6 @@ def test_a_gpu_multiplies_in_bf16_unless_it_is_told_otherwise():
         rounded = logits.cpu()
     expected, _ = every_kind_of_step(KimiLinear.load(TINY, "bfloat16"))
     assert (rounded.softmax(-1) - expected.softmax(-1)).abs().sum(-1).max() < 0.05
-
-
-def test_elsewhere_no_step_is_compiled_and_the_log_says_so(caplog):
-    with device_elsewhere() as device:
-        model = KimiLinear.load(TINY, "float32", device.type)
-        Solo(model)
-        model.compile_decodes([StepShape(1, 64)])
-    assert "decode steps are compiled only on a CPU, and this model runs on meta" in caplog.text
-    assert model._compiled is None
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -206,7 +197,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def loaded(directory, dtype="float32", device="cpu"):
         asked.loads.append((dtype, device))
-        return load(directory, "float32" if dtype == "auto" else dtype)
+        return load(directory, dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))

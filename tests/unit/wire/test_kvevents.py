@@ -9,7 +9,6 @@ from prfaas.errors import ProtocolError
 from prfaas.wire.kvevents import (
     ATTENTION_GROUP,
     MEDIUM_DEVICE,
-    MEDIUM_HOST,
     STATE_GROUP,
     AllBlocksCleared,
     BlockRemoved,
@@ -36,7 +35,7 @@ def read(payload: bytes) -> list[KvEvent]:
 
 def test_attention_blocks_are_written_in_vllms_positions():
     tokens = list(range(128))
-    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, tokens, "mla_attention", MEDIUM_DEVICE)
+    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, tokens, "mla_attention")
     ts, events, rank = unpack(encode_events(EventBatch(12.5, [event])))
     assert (ts, rank) == (12.5, None)
     hashes = [b"a" * 32, b"b" * 32]
@@ -44,9 +43,9 @@ def test_attention_blocks_are_written_in_vllms_positions():
 
 
 def test_a_state_checkpoint_is_told_as_a_mamba_block_of_another_group():
-    event = state_stored(b"s" * 32, None, [7] * 64, MEDIUM_HOST)
+    event = state_stored(b"s" * 32, None, [7] * 64)
     (raw,) = unpack(encode_events(EventBatch(0.0, [event])))[1]
-    assert raw == ["BlockStored", [b"s" * 32], None, [7] * 64, 64, None, "CPU", None, None, STATE_GROUP, "mamba", None]
+    assert raw == ["BlockStored", [b"s" * 32], None, [7] * 64, 64, None, "GPU", None, None, STATE_GROUP, "mamba", None]
     assert STATE_GROUP != ATTENTION_GROUP
 
 

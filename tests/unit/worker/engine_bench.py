@@ -13,7 +13,6 @@ from prfaas_transfer.fetch import Fetched
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
-from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
@@ -70,13 +69,7 @@ class Bench:
     """An engine that is stepped by hand."""
 
     def __init__(
-        self,
-        model: Model,
-        max_running: int = 8,
-        max_waiting: int = 3,
-        num_pages: int = 256,
-        tiers: Tiers | None = None,
-        grammars: Any = GRAMMARS,
+        self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256, grammars: Any = GRAMMARS
     ):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
@@ -86,7 +79,7 @@ class Bench:
         layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.offers = GrantedOffers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
-        runner, cache = Runner(model, self.memory), HybridCache(self.memory, tiers)
+        runner, cache = Runner(model, self.memory), HybridCache(self.memory)
         fetcher: Any = self
         self.engine = EngineLoop(
             inbox=inbox,

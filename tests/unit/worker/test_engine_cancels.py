@@ -1,8 +1,7 @@
 """Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
 
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future
 from random import Random
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from prfaas.errors import PeerError, PrfaasError, RequestError
 from prfaas.wire.engine import Cancel, Grammar
 from prfaas_transfer.fetch import Fetched
-from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.engine import loop, schedule
+from prfaas_worker.engine import schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
@@ -25,7 +23,6 @@ CANCELS = 10_000
 STAGES = {
     "arriving",
     "grammar",
-    "loading",
     "queued",
     "prefilling",
     "fetching",
@@ -36,7 +33,6 @@ STAGES = {
     "preempted",
     "ended",
 }
-AWAITS = {"grammar": "grammar", "cache": "loading", "prefix": "joining"}
 DIGITS = Grammar("regex", "[0-9]{1,9}")
 
 
@@ -45,45 +41,25 @@ def model() -> Model:
     return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
-class AtOnce(ThreadPoolExecutor):
-    """A thread's work, done by whoever asks for it: a busy machine changes no order."""
-
-    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(call(*arguments))
-        return future
-
-
 class ByHand:
-    """What threads would do, done when the test says so: reads of the disk, and compiled grammars."""
+    """Grammars that are compiled when the test says so."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Future[Any], Any, tuple[Any, ...]]] = []
+        self._waiting: list[tuple[Future[Any], Grammar]] = []
         self._digits = GRAMMARS.prepare(DIGITS).result()
 
-    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, call, arguments))
-        return future
-
     def prepare(self, grammar: Grammar) -> Future[Any]:
-        return self.submit(self._compiled, grammar)
+        future: Future[Any] = Future()
+        self._waiting.append((future, grammar))
+        return future
 
     def go_on(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for future, call, arguments in waiting:
-            try:
-                future.set_result(call(*arguments))
-            except RequestError as error:
-                future.set_exception(error)
-
-    def shutdown(self, **_: object) -> None:
-        self.go_on()
-
-    def _compiled(self, grammar: Grammar) -> Any:
-        if grammar != DIGITS:
-            raise RequestError("no such grammar")
-        return self._digits
+        for future, grammar in waiting:
+            if grammar == DIGITS:
+                future.set_result(self._digits)
+            else:
+                future.set_exception(RequestError("no such grammar"))
 
 
 def stage(bench: Bench, handle: int) -> str:
@@ -91,9 +67,9 @@ def stage(bench: Bench, handle: int) -> str:
     request = bench.engine.requests.get(handle)
     if request is None:
         return "ended" if handle in bench.seen else "arriving"
-    if request.awaits:
-        return next(stage for part, stage in AWAITS.items() if part in request.awaits)
     phases = {sequence.phase for sequence in request.sequences}
+    if Phase.PREPARING in phases:
+        return "joining" if request.generate.grammar is None or request.grammar is not None else "grammar"
     if Phase.FETCHING in phases:
         return "fetching a prefix" if request.prefix_source[0] else "fetching"
     if Phase.WAITING in phases:
@@ -104,10 +80,10 @@ def stage(bench: Bench, handle: int) -> str:
 
 
 class Crowd(Bench):
-    """Requests of every kind on a small memory over a disk, in an order that chance gives and repeats."""
+    """Requests of every kind on a small memory, in an order that chance gives and repeats."""
 
-    def __init__(self, model: Any, tiers: Tiers, by_hand: ByHand):
-        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, tiers=tiers, grammars=by_hand)
+    def __init__(self, model: Any, by_hand: ByHand):
+        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, grammars=by_hand)
         self.model, self.chance, self.by_hand = model, Random(1), by_hand
         self.alive: list[int] = []
         self.last = b"x" * 200
@@ -167,17 +143,9 @@ class Crowd(Bench):
             self.alive.remove(handle)
 
 
-def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-    monkeypatch.setattr(loop, "LOAD_SECONDS", 1000.0)
-    monkeypatch.setattr("os.fsync", lambda _: None)
-    tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
-    tiers.disk._reader.shutdown()
-    tiers.disk._writer.shutdown()
-    tiers.disk._reader, tiers.disk._writer = by_hand, AtOnce()
-    crowd, stages = Crowd(Parrot(model), tiers, by_hand), Counter[str]()
+    crowd, stages = Crowd(Parrot(model), ByHand()), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):
             crowd.arrive()
@@ -197,4 +165,3 @@ def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
     crowd.assert_nothing_is_held()
     assert stages.keys() == STAGES
     assert min(stages.values()) >= 100, stages
-    tiers.close()

@@ -5,6 +5,7 @@ and nothing stays held, however it ends.
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.engine import Failed, Granted, Started
@@ -70,10 +71,10 @@ def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, mo
     assert told(destination, handle).cached_tokens == len(SYSTEM)
     assert destination.engine.stats.prompt_tokens == len(prompt) - len(SYSTEM)
     # The same rows and states, as the two caches hold them.
-    rows = [[bench.memory.read_pages([page]) for page in pages_of(bench, prompt)] for bench in pair]
-    assert rows[0] == rows[1]
-    states = [bench.memory.read_pages(state_of(bench, prompt)) for bench in pair]
-    assert states[0] == states[1]
+    rows = [bench.memory.pages[pages_of(bench, prompt)] for bench in pair]
+    assert torch.equal(rows[0], rows[1])
+    states = [bench.memory.pages[[*state_of(bench, prompt)]] for bench in pair]
+    assert torch.equal(states[0], states[1])
 
 
 def chain_of(bench: Source | Destination, prompt: bytes) -> list[bytes]:

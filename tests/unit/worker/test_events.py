@@ -60,7 +60,7 @@ async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]
 
 
 async def test_a_stream_says_who_speaks_and_then_what_happened(front):
-    await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention", MEDIUM_DEVICE))
+    await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention"))
     await front.change_cache(BlockRemoved([b"h" * 32], MEDIUM_DEVICE, 0), AllBlocksCleared())
     hello, first, second = await read(front, "", 3)
     topic = "kv@pod-1@tiny"

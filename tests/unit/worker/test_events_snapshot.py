@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from prfaas.wire.kvevents import (
     MEDIUM_DEVICE,
-    MEDIUM_HOST,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -46,15 +45,15 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def stored(first: int, last: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
+def stored(first: int, last: int) -> BlockStored:
     """Blocks of one chain, in which each is the next one's parent."""
     tokens = [block for block in range(first, last) for _ in range(2)]
     parent = key(first - 1) if first else None
-    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention", medium)
+    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention")
 
 
-def state(number: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
-    return state_stored(key(number), key(number - 1) if number else None, [number, number], medium)
+def state(number: int) -> BlockStored:
+    return state_stored(key(number), key(number - 1) if number else None, [number, number])
 
 
 class Index:
@@ -87,14 +86,12 @@ def told(events: list[KvEvent]) -> list[KvEvent]:
 
 
 chains = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda at: (at[0], at[0] + at[1]))
-mediums = st.sampled_from([MEDIUM_DEVICE, MEDIUM_HOST])
 changes = st.one_of(
-    st.builds(lambda at, medium: stored(*at, medium), chains, mediums),
-    st.builds(state, st.integers(0, 9), mediums),
+    st.builds(lambda at: stored(*at), chains),
+    st.builds(state, st.integers(0, 9)),
     st.builds(
-        lambda at, medium, group: BlockRemoved([key(n) for n in range(*at)], medium, group),
+        lambda at, group: BlockRemoved([key(n) for n in range(*at)], MEDIUM_DEVICE, group),
         chains,
-        mediums,
         st.sampled_from([0, 1]),
     ),
     st.just(AllBlocksCleared()),
@@ -118,7 +115,7 @@ def test_parents_come_before_their_children_and_rows_before_states(events: list[
         assert event.parent_block_hash not in order[place:]
     for before, after in pairwise(found):
         if before.block_hashes == after.block_hashes:
-            assert (before.group_idx, before.medium) < (after.group_idx, after.medium)
+            assert (before.group_idx, after.group_idx) == (0, 1)
 
 
 def test_what_comes_tail_first_is_told_head_first():
@@ -241,8 +238,8 @@ async def test_a_replay_that_reaches_back_too_far_begins_with_a_snapshot(moved_o
     assert (await next_frames(asker))[1:] == [b"\xff" * 8, b""]
 
 
-def test_a_block_in_several_places_is_kept_once():
+def test_a_block_in_both_groups_is_kept_once():
     kept = CacheSnapshot()
-    kept.apply([stored(0, 1), stored(0, 1, MEDIUM_HOST), state(0)])
+    kept.apply([stored(0, 1), state(0)])
     (block,) = kept.blocks().values()
-    assert (len(block.locations), block.token_ids) == (3, array("I", [0, 0]))
+    assert (len(block.groups), block.token_ids) == (2, array("I", [0, 0]))

@@ -17,9 +17,9 @@ from prfaas_worker.engine import __main__ as process
 from prfaas_worker.engine import assembly
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
-from prfaas_worker.models.generic.model import load_causal_model
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint
 from prfaas_worker.models.kimi_linear.model import KimiLinear
+from prfaas_worker.models.qwen3_next.model import load_causal_model
 from prfaas_worker.options import Options
 
 TINY = "builtin:kimi-linear-tiny"
@@ -88,10 +88,11 @@ def test_weights_beyond_the_machines_memory_are_refused_before_one_is_read(monke
         KimiLinear.load(model_directory(TINY), "float32")
 
 
-def test_weights_of_other_families_are_added_up_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_weights_of_qwen3_next_are_added_up_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     import torch
 
-    config = {"model_type": "lfm2", "hidden_size": 64}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 1000}
+    config = {"model_type": "qwen3_next"} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {"model.embed_tokens.weight": torch.zeros(1000, 64, dtype=torch.bfloat16)}, tmp_path / "model.safetensors"

@@ -30,11 +30,6 @@ CACHE = CacheStats(
     hit_tokens=640,
     stateless_tokens=64,
     evicted_pages=7,
-    host_bytes=11,
-    disk_bytes=12,
-    host_hit_tokens=128,
-    disk_hit_tokens=64,
-    corrupt_entries=1,
 )
 STATS = Stats(
     handle=0,
@@ -128,14 +123,11 @@ def test_vllms_names_are_there_with_its_labels():
     assert found("vllm:request_success_total", **VLLM, finished_reason="stop") == 0
 
 
-def test_the_caches_figures_are_told_tier_by_tier():
+def test_the_caches_figures_are_told():
     found = Scraped(WorkerMetrics("tiny"), STATS)
     assert found("prfaas_prefix_cache_stateless_tokens_total") == 64
     assert found("prfaas_prefix_cache_hit_tokens_total") == 640
-    assert found("prfaas_prefix_cache_tier_hit_tokens_total", tier="disk") == 64
-    assert found("prfaas_cache_tier_bytes", tier="host") == 11
     assert found("prfaas_prefix_cache_evicted_pages_total") == 7
-    assert found("prfaas_prefix_cache_corrupt_entries_total") == 1
     assert found("prfaas_cache_cached_pages") == 30
     assert found("prfaas_role", role="prefill") == 1
     assert found("prfaas_transfers_total", direction="send", outcome="done") == 5

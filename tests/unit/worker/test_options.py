@@ -28,7 +28,6 @@ def test_the_flags_of_the_operator_are_read():
         "eu",
     ]
     flags += ["--pool", "offload", "--role", "prefill", "--drain-seconds", "7", "--threads", "2", "--cache-mib", "64"]
-    flags += ["--compile", "1x512", "--compile", "16x1024"]
     flags += ["--max-context", "4096", "--max-running", "5", "--dtype", "float32"]
     assert parse([*NEEDED, *flags]) == Options(
         model_source="builtin:kimi-linear-tiny",
@@ -46,7 +45,6 @@ def test_the_flags_of_the_operator_are_read():
         max_running=5,
         dtype="float32",
         cache_mib=64,
-        compile=((1, 512), (16, 1024)),
     )
 
 
@@ -66,7 +64,6 @@ def test_the_default_listens_on_loopback_alone():
         (["--role", "router"], "'--role': 'router' is not one of 'prefill', 'decode', 'mixed'"),
         (["--max-running", "0"], "'--max-running': '0' is not a whole number from 1"),
         (["--threads", "-1"], "'--threads': '-1' is not a whole number"),
-        (["--compile", "16"], "'--compile': '16' is not like 16x1024"),
         (["--drain-seconds", "1.5"], "'--drain-seconds': '1.5' is not a whole number"),
         (["--speed", "fast"], "No such option: --speed"),
     ],

@@ -316,14 +316,3 @@ async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(client
     assert last[1] == "[DONE]"
     assert last[0]["choices"][0]["finish_reason"] in ("length", "stop")
     assert await worker.exit_code() == 0
-
-
-async def test_a_restart_after_sigterm_finds_the_cache_on_its_disk(client, launch, tmp_path):
-    prompt, cached = text_of(1000), []
-    for name in ("first", "second"):
-        worker = await launch(name, "--disk-cache", str(tmp_path / "disk")).ready()
-        async with client.open(worker, prompt=prompt, max_tokens=1) as answer:
-            cached.append((await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
-        worker.process.send_signal(signal.SIGTERM)
-        assert await worker.exit_code() == 0
-    assert cached == [0, 960]

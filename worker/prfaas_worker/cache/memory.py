@@ -11,13 +11,12 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from prfaas.kvindex.blocks import BLOCK_TOKENS
-from prfaas.wire.transfer import Buffer
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 # Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
@@ -121,14 +120,6 @@ class CacheMemory:
 
     def load_state(self, pages: Sequence[int], slot: int) -> None:
         self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
-
-    def read_pages(self, pages: Sequence[int]) -> memoryview:
-        return self.pages[torch.tensor(pages)].cpu().numpy().data.cast("B")
-
-    def write_pages(self, pages: Sequence[int], content: Iterable[Buffer]) -> None:
-        """Copy the bytes of pages, in any number of pieces, to the device in one operation."""
-        source = torch.frombuffer(bytearray().join(content), dtype=torch.uint8).view(len(pages), -1)
-        self.pages[torch.tensor(pages)] = source.to(self.device)
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] to span[1], one piece a page. CPU memory only."""

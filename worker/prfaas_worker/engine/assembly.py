@@ -15,7 +15,6 @@ from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
-from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import Staging, layer_groups
 from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.ipc import Outbox, put_profile
@@ -62,7 +61,7 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
     memory = _cache_memory(model, options)
     runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
     kv_events: list[KvEvent] = []
-    cache = HybridCache(memory, _tiers(model, options), on_event=kv_events.append, attention_kind=model.attention_kind)
+    cache = HybridCache(memory, on_event=kv_events.append, attention_kind=model.attention_kind)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
     transfers = EngineTransfers(layout, memory, options, outbox.put, inbox.put)
@@ -87,9 +86,8 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
 
 
 def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> dict[Role, Budgets]:
-    """Compile the decode steps, warm up, and measure how long steps should be, unless the options say it."""
+    """Warm up, and measure how long steps should be, unless the options say it."""
     context = max_context(runner.model, options)
-    _compile(runner.model, options)
     warm_up(runner, cache, context)
     tokens = options.step_tokens
     if not tokens:
@@ -187,29 +185,6 @@ def max_context(model: Model, options: Options) -> int:
             "leave it out"
         )
     return wanted
-
-
-def _compile(model: Model, options: Options) -> None:
-    """Compile the decode steps that the options name. Raises ConfigError if that is not possible."""
-    if not options.compile:
-        return
-    from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
-
-    if not isinstance(model, KimiLinear):
-        raise ConfigError("--compile is for Kimi Linear on the CPU: leave it out")
-    model.compile_decodes([StepShape(*shape) for shape in options.compile])
-
-
-def _tiers(model: Model, options: Options) -> Tiers | None:
-    """Return the tiers that the options name. Raises ConfigError if the directory is unusable."""
-    if not (options.host_cache_mib or options.disk_cache):
-        return None
-    return Tiers(
-        model.fingerprint,
-        host_bytes=options.host_cache_mib * MIB,
-        disk_directory=Path(options.disk_cache) if options.disk_cache else None,
-        disk_bytes=options.disk_cache_mib * MIB,
-    )
 
 
 def _grammars(model: Model, directory: Path) -> Grammars:

@@ -5,7 +5,6 @@ It runs on one thread and waits only when idle. Other threads talk to it through
 """
 
 import queue
-import threading
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from prfaas.wire.engine import (
     Failed,
     FinishReason,
     Generate,
+    Grammar,
     KvEvents,
     ResetCache,
     Role,
@@ -47,7 +47,6 @@ from prfaas_worker.engine.runner import Runner, StepWork
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
 from prfaas_worker.engine.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas_worker.engine.sequences import (
-    End,
     EngineRequest,
     Event,
     FetchEnded,
@@ -61,10 +60,6 @@ from prfaas_worker.engine.sequences import (
 )
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
-LOAD_SECONDS: Final = 2.0
-"""Most time to wait for a cached prefix from host memory or disk: the prompt can be computed instead."""
-FLUSH_SECONDS: Final = 3.0  # Time at an orderly end to save the cache for a restart.
-_LAST_STEP_SECONDS: Final = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,27 +81,17 @@ class EngineLoop:
     stats: Stats = field(init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _messages: list[ToFront] = field(default_factory=list, init=False)
-    _end_at: float | None = field(default=None, init=False)
-    _flushed: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self, role: Role) -> None:
         self.stats = Stats(role=role)
         model = self.runner.model
         self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
-    def end(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Make `run` return once the cache is flushed, or after so many seconds; return True if it was flushed. Called
-        from another thread; a second call with 0 cuts the flush short. Files are whole at any time."""
-        self._end_at = time.monotonic() + seconds
-        self.inbox.put(End())
-        return self._flushed.wait(seconds + _LAST_STEP_SECONDS)
-
     def run(self) -> None:
+        """Step until the process ends."""
         idle = True
-        while self._end_at is None:
+        while True:
             idle = not self.step(wait=idle)
-        self.cache.flush(lambda: (self._end_at or 0.0) - time.monotonic())
-        self._flushed.set()
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
@@ -165,8 +150,6 @@ class EngineLoop:
             case SetRole(handle, role):
                 self.stats = msgspec.structs.replace(self.stats, role=role)
                 self._messages.append(RoleSet(handle, role))
-            case End():
-                pass  # wakes a loop that waits; `run` checks for itself
 
     def _add_generation(self, message: Generate) -> None:
         if self.requests.counts()[False, True] >= self.max_waiting:
@@ -190,52 +173,28 @@ class EngineLoop:
         sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
         request.sequences.append(sequence)
         self.requests[request.handle] = request
-        self._prepare_grammar(request)
-        self._prepare_cache(sequence)
-        if not request.awaits:
-            self._make_ready(sequence)
-
-    def _prepare_grammar(self, request: EngineRequest) -> None:
-        grammar, handle = request.generate.grammar if request.is_generation else None, request.handle
+        grammar = request.generate.grammar if request.is_generation else None
         if grammar is None:
-            return
-        request.awaits.add("grammar")
+            self._make_ready(sequence)
+        else:
+            self._prepare_grammar(request.handle, grammar)
 
+    def _prepare_grammar(self, handle: int, grammar: Grammar) -> None:
         def post(future: Future[Compiled]) -> None:
-            self.inbox.put(Prepared(handle, "grammar", future))
+            self.inbox.put(Prepared(handle, future))
 
         self.grammars.prepare(grammar).add_done_callback(post)
 
-    def _prepare_cache(self, sequence: Sequence) -> None:
-        request = sequence.request
-        loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
-        if loading is None or loading.done():
-            return
-        request.awaits.add("cache")
-        ready = Prepared(request.handle, "cache")
-        timer = threading.Timer(LOAD_SECONDS, self.inbox.put, (ready,))
-        timer.daemon = True
-        timer.start()
-
-        def post() -> None:
-            timer.cancel()  # each is a thread
-            self.inbox.put(ready)
-
-        loading.add_done_callback(post)
-
     def _finish_preparation(self, event: Prepared) -> None:
         request = self.requests.get(event.handle)
-        if request is None or event.part not in request.awaits:  # cancelled, or waited for long enough already
+        if request is None:  # cancelled
             return
-        request.awaits.remove(event.part)
-        if event.grammar is not None:
-            try:
-                request.grammar = event.grammar.result()
-            except PrfaasError as error:
-                self._fail(request, error)
-                return
-        if not request.awaits:
-            self._make_ready(request.sequences[0])
+        try:
+            request.grammar = event.grammar.result()
+        except PrfaasError as error:
+            self._fail(request, error)
+            return
+        self._make_ready(request.sequences[0])
 
     def _make_ready(self, sequence: Sequence) -> None:
         """Let a sequence be admitted from now on; grant or refuse a request for a cached prefix at once."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
@@ -19,8 +19,6 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
-
-Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
 
 class Phase(Enum):
@@ -98,7 +96,7 @@ class Sequence:
             self.chain.extend(self.token_ids[self.chain.tokens : self.computed_tokens])
         cache.publish(self.held, self.chain, blocks)
         if rest == 0 and (decoding or self.computed_tokens in self.cuts):
-            cache.checkpoint(self.held, self.chain.hashes, blocks, rolling=decoding)
+            cache.checkpoint(self.held, self.chain, blocks, rolling=decoding)
 
     def release(self, cache: HybridCache) -> None:
         """Release the memory and wait to be computed again; published blocks may still be cached then."""
@@ -124,7 +122,6 @@ class EngineRequest:
     offer: OfferedCache | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
-    awaits: set[Part] = field(default_factory=set)
     grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
@@ -271,17 +268,10 @@ class FetchEnded(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A request no longer waits for this part; `grammar` is the outcome of the part "grammar"."""
+    """A request's grammar is compiled, or refused."""
 
     handle: int
-    part: Part
-    grammar: Future[Compiled] | None = None
+    grammar: Future[Compiled]
 
 
-class End(NamedTuple):
-    """The loop should end."""
-
-
-Event = (
-    Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared | End
-)
+Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared

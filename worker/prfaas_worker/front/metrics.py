@@ -33,7 +33,6 @@ from prfaas.wire.engine import (
     TransferEnded,
 )
 from prfaas.wire.profile import Profile
-from prfaas.wire.stats import CacheStats
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_transfer.metrics import (
     PROFILE_TOKENS,
@@ -62,10 +61,9 @@ COUNTERS: Final[Described] = {
 }
 CACHE_GAUGES: Final[Described] = {
     "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
-    "prfaas_cache_pages": ("total_pages", "Pages of the cache on the device."),
+    "prfaas_cache_pages": ("total_pages", "Pages of the cache."),
     "prfaas_cache_used_pages": ("used_pages", "Pages held by requests."),
     "prfaas_cache_cached_pages": ("cached_pages", "Evictable pages (held by the prefix cache only)."),
-    "prfaas_cache_disk_paused": ("disk_paused", "1 while the disk tier takes no entries because a write failed."),
 }
 CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -75,8 +73,6 @@ CACHE_COUNTERS: Final[Described] = {
         "Prompt tokens computed again because their attention rows had no state at their end.",
     ),
     "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes that were evicted."),
-    "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
-    "prfaas_prefix_cache_disk_failures": ("disk_failures", "Entries that the disk tier could not write or read."),
 }
 VLLM_GAUGES: Final[Described] = {
     "vllm:num_requests_running": ("requests_running", "Requests in model execution batches."),
@@ -224,7 +220,7 @@ class WorkerMetrics(Collector):
         if self._stats is not None:
             yield from self._of_engine(self._stats)
             yield from transfer_totals(self._ours, self._stats)
-            yield from self._of_cache(self._stats.cache)
+            yield from self._ours.fields(self._stats.cache, CACHE_GAUGES, CACHE_COUNTERS)
             yield from self._as_vllm(self._stats)
         if self.profile is not None:
             yield from self._of_profile(self.profile)
@@ -254,14 +250,6 @@ class WorkerMetrics(Collector):
         )
         text = "1 for the role by which the engine divides its steps."
         yield self._ours.gauge("prfaas_role", text, {stats.role: 1}, "role")
-
-    def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
-        ours = self._ours
-        yield from ours.fields(cache, CACHE_GAUGES, CACHE_COUNTERS)
-        sizes = {"host": cache.host_bytes, "disk": cache.disk_bytes}
-        yield ours.gauge("prfaas_cache_tier_bytes", "Bytes of cached prefixes off the device.", sizes, "tier")
-        hits = {"host": cache.host_hit_tokens, "disk": cache.disk_hit_tokens}
-        yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens loaded from a tier.", hits, "tier")
 
     def _as_vllm(self, stats: Stats) -> Iterator[Metric]:
         vllms, took, cache = self._vllms, self.latencies, stats.cache

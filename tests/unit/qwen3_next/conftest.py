@@ -1,4 +1,4 @@
-"""Every family as a tiny random checkpoint: transformers' own model of it, and two replicas behind our loader."""
+"""A tiny random checkpoint: transformers' own model of it, and two replicas behind our loader."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,9 +15,8 @@ from .sequences import scrub
 
 
 class Checkpoint(NamedTuple):
-    """One family's checkpoint, and what was loaded from it."""
+    """A checkpoint, and what was loaded from it."""
 
-    model_type: str
     directory: Path
     oracle: Any
     model: Model
@@ -39,19 +38,17 @@ def scrubbed() -> Iterator[None]:
     scrub()
 
 
-@pytest.fixture(scope="package", params=list(tiny.CONFIGS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+@pytest.fixture(scope="package")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     with warnings.catch_warnings():
         # Deprecations inside third-party imports say nothing about us.
         warnings.simplefilter("ignore")
-        return load(request.param, tmp_path_factory.mktemp(request.param))
+        return load(tmp_path_factory.mktemp("qwen3_next"))
 
 
-def load(model_type: str, directory: Path) -> Checkpoint:
+def load(directory: Path) -> Checkpoint:
     """Write a checkpoint and load it three times, the oracle by transformers alone."""
-    from prfaas_worker.models.generic.model import GenericModel
+    from prfaas_worker.models.qwen3_next.model import Qwen3Next
 
-    tiny.save(tiny.build(model_type), directory)
-    return Checkpoint(
-        model_type, directory, tiny.load_oracle(directory), GenericModel.load(directory), GenericModel.load(directory)
-    )
+    tiny.save(tiny.build(), directory)
+    return Checkpoint(directory, tiny.load_oracle(directory), Qwen3Next.load(directory), Qwen3Next.load(directory))

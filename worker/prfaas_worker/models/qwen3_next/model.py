@@ -1,4 +1,4 @@
-"""Puts a model of transformers behind the engine's `Model` interface: on the CPU, in fp32, without gradients.
+"""Puts transformers' Qwen3-Next behind the engine's `Model` interface: on the CPU, in fp32, without gradients.
 
 A checkpoint is loaded only from files: nothing is fetched and none of its code is run. Given wrong weights,
 transformers warns and puts random numbers in their place. Here every difference is an error that lists them all.
@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,49 +23,39 @@ import transformers
 import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-from prfaas.errors import ConfigError, InternalError
+from prfaas.errors import ConfigError
 from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.assets import read_object
 from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.memory import check_weights_fit
 from prfaas_worker.models.base import Batch, Chunk
-from prfaas_worker.models.generic.cache import PagedCache, layer_specs, pattern_of
-from prfaas_worker.models.generic.families import Family, check_read, read_family
 from prfaas_worker.models.kimi_linear.checkpoint import weight_files
+from prfaas_worker.models.qwen3_next.cache import PagedCache, layer_specs
+from prfaas_worker.models.qwen3_next.config import check_read
 
-# The least that takes the path of a prompt, not that of a decode.
-_PROBE_TOKENS = 2
 _LISTED_DIFFERENCES = 50
-# A family may make transformers skip such tensors silently.
-_TOWERS = re.compile(r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector)\.")
 
 
-class GenericModel:
+class Qwen3Next:
     """A loaded checkpoint; `prfaas_worker.models.base.Model` documents each method."""
 
-    attention_kind: AttentionSpecKind
+    attention_kind: AttentionSpecKind = "full_attention"
 
-    def __init__(self, family: Family, model: PreTrainedModel, fingerprint: str):
-        """Find the cache's shapes by running the model once. Raises ConfigError if our memory cannot hold its cache."""
-        self._family, self._model = family, model
-        self._config: Any = model.config.get_text_config(decoder=True)
-        self._decoder: Any = model.get_decoder()
-        self._head: Any = model.get_output_embeddings()
-        self.fingerprint, self.attention_kind = fingerprint, family.attention_kind
-        self.vocab_size, self.hidden_size = self._config.vocab_size, self._config.hidden_size
-        self.max_context = self._config.max_position_embeddings
+    def __init__(self, model: Qwen3NextForCausalLM, fingerprint: str):
+        """Raises ConfigError if our memory cannot hold the model's cache."""
+        self._decoder, self._head = model.model, model.lm_head
+        self.fingerprint = fingerprint
+        self.vocab_size, self.hidden_size = model.config.vocab_size, model.config.hidden_size
+        self.max_context = model.config.max_position_embeddings
         self.eos_token_ids = _eos_token_ids(model)
-        self.layers = layer_specs(self._probe())
-        if len(self.layers) != len(self._decoder.layers):
-            raise InternalError(f"{len(self._decoder.layers)} layers have {len(self.layers)} cache layers")
+        self.layers = layer_specs(model.config)
 
     @classmethod
-    def load(cls, directory: Path) -> "GenericModel":
-        family = read_family(directory)
+    def load(cls, directory: Path) -> "Qwen3Next":
         model = load_causal_model(directory)
-        return cls(family, model, fingerprint(directory, model))
+        return cls(model, fingerprint(directory, model))
 
     @property
     def device(self) -> torch.device:
@@ -77,7 +66,7 @@ class GenericModel:
         return "float32 products, layers of transformers"
 
     def bind(self, memory: CacheMemory) -> None:
-        self._cache = PagedCache(pattern_of(self._config), memory)
+        self._cache = PagedCache(memory)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> Tensor:
@@ -91,7 +80,7 @@ class GenericModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._family.scale_logits(self._head(hidden), self._config).float()
+        return self._head(hidden)
 
     def _run(self, chunks: Sequence[Chunk], tokens: Tensor) -> Tensor:
         """Run new tokens [B, T] of B sequences; return the last hidden state of each."""
@@ -119,17 +108,6 @@ class GenericModel:
         """Report a layer; return None, since any other value would replace the layer's output."""
         self._cache.layers[index].finish()
         on_layer(index)
-
-    @torch.inference_mode()
-    def _probe(self) -> DynamicCache:
-        """Run a few tokens with transformers' own cache, and compare our logits with the model's."""
-        cache, other = pattern_of(self._config), pattern_of(self._config)
-        tokens = torch.arange(_PROBE_TOKENS, device=self.device).unsqueeze(0)
-        ours = self._decoder(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:]
-        theirs = self._model(input_ids=tokens, past_key_values=other, use_cache=True, logits_to_keep=1).logits
-        if not torch.equal(self.logits(ours), theirs):
-            raise InternalError(f"{type(self._model).__name__} scales its logits in a way that we do not know")
-        return cache
 
 
 class _Group(NamedTuple):
@@ -168,33 +146,30 @@ def _decodes(batch: Batch) -> list[Chunk]:
 def _eos_token_ids(model: Any) -> frozenset[int]:
     """Tokens that end a generation, of config.json and generation_config.json together."""
     found: set[int] = set()
-    for config in (model.config.get_text_config(decoder=True), model.generation_config):
+    for config in (model.config, model.generation_config):
         given = getattr(config, "eos_token_id", None)
         found |= set(given if isinstance(given, list) else [] if given is None else [given])
     return frozenset(found)
 
 
-def load_causal_model(directory: Path) -> PreTrainedModel:
-    """Load the language model in `directory`, in fp32, for inference. Raises ConfigError if a file cannot be read, or
-    the weights do not fit config.json."""
+def load_causal_model(directory: Path) -> Qwen3NextForCausalLM:
+    """Load the model in `directory`, in fp32, for inference. Raises ConfigError if a file cannot be read, or the
+    weights do not fit config.json."""
     # Our errors replace theirs, and a progress bar does not belong in a log.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     _hide_gpu_kernels()
-    _refuse_towers(directory)
     check_weights_fit(_weight_bytes(directory))
-    auto: Any = AutoModelForCausalLM
+    architecture: Any = Qwen3NextForCausalLM  # by its types, `from_pretrained` returns a model alone
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = Qwen3NextConfig.from_pretrained(directory, local_files_only=True)
         _check_fields(directory, config)
-        architecture = auto._model_mapping[type(config)]
-        model, report = auto.from_pretrained(
+        model, report = architecture.from_pretrained(
             directory,
             config=config,
             dtype=torch.float32,
-            attn_implementation="sdpa" if architecture._supports_sdpa else "eager",
+            attn_implementation="sdpa",
             local_files_only=True,
-            trust_remote_code=False,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -210,23 +185,23 @@ def load_causal_model(directory: Path) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def _check_fields(directory: Path, config: PreTrainedConfig) -> None:
+def _check_fields(directory: Path, config: Qwen3NextConfig) -> None:
     """Raise ConfigError for a field that transformers does not know. It keeps such a field, and goes on without it."""
     aliases = config.attribute_map
     declared = {*(field.name for field in dataclasses.fields(config)), *aliases, *aliases.values()}
     unread = vars(config).keys() - declared
     path = directory / "config.json"
     try:
-        check_read(read_object(path), read_family(directory), unread)
+        check_read(read_object(path), unread)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def fingerprint(directory: Path, model: PreTrainedModel) -> str:
+def fingerprint(directory: Path, model: Qwen3NextForCausalLM) -> str:
     """SHA-256, hex, over this engine's name, config.json, and name, shape and XXH3-128 of every loaded tensor.
 
-    It is taken from memory, so files are read once and their division does not matter. Our own engine lays out a
-    family's cache in another way, so its fingerprint must differ. It finds accidents, not deliberate collisions.
+    It is taken from memory, so files are read once and their division does not matter. It finds accidents, not
+    deliberate collisions.
     """
     digest = hashlib.sha256(b"transformers\n")
     digest.update(json.dumps(read_object(directory / "config.json"), sort_keys=True).encode())
@@ -247,7 +222,7 @@ def _describe(report: dict[str, Any]) -> list[str]:
 
 def _hide_gpu_kernels() -> None:
     """Hide these packages from transformers: this engine runs on the CPU, where their kernels fail."""
-    for package in ("causal_conv1d", "fla", "mamba_ssm"):
+    for package in ("causal_conv1d", "fla"):
         sys.modules[package] = None  # type: ignore[assignment]
 
 
@@ -255,24 +230,10 @@ def _weight_bytes(directory: Path) -> int:
     """Return the bytes of the weights in fp32, by the files' headers; transformers says what is wrong with no files."""
     total = 0
     for file in weight_files(directory) if any(directory.glob("*.safetensors")) else ():
-        with safe_open(file, framework="pt") as checkpoint:
-            shapes = [checkpoint.get_slice(name).get_shape() for name in checkpoint.keys()]  # noqa: SIM118, not a mapping
-        total += sum(math.prod(shape) * torch.float32.itemsize for shape in shapes)
-    return total
-
-
-def _refuse_towers(directory: Path) -> None:
-    """Refuse checkpoints with image or audio towers, by the tensor names in the files' headers."""
-    names = set()
-    for file in sorted(directory.glob("*.safetensors")):
         try:
-            with safe_open(file, framework="pt") as checkpoint:
-                names |= {name for name in checkpoint.keys() if _TOWERS.search(name)}  # noqa: SIM118, not a mapping
+            with safe_open(file, framework="pt") as opened:
+                shapes = [opened.get_slice(name).get_shape() for name in opened.keys()]  # noqa: SIM118, no mapping
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{file}: the weights cannot be read, fetch them again: {error}") from error
-    if names:
-        listed = sorted(names)[:_LISTED_DIFFERENCES]
-        raise ConfigError(
-            f"{directory}: {len(names)} tensors are of a vision or audio tower; only text models are served: take the "
-            "family's text checkpoint:\n  " + "\n  ".join(listed)
-        )
+        total += sum(math.prod(shape) * torch.float32.itemsize for shape in shapes)
+    return total

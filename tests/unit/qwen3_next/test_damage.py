@@ -12,7 +12,7 @@ from prfaas_worker.models.solo import Solo, SoloSequence
 
 from .conftest import Checkpoint
 from .sequences import distance, prefilled, rows_of, solo_of, write_rows
-from .tiny import VOCAB, WINDOWED
+from .tiny import VOCAB
 
 # Rounding between differently cut chunks stays below a thousandth of this.
 DAMAGE = 0.1
@@ -84,22 +84,5 @@ def test_rows_off_by_one_token_are_seen(checkpoint, tokens, name):
     assert harm(checkpoint, tokens, roll_rows(name)) > DAMAGE
 
 
-def test_swapped_keys_and_values_are_seen_or_do_not_fit(checkpoint, tokens):
-    if len({tensor.shape for spec in checkpoint.model.layers for tensor in spec.rows}) > 1:
-        with pytest.raises(RuntimeError, match="shape mismatch"):
-            harm(checkpoint, tokens, swap_keys_and_values)
-    else:
-        assert harm(checkpoint, tokens, swap_keys_and_values) > DAMAGE
-
-
-@pytest.mark.parametrize("checkpoint", WINDOWED, indirect=True)
-def test_a_window_off_by_one_is_seen(checkpoint, tokens):
-    logits = []
-    for error in (0, 1):
-        solo = solo_of(checkpoint.model)
-        sequence, _ = prefilled(solo, tokens[:LENGTH])
-        for layer in solo.model._cache.layers:
-            if layer.is_sliding:
-                layer.sliding_window -= error
-        logits.append(torch.cat([solo.decode(token.view(1), [sequence]) for token in tokens[LENGTH:]]))
-    assert distance(*logits) > DAMAGE
+def test_swapped_keys_and_values_are_seen(checkpoint, tokens):
+    assert harm(checkpoint, tokens, swap_keys_and_values) > DAMAGE

@@ -6,19 +6,19 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import Qwen3NextConfig
 
 from prfaas.errors import ConfigError
-from prfaas_worker.cache_spec import LayerSpec
 from prfaas_worker.models import load_model
-from prfaas_worker.models.generic.families import FAMILIES, family_of
-from prfaas_worker.models.generic.model import _check_fields
+from prfaas_worker.models.qwen3_next.cache import layer_specs
+from prfaas_worker.models.qwen3_next.config import check_config
+from prfaas_worker.models.qwen3_next.model import _check_fields
 
 from . import tiny
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.system
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside third-party imports
-        return tiny.save(tiny.build("falcon_h1"), tmp_path_factory.mktemp("falcon_h1"))
+        return tiny.save(tiny.build(), tmp_path_factory.mktemp("qwen3_next"))
 
 
 @pytest.fixture
@@ -48,22 +48,7 @@ def edited(saved: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def load(directory: Path) -> Any:
-    from prfaas_worker.models.generic.model import GenericModel
-
-    return GenericModel.load(directory)
-
-
-def test_minimax_is_refused_by_name_and_reason():
-    with pytest.raises(
-        ConfigError, match=r"'minimax' cannot be served: its linear layers keep their state outside .*lfm2"
-    ):
-        family_of({"model_type": "minimax"})
-
-
-def test_an_unknown_family_is_named_beside_those_that_are_served():
-    with pytest.raises(ConfigError, match="'gpt2'") as caught:
-        family_of({"model_type": "gpt2"})
-    assert all(name in str(caught.value) for name in FAMILIES)
+    return load_model(str(directory), None)[0]
 
 
 @pytest.mark.parametrize(
@@ -72,11 +57,11 @@ def test_an_unknown_family_is_named_beside_those_that_are_served():
         ({"gate_lower_bound": -5.0}, r"config\.json: gate_lower_bound is -5\.0, and this engine does not know"),
         ({"attn_res_block_size": 12}, "attn_res_block_size is 12"),
         ({"qk_norm": False}, "qk_norm is False"),
-        ({"mamba_use_mlp": False}, "mamba_use_mlp is False; only True is implemented"),
+        ({"attn_output_gate": False}, "attn_output_gate is False; only True is implemented"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "twist": 2}}, r"rope_scaling\.twist is 2"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "twist": 2}}},
-            r"rope_parameters\.full_attention\.twist is 2",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "twist": 2}},
+            r"rope_parameters\.twist is 2",
         ),
     ],
 )
@@ -87,9 +72,9 @@ def test_a_field_that_transformers_would_ignore_is_refused_by_its_path(edited, f
 
 def test_what_transformers_ignores_and_changes_nothing_is_served(edited):
     published = {
-        "mamba_use_mlp": True,
-        "mlp_expansion_factor": 8,
-        "time_step_max": 0.1,
+        "attn_output_gate": True,
+        "max_window_layers": 28,
+        "full_attention_interval": 4,
         "rope_scaling": None,
         "unsloth_fixed": True,
         "attn_layer_indices": None,
@@ -97,42 +82,47 @@ def test_what_transformers_ignores_and_changes_nothing_is_served(edited):
     assert load(edited(published)).vocab_size == tiny.VOCAB
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_no_field_that_transformers_writes_itself_is_refused(family, tmp_path):
-    config = AutoConfig.for_model(family, **(tiny._COMMON | tiny.CONFIGS[family]))
-    config.save_pretrained(tmp_path)
-    _check_fields(tmp_path, AutoConfig.from_pretrained(tmp_path))
+def test_no_field_that_transformers_writes_itself_is_refused(saved):
+    _check_fields(saved, Qwen3NextConfig.from_pretrained(saved))
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gemma3", "vision_config": {}}, "vision_config"),
-        ({"model_type": "qwen3_next", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"model_type": "qwen3_next", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"model_type": "qwen3_next", "rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "dynamic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
     ],
 )
-def test_variants_that_would_be_computed_wrong_are_refused_by_their_field(fields, named):
-    with pytest.raises(ConfigError, match=named):
-        family_of(fields)
+def test_variants_that_would_be_computed_wrong_are_refused_by_their_field(edited, fields, named):
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{named}"):
+        load(edited(fields))
 
 
-def test_fixed_frequencies_are_served():
-    assert family_of({"model_type": "qwen3_next", "rope_parameters": {"rope_type": "yarn"}}) is FAMILIES["qwen3_next"]
+def test_fixed_frequencies_are_served(edited):
+    check_config(edited({"rope_parameters": {"rope_type": "yarn"}}))
 
 
-def test_load_model_takes_the_generic_engine_for_other_families_only(saved):
+def test_load_model_takes_the_engine_of_the_checkpoints_type(saved):
     model, directory = load_model(str(saved), None)
-    assert type(model).__name__ == "GenericModel"
+    assert type(model).__name__ == "Qwen3Next"
     assert directory == saved
     assert type(load_model("builtin:kimi-linear-tiny", None)[0]).__name__ == "KimiLinear"
 
 
+@pytest.mark.parametrize("model_type", ["lfm2", None, ["qwen3_next"]])
+def test_a_checkpoint_of_another_family_is_refused_by_name_with_the_cure(tmp_path, model_type):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError) as refused:
+        load(tmp_path)
+    assert str(refused.value) == (
+        f"{tmp_path}/config.json: model_type is {model_type!r}; a worker serves kimi_linear and qwen3_next: serve this "
+        "checkpoint with vLLM"
+    )
+
+
 def test_refusals_and_our_own_engine_do_not_load_transformers(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "minimax"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "quantization_config": {}}')
     script = (
         "import sys\n"
         "from prfaas.errors import ConfigError\n"
@@ -149,10 +139,10 @@ def test_refusals_and_our_own_engine_do_not_load_transformers(tmp_path):
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_beside_a_gpu_it_runs_on_the_cpu_and_hides_gpu_kernels_from_transformers(saved, monkeypatch, caplog, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for package in ("causal_conv1d", "fla", "mamba_ssm"):
+    for package in ("causal_conv1d", "fla"):
         monkeypatch.setitem(sys.modules, package, ModuleType(package))
     assert load_model(str(saved), None, device, "auto")[0].device.type == "cpu"
-    assert sys.modules["fla"] is sys.modules["mamba_ssm"] is sys.modules["causal_conv1d"] is None
+    assert sys.modules["fla"] is sys.modules["causal_conv1d"] is None
     assert ("only Kimi Linear runs on a GPU" in caplog.text) == (device == "auto")
     with pytest.raises(ConfigError, match="only on the CPU"):
         load_model(str(saved), None, "cuda", "auto")
@@ -161,8 +151,8 @@ def test_beside_a_gpu_it_runs_on_the_cpu_and_hides_gpu_kernels_from_transformers
 def test_every_wrong_tensor_is_listed(edited):
     directory = edited(
         tensors={
-            "model.layers.1.mamba.D": None,
-            "model.layers.2.mamba.D": torch.zeros(9),
+            "model.layers.0.linear_attn.A_log": None,
+            "model.layers.2.linear_attn.A_log": torch.zeros(9),
             "model.layers.3.surprise": torch.zeros(2),
         }
     )
@@ -171,17 +161,10 @@ def test_every_wrong_tensor_is_listed(edited):
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{directory}: the weights do not fit config.json:"
     assert [line.strip() for line in lines[1:]] == [
-        "model.layers.1.mamba.D: missing",
-        "model.layers.2.mamba.D: shape [9], the config asks for [8]",
+        "model.layers.0.linear_attn.A_log: missing",
+        "model.layers.2.linear_attn.A_log: shape [9], the config asks for [4]",
         "model.layers.3.surprise: not in this architecture",
     ]
-
-
-def test_a_vision_tower_is_refused_even_where_transformers_would_pass_over_it(edited):
-    with pytest.raises(
-        ConfigError, match=r"1 tensors are of a vision or audio tower(.|\n)*model\.visual\.patch\.weight"
-    ):
-        load(edited(tensors={"model.visual.patch.weight": torch.zeros(2)}))
 
 
 def test_a_checkpoint_without_weights_is_refused(edited):
@@ -203,17 +186,16 @@ def test_an_unreadable_configuration_is_named(tmp_path, text, said):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"config\.json: {said}"):
-        load(tmp_path)
+        check_config(tmp_path)
 
 
-def test_a_model_without_rows_is_refused(tmp_path):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = tiny._COMMON | tiny.CONFIGS["granitemoehybrid"] | {"layer_types": ["linear_attention"] * 4}
-    config = AutoConfig.for_model("granitemoehybrid", **fields)
-    tiny.save(AutoModelForCausalLM.from_config(config), tmp_path)
-    with pytest.raises(ConfigError, match="rows"):
-        load(tmp_path)
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [(["linear_attention"] * 4, "rows"), (["linear_attention", "sliding_attention"] * 2, "names sliding_attention")],
+)
+def test_layers_whose_cache_has_no_form_in_our_memory_are_refused(kinds, named):
+    with pytest.raises(ConfigError, match=named):
+        layer_specs(SimpleNamespace(**tiny.CONFIG | {"layer_types": kinds}))
 
 
 def test_facts_of_a_checkpoint_are_those_of_its_configuration(edited):
@@ -229,11 +211,11 @@ def test_facts_of_a_checkpoint_are_those_of_its_configuration(edited):
 
 def test_other_weights_have_another_fingerprint(edited, saved):
     first = load(saved).fingerprint
-    assert load(edited(tensors={"model.layers.1.mamba.D": torch.zeros(8)})).fingerprint != first
+    assert load(edited(tensors={"model.layers.0.linear_attn.A_log": torch.zeros(4)})).fingerprint != first
 
 
 def test_the_fingerprint_reads_no_weights_again(edited, saved, monkeypatch):
-    from prfaas_worker.models.generic import model
+    from prfaas_worker.models.qwen3_next import model
 
     directory = edited()
 
@@ -262,11 +244,8 @@ def test_the_same_weights_in_other_files_have_the_same_fingerprint(edited, saved
     assert load(directory).fingerprint == load(saved).fingerprint
 
 
-def test_a_layer_with_state_and_rows_keeps_both(saved):
-    (layer,) = set(load(saved).layers)
-    assert isinstance(layer, LayerSpec)
-    assert [(t.name, t.axes[0], t.shape) for t in layer.rows] == [
-        ("key", "token", (2, 16)),
-        ("value", "token", (2, 16)),
-    ]
-    assert [(t.name, t.shape) for t in layer.state] == [("conv", (192, 4)), ("recurrent", (8, 16, 16))]
+def test_a_layer_keeps_a_state_or_rows(saved):
+    linear, full = load(saved).layers[:2]
+    assert linear.rows == full.state == ()
+    assert [(t.name, t.axes[0], t.shape) for t in full.rows] == [("key", "token", (2, 16)), ("value", "token", (2, 16))]
+    assert [(t.name, t.shape) for t in linear.state] == [("conv", (128, 4)), ("recurrent", (4, 16, 16))]
