@@ -15,7 +15,6 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
@@ -27,8 +26,6 @@ from prfaas_worker.models.solo import Solo
 from .granted_offers import GrantedOffers
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
-# Bytes, and tokens that end an answer, as the built-in model has them.
-GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
 TRAFFIC = unlimited()
 
 
@@ -70,13 +67,7 @@ class Bench:
     """An engine that is stepped by hand."""
 
     def __init__(
-        self,
-        model: Model,
-        max_running: int = 8,
-        max_waiting: int = 3,
-        num_pages: int = 256,
-        tiers: Tiers | None = None,
-        grammars: Any = GRAMMARS,
+        self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256, tiers: Tiers | None = None
     ):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
@@ -94,7 +85,6 @@ class Bench:
             cache=cache,
             kv_events=[],
             remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
-            grammars=grammars,
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.said.extend,
             role="mixed",

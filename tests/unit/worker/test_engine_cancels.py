@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from prfaas.errors import PeerError, PrfaasError, RequestError
-from prfaas.wire.engine import Cancel, Grammar
+from prfaas.errors import PeerError, PrfaasError
+from prfaas.wire.engine import Cancel
 from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.engine import loop, schedule
@@ -17,14 +17,13 @@ from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from .engine_bench import GRAMMARS, Bench, FetchByHand, Parrot, fetched, prefix_fetched
+from .engine_bench import Bench, FetchByHand, Parrot, fetched, prefix_fetched
 
 pytestmark = pytest.mark.system
 
 CANCELS = 10_000
 STAGES = {
     "arriving",
-    "grammar",
     "loading",
     "queued",
     "prefilling",
@@ -36,8 +35,6 @@ STAGES = {
     "preempted",
     "ended",
 }
-AWAITS = {"grammar": "grammar", "cache": "loading", "prefix": "joining"}
-DIGITS = Grammar("regex", "[0-9]{1,9}")
 
 
 @pytest.fixture(scope="module")
@@ -55,35 +52,23 @@ class AtOnce(ThreadPoolExecutor):
 
 
 class ByHand:
-    """What threads would do, done when the test says so: reads of the disk, and compiled grammars."""
+    """The thread that reads the disk: it reads when the test says so."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Future[Any], Any, tuple[Any, ...]]] = []
-        self._digits = GRAMMARS.prepare(DIGITS).result()
 
     def submit(self, call: Any, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._waiting.append((future, call, arguments))
         return future
 
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        return self.submit(self._compiled, grammar)
-
     def go_on(self) -> None:
         waiting, self._waiting = self._waiting, []
         for future, call, arguments in waiting:
-            try:
-                future.set_result(call(*arguments))
-            except RequestError as error:
-                future.set_exception(error)
+            future.set_result(call(*arguments))
 
     def shutdown(self, **_: object) -> None:
         self.go_on()
-
-    def _compiled(self, grammar: Grammar) -> Any:
-        if grammar != DIGITS:
-            raise RequestError("no such grammar")
-        return self._digits
 
 
 def stage(bench: Bench, handle: int) -> str:
@@ -91,9 +76,9 @@ def stage(bench: Bench, handle: int) -> str:
     request = bench.engine.requests.get(handle)
     if request is None:
         return "ended" if handle in bench.seen else "arriving"
-    if request.awaits:
-        return next(stage for part, stage in AWAITS.items() if part in request.awaits)
     phases = {sequence.phase for sequence in request.sequences}
+    if Phase.PREPARING in phases:
+        return "loading" if request.is_loading else "joining"
     if Phase.FETCHING in phases:
         return "fetching a prefix" if request.prefix_source[0] else "fetching"
     if Phase.WAITING in phases:
@@ -107,7 +92,7 @@ class Crowd(Bench):
     """Requests of every kind on a small memory over a disk, in an order that chance gives and repeats."""
 
     def __init__(self, model: Any, tiers: Tiers, by_hand: ByHand):
-        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, tiers=tiers, grammars=by_hand)
+        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, tiers=tiers)
         self.model, self.chance, self.by_hand = model, Random(1), by_hand
         self.alive: list[int] = []
         self.last = b"x" * 200
@@ -123,8 +108,6 @@ class Crowd(Bench):
         if number(3) == 0:
             prompt = bytes([40 + number(30)]) * 200 if number(3) == 0 else self.last
             fields["prefix_url"], self.last = "http://127.0.0.1:2", prompt
-        if number(5) == 0:
-            fields["grammar"] = DIGITS if number(3) else Grammar("regex", "another")
         self.alive.append(self.ask(prompt, **fields))
 
     def others_go_on(self) -> None:

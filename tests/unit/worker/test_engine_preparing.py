@@ -123,3 +123,22 @@ def test_a_stuck_disk_holds_a_request_up_for_its_moment_only_and_others_not_at_a
     bench.until(lambda: not list(bench.engine.requests))
     bench.engine.cache.check_integrity()
     tiers.close()
+
+
+def test_a_read_that_ends_after_its_moment_changes_nothing(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tiers = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 24)
+    bench = TieredBench(model, tiers)
+    _, drawn = bench.answer(PROMPT)
+    bench.push_out()
+    stuck = Stuck(monkeypatch, tiers)
+    monkeypatch.setattr(loop, "LOAD_SECONDS", 0.0)
+    late = bench.ask_four(PROMPT)
+    bench.until(lambda: bench.tokens(late))
+    stuck.go.set()
+    eventually(lambda: not bench.engine.inbox.empty(), "the read has ended")
+    bench.until(lambda: bench.engine.requests.get(late) is None)
+    assert bench.tokens(late) == drawn
+    bench.assert_nothing_is_held()
+    tiers.close()

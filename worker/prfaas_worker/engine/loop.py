@@ -9,7 +9,6 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
@@ -40,7 +39,6 @@ from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled, Grammars
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
@@ -51,10 +49,10 @@ from prfaas_worker.engine.sequences import (
     EngineRequest,
     Event,
     FetchEnded,
+    Loaded,
     OfferEnded,
     Phase,
     PrefillOffered,
-    Prepared,
     Requests,
     Sequence,
     StoredPrompt,
@@ -77,7 +75,6 @@ class EngineLoop:
     cache: HybridCache
     kv_events: list[KvEvent]
     remote: RemoteCaches
-    grammars: Grammars
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
@@ -158,8 +155,8 @@ class EngineLoop:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._finish_fetch(handle, result)
-            case Prepared():
-                self._finish_preparation(event)
+            case Loaded(handle):
+                self._finish_loading(handle)
             case ResetCache(handle):
                 self._messages.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
@@ -190,29 +187,17 @@ class EngineLoop:
         sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
         request.sequences.append(sequence)
         self.requests[request.handle] = request
-        self._prepare_grammar(request)
-        self._prepare_cache(sequence)
-        if not request.awaits:
+        self._start_loading(sequence)
+        if not request.is_loading:
             self._make_ready(sequence)
 
-    def _prepare_grammar(self, request: EngineRequest) -> None:
-        grammar, handle = request.generate.grammar if request.is_generation else None, request.handle
-        if grammar is None:
-            return
-        request.awaits.add("grammar")
-
-        def post(future: Future[Compiled]) -> None:
-            self.inbox.put(Prepared(handle, "grammar", future))
-
-        self.grammars.prepare(grammar).add_done_callback(post)
-
-    def _prepare_cache(self, sequence: Sequence) -> None:
+    def _start_loading(self, sequence: Sequence) -> None:
         request = sequence.request
         loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
         if loading is None or loading.done():
             return
-        request.awaits.add("cache")
-        ready = Prepared(request.handle, "cache")
+        request.is_loading = True
+        ready = Loaded(request.handle)
         timer = threading.Timer(LOAD_SECONDS, self.inbox.put, (ready,))
         timer.daemon = True
         timer.start()
@@ -223,18 +208,10 @@ class EngineLoop:
 
         loading.add_done_callback(post)
 
-    def _finish_preparation(self, event: Prepared) -> None:
-        request = self.requests.get(event.handle)
-        if request is None or event.part not in request.awaits:  # cancelled, or waited for long enough already
-            return
-        request.awaits.remove(event.part)
-        if event.grammar is not None:
-            try:
-                request.grammar = event.grammar.result()
-            except PrfaasError as error:
-                self._fail(request, error)
-                return
-        if not request.awaits:
+    def _finish_loading(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is not None and request.is_loading:  # else cancelled, or waited for long enough already
+            request.is_loading = False
             self._make_ready(request.sequences[0])
 
     def _make_ready(self, sequence: Sequence) -> None:
@@ -373,21 +350,14 @@ class EngineLoop:
                 further_slots -= 1
             elif request.stored is None and (lease := self.cache.store(prompt.lease, prompt.tokens)) is not None:
                 request.stored = prompt._replace(lease=lease)
-        try:
-            for choice in request.sequences:
-                matcher = request.grammar.matcher() if request.grammar else None
-                choice.sampler = Sampler(generate, choice.index, self._outputs, matcher, generate.generated)
-        except RequestError as error:  # what was generated elsewhere does not follow the grammar
-            self._fail(request, error)
-            return []
+        for choice in request.sequences:
+            choice.sampler = Sampler(generate, choice.index, self._outputs, generate.generated)
         request.started = True
         self._messages.append(_started(request, fetched))
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
         """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all."""
-        if not drawing:
-            return
         self._count(generation_tokens=len(drawing))
         drawn = sample(logits.expand(len(drawing), -1), [sequence.ready_sampler for sequence in drawing])
         for sequence, one in zip(drawing, drawn, strict=True):
@@ -398,13 +368,13 @@ class EngineLoop:
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
         if drawn.error is not None:
-            self._fail(request, drawn.error)
+            self._messages.append(_failure(request.handle, drawn.error))
+            self._end(request.handle)
             return
         sequence.token_ids.append(drawn.token)
-        sampler = sequence.ready_sampler
-        stopped = drawn.token in sampler.ends
+        stopped = drawn.token in sequence.ready_sampler.ends
         reason: FinishReason | None = None
-        if stopped or sampler.complete:
+        if stopped:
             reason = "stop"
         elif sequence.generated_tokens == request.generate.max_tokens:
             reason = "length"
@@ -426,10 +396,6 @@ class EngineLoop:
         for sequence in work.decodes:
             if sequence.lease is not None:  # else another choice of its request was among the prompts
                 self._preempt(sequence)
-
-    def _fail(self, request: EngineRequest, error: PrfaasError) -> None:
-        self._messages.append(_failure(request.handle, error))
-        self._end(request.handle)
 
     def _end(self, handle: int) -> None:
         request = self.requests.get(handle)

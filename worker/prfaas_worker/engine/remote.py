@@ -308,7 +308,6 @@ class RemoteCaches:
             may_be_same = fetch.blocks[known : known + 1] == blocks[known : known + 1] and not request.has_joined
             if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
                 request.has_joined = True
-                request.awaits.add("prefix")
                 sequence.phase = Phase.PREPARING
                 fetch.waiting.append(sequence)
                 self.outcomes["joined"] += 1
@@ -381,7 +380,6 @@ class RemoteCaches:
     def _wake(self, fetch: _PrefixFetch, outcome: FetchOutcome) -> None:
         for waiter in fetch.waiting:
             request = waiter.request
-            request.awaits.discard("prefix")
             waiter.phase = Phase.WAITING
             if outcome == "cancelled":
                 request.has_joined = False

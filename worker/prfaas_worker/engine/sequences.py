@@ -3,10 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
@@ -16,11 +15,8 @@ from prfaas_transfer.fetch import CacheFetch, Fetched
 from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
-
-Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
 
 class Phase(Enum):
@@ -124,8 +120,7 @@ class EngineRequest:
     offer: OfferedCache | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
-    awaits: set[Part] = field(default_factory=set)
-    grammar: Compiled | None = None
+    is_loading: bool = False  # True while it waits for its prefix from host memory or disk.
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -270,18 +265,14 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
-class Prepared(NamedTuple):
-    """A request no longer waits for this part; `grammar` is the outcome of the part "grammar"."""
+class Loaded(NamedTuple):
+    """A request no longer waits for its prefix from host memory or disk."""
 
     handle: int
-    part: Part
-    grammar: Future[Compiled] | None = None
 
 
 class End(NamedTuple):
     """The loop should end."""
 
 
-Event = (
-    Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared | End
-)
+Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Loaded | End
