@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from benchmarks.report import Figure, run
 
-from prfaas.wire.engine import Generate, Grammar, Sampling, TokenLogprob
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
+from prfaas.wire.engine import Generate, Sampling, TokenLogprob
 from prfaas_worker.engine.sampling import Outputs, Sampler, sample, uniform
 
 SMALL, LARGE = 264, 163_840
@@ -99,34 +98,12 @@ def penalties() -> Figure:
     """The step after 32,000 tokens, of which each counts, beside the same without penalties."""
     logits, model = make_logits(16, LARGE, 2.0), Outputs(LARGE, ())
     generated = [token % 4000 for token in range(32_000)]
-    penalised = [Sampler(request(PENALISED, -1, 1000), row, model, None, generated) for row in range(16)]
+    penalised = [Sampler(request(PENALISED, -1, 1000), row, model, generated) for row in range(16)]
     plain = [Sampler(request(GREEDY, -1), row, model) for row in range(16)]
     ours = median_ms(lambda: sample(logits.clone(), penalised), 0.4)
     theirs = median_ms(lambda: sample(logits.clone(), plain), 0.4)
     rival = "without"
     return Figure(name=f"penalties, 16 of {LARGE:,}", value=ours, unit="ms", rival=rival, rival_value=theirs)
-
-
-def grammars() -> Iterator[Figure]:
-    """A JSON object's steps, and its compilation."""
-    tokens = [bytes([token]) for token in range(256)]
-    vocabulary = Vocabulary([*tokens, b"<eos>"], frozenset({256}), (256,), SMALL)
-    compiler, grammar = Grammars(lambda: vocabulary), Grammar("json_schema", '{"type": "object"}')
-    started = time.perf_counter()
-    compiled = compiler.prepare(grammar).result()
-    yield Figure(name="first grammar, bytes", value=(time.perf_counter() - started) * 1000, unit="ms")
-    model = Outputs(SMALL, (256,))
-    logits = make_logits(16, SMALL, 2.0)
-    logits[:, list(b" \t\r\n}")] = -20.0  # goes on for long enough
-
-    def begin() -> list[Sampler]:
-        return [Sampler(request(PLAIN, -1), row, model, compiled.matcher()) for row in range(16)]
-
-    samplers = begin()
-    ours = median_ms(lambda: sample(logits.clone(), samplers), 0.2)
-    plain = [Sampler(request(PLAIN, -1), row, model) for row in range(16)]
-    theirs = median_ms(lambda: sample(logits.clone(), plain), 0.2)
-    yield Figure(name=f"grammar, 16 of {SMALL}", value=ours, unit="ms", rival="without", rival_value=theirs)
 
 
 @torch.inference_mode()
@@ -142,7 +119,6 @@ def figures() -> Iterator[Figure]:
     yield measure(Case("top_p 0.95, flat", 4, LARGE, NUCLEUS, slope=0.1))
     yield measure(Case("greedy, 5 logprobs", 16, LARGE, GREEDY, logprobs=5))
     yield penalties()
-    yield from grammars()
 
 
 if __name__ == "__main__":

@@ -19,23 +19,17 @@ from prfaas_gateway.limits import Limits
 from ..unit.gateway.conftest import World
 from ..unit.worker.conftest import Client, Worker
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "minLength": 60, "maxLength": 90}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+ONLY_AB = {"97": 100, "98": 100}
 LONG = {"prompt": "def main(", "max_tokens": 400, "ignore_eos": True}
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETION, LONG | {"temperature": 0, "stream_options": {"include_usage": True}}),
     "drawn": (COMPLETION, LONG | {"seed": 11}),
     "two choices with log probabilities": (COMPLETION, LONG | {"seed": 5, "n": 2, "logprobs": 1, "max_tokens": 150}),
-    "up to a stop string": (COMPLETION, LONG | {"guided_regex": "[ab]{200}b{30}", "stop": "b" * 20, "seed": 1}),
-    "a call of a tool": (
+    "up to a stop string": (COMPLETION, LONG | {"logit_bias": ONLY_AB, "stop": "babbabba", "seed": 1}),
+    "a chat": (
         CHAT,
-        {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "tool_choice": "required", "seed": 3},
+        {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 400, "ignore_eos": True},
     ),
 }
 PATIENT = Limits(stall_seconds=3, recover_seconds=60, eject_seconds=0.1, eject_max_seconds=0.4, drain_lead_seconds=0)
@@ -112,17 +106,16 @@ class Reading:
         return self
 
     def said(self) -> dict[int | str, Any]:
-        """Return what the client reads: text, calls, tokens and reasons by choice, and the usage."""
+        """Return what the client reads: text, tokens and reasons by choice, and the usage."""
         lines = [line[6:] for line in self.data.split(b"\n") if line.startswith(b"data: ")]
         assert lines[-1] == b"[DONE]", self.data[-500:]
         found: dict[int | str, Any] = {}
         for event in map(json.loads, lines[:-1]):
             found["usage"] = {name: event.get("usage") and event["usage"][name] for name in ("completion_tokens",)}
             for choice in event["choices"]:
-                own = found.setdefault(choice["index"], {"text": "", "arguments": "", "reason": None, "tokens": []})
+                own = found.setdefault(choice["index"], {"text": "", "reason": None, "tokens": []})
                 delta = choice.get("delta", {})
                 own["text"] += choice.get("text") or delta.get("content") or ""
-                own["arguments"] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
                 own["tokens"] += (choice["logprobs"] or {}).get("tokens", ())
                 own["reason"] = choice["finish_reason"] or own["reason"]
         return found

@@ -46,13 +46,6 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The required form of an answer: a JSON schema, a regular expression or a Lark grammar, as text."""
-
-    kind: Literal["json_schema", "regex", "lark"]
-    text: str
-
-
 # front -> engine
 
 
@@ -72,7 +65,6 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No token that would end the answer is drawn before this many."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    grammar: Grammar | None = None
     cache_salt: str = ""
     """Only prompts with the same salt share cached prefixes."""
     prefix_url: str = ""

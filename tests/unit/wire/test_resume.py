@@ -19,7 +19,7 @@ from prfaas.wire.resume import (
 )
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=9)
-TOLD = st.tuples(st.integers(0, 127), st.integers(0, 1 << 40), TOKENS, st.sampled_from(["", "stop", "tool_calls"]))
+TOLD = st.tuples(st.integers(0, 127), st.integers(0, 1 << 40), TOKENS, st.sampled_from(["", "stop", "length"]))
 
 
 @given(st.lists(TOLD))

@@ -14,7 +14,6 @@ from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
 from prfaas_worker.cache.transfer_frames import layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
@@ -26,8 +25,6 @@ from prfaas_worker.models.solo import Solo
 from .granted_offers import GrantedOffers
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
-# Bytes, and tokens that end an answer, as the built-in model has them.
-GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
 TRAFFIC = unlimited()
 
 
@@ -68,9 +65,7 @@ class FetchByHand:
 class Bench:
     """An engine that is stepped by hand."""
 
-    def __init__(
-        self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256, grammars: Any = GRAMMARS
-    ):
+    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
         self.said: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.memory = CacheMemory(
@@ -87,7 +82,6 @@ class Bench:
             cache=cache,
             kv_events=[],
             remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
-            grammars=grammars,
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.said.extend,
             role="mixed",

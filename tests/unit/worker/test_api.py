@@ -116,6 +116,7 @@ DEEP_ARGUMENTS = b'{"model": "tiny", "messages": [], "chat_template_kwargs": ' +
         ("POST", "/v1/completions", TOO_LONG, (400, "context_length_exceeded")),
         ("POST", "/v1/chat/completions", DEEP_ARGUMENTS, (400, "invalid_json")),
         ("POST", "/v1/prefills", DEEP, (400, "invalid_json")),
+        ("POST", "/tokenize", b'{"messages": [], "tools": [{}]}', (400, "unsupported_parameter")),
         ("GET", "/v1/completions", b"", (405, "invalid_request")),
         ("GET", "/v1/nothing", b"", (404, "invalid_request")),
     ],

@@ -1,16 +1,13 @@
 """The step loop on the real model, without sockets: what the front hears of every kind of request."""
 
-import json
-
 import pytest
 
 from prfaas.errors import PeerError, PrfaasError
-from prfaas.wire.engine import Cancel, Failed, Grammar, Sampling, Started
+from prfaas.wire.engine import Cancel, Failed, Sampling, Started
 from prfaas_worker.engine import schedule
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from ...waiting import eventually
 from .engine_bench import Bench, alone, fetched
 
 pytestmark = pytest.mark.system
@@ -127,22 +124,6 @@ def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
     ]
     bench.run()
     assert [bool(bench.ends(handle)) for handle in handles] == [True, True, False, False]
-
-
-def test_a_grammar_is_followed_and_ends_the_answer(model: Model):
-    grammar, sampling = Grammar("regex", r'\{"a": [1-9][0-9]{0,2}\}'), Sampling(1.0, 1.0, 0, 3)
-    bench = Bench(model)
-    handle = bench.ask(b"def f(", grammar=grammar, max_tokens=400, sampling=sampling, choices=2)
-
-    def are_ended() -> bool:
-        bench.step()
-        return len(bench.ends(handle)) == 2
-
-    eventually(are_ended, "both choices end", poll=0)
-    for choice in range(2):
-        assert json.loads(bytes(bench.tokens(handle, choice)))["a"] < 1000
-    assert bench.ends(handle) == ["stop", "stop"]
-    bench.assert_nothing_is_held()
 
 
 def test_a_request_that_cannot_be_drawn_fails_alone(model: Model):

@@ -1,28 +1,26 @@
 """Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
 
 from collections import Counter
-from concurrent.futures import Future
 from random import Random
 from typing import Any
 
 import pytest
 
-from prfaas.errors import PeerError, PrfaasError, RequestError
-from prfaas.wire.engine import Cancel, Grammar
+from prfaas.errors import PeerError, PrfaasError
+from prfaas.wire.engine import Cancel
 from prfaas_transfer.fetch import Fetched
 from prfaas_worker.engine import schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from .engine_bench import GRAMMARS, Bench, FetchByHand, Parrot, fetched, prefix_fetched
+from .engine_bench import Bench, FetchByHand, Parrot, fetched, prefix_fetched
 
 pytestmark = pytest.mark.system
 
 CANCELS = 10_000
 STAGES = {
     "arriving",
-    "grammar",
     "queued",
     "prefilling",
     "fetching",
@@ -33,33 +31,11 @@ STAGES = {
     "preempted",
     "ended",
 }
-DIGITS = Grammar("regex", "[0-9]{1,9}")
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
     return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-class ByHand:
-    """Grammars that are compiled when the test says so."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Future[Any], Grammar]] = []
-        self._digits = GRAMMARS.prepare(DIGITS).result()
-
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, grammar))
-        return future
-
-    def go_on(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future, grammar in waiting:
-            if grammar == DIGITS:
-                future.set_result(self._digits)
-            else:
-                future.set_exception(RequestError("no such grammar"))
 
 
 def stage(bench: Bench, handle: int) -> str:
@@ -68,8 +44,8 @@ def stage(bench: Bench, handle: int) -> str:
     if request is None:
         return "ended" if handle in bench.seen else "arriving"
     phases = {sequence.phase for sequence in request.sequences}
-    if Phase.PREPARING in phases:
-        return "joining" if request.generate.grammar is None or request.grammar is not None else "grammar"
+    if Phase.JOINING in phases:
+        return "joining"
     if Phase.FETCHING in phases:
         return "fetching a prefix" if request.prefix_source[0] else "fetching"
     if Phase.WAITING in phases:
@@ -82,9 +58,9 @@ def stage(bench: Bench, handle: int) -> str:
 class Crowd(Bench):
     """Requests of every kind on a small memory, in an order that chance gives and repeats."""
 
-    def __init__(self, model: Any, by_hand: ByHand):
-        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, grammars=by_hand)
-        self.model, self.chance, self.by_hand = model, Random(1), by_hand
+    def __init__(self, model: Any):
+        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24)
+        self.model, self.chance = model, Random(1)
         self.alive: list[int] = []
         self.last = b"x" * 200
         """Wanted again while it is fetched: that is joined."""
@@ -99,13 +75,10 @@ class Crowd(Bench):
         if number(3) == 0:
             prompt = bytes([40 + number(30)]) * 200 if number(3) == 0 else self.last
             fields["prefix_url"], self.last = "http://127.0.0.1:2", prompt
-        if number(5) == 0:
-            fields["grammar"] = DIGITS if number(3) else Grammar("regex", "another")
         self.alive.append(self.ask(prompt, **fields))
 
     def others_go_on(self) -> None:
         """Let threads come back with what they were sent for."""
-        self.by_hand.go_on()
         for fetch in self.fetches:
             fetch.on_end(self.result_of(fetch))
         self.fetches.clear()
@@ -145,7 +118,7 @@ class Crowd(Bench):
 
 def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-    crowd, stages = Crowd(Parrot(model), ByHand()), Counter[str]()
+    crowd, stages = Crowd(Parrot(model)), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):
             crowd.arrive()

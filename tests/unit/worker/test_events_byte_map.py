@@ -116,9 +116,9 @@ async def test_a_chat_teaches_tokens_of_its_contents(client, loaded):
 
 async def test_byte_blocks_before_the_first_block_of_tokens_are_taught_too(client, loaded):
     """Else a reader could not tell them from those that nobody has asked about."""
-    tools = [{"type": "function", "function": {"name": f"tool{n}", "description": "x" * 200}} for n in range(4)]
+    variables = {"chat_template_kwargs": {"unused": "x" * 800}}
     messages = [{"role": "user", "content": "What is there? " * 40}]
-    await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages, "tools": tools})
+    await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages} | variables)
     tokens = [pair["tokens"] for pair in await learned(loaded)]
     assert tokens == sorted(tokens)
     assert tokens[0] == 0

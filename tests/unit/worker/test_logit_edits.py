@@ -112,7 +112,7 @@ def test_nothing_ends_an_answer_before_min_tokens(temperature: float):
 def test_min_tokens_counts_what_was_generated_elsewhere():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS] = 50.0
-    sampler = Sampler(request(greedy(), min_tokens=5), 0, MODEL, None, [9, 9, 9, 9])
+    sampler = Sampler(request(greedy(), min_tokens=5), 0, MODEL, [9, 9, 9, 9])
     assert [sample(logits.clone(), [sampler])[0].token for _ in range(2)] == [1, EOS]
 
 

@@ -37,7 +37,7 @@ def options(**more: Any) -> Options:
 def reserved(model: Model, given: Options) -> Any:
     """The memory of an engine that is made with these options."""
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    engine, _ = assembly.assemble(model, model_directory(TINY), given, outbox)
+    engine, _ = assembly.assemble(model, given, outbox)
     return engine.runner.memory
 
 

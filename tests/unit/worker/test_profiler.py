@@ -106,10 +106,10 @@ def test_steps_are_measured_as_far_as_time_memory_and_context_go():
 
 def assembled(**given: Any) -> Any:
     """An engine that is made with these options, on the built-in model."""
-    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
     outbox: Any = SimpleNamespace(put=lambda _: None)
     options = Options(model_source="", model_name="tiny", **given)
-    engine, _ = assembly.assemble(model, directory, options, outbox)
+    engine, _ = assembly.assemble(model, options, outbox)
     return engine
 
 
@@ -174,11 +174,11 @@ def test_a_context_of_a_few_tokens_needs_no_warm_up():
 
 
 def test_an_engine_is_warm_before_it_measures():
-    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
     kinds = kinds_of_steps(model)
     options = Options(model_source="", model_name="tiny", profile_seconds=0.2)
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    assembly.assemble(model, directory, options, outbox)
+    assembly.assemble(model, options, outbox)
     assert kinds[:6] == ["chunk", "chunk behind rows", "decode", "chunk", "decodes", "chunk behind rows beside decode"]
     assert "chunk" in kinds[6:], "and then it measures"
 

@@ -73,7 +73,7 @@ def test_a_row_is_drawn_the_same_alone_and_in_any_batch(asked: list[Generate], s
 def test_a_sampler_made_anew_elsewhere_goes_on_as_the_first_would_have(asked: Generate, steps: int, seed: int):
     first = Sampler(asked, 1, MODEL)
     generated = [sample(random_logits(1, seed + step), [first])[0].token for step in range(steps)]
-    second = Sampler(asked, 1, MODEL, None, generated)
+    second = Sampler(asked, 1, MODEL, generated)
     for step in range(steps, steps + 5):
         assert sample(random_logits(1, seed + step), [second]) == sample(random_logits(1, seed + step), [first])
 

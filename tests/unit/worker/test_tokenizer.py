@@ -122,11 +122,6 @@ def test_tokens_that_may_not_stop_are_not_searched(cuts: list[int], free: int):
     assert stream.stopped == (place >= 0)
 
 
-def test_marks_can_be_shown():
-    stream = TextStream(TINY, (), shown={END: b"<end>"})
-    assert stream.push([ord("a"), END, USER, ord("b")], final=True) == "a<end>b"
-
-
 def test_special_tokens_add_no_text():
     assert TextStream(TINY, ()).push([ord("a"), END, ord("b"), USER], final=True) == "ab"
 

@@ -1,4 +1,4 @@
-"""Builds an engine: the model's memory and cache, the step loop, and its transfers and grammars."""
+"""Builds an engine: the model's memory and cache, the step loop, and its transfers."""
 
 import logging
 import queue
@@ -16,7 +16,6 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.transfer_frames import Staging, layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler, measure_steps
@@ -28,14 +27,11 @@ from prfaas_worker.memory import available_bytes
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
-from prfaas_worker.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_MIB = 1024
 _STEPS_SHARE = 0.5  # Share of the time for measurements that is for the length of steps.
-LARGE_VOCABULARY = 10_000
-"""With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""
 
 
 def load_and_assemble(options: Options, outbox: Outbox) -> tuple[Model, Path, EngineLoop, EngineTransfers]:
@@ -46,17 +42,17 @@ def load_and_assemble(options: Options, outbox: Outbox) -> tuple[Model, Path, En
     """
     model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
     try:
-        return model, directory, *assemble(model, directory, options, outbox)
+        return model, directory, *assemble(model, options, outbox)
     except (ConfigError, CapacityError) as error:
         if options.device != "auto" or model.device.type == "cpu":
             raise
         log.warning("the model runs on the CPU, not on the GPU: %s", error)
     del model  # its memory on the GPU is needed no more
     model, directory = load_model(options.model_source, options.threads or None, "cpu", options.dtype)
-    return model, directory, *assemble(model, directory, options, outbox)
+    return model, directory, *assemble(model, options, outbox)
 
 
-def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[EngineLoop, EngineTransfers]:
+def assemble(model: Model, options: Options, outbox: Outbox) -> tuple[EngineLoop, EngineTransfers]:
     """Return the step loop of a model and its transfers. Raises ConfigError if the requested cache cannot be had."""
     memory = _cache_memory(model, options)
     runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
@@ -72,7 +68,6 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         cache=cache,
         kv_events=kv_events,
         remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, options.model_name, transfers), inbox.put),
-        grammars=_grammars(model, directory),
         profiler=_profiler(runner, cache, options, outbox, budgets[options.role].step_tokens),
         send=outbox.put,
         role=options.role,
@@ -185,13 +180,3 @@ def max_context(model: Model, options: Options) -> int:
             "leave it out"
         )
     return wanted
-
-
-def _grammars(model: Model, directory: Path) -> Grammars:
-    def load_vocabulary() -> Vocabulary:
-        return read_vocabulary(load_tokenizer(directory), tuple(sorted(model.eos_token_ids)), model.vocab_size)
-
-    grammars = Grammars(load_vocabulary)
-    if model.vocab_size > LARGE_VOCABULARY:
-        grammars.warm()
-    return grammars

@@ -5,8 +5,8 @@ multiplies negative logits of tokens in prompt or answer. Then the frequency pen
 answer has the token, and the presence penalty once. Only the tokens concerned are touched, few beside the vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -83,28 +83,7 @@ def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, LogitTable]])
     logits.view(-1).scatter_(0, places, values)
 
 
-class Mask(NamedTuple):
-    """Tokens that one row may draw, one bit each: int32 [ceil(vocab_size / 32)]."""
-
-    row: int
-    words: np.ndarray
-
-
-def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
-    banned = np.stack([mask.words for mask in masks])
-    np.invert(banned, out=banned)
-    # Little-endian words: bit i of the mask is bit i % 8 of byte i // 8.
-    bits = np.unpackbits(banned.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    where = torch.from_numpy(bits).view(torch.bool).to(logits.device)
-    rows = [mask.row for mask in masks]
-    if len(rows) == len(logits):
-        logits.masked_fill_(where, -torch.inf)
-    else:
-        index = torch.tensor(rows, device=logits.device)
-        logits[index] = logits[index].masked_fill_(where, -torch.inf)
-
-
-def apply_bans(logits: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
+def apply_bans(logits: torch.Tensor, bans: Sequence[tuple[int, Collection[int]]]) -> None:
     pairs = [(row, token) for row, tokens in bans for token in tokens]
     rows, tokens = torch.tensor(pairs, device=logits.device).T
     logits[rows, tokens] = -torch.inf

@@ -8,7 +8,6 @@ import queue
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
@@ -24,7 +23,6 @@ from prfaas.wire.engine import (
     Failed,
     FinishReason,
     Generate,
-    Grammar,
     KvEvents,
     ResetCache,
     Role,
@@ -40,7 +38,6 @@ from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled, Grammars
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
@@ -53,7 +50,6 @@ from prfaas_worker.engine.sequences import (
     OfferEnded,
     Phase,
     PrefillOffered,
-    Prepared,
     Requests,
     Sequence,
     StoredPrompt,
@@ -72,7 +68,6 @@ class EngineLoop:
     cache: HybridCache
     kv_events: list[KvEvent]
     remote: RemoteCaches
-    grammars: Grammars
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
@@ -143,8 +138,6 @@ class EngineLoop:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._finish_fetch(handle, result)
-            case Prepared():
-                self._finish_preparation(event)
             case ResetCache(handle):
                 self._messages.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
@@ -170,40 +163,14 @@ class EngineLoop:
             token_ids, choice = token_ids + request.generate.generated, request.generate.choice
         chain = BlockChain(chain_root(self.runner.model.fingerprint, prompt.cache_salt))
         chain.extend(token_ids)
-        sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
+        sequence = Sequence(request, choice, token_ids, chain)
         request.sequences.append(sequence)
         self.requests[request.handle] = request
-        grammar = request.generate.grammar if request.is_generation else None
-        if grammar is None:
-            self._make_ready(sequence)
-        else:
-            self._prepare_grammar(request.handle, grammar)
-
-    def _prepare_grammar(self, handle: int, grammar: Grammar) -> None:
-        def post(future: Future[Compiled]) -> None:
-            self.inbox.put(Prepared(handle, future))
-
-        self.grammars.prepare(grammar).add_done_callback(post)
-
-    def _finish_preparation(self, event: Prepared) -> None:
-        request = self.requests.get(event.handle)
-        if request is None:  # cancelled
-            return
-        try:
-            request.grammar = event.grammar.result()
-        except PrfaasError as error:
-            self._fail(request, error)
-            return
-        self._make_ready(request.sequences[0])
-
-    def _make_ready(self, sequence: Sequence) -> None:
-        """Let a sequence be admitted from now on; grant or refuse a request for a cached prefix at once."""
-        sequence.phase = Phase.WAITING
-        if isinstance(sequence.request.message, StartPrefix):
+        if isinstance(request.message, StartPrefix):
             facts, promised_slots = self.requests.facts(self.cache), self.requests.promised_slots(self.cache)
             self._messages.append(self.remote.offer_prefix(sequence, facts, promised_slots))
             if sequence.lease is None:
-                self._end(sequence.request.handle)
+                self._end(request.handle)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
@@ -332,21 +299,14 @@ class EngineLoop:
                 further_slots -= 1
             elif request.stored is None and (lease := self.cache.store(prompt.lease, prompt.tokens)) is not None:
                 request.stored = prompt._replace(lease=lease)
-        try:
-            for choice in request.sequences:
-                matcher = request.grammar.matcher() if request.grammar else None
-                choice.sampler = Sampler(generate, choice.index, self._outputs, matcher, generate.generated)
-        except RequestError as error:  # what was generated elsewhere does not follow the grammar
-            self._fail(request, error)
-            return []
+        for choice in request.sequences:
+            choice.sampler = Sampler(generate, choice.index, self._outputs, generate.generated)
         request.started = True
         self._messages.append(_started(request, fetched))
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
         """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all."""
-        if not drawing:
-            return
         self._count(generation_tokens=len(drawing))
         drawn = sample(logits.expand(len(drawing), -1), [sequence.ready_sampler for sequence in drawing])
         for sequence, one in zip(drawing, drawn, strict=True):
@@ -357,13 +317,13 @@ class EngineLoop:
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
         if drawn.error is not None:
-            self._fail(request, drawn.error)
+            self._messages.append(_failure(request.handle, drawn.error))
+            self._end(request.handle)
             return
         sequence.token_ids.append(drawn.token)
-        sampler = sequence.ready_sampler
-        stopped = drawn.token in sampler.ends
+        stopped = drawn.token in sequence.ready_sampler.ends
         reason: FinishReason | None = None
-        if stopped or sampler.complete:
+        if stopped:
             reason = "stop"
         elif sequence.generated_tokens == request.generate.max_tokens:
             reason = "length"
@@ -385,10 +345,6 @@ class EngineLoop:
         for sequence in work.decodes:
             if sequence.lease is not None:  # else another choice of its request was among the prompts
                 self._preempt(sequence)
-
-    def _fail(self, request: EngineRequest, error: PrfaasError) -> None:
-        self._messages.append(_failure(request.handle, error))
-        self._end(request.handle)
 
     def _end(self, handle: int) -> None:
         request = self.requests.get(handle)

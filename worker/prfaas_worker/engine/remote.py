@@ -308,7 +308,7 @@ class RemoteCaches:
             may_be_same = fetch.blocks[known : known + 1] == blocks[known : known + 1] and not request.has_joined
             if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
                 request.has_joined = True
-                sequence.phase = Phase.PREPARING
+                sequence.phase = Phase.JOINING
                 fetch.waiting.append(sequence)
                 self.outcomes["joined"] += 1
                 return True

@@ -8,7 +8,7 @@ A `Sampler` is one answer's state, a function of (request, choice, tokens genera
 another instance, it continues as the old one would have. It holds no cache, so a preempted request keeps its sampler.
 
 `sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
-that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result.
+that ask for it. An error in one row (no token that may be drawn, logits that are not numbers) is that row's result.
 The batch continues.
 """
 
@@ -21,8 +21,7 @@ import torch
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.wire.engine import Generate, TokenLogprob
-from prfaas_worker.engine.grammar import Matcher
-from prfaas_worker.engine.logit_edits import LogitTable, Mask, apply_bans, apply_masks, apply_tables, needs_table
+from prfaas_worker.engine.logit_edits import LogitTable, apply_bans, apply_tables, needs_table
 from prfaas_worker.engine.top_k_top_p import BLOCK, RowDraw, draw_rows, largest, pad_to_blocks
 
 _AHEAD: Final = 64
@@ -37,50 +36,32 @@ class Outputs(NamedTuple):
 
 
 class Sampler:
-    """The state of one choice of a request, whose tokens `check_tokens` has checked. With a grammar, `matcher` is at
-    its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated` does not follow the grammar."""
+    """The state of one choice of a request, whose tokens `check_tokens` has checked."""
 
-    __slots__ = ("ends", "generated", "greedy", "hold_back", "logprobs", "matcher", "random", "sampling", "table")
+    __slots__ = ("ends", "generated", "greedy", "hold_back", "logprobs", "random", "sampling", "table")
 
-    def __init__(
-        self,
-        generate: Generate,
-        choice: int,
-        outputs: Outputs,
-        matcher: Matcher | None = None,
-        generated: Sequence[int] = (),
-    ):
+    def __init__(self, generate: Generate, choice: int, outputs: Outputs, generated: Sequence[int] = ()):
         sampling = generate.sampling
         self.sampling = sampling
         self.greedy = sampling.temperature == 0 or sampling.top_k == 1
         self.logprobs = generate.logprobs
-        eos_ids = () if generate.ignore_eos and matcher is None else outputs.eos_ids
+        eos_ids = () if generate.ignore_eos else outputs.eos_ids
         self.ends = frozenset(eos_ids) | frozenset(generate.stop_token_ids)
         self.hold_back = generate.min_tokens - len(generated) if self.ends else 0
-        self.matcher = matcher
         self.generated = len(generated)
         self.table = LogitTable(sampling, generate.token_ids) if needs_table(sampling) else None
         if self.table is not None:
             for token in generated:
                 self.table.count(token)
-        if matcher is not None and generated:
-            matcher.accept(generated)
         position = len(generate.token_ids) + len(generated)
         self.random = None if self.greedy else RandomNumbers(sampling.seed, choice, position)
 
-    @property
-    def complete(self) -> bool:
-        """True if the grammar allows no more text: the last drawn token ends the answer and belongs to it."""
-        return self.matcher is not None and self.matcher.complete
-
     def accept(self, token: int) -> None:
-        """Advance over a drawn token, the last if in `ends`. Raises RequestError if the grammar becomes too complex."""
+        """Advance over a drawn token."""
         self.generated += 1
         self.hold_back -= 1
         if self.table is not None:
             self.table.count(token)
-        if self.matcher is not None and token not in self.ends:
-            self.matcher.accept([token])
 
 
 def check_tokens(generate: Generate, vocab_size: int) -> None:
@@ -104,14 +85,12 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
     """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler. May change `logits`. Log
     probabilities are the model's, before any edit, temperature and truncation."""
     logprob_rows = _logprob_rows(logits, samplers)
-    edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.matcher or sampler.hold_back > 0]
+    edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.hold_back > 0]
     if edited:  # choices of one prompt may all look at one row
         logits = logits.contiguous()
-    errors = _edit(logits, samplers, edited) if edited else {}
+        _edit(logits, samplers, edited)
     tops, peaks = _peaks(logits)
-    for row, top in enumerate(tops.tolist()):
-        if not math.isfinite(top):
-            errors.setdefault(row, _undrawable(top, samplers[row]))
+    errors = {row: _undrawable(top, samplers[row]) for row, top in enumerate(tops.tolist()) if not math.isfinite(top)}
     tokens = peaks.tolist()
     drawn = [row for row, sampler in enumerate(samplers) if not sampler.greedy and row not in errors]
     if drawn:
@@ -123,12 +102,10 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
 
 
 def _finish(sampler: Sampler, token: int, logprob: TokenLogprob | None, error: PrfaasError | None) -> Drawn:
-    if error is None:
-        try:
-            sampler.accept(token)
-        except RequestError as refused:
-            error = refused
-    return Drawn(token, logprob) if error is None else Drawn(-1, None, error)
+    if error is not None:
+        return Drawn(-1, None, error)
+    sampler.accept(token)
+    return Drawn(token, logprob)
 
 
 def _row_draw(row: int, sampler: Sampler) -> RowDraw:
@@ -137,35 +114,19 @@ def _row_draw(row: int, sampler: Sampler) -> RowDraw:
     return RowDraw(row, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, random.next())
 
 
-def _edit(logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> dict[int, PrfaasError]:
-    """Apply these rows' samplers in place; return the rows that a grammar refuses."""
-    errors: dict[int, PrfaasError] = {}
-    masks: list[Mask] = []
+def _edit(logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> None:
+    """Apply these rows' samplers in place."""
     tables = [(row, table) for row in rows if (table := samplers[row].table)]
-    bans = []
-    for row in rows:
-        sampler = samplers[row]
-        if sampler.matcher is not None:
-            words = np.empty(-(-logits.shape[1] // 32), dtype=np.int32)
-            try:
-                sampler.matcher.fill(words, sampler.ends, hold_back=sampler.hold_back > 0)
-                masks.append(Mask(row, words))
-            except RequestError as refused:
-                errors[row] = refused
-        elif sampler.hold_back > 0:
-            bans.append((row, sampler.ends))
+    bans = [(row, samplers[row].ends) for row in rows if samplers[row].hold_back > 0]
     if tables:
         apply_tables(logits, tables)
-    if masks:
-        apply_masks(logits, masks)
     if bans:
         apply_bans(logits, bans)
-    return errors
 
 
 def _undrawable(top: float, sampler: Sampler) -> PrfaasError:
-    if top == -math.inf and (sampler.matcher is not None or sampler.table is not None or sampler.hold_back > 0):
-        return RequestError("no token is left to draw: grammar, min_tokens and logit_bias together rule out every one")
+    if top == -math.inf and (sampler.table is not None or sampler.hold_back > 0):
+        return RequestError("no token is left to draw: min_tokens and logit_bias together rule out every one")
     return InternalError(f"the model's largest logit is {top}: no token can be drawn")
 
 

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from prfaas_transfer.fetch import CacheFetch, Fetched
 from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 
@@ -24,12 +22,13 @@ from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, Waitin
 class Phase(Enum):
     """The phase of a sequence.
 
-    PREPARING waits for other threads; it and WAITING hold no memory. FETCHING waits for another instance's cache.
-    DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to release the memory.
+    WAITING and JOINING hold no memory; JOINING waits for a prefix that another sequence fetches. FETCHING waits for
+    another instance's cache. DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to
+    release the memory.
     """
 
-    PREPARING = "preparing"
     WAITING = "waiting"
+    JOINING = "joining"
     FETCHING = "fetching"
     RUNNING = "running"
     DELIVERING = "delivering"
@@ -122,7 +121,6 @@ class EngineRequest:
     offer: OfferedCache | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
-    grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -267,11 +265,4 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
-class Prepared(NamedTuple):
-    """A request's grammar is compiled, or refused."""
-
-    handle: int
-    grammar: Future[Compiled]
-
-
-Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared
+Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded

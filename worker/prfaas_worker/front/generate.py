@@ -31,7 +31,7 @@ from prfaas.wire.resume import Resume
 from prfaas.wire.trace import read_trace
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
-from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
+from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens, refuse_unserved
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, error_body, sse, usage_body
 from prfaas_worker.front.resume import TokenComments, read_resume, read_resume_headers, remaining_messages, replay
 from prfaas_worker.front.serving import (
@@ -299,6 +299,7 @@ def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]
 def _tokenized(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> bytes:
     body = read_body(data, TokenizeBody)
     require_model(body.model or served.model_name, served)
+    refuse_unserved(body)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is not None:

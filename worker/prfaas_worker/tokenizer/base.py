@@ -56,10 +56,6 @@ class Tokenizer(ABC):
     def specials(self) -> Mapping[str, int]:
         return {text: special.token_id for text, special in self._specials.by_text.items()}
 
-    @property
-    def template_source(self) -> str:
-        return self._template.source if self._template else ""
-
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Token ids of a plain prompt; `framed` adds special tokens. Raises RequestError for invalid Unicode."""
         token_ids = self._token_ids(self._specials.split_plain(text))
