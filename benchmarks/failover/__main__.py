@@ -205,7 +205,7 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         "link": stage.links,
         "gateway": stage.gateways,
     }
-    told = 0
+    shown = 0
     for number in range(kills):
         kind = chance.choice(list(pairs))
         at = chance.randrange(2)
@@ -219,8 +219,8 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
             await asyncio.sleep(chance.uniform(0.1, LONGEST_CUT_SECONDS))
         await victim.come_back()
         so_far = f"{counts.served} requests, {len(counts.lost)} lost, {len(counts.near_ties)} near-ties"
-        print(f"{number + 1}: killed {victim.name}; {so_far}", *counts.lost[told:], sep="\n  ", file=sys.stderr)
-        told = len(counts.lost)
+        print(f"{number + 1}: killed {victim.name}; {so_far}", *counts.lost[shown:], sep="\n  ", file=sys.stderr)
+        shown = len(counts.lost)
     return done
 
 
@@ -272,8 +272,8 @@ def figures(
 ) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder, engines_of(engine, Path(folder)) as engines:
         counts, done = asyncio.run(measure(Stage(Path(folder), engines), kills, clients, requests, seed))
-    for told in (*counts.near_ties, *counts.drawn_otherwise):
-        print(told, file=sys.stderr)
+    for difference in (*counts.near_ties, *counts.drawn_otherwise):
+        print(difference, file=sys.stderr)
     for kind, number in sorted(done.items()):
         yield Figure(name=f"kills of a {kind}", value=number, unit="", better="higher")
     yield Figure(name="requests", value=counts.served, unit="", better="higher")

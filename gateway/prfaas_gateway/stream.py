@@ -303,11 +303,11 @@ class StreamLog:
         """Return the document of everything that the client has; raises as `document` does."""
         self._shorten()
         choices: dict[int, SentChoice] = {}
-        for told in read_comments(b"".join(self._comments)):
-            before = choices.get(told.choice)
+        for comment in read_comments(b"".join(self._comments)):
+            before = choices.get(comment.choice)
             token_ids = before.token_ids if before else []
-            token_ids += told.token_ids
-            choices[told.choice] = SentChoice(token_ids, told.characters, told.reason)
+            token_ids += comment.token_ids
+            choices[comment.choice] = SentChoice(token_ids, comment.characters, comment.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
 
     def _shorten(self) -> None:

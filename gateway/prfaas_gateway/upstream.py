@@ -132,11 +132,11 @@ class Upstream:
         Raises UnreachableError as `post` does, TimeoutError without an answer within `wait_seconds`.
         """
         url, tls = worker.url + path, self._tls(worker)
-        told = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(wait_seconds),
-                self._session.put(url, data=body, headers=told, allow_redirects=False, ssl=tls) as answer,
+                self._session.put(url, data=body, headers=headers, allow_redirects=False, ssl=tls) as answer,
             ):
                 await answer.read()
                 return answer.status

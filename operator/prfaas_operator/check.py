@@ -110,8 +110,8 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
 def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
     """Return the finding for a member that this machine cannot reach: failed if the operator cannot either."""
     reached = any(one.type == REACHABLE and one.status == "True" for one in member.status.conditions)
-    told = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
-    return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", told)
+    text = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
+    return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", text)
 
 
 async def _rights(there: ClusterClient) -> dict[str, bool]:

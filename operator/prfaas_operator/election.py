@@ -4,7 +4,7 @@ The hard part is to stop in time. A replica that was frozen or cut off still bel
 replica has taken over. Three deadlines after the last renewal keep the two from writing at once:
 
     10 s  every call that writes is refused (`may_write`, asked right before each write)
-    14 s  a thread of its own ends the process if its work has not ended: kopf writes finalizers with its own client,
+    14 s  a separate thread ends the process if its work has not ended: kopf writes finalizers with its own client,
           which does not ask `may_write`
     15 s  another replica may take the Lease; a call under way has ended by then, because its timeout is 5 s
 

@@ -160,7 +160,7 @@ async def serve(options: OperatorOptions) -> None:
             metrics.LEADER.set(1)
             await lead(options, always, queue, health, shutdown, shutdown.term)
             return
-        # The Lease has connections of its own, so that it waits behind no other call.
+        # The Lease has its own connections, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
             await election.run(partial(lead, options, election.may_write, queue, health, shutdown), shutdown)

@@ -25,7 +25,7 @@ _STARTING: Final = ConditionState("Unknown", "Starting", "nothing measured yet")
 
 
 def caches_fit(table: RoutingTable, measured: Measurements, before: ConditionState | None) -> ConditionState:
-    """Return whether instances take the caches of others; `before` is what was said last."""
+    """Return whether instances take the caches of others; `before` is the last answer."""
     if not table.prometheus_url:
         return _NOT_CONFIGURED
     if measured.errors:

@@ -92,7 +92,7 @@ class CacheFetch(Protocol):
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None: ...
 
     def cancel(self) -> None:
-        """End the fetch at once; its end is told all the same."""
+        """End the fetch at once; its end is reported all the same."""
         ...
 
 
@@ -161,8 +161,8 @@ class RemoteFetch:
             result = PeerError(f"{self._what} at {self._api.url} failed: {error!r}")
         self._over.set()
         if outcome is not None:
-            told = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
-            self._shared.counters.count_end(told)
+            ended = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
+            self._shared.counters.count_end(ended)
         on_end(result)
         if outcome != "delivered" and self._grant is not None:
             self._release(self._grant)

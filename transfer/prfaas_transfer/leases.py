@@ -259,7 +259,7 @@ class Offers:
         epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames,
         and to who declines: the offer is over then."""
         with self._lock:
-            offer = self._known(address, hello, peer)
+            offer = self._find(address, hello, peer)
             stale = [] if hello.declines else _bind(offer, hello, peer, stream)
         if hello.declines:
             self.end(offer, "cancelled", UNWANTED)
@@ -270,7 +270,7 @@ class Offers:
         offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
 
-    def _known(self, address: Address, hello: Hello, peer: str) -> Offer:
+    def _find(self, address: Address, hello: Hello, peer: str) -> Offer:
         offer = self._offers.get((address.transfer_id, hello.rank))
         known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
         if offer is None or not known or offer.manifest.epoch != address.epoch:

@@ -176,7 +176,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 class LinkMonitor:
-    """Samples the data connections, in a thread of its own, while there are any. The hub and the unnamed peer exist
+    """Samples the data connections, in its own thread, while there are any. The hub and the unnamed peer exist
     from the start, so that a rate sees the first transfer too."""
 
     def __init__(self) -> None:

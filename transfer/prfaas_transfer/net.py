@@ -209,7 +209,7 @@ class DataStream:
 
         The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are due. It does
         not count bytes that it has already given us, so in the middle of a call it would wait for bytes beyond the
-        frame. So the end of a large frame is taken in a call of its own, once all of it is there.
+        frame. So the end of a large frame is taken in its own call, once all of it is there.
         """
         pieces, flags = left[:_MAX_PIECES], 0
         if left_bytes >= 2 * LOW_WATER_BYTES:
@@ -289,8 +289,8 @@ class TlsChannel:
 
     def _flush(self) -> None:
         """Send what the handshake says: less than any socket's buffer has room for."""
-        if said := self._encrypted.read():
-            self.socket.sendall(said)
+        if sent := self._encrypted.read():
+            self.socket.sendall(sent)
 
 
 class TlsStream(DataStream):
@@ -357,9 +357,9 @@ class TlsStream(DataStream):
         try:
             self.channel.add(self.socket.recv(READ_BYTES, socket.MSG_DONTWAIT))
             self.channel.tls.read(1)
-        except (OSError, ValueError) as said:
-            if is_alert(said):
-                return explain(said, "while sending")
+        except (OSError, ValueError) as answer:
+            if is_alert(answer):
+                return explain(answer, "while sending")
         return error
 
     def _pieces(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:

@@ -328,8 +328,8 @@ def _describe(spec: KVCacheSpec, tensors: Sequence[HeadMap], view: torch.Tensor,
         kind = f"{type(spec).__name__} {spec.mamba_type.name}"
         parts = ", ".join(rows.text for tensor in tensors for rows in tensor)
         shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        told = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
-        return f"{kind} {told} {device_kind}".replace("torch.", "")
+        described = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
+        return f"{kind} {described} {device_kind}".replace("torch.", "")
     is_divided = tensors and not isinstance(spec, MLAAttentionSpec)
     count = part.heads(tensors[0][0].sections[0].heads)[1] if is_divided else 0
     heads = f"{count or getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"

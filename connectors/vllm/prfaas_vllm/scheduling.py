@@ -148,7 +148,7 @@ class TransferPlanner:
     def __init__(self, rule: GoalRule):
         self._rule = rule
         self._sources: dict[str, SourceStart] = {}
-        self._known: set[str] = set()  # Sources of which the worker's side was told.
+        self._known: set[str] = set()  # Sources of which the worker's side knows.
         self._asked: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
         self._fetching: dict[str, Fetching] = {}
         self._plan = StepPlan()
@@ -175,7 +175,7 @@ class TransferPlanner:
         return max(0, self._rule.goal(request.num_prompt_tokens) - computed)
 
     def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
-        """Note the blocks for `external` tokens, and fetch them in this step; without any its source is told."""
+        """Note the blocks for `external` tokens, and fetch them in this step; without any, tell its source."""
         leg = leg_of(request)
         goal = self._rule.goal(request.num_prompt_tokens)
         if leg is None or leg.role != "destination" or not goal or request.request_id in self._asked:

@@ -50,9 +50,9 @@ class Parallelism(ApiModel):
     tensor: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """GPUs that compute each layer together."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
-    """Groups of layers, each on GPUs of its own."""
+    """Groups of layers, each on its own GPUs."""
     data: Annotated[int, Field(ge=1, le=16)] = 1
-    """Copies of the model, each with requests and a cache of its own."""
+    """Copies of the model, each with its own requests and cache."""
 
     @property
     def gpus(self) -> int:

@@ -54,7 +54,7 @@ class SimulatedLoad:
     """A system's file and its arrivals: random ones, or a trace at its own times or at a rate.
 
     A trace's lengths are the workload that is planned for. `rate_per_second` and `requests` replace the file's own; a
-    trace has a rate of its own.
+    trace has its own rate.
     """
 
     def __init__(self, file: Path, trace: Path | None, rate_per_second: float | None, requests: int | None = None):

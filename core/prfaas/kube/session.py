@@ -48,7 +48,7 @@ def encode_body(body: Mapping[str, Any]) -> bytes:
 class StatusError(PeerError):
     """The API server refused a call.
 
-    `status` is the HTTP status, `answer` the Status object (empty if missing), `headers` the answer's, `said` the
+    `status` is the HTTP status, `answer` the Status object (empty if missing), `headers` the answer's, `message` the
     server's sentence.
     """
 
@@ -57,8 +57,8 @@ class StatusError(PeerError):
             self.answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         except UNREADABLE:
             self.answer = {}
-        self.said = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
-        super().__init__(f"{what}: {status} {self.said}")
+        self.message = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
+        super().__init__(f"{what}: {status} {self.message}")
         self.status = status
         self.reason = str(self.answer.get("reason", ""))
         self.headers = headers

@@ -149,8 +149,8 @@ def _reference_map(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
     """Return the map that knows most of a prompt and is not outvoted at its end."""
     ends = [last_where(len(chain), lambda at, one=one: one.get(chain[at]) is not None) for one in maps]
     for end, candidate in sorted(zip(ends, maps, strict=True), key=lambda pair: -pair[0]):
-        said = candidate.get(chain[end])
+        last = candidate.get(chain[end])
         votes = [vote for one in maps if (vote := one.get(chain[end])) is not None]
-        if 2 * sum(vote == said for vote in votes) >= len(votes):
+        if 2 * sum(vote == last for vote in votes) >= len(votes):
             return candidate
     return maps[0]

@@ -177,7 +177,7 @@ class BlockTree:
                 self._without_rows += 1
                 self._rows[number] = 0
             else:
-                depth = depths[number]  # where it was first told to be
+                depth = depths[number]  # where it was first reported
             behind = number
 
     def _few(self, keys: Sequence[int], behind: int, parent_unknown: bool) -> list[int]:

@@ -8,7 +8,7 @@ are the 32 bytes of a SHA-256 chain.
 A hybrid cache has two groups. ATTENTION_GROUP lists the blocks of tokens with attention rows here. STATE_GROUP lists
 the blocks with a state checkpoint at their end. A hash means another thing in each group: readers key by group.
 
-Routers without a tokenizer match bytes. A `ByteMapBatch` has a topic of its own. It names the block of tokens that
+Routers without a tokenizer match bytes. A `ByteMapBatch` has its own topic. It names the block of tokens that
 surely lies within a prefix of a request's canonical bytes.
 """
 

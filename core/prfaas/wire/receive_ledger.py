@@ -294,7 +294,7 @@ class ReceiveLedger:
             case Kind.DONE:
                 done = decode_message(header, payload, Done)
                 if self.done is not None and self.done != done:  # a repetition may come after a break
-                    raise ProtocolError(f"{header.describe()} was sent before, and said something else")
+                    raise ProtocolError(f"{header.describe()} was sent before with other content")
                 self.done = done
             case Kind.ABORT if self._missing():
                 raise PeerError(f"the other side gave up: {decode_message(header, payload, Abort).message}")

@@ -76,7 +76,7 @@ class SendQueue(Generic[Item]):
             if connection in self._carried or not 0 <= connection < MAX_CONNECTIONS:
                 raise ProtocolError(f"connection {connection} was used before, or is beyond {MAX_CONNECTIONS}")
             if any(end - 1 not in self._sealed for _, end in received):
-                raise ProtocolError(f"frames {received} are said to have arrived, but were never sent")
+                raise ProtocolError(f"frames {received} were acknowledged, but never sent")
             again: list[int] = []
             for other in broken:
                 self._lose(other)

@@ -1,6 +1,6 @@
 """W3C trace context: passes a request's place in a trace from process to process.
 
-A process with tracing makes a span of its own and passes that one on. A process without tracing passes the received one
+A process with tracing makes its own span and passes that one on. A process without tracing passes the received one
 on, so a hop without tracing breaks no trace. Malformed contexts (https://www.w3.org/TR/trace-context/) are dropped.
 """
 

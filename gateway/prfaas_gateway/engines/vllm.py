@@ -2,7 +2,7 @@
 
 Our connector gets both legs at once. The gateway names the transfer for each attempt anew: an id, an epoch and a token,
 and to the decode instance the place of the source. If the source dies, the decode instance computes the prompt itself,
-so its answer goes on. If the source refuses, only the gateway knows, and aborts the decode leg.
+so its answer continues. If the source refuses, only the gateway knows, and aborts the decode leg.
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
@@ -193,10 +193,10 @@ class VllmMooncakeEngine(_VllmEngine):
         known = self._known.get(instance.url)
         if known is None or known.until_seconds <= now:
             self._known = {url: one for url, one in self._known.items() if one.until_seconds > now}
-            known = self._known[instance.url] = _Known(await self._asked(instance), now + KNOWN_SECONDS)
+            known = self._known[instance.url] = _Known(await self._read_ranks(instance), now + KNOWN_SECONDS)
         return known.ranks
 
-    async def _asked(self, instance: Instance) -> dict[str, _Rank]:
+    async def _read_ranks(self, instance: Instance) -> dict[str, _Rank]:
         bootstrap = msgspec.structs.replace(instance, url=bootstrap_url(instance))
         try:
             async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:

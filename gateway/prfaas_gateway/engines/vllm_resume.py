@@ -135,7 +135,7 @@ def most_tokens(fields: Fields, *, is_chat: bool) -> int | None:
 
 
 def continued(fields: Fields, answered: SentAnswer, left_tokens: int) -> Fields:
-    """Return the fields of the request to /v1/completions that goes on with an answer.
+    """Return the fields of the request to /v1/completions that continues an answer.
 
     Raises BadInputError if no token is left to generate.
     """
@@ -180,7 +180,7 @@ def _numbers(ids: bytes) -> list[int]:
 
 
 class AnswerWriter:
-    """Turns the stream of an instance that goes on into the rest of the client's stream.
+    """Turns the stream of an instance that continues into the rest of the client's stream.
 
     Args:
         answered: what the client has.
@@ -233,7 +233,7 @@ class AnswerWriter:
             choices = chunk["choices"]
             written = self._choice(choices[0]) if choices else None
         except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise BadInputError(f"an instance goes on with an event that is no chunk: {error}") from error
+            raise BadInputError(f"an instance continues with an event that is no chunk: {error}") from error
         if choices and written is None:
             return b""
         chunk |= self._head | {"choices": [written] if written else []}

@@ -48,7 +48,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "tools": (None, []),
     "functions": (None, []),
 }
-"""What a request may say of these fields if its stream is to go on elsewhere; all else has a state of its own."""
+"""What a request may say of these fields if its stream is to go on elsewhere; all else has its own state."""
 
 
 def can_resume(path: str, fields: Fields) -> bool:
@@ -203,8 +203,8 @@ class VllmStreamLog:
             return b""
         return DONE if self._has_usage else AnswerWriter(answered, self.fields, "").end()
 
-    def goes_on(self, sent: bytes, writer: AnswerWriter) -> None:
-        """Expect the stream of an instance that goes on after the tokens `sent`, given to `writer`."""
+    def expect_rest(self, sent: bytes, writer: AnswerWriter) -> None:
+        """Expect the stream of an instance that continues after the tokens `sent`, given to `writer`."""
         self._sent = bytearray(sent)
         self._writer = writer
 

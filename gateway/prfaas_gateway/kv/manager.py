@@ -6,7 +6,7 @@ gateway matches the prompts that it sent before. These expire after a while, and
 cache. An instance's part of the index is forgotten when the instance leaves the table, changes its address, or
 restarts. It stays while the instance is unreachable, since ejections keep requests away.
 
-A data-parallel rank of an engine has a cache of its own. So each rank is followed and matched as an instance would be.
+A data-parallel rank of an engine has its own cache. So each rank is followed and matched as an instance would be.
 """
 
 import asyncio
@@ -156,14 +156,14 @@ class KvManager:
     def _by_tokens(self, token_data: bytes) -> dict[str, tuple[int, bool]]:
         """Return the matches of token ids in foreign engines, and whether they are complete."""
         chains: dict[int, ByteChain] = {}
-        told: dict[str, tuple[int, bool]] = {}
+        matches: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
             if isinstance(follower.stream, ForeignEventStream) and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
-                told[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
-        return told
+                matches[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
+        return matches
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
         prefiller = route.prefill or route.decode
@@ -329,8 +329,8 @@ class Follower:
         try:
             async with asyncio.timeout(2), self._upstream.reading(self.instance, PROFILE_PATH) as answer:
                 size = min(answer.content_length or 0, PROFILE_BYTES)
-                told = read_profile(await answer.content.readexactly(size), self.instance.url).profile
-            self.profile = told if told.samples else None  # a profile without measurements would promise anything
+                profile = read_profile(await answer.content.readexactly(size), self.instance.url).profile
+            self.profile = profile if profile.samples else None  # a profile without measurements would promise anything
         except (PrfaasError, TimeoutError) as error:
             log.debug("instance %s has no profile: %s", self.instance.name, error)
 

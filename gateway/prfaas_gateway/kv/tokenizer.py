@@ -109,10 +109,10 @@ def question_of(path: str, fields: Fields, body: dict[str, Any]) -> bytes | None
 def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template as vLLM makes them of a chat."""
     given = body.get("chat_template_kwargs") or {}
-    told = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
-    if "reasoning_effort" in told and "enable_thinking" not in given:
-        told["enable_thinking"] = told["reasoning_effort"] != "none"
-    return {**given, **told}
+    fields = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
+    if "reasoning_effort" in fields and "enable_thinking" not in given:
+        fields["enable_thinking"] = fields["reasoning_effort"] != "none"
+    return {**given, **fields}
 
 
 def _is_text(messages: Any) -> bool:
@@ -153,18 +153,18 @@ class EngineTokenizer:
         key = xxhash.xxh3_128_digest(question)
         if kept := self._kept.get(key):
             self._kept.move_to_end(key)
-            return self._told("kept", PromptTokens(kept.data))
+            return self._count("kept", PromptTokens(kept.data))
         beginning = self._beginning(chain)
         call = self._calls.get(key) or self._call(key, question, request, chain, instances)
         if call is not None and (beginning is None or beginning.share < ENOUGH):
             await asyncio.wait({call}, timeout=wait_seconds(len(chain.data)))
             if call.done() and (data := call.result()) is not None:
-                return self._told("asked", PromptTokens(data))
+                return self._count("asked", PromptTokens(data))
         if beginning is not None:
-            return self._told("beginning", beginning)
-        return self._told("late" if call is not None and not call.done() else "none", None)
+            return self._count("beginning", beginning)
+        return self._count("late" if call is not None and not call.done() else "none", None)
 
-    def _told(self, answer: str, tokens: PromptTokens | None) -> PromptTokens | None:
+    def _count(self, answer: str, tokens: PromptTokens | None) -> PromptTokens | None:
         self._answers.labels(answer).inc()
         return tokens
 

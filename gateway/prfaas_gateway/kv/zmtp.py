@@ -96,9 +96,9 @@ class ZmtpConnection:
         ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
         self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
         (flags,) = await self._reader.readexactly(1)
-        said = await self._body(flags, 4096)
-        if not flags & _COMMAND or not said.startswith(b"\x05READY"):
-            raise ProtocolError(f"the peer refused a {kind} socket: {said[:80]!r}")
+        answer = await self._body(flags, 4096)
+        if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
+            raise ProtocolError(f"the peer refused a {kind} socket: {answer[:80]!r}")
 
 
 @asynccontextmanager

@@ -160,9 +160,9 @@ class ClusterClient:
         for kind in kinds:
             await self.try_list(kind)
         answer = await self._call("GET", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
-        told = {each["name"] for each in answer["resources"]}
+        served = {each["name"] for each in answer["resources"]}
         for kind in kinds:
-            if kind.plural not in told:
+            if kind.plural not in served:
                 raise errors.KindNotServedError(f"{self._label} does not list {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
@@ -330,8 +330,8 @@ class ClusterClient:
         pause_seconds = requested_pause_seconds(error.status, error.headers)
         if pause_seconds is not None:
             self._throttle.rest(pause_seconds)
-            return _BusyError(f"{self._label} is too busy: {error.said} ({what})")
-        message = f"{self._label}, {what}: {error.said}"
+            return _BusyError(f"{self._label} is too busy: {error.message} ({what})")
+        message = f"{self._label}, {what}: {error.message}"
         if error.status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
         if error.status == NOT_FOUND:

@@ -221,7 +221,7 @@ def _clusters(
             name=name,
             namespace=cluster.spec.namespace,
             datacenter=cluster.spec.datacenter,
-            reachable=_known(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
+            reachable=_reachable(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
             capacity_mbps=cluster.spec.link.capacity_mbps,
             utilisation_query=cluster.spec.link.utilisation_query.replace("$cluster", name),
             round_trip_millis=cluster.spec.link.round_trip_millis,
@@ -231,7 +231,7 @@ def _clusters(
     )
 
 
-def _known(seen: bool | None, before: bool) -> bool:
+def _reachable(seen: bool | None, before: bool) -> bool:
     return before if seen is None else seen
 
 

@@ -199,7 +199,7 @@ class Certificates:
             return
         holders = [await self._write(target, store) for target in targets]
         await self._step(live, store, holders, targets)
-        self._once.forget("authority")  # a problem that comes again is said again
+        self._once.forget("authority")  # a problem that comes again is logged again
         self._tell(store, holders)
 
     async def _targets(self) -> list[_Target]:

@@ -31,7 +31,7 @@ CONTAINER_SECURITY: Final[Object] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by its own emptyDir
 SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
 SETTINGS_PATH: Final = "/etc/prfaas/settings"
 EGRESS_KEY: Final = "egress-mbps"

@@ -304,7 +304,7 @@ def test_the_account_may_come_again_after_a_break_and_may_not_change():
     destination.take(COMPLETE.frames[-1], connection=0)
     destination.take(COMPLETE.frames[-1], connection=1)
     other = msgspec.structs.replace(done_of(COMPLETE.frames[:-2]), payload_bytes=3)
-    with pytest.raises(ProtocolError, match="said something else"):
+    with pytest.raises(ProtocolError, match="with other content"):
         destination.take(message_frame(Kind.DONE, MANIFEST.address, other))
 
 

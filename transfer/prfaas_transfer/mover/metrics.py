@@ -89,7 +89,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int] = ()) -> None:
-    """Serve on a thread of its own; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
+    """Serve on a thread; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
     available."""
     others = tuple(other_ports)
 

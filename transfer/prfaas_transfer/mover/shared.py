@@ -95,7 +95,7 @@ class Copies:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
     def catch_up(self, show_life: Callable[[], None] = lambda: None) -> None:
-        """Wait until all that the engine has said so far is known here, or for a while in vain."""
+        """Wait until all messages of the engine until now are handled, or for a while in vain."""
         self._ask(AskAnnounce, CATCH_UP_SECONDS, show_life)
 
     def _ask(

@@ -264,7 +264,7 @@ class EngineLoop:
             finished += self._advance(sequence, 1, row)
         if finished:
             rows = [row for _, row in finished]
-            # As many rows may still be others: a prompt with two choices beside a chunk that goes on.
+            # As many rows may still be others: a prompt with two choices beside a chunk that continues.
             hidden = result.hidden if rows == list(range(len(result.hidden))) else result.hidden[rows]
             self._draw([sequence for sequence, _ in finished], self.runner.model.logits(hidden))
 

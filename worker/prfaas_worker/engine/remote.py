@@ -137,7 +137,7 @@ class EngineTransfers:
         self._lock = threading.Lock()
         self._handles: dict[str, int] = {}  # Of open offers, by transfer.
         self._fetches: dict[str, MovedFetch] = {}
-        self._records: dict[tuple[Direction, int], TransferLog] = {}  # What is told of them if the mover dies.
+        self._records: dict[tuple[Direction, int], TransferLog] = {}  # Reported if the mover dies.
         self._client: MoverClient | None = None
         self._on_answer: Callable[[MoverAnswer], None] = lambda _answer: None
 
@@ -229,7 +229,7 @@ class EngineTransfers:
             result = ended.fetched
         elif ended.is_absent:
             result = AbsentError(ended.reason)
-        elif record is not None:  # the mover has not told how it ended
+        elif record is not None:  # the mover has not reported its end
             self._lose(record, ended.reason)
             result = PeerError(f"{fetch.request.wanted.subject.what} at {fetch.request.url} failed: {ended.reason}")
         else:

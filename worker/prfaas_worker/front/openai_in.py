@@ -263,14 +263,14 @@ def refuse_unserved(body: CommonFields | TokenizeBody) -> None:
 
 def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
     drawn = Sampling(
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
+        temperature=_or_default(body.temperature, 1.0),
+        top_p=_or_default(body.top_p, 1.0),
         top_k=max(body.top_k or 0, 0),
         seed=seed,
-        min_p=_given(body.min_p, 0.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        min_p=_or_default(body.min_p, 0.0),
+        presence_penalty=_or_default(body.presence_penalty, 0.0),
+        frequency_penalty=_or_default(body.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(body.repetition_penalty, 1.0),
         logit_bias=_biases(body.logit_bias or {}, served),
     )
     require(0 <= drawn.temperature <= 2, "temperature", "must be 0 to 2")
@@ -312,5 +312,5 @@ def _biases(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int,
     return tuple((int(token), bias) for token, bias in given.items())
 
 
-def _given(value: float | None, default: float) -> float:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value

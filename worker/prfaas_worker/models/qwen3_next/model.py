@@ -84,8 +84,8 @@ class Qwen3Next:
 
     def _run(self, chunks: Sequence[Chunk], tokens: Tensor) -> Tensor:
         """Run new tokens [B, T] of B sequences; return the last hidden state of each."""
-        told = self._cache.attach(chunks)
-        output = self._decoder(input_ids=tokens, past_key_values=self._cache, use_cache=True, **told)
+        arguments = self._cache.attach(chunks)
+        output = self._decoder(input_ids=tokens, past_key_values=self._cache, use_cache=True, **arguments)
         self._cache.finish()
         return output.last_hidden_state[:, -1]
 
