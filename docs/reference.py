@@ -1,4 +1,4 @@
-"""Writes docs/reference.md, the flags of the four programs and the fields of the custom resources, from the code."""
+"""Writes docs/use/reference.md from the code: the flags of the four programs and the fields of the custom resources."""
 
 import enum
 import inspect
@@ -13,7 +13,7 @@ from prfaas_operator.options import OperatorOptions
 from prfaas_scheduler.options import SchedulerOptions
 from prfaas_worker.options import Options as WorkerOptions
 
-PAGE = Path(__file__).with_name("reference.md")
+PAGE = Path(__file__).parent / "use" / "reference.md"
 PROGRAMS: dict[str, Any] = {
     "prfaas-operator": OperatorOptions,
     "prfaas-gateway": GatewayOptions,

@@ -1,4 +1,4 @@
-"""Writes docs/reproduction.md: the tables and the text around them."""
+"""Writes docs/understand/reproduction.md: the tables and the text around them."""
 
 from collections.abc import Sequence
 

@@ -19,7 +19,7 @@ from prfaas_operator.plan.pool_status import Counts, engine_name, role_of
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
-PAGE = (ROOT / "docs" / "engines.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
