@@ -66,7 +66,7 @@ def test_flags_of_an_example_are_flags_of_its_engine(path):
 
 @each_example
 def test_an_example_is_linked_from_the_page_of_engines(path):
-    assert f"(../examples/engines/{path.name})" in PAGE
+    assert f"(../../examples/engines/{path.name})" in PAGE
 
 
 def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
