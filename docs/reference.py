@@ -20,12 +20,25 @@ PROGRAMS: dict[str, Any] = {
     "prfaas-scheduler": SchedulerOptions,
     "prfaas-worker": WorkerOptions,
 }
+KUBERNETES_OWN = {
+    f"template.{one}" for one in ("resources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
+}
 KINDS = ("PrfaaSPolicy", "PrefillPool", "DecodePool", "MemberCluster")
 HEAD = """# Reference: flags and fields
 
 `make reference` writes this page from the code, and a test compares the two. Every program also answers `--help`,
 and `kubectl explain` shows the fields. [Pools](pools.md) and [the gateway](gateway.md) explain how to use them.
 """
+NOTES = {
+    "PrefillPool": """Resources, tolerations, volumes, mounts and variables of `template` have fields of Kubernetes' pods. A volume is a Secret,
+ConfigMap, PersistentVolumeClaim or emptyDir; claims and mounts are read-only unless `readOnly` is false.
+`kubectl explain pfpool.spec.template --recursive` shows all of them.
+
+""",
+    "DecodePool": """Fields within its objects are those of a [PrefillPool](#prefillpool).
+
+""",
+}
 PLAIN = {bool: "on or off", int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
 Row = tuple[str, str, str, str]
@@ -69,12 +82,14 @@ def _shown(value: Any) -> str:
 
 
 def field_rows(schema: dict[str, Any], path: str = "") -> list[Row]:
-    """Return (field, type, default, description) for each field of an object, depth first."""
+    """Return (field, type, default, description) for each field of an object, depth first, without Kubernetes' own."""
     rows: list[Row] = []
     for key, field in schema.get("properties", {}).items():
         full = f"{path}.{key}".lstrip(".")
         default = "required" if key in schema.get("required", ()) else _shown(field.get("default"))
         rows.append((f"`{full}`", _type(field), default, field.get("description", "")))
+        if full in KUBERNETES_OWN:
+            continue
         rows += field_rows(field, full) + field_rows(field.get("items", {}), f"{full}[]")
     return rows
 
@@ -107,9 +122,7 @@ def page() -> str:
     known = set(fields["PrefillPool"])
     fields["DecodePool"] = [row for row in fields["DecodePool"] if "." not in row[0] or row not in known]
     for kind, rows in fields.items():
-        note = (
-            "Fields within its objects are those of a [PrefillPool](#prefillpool).\n\n" if kind == "DecodePool" else ""
-        )
+        note = NOTES.get(kind, "")
         parts.append(f"## {kind}\n\n{note}" + table("field of `spec` | type", rows))
     return "\n".join(parts)
 
