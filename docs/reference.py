@@ -29,16 +29,16 @@ HEAD = """# Reference: flags and fields
 `make reference` writes this page from the code, and a test compares the two. Every program also answers `--help`,
 and `kubectl explain` shows the fields. [Pools](pools.md) and [the gateway](gateway.md) explain how to use them.
 """
-NOTES = {
-    "PrefillPool": """Resources, tolerations, volumes, mounts and variables of `template` have fields of Kubernetes' pods. A volume is a Secret,
-ConfigMap, PersistentVolumeClaim or emptyDir; claims and mounts are read-only unless `readOnly` is false.
+NOTE = """\
+Resources, tolerations, volumes, mounts and variables of `template` have fields of Kubernetes' pods. A volume is a
+Secret, ConfigMap, PersistentVolumeClaim or emptyDir; claims and mounts are read-only unless `readOnly` is false.
 `kubectl explain pfpool.spec.template --recursive` shows all of them.
 
-""",
-    "DecodePool": """Fields within its objects are those of a [PrefillPool](#prefillpool).
+"""
+LIKE_PREFILL_POOL = """\
+A DecodePool has the fields of a [PrefillPool](#prefillpool) except {lacking}. These differ, or are its own:
 
-""",
-}
+"""
 PLAIN = {bool: "on or off", int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
 Row = tuple[str, str, str, str]
@@ -119,11 +119,12 @@ def page() -> str:
         kind: field_rows(schemas[kind]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"])
         for kind in KINDS
     }
-    known = set(fields["PrefillPool"])
-    fields["DecodePool"] = [row for row in fields["DecodePool"] if "." not in row[0] or row not in known]
+    ours, theirs = fields["PrefillPool"], fields["DecodePool"]
+    lacking = [row[0] for row in ours if "." not in row[0] and row[0] not in {other[0] for other in theirs}]
+    fields["DecodePool"] = [row for row in theirs if row not in ours]
+    notes = {"PrefillPool": NOTE, "DecodePool": LIKE_PREFILL_POOL.format(lacking=" and ".join(lacking))}
     for kind, rows in fields.items():
-        note = NOTES.get(kind, "")
-        parts.append(f"## {kind}\n\n{note}" + table("field of `spec` | type", rows))
+        parts.append(f"## {kind}\n\n{notes.get(kind, '')}" + table("field of `spec` | type", rows))
     return "\n".join(parts)
 
 
