@@ -2,7 +2,7 @@
 
 A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
 workers report token ids (prfaas.wire.resume). Else it ends with an error. A retry budget over all requests bounds both.
-docs/failover.md draws the states.
+docs/operate/failover.md draws the states.
 """
 
 import asyncio

@@ -140,7 +140,7 @@ def test_what_the_pages_build_is_what_charts_and_objects_ask_for():
     ]
     built = [
         tag
-        for page in ("README.md", "docs/install.md")
+        for page in ("README.md", "docs/use/install.md")
         for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
     ]
     asked = [Engine().image, GatewaySpec().image, CONNECTOR_IMAGE]

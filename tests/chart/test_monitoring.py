@@ -206,7 +206,7 @@ def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_s
 
 
 def test_the_page_of_metrics_names_every_metric():
-    page = (ROOT / "docs/metrics.md").read_text()
+    page = (ROOT / "docs/operate/metrics.md").read_text()
     names = {re.sub(r"_(bucket|count|sum)$", "", name) for name in registered()}
     ours = {name for name in names if name.startswith(("prfaas_", "vllm:"))}
     assert len(ours) > 60

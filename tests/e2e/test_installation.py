@@ -1,7 +1,7 @@
 """Proves on the running system that `helm test` finds an installation in order, that its alerts are quiet, and that the
 dashboards show what goes on.
 
-Alerts and queries are asked of the environment's own Prometheus, which scrapes as docs/metrics.md says.
+Alerts and queries are asked of the environment's own Prometheus, which scrapes as docs/operate/metrics.md says.
 """
 
 import json

@@ -144,7 +144,8 @@ class PoolSpec(ApiModel):
     """Highest permitted value of replicas; no bound if unset."""
     template: PodTemplate = PodTemplate()
     profile: ProfileSpec | None = None
-    """Prefill times and cache sizes until they are measured; an engine may need them for good. See docs/engines.md."""
+    """Prefill times and cache sizes until they are measured; an engine may need them for good. See
+    docs/use/engines.md."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
     """Seconds that a leaving instance has to finish its requests; 0 cuts them off."""
     rollout: Rollout = Rollout()

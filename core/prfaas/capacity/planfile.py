@@ -1,8 +1,9 @@
 """Reads the file that describes a system to a planner or a simulator: parsed YAML in, typed facts out.
 
-docs/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no field is
-ignored, and every message names field, value and fix. A number with its unit is answered with the number to write, an
-unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; the rest are errors.
+docs/understand/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no
+field is ignored, and every message names field, value and fix. A number with its unit is answered with the number to
+write, an unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; the rest
+are errors.
 """
 
 import difflib
@@ -101,7 +102,7 @@ class Section:
     def __init__(self, where: str, value: object) -> None:
         self.where = where
         if value is None and not where:
-            raise ConfigError("the file is empty; it must describe a system, see docs/capacity.md")
+            raise ConfigError("the file is empty; it must describe a system, see docs/understand/capacity.md")
         if not isinstance(value, dict):
             raise ConfigError(f"{where or 'the file'} is {_shown(value)}; it must hold fields: name: value")
         self._fields = {str(key): field for key, field in cast(dict[object, Any], value).items()}

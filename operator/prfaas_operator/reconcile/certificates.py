@@ -259,7 +259,8 @@ class Certificates:
                 targets,
                 "AuthorityMissing",
                 f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
-                "backup, or see docs/tls.md to continue without it. Certificates in use stay valid until they expire",
+                "backup, or see docs/operate/tls.md to continue without it. Certificates in use stay valid until they "
+                "expire",
             )
             return
         if self._terms.mode is CertificateMode.ISSUER:

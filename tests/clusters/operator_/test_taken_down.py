@@ -1,4 +1,4 @@
-"""Proves that docs/install.md leads out where the hub's namespace was deleted before what the operator manages."""
+"""Proves that docs/use/install.md leads out where the hub's namespace was deleted before what the operator manages."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.clusters
 
-PAGE = (Path(__file__).parents[3] / "docs" / "install.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "use" / "install.md").read_text()
 
 
 @pytest.fixture

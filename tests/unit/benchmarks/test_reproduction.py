@@ -1,5 +1,5 @@
-"""Proves that docs/reproduction.md says what the product computes: every figure but those of long simulations is made
-anew and compared with the page, and those are held to the model.
+"""Proves that docs/understand/reproduction.md says what the product computes: every figure but those of long
+simulations is made anew and compared with the page, and those are held to the model.
 """
 
 import re
@@ -13,7 +13,7 @@ from benchmarks.reproduction.rows import Row, cells
 from prfaas.cli.plan import load
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "understand" / "reproduction.md").read_text(encoding="utf-8")
 
 
 def page_rows() -> dict[str, list[str]]:
@@ -84,4 +84,4 @@ def test_times_that_table_3_implies_rise_with_the_length():
 
 def test_the_pictures_are_there():
     for name in re.findall(r"\]\((reproduction/[^)]+)\)", PAGE):
-        assert (ROOT / "docs" / name).read_text(encoding="utf-8").lstrip().startswith("<?xml")
+        assert (ROOT / "docs" / "understand" / name).read_text(encoding="utf-8").lstrip().startswith("<?xml")

@@ -1,4 +1,6 @@
-"""Proves that the cache sizes of known models are those that others publish, and what docs/capacity.md says of them."""
+"""Proves that the cache sizes of known models are those that others publish, and what docs/understand/capacity.md says
+of them.
+"""
 
 import re
 from pathlib import Path
@@ -46,7 +48,7 @@ def least_tokens(home: Profile, cache: Profile, link_mbps: float) -> int | None:
 
 
 def test_the_page_says_from_which_length_on_a_cache_is_worth_its_way():
-    page = (ROOT / "docs" / "capacity.md").read_text()
+    page = (ROOT / "docs" / "understand" / "capacity.md").read_text()
     head, *rows = re.findall(r"^\| (?:the paper's model|Kimi K3|Qwen3\.5-397B|link) .*$", page, re.MULTILINE)
     rates = [1000 * int(rate) for rate in re.findall(r"(\d+) Gbit/s", head)]
     assert len(rows) == len(EXAMPLES)

@@ -97,7 +97,7 @@ def test_an_output_format_that_does_not_exist_is_a_usage_error():
 
 @pytest.mark.system
 def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
-    page = (Path(__file__).parents[3] / "docs/tls.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/operate/tls.md").read_text()
     lines = [line.strip() for line in page.splitlines() if line.startswith(("    prfaas certs", "    cp ", "    cat "))]
     script = "set -e\n" + "\n".join(lines)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

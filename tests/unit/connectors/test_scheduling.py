@@ -302,7 +302,7 @@ def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_sta
 
 
 def test_the_page_lists_the_versions_that_are_known():
-    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "use" / "engines.md").read_text()
     said = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
     assert said == SUPPORTED
 

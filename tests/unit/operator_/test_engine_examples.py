@@ -19,7 +19,7 @@ from prfaas_operator.plan.pool_status import Counts, engine_name, role_of
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
-PAGE = (ROOT / "docs" / "engines.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -66,7 +66,7 @@ def test_flags_of_an_example_are_flags_of_its_engine(path):
 
 @each_example
 def test_an_example_is_linked_from_the_page_of_engines(path):
-    assert f"(../examples/engines/{path.name})" in PAGE
+    assert f"(../../examples/engines/{path.name})" in PAGE
 
 
 def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():

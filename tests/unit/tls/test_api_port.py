@@ -210,7 +210,7 @@ def test_a_call_of_another_scheme_is_no_answer(calls: Calls):
 
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, authority, other, loop):
-    """The steps of docs/tls.md: trust both, issue anew, trust the new one alone."""
+    """The steps of docs/operate/tls.md: trust both, issue anew, trust the new one alone."""
     year = identity.valid_for(CREATED, 300)
     server_mount, client_mount = mount("hub"), mount("eu")
     client = PeerCredentials(client_mount.path)

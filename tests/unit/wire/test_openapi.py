@@ -14,7 +14,7 @@ from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = {"gateway": openapi.gateway, "prefill": openapi.prefill}
-PAGE = (ROOT / "docs" / "prefill-api.md").read_text()
+PAGE = (ROOT / "docs" / "extend" / "prefill-api.md").read_text()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -2,7 +2,7 @@
 
 A gateway, a source and a destination run as processes of their own, each under a profiler of function calls. A file
 counts if the request enters a function of it that the idle system (heartbeats, polling, metrics) does not enter.
-docs/architecture.md describes the way.
+docs/understand/architecture.md describes the way.
 """
 
 import asyncio

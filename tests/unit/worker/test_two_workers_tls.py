@@ -122,7 +122,7 @@ async def test_certificates_and_their_authority_are_replaced_under_load_and_no_r
 
     asking = [asyncio.create_task(ask_on()) for _ in range(2)]
     both = FIRST, SECOND
-    # A renewal, and the three steps of docs/tls.md; each reaches one instance after the other.
+    # A renewal, and the three steps of docs/operate/tls.md; each reaches one instance after the other.
     steps: list[tuple[KeyPair, tuple[KeyPair, ...]]] = [
         (FIRST, (FIRST,)),
         (FIRST, both),

@@ -9,7 +9,7 @@ that states its content's size.
     float32             low half (16 bits, little endian), third byte, high byte
 
 zstd runs with its smallest table for matches: planes of exponents have no repetitions worth the search. What is left is
-its Huffman coder, at more than twice the speed of level 1. It is not behind in size (docs/compression.md).
+its Huffman coder, at more than twice the speed of level 1. It is not behind in size (docs/understand/compression.md).
 """
 
 import struct

@@ -10,7 +10,8 @@ util-linux is installed, the kernel ends them even when this process is killed. 
 that started them ends: start them from the main thread.
 
 The few HTTP calls use the standard library, because core depends on no HTTP client. Each call has a bound in time and
-size. Inside TLS the peer must first show a certificate of the expected cluster; host names prove nothing (docs/tls.md).
+size. Inside TLS the peer must first show a certificate of the expected cluster; host names prove nothing
+(docs/operate/tls.md).
 """
 
 import http.client
