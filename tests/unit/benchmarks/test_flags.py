@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benchmarks.report import Figure, Report, append, make_report
+from benchmarks.report import Figure, Report, append
 
 ROOT = Path(__file__).parents[3]
 NAMES = sorted(
@@ -28,7 +28,8 @@ def test_a_benchmark_lists_its_flags(name, monkeypatch, capsys):
 
 
 def test_figures_are_appended_to_a_log(tmp_path):
-    report = make_report("kvindex", [Figure(name="look-up", value=15.0, unit="us")])
+    figures = [Figure(name="look-up", value=15.0, unit="us")]
+    report = Report(bench="kvindex", time="2026-11-27T12:00:00Z", commit="abc", machine="x86_64", figures=figures)
     append(report, tmp_path / "log")
     append(report, tmp_path / "log")
     lines = (tmp_path / "log/kvindex.jsonl").read_bytes().splitlines()
