@@ -4,6 +4,7 @@ it again when it can, and refuses a wrong flag by its name.
 
 import shlex
 import socket
+import ssl
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from prfaas import identity
 from prfaas.cli.serve.command import serve
 from prfaas.cli.serve.plan import NEVER_TOKENS, Settings, commands, prices_of, routing_table, update_of
 from prfaas.cli.serve.run import ANSWER_BYTES, Caller, follow_service
-from prfaas.errors import MismatchError, PeerError, UnreachableError
+from prfaas.credentials import tls13, utc_now
+from prfaas.errors import IdentityError, MismatchError, PeerError, UnreachableError
+from prfaas.names import TLS_CERT, TLS_KEY
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.profile import ProfileAnswer
 from prfaas.wire.routes import decode
+
+from ..tls.mounts import Mount
 
 SETTINGS = Settings(
     model_source="builtin:kimi-linear-tiny",
@@ -180,6 +186,35 @@ def test_what_is_no_good_answer_is_an_error_with_the_reason(tmp_path, document, 
     assert ask(tmp_path, b"HTTP/1.1 200 OK\r\n\r\nyes") == b"yes"
     with pytest.raises(PeerError, match=words):
         ask(tmp_path, document)
+
+
+def test_a_peer_of_another_cluster_gets_no_request(tmp_path):
+    now = utc_now()
+    authority, until = identity.make_authority("test", identity.valid_for(now, 30)), identity.valid_for(now, 2)
+    hub, eu = (
+        Mount(tmp_path / one).put(identity.issue(authority, one, until), authority).path for one in ("hub", "eu")
+    )
+    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # an unread ticket would turn the close into a reset
+    context.load_cert_chain(eu / TLS_CERT, eu / TLS_KEY)
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            for _ in range(2):
+                with context.wrap_socket(listener.accept()[0], server_side=True) as peer:
+                    requests.append(peer.recv(4096))
+                    if requests[-1]:
+                        peer.sendall(b"HTTP/1.1 200 OK\r\n\r\nyes")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url, caller = f"https://127.0.0.1:{listener.getsockname()[1]}", Caller(hub)
+        assert caller.call("GET", url, "/readyz", "eu") == b"yes"
+        with pytest.raises(IdentityError, match="shows a certificate of cluster 'eu', not of 'us'"):
+            caller.call("GET", url, "/readyz", "us")
+        thread.join()
+    assert requests[1] == b""
 
 
 GONE = UnreachableError("it is gone")
