@@ -6,6 +6,8 @@ import shlex
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from prfaas.cli.serve.command import serve
 from prfaas.cli.serve.plan import NEVER_TOKENS, Settings, commands, prices_of, routing_table, update_of
 from prfaas.cli.serve.run import ANSWER_BYTES, Caller, follow_service
 from prfaas.credentials import tls13, utc_now
-from prfaas.errors import IdentityError, MismatchError, PeerError, UnreachableError
+from prfaas.errors import MismatchError, PeerError, UnreachableError
 from prfaas.names import TLS_CERT, TLS_KEY
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, rule_in_force
@@ -56,6 +58,7 @@ HOME = told(1e-4)
 AWAY = told(2e-5, fixed_seconds=0.2)
 """An idle service is quicker from 2,500 tokens on: 0.2 s + 20 us a token, and 10 us of the link, against 100 us."""
 STRANGE = told(1e-5, fingerprint="g")
+GOOD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
 def placed(settings: Settings, tokens: int, update: ThresholdUpdate | None) -> str:
@@ -154,67 +157,49 @@ def test_a_wrong_flag_is_refused_by_name_and_fix(flags, words):
     assert words in f"{ended.output} {ended.exception}"
 
 
-def ask(folder: Path, document: bytes) -> bytes:
-    """Return what Caller makes of a peer that sends this document."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path := folder / f"{len(document)}.sock"))
-        listener.listen()
+@contextmanager
+def answering(directory: Path, *documents: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """Answer one call with each document, inside TLS; yield the address, and the requests that came."""
+    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # an unread ticket would turn the close into a reset
+    context.load_cert_chain(directory / TLS_CERT, directory / TLS_KEY)
+    requests: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
-            with listener.accept()[0] as peer:
-                peer.recv(4096)
-                peer.sendall(document)
+            for document in documents:
+                with context.wrap_socket(listener.accept()[0], server_side=True) as peer:
+                    requests.append(peer.recv(4096))
+                    if requests[-1]:
+                        peer.sendall(document)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        try:
-            return Caller(None).call("GET", f"unix:{path}", "/readyz")
-        finally:
-            thread.join()
+        yield f"https://127.0.0.1:{listener.getsockname()[1]}", requests
+        thread.join()
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("cluster", "document", "words"),
     [
-        (b"", "does not answer"),
-        (b"SSH-2.0\r\n\r\n", "does not answer"),
-        (b"HTTP/1.1 503 Busy\r\n\r\nloading", "answers HTTP 503: loading"),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * (ANSWER_BYTES + 1), "answers more than"),
+        ("eu", b"", "does not answer"),
+        ("eu", b"SSH-2.0\r\n\r\n", "does not answer"),
+        ("eu", b"HTTP/1.1 503 Busy\r\n\r\nloading", "answers HTTP 503: loading"),
+        ("eu", GOOD + b"x" * (ANSWER_BYTES + 1), "answers more than"),
+        ("us", GOOD, "shows a certificate of cluster 'eu', not of 'us'"),
     ],
 )
-def test_what_is_no_good_answer_is_an_error_with_the_reason(tmp_path, document, words):
-    assert ask(tmp_path, b"HTTP/1.1 200 OK\r\n\r\nyes") == b"yes"
-    with pytest.raises(PeerError, match=words):
-        ask(tmp_path, document)
-
-
-def test_a_peer_of_another_cluster_gets_no_request(tmp_path):
+def test_only_a_good_answer_counts_and_another_cluster_gets_no_request(tmp_path, cluster, document, words):
     now = utc_now()
     authority, until = identity.make_authority("test", identity.valid_for(now, 30)), identity.valid_for(now, 2)
     hub, eu = (
         Mount(tmp_path / one).put(identity.issue(authority, one, until), authority).path for one in ("hub", "eu")
     )
-    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_SERVER)
-    context.num_tickets = 0  # an unread ticket would turn the close into a reset
-    context.load_cert_chain(eu / TLS_CERT, eu / TLS_KEY)
-    requests: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer() -> None:
-            for _ in range(2):
-                with context.wrap_socket(listener.accept()[0], server_side=True) as peer:
-                    requests.append(peer.recv(4096))
-                    if requests[-1]:
-                        peer.sendall(b"HTTP/1.1 200 OK\r\n\r\nyes")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        url, caller = f"https://127.0.0.1:{listener.getsockname()[1]}", Caller(hub)
-        assert caller.call("GET", url, "/readyz", "eu") == b"yes"
-        with pytest.raises(IdentityError, match="shows a certificate of cluster 'eu', not of 'us'"):
-            caller.call("GET", url, "/readyz", "us")
-        thread.join()
-    assert requests[1] == b""
+    with answering(eu, GOOD + b"yes", document) as (url, requests):
+        assert Caller(hub).call("GET", url, "/readyz", "eu") == b"yes"
+        with pytest.raises(PeerError, match=words):
+            Caller(hub).call("GET", url, "/readyz", cluster)
+    assert bool(requests[1]) == (cluster == "eu")
 
 
 GONE = UnreachableError("it is gone")
