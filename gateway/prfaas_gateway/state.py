@@ -54,7 +54,8 @@ class GatewayState:
         self._in_flight: Tally[str] = Tally()
         self._queued_tokens: Tally[str] = Tally()
         self._backlog = Backlog()
-        self._in_flight_decisions: Tally[RouteKind] = Tally()
+        self.in_flight = 0
+        """Requests being served."""
         self._decided: Tally[RouteKind] = Tally()
         self._lengths = Lengths()
         self._failed_offloads = 0
@@ -132,11 +133,11 @@ class GatewayState:
         """Count one request, and its length, under its first decision."""
         self._decided[began.kind] += 1
         self._lengths.add(began.incremental_tokens)
-        self._in_flight_decisions[began.kind] += 1
+        self.in_flight += 1
         try:
             yield
         finally:
-            self._in_flight_decisions[began.kind] -= 1
+            self.in_flight -= 1
 
     @contextmanager
     def occupied(
@@ -197,17 +198,11 @@ class GatewayState:
         return [one for one in instances if one.role == "decode" and one.state == "Ready"]
 
     @property
-    def in_flight(self) -> int:
-        return self._in_flight_decisions.total()
-
-    @property
     def counters(self) -> Counters:
         return Counters(
             offloaded=self._decided["offload"],
             local=self._decided["local"],
             failed_offloads=self._failed_offloads,
-            in_flight_offloads=self._in_flight_decisions["offload"],
-            in_flight_local=self._in_flight_decisions["local"],
             lengths=self._lengths.counts,
         )
 

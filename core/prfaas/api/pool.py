@@ -163,6 +163,12 @@ POOL_COLUMNS = (
     Column("Wanted", ".spec.replicas", "integer", "Instances that should exist"),
     Column("Cluster", ".spec.clusterName", description="MemberCluster of the pool; empty is the hub"),
     Column("Model", ".spec.model.name", description="Model it serves", priority=1),
+    Column(
+        "Proven",
+        '.status.conditions[?(@.type=="EngineProven")].reason',
+        description="Experimental if prfaas was not run against its engine",
+        priority=1,
+    ),
     Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
     Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),
 )

@@ -5,10 +5,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenError, SecretNotFoundError
-from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.plan.conditions import ENGINE_PROVEN, REACHABLE, READY
 from prfaas_operator.plan.member import Contact, conditions, contact_time, secret_is_needed, users_of
 from prfaas_operator.plan.pod_facts import project_pod
-from prfaas_operator.plan.pool_status import Counts, counts, readiness, seconds_left
+from prfaas_operator.plan.pool_status import Counts, counts, engine_proof, readiness, seconds_left
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -225,3 +225,27 @@ def test_the_time_of_contact_moves_in_steps_of_a_minute():
     assert contact_time("2026-01-01T11:59:00Z", NOW) == "2026-01-01T12:00:00Z"
     assert contact_time("2026-01-01T12:00:02Z", NOW) == "2026-01-01T12:00:02Z", "answers tell whole seconds"
     assert contact_time("2026-01-01T15:00:00Z", NOW) == "2026-01-01T12:00:00Z", "somebody's clock was wrong"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"type": "sglang"}, "was not run against sglang yet"),
+        ({"type": "tensorrt-llm"}, "was not run against tensorrt-llm yet"),
+        ({"type": "vllm", "transfer": {"connector": "Mooncake"}}, "was not run against vllm with connector Mooncake"),
+        ({"type": "dynamo"}, "frontends of dynamo with a mocker only"),
+    ],
+)
+def test_a_pool_of_an_experimental_engine_says_so(make, engine, words):
+    proof = engine_proof(make.decode_pool(engine={**engine, "image": "e:1"}))[ENGINE_PROVEN]
+    assert (proof.status, proof.reason) == ("False", "Experimental")
+    assert words in proof.message
+    assert proof.message.endswith("the fields of this engine follow its documentation. Report what you see.")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{}, {"type": "vllm", "image": "v:1"}, {"type": "vllm", "transfer": {"connector": "Nixl"}, "image": "v:1"}],
+)
+def test_a_pool_of_an_engine_that_was_run_has_no_such_condition(make, engine):
+    assert engine_proof(make.decode_pool(engine=engine)) == {}

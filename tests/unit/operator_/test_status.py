@@ -12,7 +12,7 @@ from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.controller.status import ReconcileResult, StatusWriter
 from prfaas_operator.errors import InvalidObjectError, ServerFailedError
-from prfaas_operator.plan.conditions import yes
+from prfaas_operator.plan.conditions import no, yes
 
 REF = Ref(DECODE_POOL, "d")
 RESULT = ReconcileResult({"Ready": yes("AllReady", "")}, {"replicas": 2, "replicasOwner": "User"}, again_seconds=300)
@@ -95,3 +95,37 @@ async def test_another_failure_is_nobodys_crd():
     with pytest.raises(ServerFailedError):
         await written(hub, writer)
     assert not hub.events
+
+
+def of_engine(hub: Hub, type_: str) -> None:
+    model = {"name": "m", "source": "/models/m"}
+    hub.live["spec"] = {"model": model, "engine": {"type": type_, "image": "e:1"}, "replicas": 1}
+
+
+async def test_an_experimental_engine_is_said_beside_every_ready_and_written_once():
+    hub = Hub()
+    writer, seen = StatusWriter(HubView(hub, ReconcileQueue())), []  # pyright: ignore[reportArgumentType]
+    of_engine(hub, "sglang")
+    apply = hub.apply
+
+    async def count(body: Object, **more: Any) -> Object:
+        seen.append({one["type"]: one["status"] for one in body["status"]["conditions"]})
+        return await apply(body, **more)
+
+    hub.apply = count  # pyright: ignore[reportAttributeAccessIssue]
+    failed = ReconcileResult({"Ready": no("ClusterUnreachable", "no answer")})
+    for result in (RESULT, RESULT, failed, failed, RESULT):
+        came_back = await writer.write(REF, copy.deepcopy(hub.live), result)
+        assert came_back == result, "it is no reason to come again sooner"
+    ready, failing = ({"Ready": status, "EngineProven": "False"} for status in ("True", "False"))
+    assert seen == [ready, failing, ready]
+    of_engine(hub, "vllm")
+    await writer.write(REF, copy.deepcopy(hub.live), RESULT)
+    assert seen[3:] == [{"Ready": "True"}], "it is gone with the engine, or once a newer operator knows better"
+
+
+async def test_a_spec_that_cannot_be_read_is_no_engine_and_hides_no_status():
+    hub = Hub()
+    of_engine(hub, "unheard-of")
+    found = await written(hub, StatusWriter(HubView(hub, ReconcileQueue())))  # pyright: ignore[reportArgumentType]
+    assert found["conditions"].keys() == {"Ready"}

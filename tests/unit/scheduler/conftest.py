@@ -72,9 +72,7 @@ class FakeGateway:
         return web.Response(body=msgspec.json.encode(self.table), content_type="application/json")
 
     async def get_counters(self, _: web.Request) -> web.Response:
-        counters = Counters(
-            offloaded=self.offloaded, local=self.local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0
-        )
+        counters = Counters(offloaded=self.offloaded, local=self.local, failed_offloads=0)
         return web.Response(body=msgspec.json.encode(counters), content_type="application/json")
 
     async def put_threshold(self, request: web.Request) -> web.Response:

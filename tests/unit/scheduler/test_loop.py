@@ -175,7 +175,7 @@ async def test_the_link_of_a_forbidden_datacenter_is_neither_measured_nor_used(g
 
 
 def counted(offloaded: int, local: int) -> Counters:
-    return Counters(offloaded=offloaded, local=local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)
+    return Counters(offloaded=offloaded, local=local, failed_offloads=0)
 
 
 def test_the_offloaded_share_is_of_the_last_minute():

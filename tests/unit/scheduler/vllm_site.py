@@ -197,14 +197,7 @@ class CountingGateway(FakeGateway):
 
     async def get_counters(self, _: web.Request) -> web.Response:
         self.plant.advance()
-        counters = Counters(
-            offloaded=self.offloaded,
-            local=self.local,
-            failed_offloads=0,
-            in_flight_offloads=0,
-            in_flight_local=0,
-            lengths=self._lengths(),
-        )
+        counters = Counters(offloaded=self.offloaded, local=self.local, failed_offloads=0, lengths=self._lengths())
         return web.Response(body=msgspec.json.encode(counters), content_type="application/json")
 
 
