@@ -4,7 +4,7 @@ A *page* has room for the rows of `page_tokens` tokens in all layers, layer afte
 hold state checkpoints. A *slot* is the working state of one running sequence. Kernels change it in place, so it is
 dense, and copying it to or from pages is one operation. `table[slot]` lists its sequence's pages in order of tokens.
 
-Memory that is reserved but not written costs nothing on a CPU; see populate.py. `Blocks` knows who holds which page.
+Memory that is reserved but not written costs nothing on a CPU. `Blocks` knows who holds which page.
 """
 
 import math

@@ -14,7 +14,6 @@ from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.populate import populate_in_background
 from prfaas_worker.cache.transfer_frames import Staging, layer_groups
 from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
@@ -74,8 +73,6 @@ def assemble(model: Model, options: Options, outbox: Outbox) -> tuple[EngineLoop
         max_waiting=options.max_waiting,
         budgets=budgets,
     )
-    if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
-        populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
     log.info("the model computes on %s: %s", _device_name(model.device), model.arithmetic)
     return engine, transfers
 
