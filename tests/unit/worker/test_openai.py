@@ -2,8 +2,6 @@
 change the answer is ignored.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -171,14 +169,10 @@ def refused(function: Any, **fields: Any) -> RequestError:
     [
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
         ({"max_tokens": "many"}, "max_tokens", "Expected `int | null`, got `str`"),
-        ({"max_tokens": True}, "max_tokens", "got `bool`"),
-        ({"max_tokens": 1.5}, "max_tokens", "got `float`"),
         ({"n": 0}, "n", "must be 1 to 8"),
-        ({"n": -1}, "n", "must be 1 to 8"),
         ({"n": 9}, "n", "must be 1 to 8"),
         ({"temperature": -0.1}, "temperature", "must be 0 to 2"),
         ({"temperature": 2.1}, "temperature", "must be 0 to 2"),
-        ({"temperature": "hot"}, "temperature", "got `str`"),
         ({"top_p": 0}, "top_p", "must be above 0"),
         ({"top_p": 1.1}, "top_p", "must be above 0"),
         ({"top_k": -2}, "top_k", "must be at least 1"),
@@ -186,8 +180,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
-        ({"stop": [1]}, "stop", "Expected `str`, got `int`"),
-        ({"stream": "yes"}, "stream", "got `str`"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "must be -2 to 2"),
         ({"presence_penalty": -2.1}, "presence_penalty", "must be -2 to 2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
@@ -204,12 +196,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"best_of": 2}, "best_of", "must equal n"),
         ({"suffix": "x"}, "suffix", "is not served"),
         ({"lora": "x"}, "lora", "LoRA adapter"),
-        ({"lora_request": {"name": "x"}}, "lora_request", "LoRA adapter"),
-        ({"adapters": ["x"]}, "adapters", "LoRA adapter"),
-        ({"use_beam_search": True}, "use_beam_search", "is not served"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "is not served"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "is not served"),
-        ({"model": 7}, "model", "got `int`"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, Any], param: str, sentence: str):
@@ -303,14 +289,6 @@ CALLED = [
 def test_past_calls_and_their_results_are_rendered_by_the_template():
     past = [260, 263, *b'clock\n{"a" :1', 262, 263, *b"noon<|tool|>", 262, 260]
     assert only(chat(messages=CALLED)).token_ids == [256, 259, *b"hello", 262, *past]
-
-
-def test_past_calls_reach_the_template_as_they_came(tmp_path: Path):
-    config = {"tokenizer_class": "byte", "added_tokens_decoder": {}, "chat_template": "{{ messages | tojson }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    body = msgspec.json.encode({"model": "tiny", "messages": CALLED})
-    job = RequestReader(msgspec.structs.replace(SERVED, max_context=1000), load_tokenizer(tmp_path)).chat_job(body)
-    assert json.loads(bytes(only(job).token_ids)) == CALLED
 
 
 @pytest.mark.parametrize("function", [completion, chat])
