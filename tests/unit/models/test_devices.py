@@ -218,17 +218,6 @@ def test_auto_takes_the_cpu_where_there_is_no_gpu(monkeypatch, caplog):
     assert not caplog.records
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_auto_takes_the_cpu_where_torch_only_thinks_that_there_is_a_gpu(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model, _ = load_model(SOURCE, None, "auto", "auto")
-    assert model.device.type == "cpu"
-    (line,) = caplog.records
-    assert "the model runs on the CPU, not on the GPU" in line.message
-    with pytest.raises(ConfigError, match="cannot run on the GPU"):
-        load_model(SOURCE, None, "cuda", "auto")
-
-
 def test_auto_takes_the_cpu_where_the_gpu_is_too_small(pretended_gpu, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1_000_000, 80 << 30))
     model, _ = load_model(SOURCE, None, "auto", "auto")

@@ -160,6 +160,8 @@ def test_all_differences_are_said_and_no_weight_is_read(sharded, weights, monkey
         KimiLinear.load(sharded(weights))
     lines = str(refused.value).splitlines()
     assert len(lines) == 1 + 16 + 60 + 2
+    assert "  model.layers.1.input_layernorm.weight: missing, shape [256]" in lines
+    assert "  model.more.7: not in this architecture, shape [2]" in lines
     assert "  model.norm.weight: type I64, weights may be F32, BF16, F16" in lines
     assert "  lm_head.weight: shape [320, 255], the config asks for [320, 256]" in lines
 
