@@ -43,18 +43,6 @@ def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(
     assert [bench.tokens(short, choice) for choice in range(2)] == [expected] * 2
 
 
-def test_a_long_prompt_delays_a_running_stream_by_one_chunk_only(model: Model):
-    bench = Bench(model)
-    stream = bench.ask(b"def f(", max_tokens=40)
-    while len(bench.tokens(stream)) < 2:
-        bench.step()
-    bench.ask(b"y" * 64 * 10)
-    for _ in range(10):
-        before = len(bench.tokens(stream))
-        bench.step()
-        assert len(bench.tokens(stream)) == before + 1
-
-
 def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
     bench = Bench(model)
     handle = bench.ask(b"def f(", choices=2, max_tokens=9, sampling=Sampling(1.0, 1.0, 0, 7))

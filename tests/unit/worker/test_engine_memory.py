@@ -31,16 +31,6 @@ def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_al
         assert bench.tokens(handle) == roomy.tokens(other)
 
 
-def test_choices_share_their_prompts_pages(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x" * 200, choices=4, max_tokens=30, sampling=Sampling(1.0, 1.0, 0, 1))
-    while not bench.tokens(handle, 3):
-        bench.step()
-    assert bench.engine.cache.stats().used_pages == 3 + 4
-    bench.run()
-    bench.assert_nothing_is_held()
-
-
 def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ):

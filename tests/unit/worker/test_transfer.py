@@ -138,18 +138,6 @@ def test_a_stranger_gets_one_answer_whatever_is_wrong_and_harms_nothing(port: Po
     assert port.ends()
 
 
-def test_a_hello_that_says_more_arrived_than_was_sent_is_refused_and_the_transfer_goes_on(port: Port):
-    offer, grant = port.grant()
-    with closing(connect(port, hello(grant, received=((0, 9),)))) as sock:
-        assert kinds(sock) == [Kind.ABORT]
-    cache = SMALL.filled()
-    compute(SMALL, offer, cache)
-    taking = port.take(offer, grant)
-    taking.whole()
-    assert_same_bits(SMALL, taking.place, cache)
-    assert port.ends()
-
-
 def test_a_destination_of_another_version_is_told_so(port: Port):
     _, grant = port.grant()
     with closing(connect(port, hello(grant, versions=(1, 77)))) as sock:
