@@ -69,10 +69,7 @@ def test_absent_weights_are_refused(rewritten):
     ("fields", "complaint"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
-        ({"q_lora_rank": 64}, "q_lora_rank is 64"),
-        ({"num_expert_group": 4}, "num_expert_group is 4"),
         ({"num_key_value_heads": 2}, "MLA needs them equal"),
-        ({"mla_use_nope": False}, "mla_use_nope is False"),
         ({"hidden_size": ...}, "the field 'hidden_size'"),
         ({"linear_attn_config": {"full_attn_layers": [0, 4], "kda_layers": [1, 2, 3, 5, 6, 7]}}, "1-based"),
         ({"mlp_layer_types": ["dense"] * 7}, "mlp_layer_types must hold 8 words"),

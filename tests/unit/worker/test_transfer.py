@@ -147,16 +147,6 @@ def test_a_destination_of_another_version_is_told_so(port: Port):
     assert port.ends()
 
 
-def test_a_cancelled_prefill_tells_its_destination_why(port: Port):
-    offer, grant = port.grant()
-    taking = port.take(offer, grant)
-    eventually(lambda: offer.connected, "the destination is connected")
-    port.offers.cancel(grant.transfer_id)
-    assert "the prefill was cancelled" in str(taking.failure())
-    assert port.ends()
-    port.assert_ended_once(cancelled=1)
-
-
 def test_an_error_of_the_engine_reaches_the_destination(port: Port):
     offer, grant = port.grant()
     offer.fail("out of room")
