@@ -22,6 +22,7 @@ from prfaas_gateway.request import GatewayRequest, read_fields
 from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
+from .test_two_workers import text_of
 
 pytestmark = pytest.mark.system
 
@@ -109,10 +110,6 @@ def managers(monkeypatch) -> list[KvManager]:
 
     monkeypatch.setattr("prfaas_gateway.server.KvManager", Shown)
     return made
-
-
-def text_of(length: int, seed: str) -> str:
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
 
 
 async def known(manager: KvManager, prompt: str) -> GatewayRequest:

@@ -24,7 +24,7 @@ IDLE = dict.fromkeys(
 LINK_SENT = "prfaas_link_sent_bytes_total{"
 
 
-def text_of(length: int, seed: int = 0) -> str:
+def text_of(length: int, seed: int | str = 0) -> str:
     return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz (),.\n", k=length))
 
 
