@@ -62,19 +62,6 @@ def test_a_branch_gets_its_checkpoint_on_second_sight():
     assert served.match("abcdXYZ") == (6, 6)
 
 
-def test_checkpoints_at_distances_land_in_unique_tokens_where_ours_do_not():
-    prompts = ["sys" + 7 * letter for letter in "abcdefgh"]
-    at_distances, ours = Served(), Served()
-    hits = {at_distances: 0, ours: 0}
-    for prompt in prompts:
-        for served in hits:
-            hits[served] += served.match(prompt)[1]
-        at_distances.serve(prompt, [5, 10])
-        ours.serve(prompt)
-    assert hits[at_distances] == 0  # every one of them lies in what no other prompt has
-    assert hits[ours] == 3 * (len(prompts) - 2)  # from third sight on all that prompts share
-
-
 def test_the_least_recently_used_prompt_goes_first_and_its_tail_before_its_head():
     served = Served(pages=20)
     served.serve("abc", [])

@@ -18,11 +18,6 @@ LAYER_0 = "model.layers.0."
 
 
 @pytest.fixture
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint / "model.safetensors")
-
-
-@pytest.fixture
 def rewritten(checkpoint: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a checkpoint with other weights or config fields (a field set to None is removed)."""
 

@@ -88,19 +88,6 @@ def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerEr
     bench.assert_nothing_is_held()
 
 
-def test_the_state_that_came_is_what_the_rest_stands_on(model: Model):
-    """The control of the test above: half written states do change the answer."""
-    bench, prompt = Bench(model), prompt_of(b"first")
-    handle = ask(bench, prompt, logprobs=0)
-    bench.step()
-    (fetch,) = bench.fetches
-    result = prefix_fetched(model, fetch.sequence, len(SHARED))
-    bench.memory.slots[fetch.sequence.held.slot].fill_(0x3C)
-    fetch.on_end(result)
-    bench.run()
-    assert bench.tokens(handle) != alone(model, prompt, 6)
-
-
 def test_many_who_want_the_same_make_one_transfer(model: Model):
     bench, prompt = Bench(model, max_running=8, max_waiting=8), prompt_of(b"first")
     expected = alone(model, prompt, 6)
