@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
+from prfaas_vllm.scheduling import WHOLE_PAGES_FROM
 
 from ..waiting import assert_freed
 from .engines import Answer, Engine, EngineHost, Running, reference_of
@@ -22,7 +23,6 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 TRANSFERS = "__import__('vllm.distributed.kv_transfer', fromlist=['x']).get_kv_transfer_group()._transfers"
-WHOLE_PAGES_FROM = 4
 NO_OPTIONS: Mapping[str, Any] = {}
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from prfaas.ports import free_ports
+from prfaas_vllm.scheduling import goal_of
 
 from ..waiting import eventually
-from .connected import TOKENS, TRANSFERS, WHOLE_PAGES_FROM, Pair, alone, prompt_of, reference, started
+from .connected import TOKENS, TRANSFERS, Pair, alone, prompt_of, reference, started
 from .engines import Engine, EngineHost
 
 (METRICS_PORT,) = free_ports(1)
@@ -36,9 +37,7 @@ def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()
     free = pair.source.free_pages(), pair.destination.free_pages()
-    page = pair.destination.page_tokens
-    pages = (length - 1) // page
-    goal = pages * page if pages >= WHOLE_PAGES_FROM else length - 1
+    goal = goal_of(length, pair.destination.page_tokens)
     for forgets in ((), (pair.source,), (pair.destination,), ()):
         for engine in forgets:
             engine.forget_prefixes()

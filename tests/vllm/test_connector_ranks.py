@@ -15,21 +15,11 @@ from typing import NamedTuple
 import pytest
 
 from prfaas.ports import free_ports
+from prfaas_vllm.scheduling import goal_of
 
 from ..unit.worker.transfer_proxy import Change, CutError, Proxy, Seen, as_it_is
 from ..waiting import eventually
-from .connected import (
-    WHOLE_PAGES_FROM,
-    Pair,
-    alone,
-    first_of_free_ports,
-    on_ranks,
-    parallel,
-    prompt_of,
-    reference,
-    start,
-    started,
-)
+from .connected import Pair, alone, first_of_free_ports, on_ranks, parallel, prompt_of, reference, start, started
 from .engines import Answer, Engine, EngineHost
 
 
@@ -102,9 +92,7 @@ def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on
 ):
     ids, tokens, logprobs = reference(two_ranks, pair, length)
     free = forget(pair)
-    page = pair.destination.page_tokens
-    pages = (length - 1) // page
-    goal = pages * page if pages >= WHOLE_PAGES_FROM else length - 1
+    goal = goal_of(length, pair.destination.page_tokens)
     for forgets in ((), (pair.source,), (pair.destination,)):
         for engine in forgets:
             engine.forget_prefixes()

@@ -29,7 +29,7 @@ from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf, copies_of
-from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
+from prfaas_vllm.scheduling import StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, refusals_in_status, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
 
@@ -75,7 +75,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
                 self._kv_transfer_config.kv_load_failure_policy,
             )
-        self._planner = TransferPlanner(_goal_rule(vllm_config, kv_cache_config, self._settings.whole_pages_from))
+        self._planner = TransferPlanner(_page_tokens(vllm_config, kv_cache_config))
         self._requests: dict[str, Request] = {}  # Sources, by id.
         self._transfers: Transfers | None = None
 
@@ -232,9 +232,9 @@ def _fingerprint(config: VllmConfig) -> str:
     return fingerprint_of(config.model_config, cache_dtype, config.load_config.download_dir)
 
 
-def _goal_rule(config: VllmConfig, caches: KVCacheConfig, whole_pages_from: int) -> GoalRule:
-    """Return the rule of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
+def _page_tokens(config: VllmConfig, caches: KVCacheConfig) -> int:
+    """Return the unit of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
     linear = any(isinstance(group.kv_cache_spec, MambaSpec) for group in caches.kv_cache_groups)
     if linear and config.cache_config.mamba_cache_mode != "align":
-        return GoalRule(1, 0)
-    return GoalRule(config.cache_config.block_size, whole_pages_from)
+        return 1
+    return config.cache_config.block_size

@@ -18,9 +18,9 @@ TOKENS = 64
 class Served:
     """A pool and what it gave up, fed with whole prompts. A prompt is a string, a letter a block."""
 
-    def __init__(self, pages: int = 1000, pages_per_state: int = PAGES_PER_STATE):
+    def __init__(self, pages: int = 1000):
         self.gone: list[Evicted] = []
-        self.blocks = Blocks(pages, pages_per_state, self.gone.extend)
+        self.blocks = Blocks(pages, PAGES_PER_STATE, self.gone.extend)
 
     def match(self, prompt: str) -> tuple[int, int]:
         found = self.blocks.match(chain_of(prompt), len(prompt))
@@ -34,7 +34,7 @@ class Served:
         assert lease is not None
         attention = len(match.pages)
         lease.branch_blocks = attention if attention > match.state_blocks else 0
-        return lease, checkpoint_blocks(attention, match.state_blocks, len(chain), TOKENS, self.blocks.pages_per_state)
+        return lease, checkpoint_blocks(attention, match.state_blocks, len(chain), TOKENS, PAGES_PER_STATE)
 
     def serve(self, prompt: str, places: Sequence[int] | None = None) -> None:
         """Compute a prompt, keep its states at these places or where the policy says, and close it."""
@@ -54,43 +54,12 @@ def chain_of(prompt: str) -> list[str]:
     return [prompt[: i + 1] for i in range(len(prompt))]
 
 
-def test_a_prompt_sent_again_starts_from_its_end():
-    served = Served()
-    served.serve("abcdef")
-    assert served.match("abcdefgh") == (6, 6)
-
-
-def test_a_match_needs_a_state_not_attention_alone():
-    served = Served()
-    served.serve("abcdef")
-    assert served.match("abcdXY") == (4, 0)
-
-
-def test_a_model_without_state_matches_on_attention_alone():
-    served = Served(pages_per_state=0)
-    served.serve("abcdef")
-    assert served.match("abcdXY") == (4, 4)
-
-
 def test_a_branch_gets_its_checkpoint_on_second_sight():
     served = Served()
     served.serve("abcdef")
     served.serve("abcdXY")
     assert served.match("abcdZZ") == (4, 4)
     assert served.match("abcdXYZ") == (6, 6)
-
-
-def test_checkpoints_at_distances_land_in_unique_tokens_where_ours_do_not():
-    prompts = ["sys" + 7 * letter for letter in "abcdefgh"]
-    at_distances, ours = Served(), Served()
-    hits = {at_distances: 0, ours: 0}
-    for prompt in prompts:
-        for served in hits:
-            hits[served] += served.match(prompt)[1]
-        at_distances.serve(prompt, [5, 10])
-        ours.serve(prompt)
-    assert hits[at_distances] == 0  # every one of them lies in what no other prompt has
-    assert hits[ours] == 3 * (len(prompts) - 2)  # from third sight on all that prompts share
 
 
 def test_the_least_recently_used_prompt_goes_first_and_its_tail_before_its_head():
@@ -141,27 +110,6 @@ def test_a_branch_is_not_outlived_by_the_first_that_starts_there():
     served.serve("sysPQ")
     taken(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
     assert served.match("sysZ") == (3, 3)
-
-
-def test_what_is_held_never_goes():
-    served = Served(pages=12)
-    lease, _ = served.begin("abcdef")
-    served.blocks.publish(lease, chain_of("abcdef"), 6)
-    assert taken(served.blocks, 5) is not None
-    assert taken(served.blocks, 1) is None
-    assert not served.gone
-    assert served.match("abcdef") == (6, 0)
-
-
-def test_pages_on_their_way_out_outlive_their_lease():
-    served = Served(pages=8)
-    lease, _ = served.begin("abc")
-    pages = lease.pages[:]
-    served.blocks.hold(pages)
-    served.blocks.close(lease)
-    assert taken(served.blocks, 5) is None
-    served.blocks.release(pages)
-    assert taken(served.blocks, 5) is not None
 
 
 def test_a_rolling_checkpoint_takes_the_place_of_the_last():

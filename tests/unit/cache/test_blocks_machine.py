@@ -15,12 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prfaas.errors import InternalError
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease
 
-
-def taken(blocks: Blocks, count: int) -> list[int] | None:
-    """Pages of a sequence that nothing is known of, None when there are too few."""
-    lease = blocks.open((), count)
-    return None if lease is None else lease.pages
-
+from .test_blocks import taken
 
 PAGES, PAGES_PER_STATE = 14, 3
 Prompt = tuple[int, ...]

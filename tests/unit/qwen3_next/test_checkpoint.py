@@ -181,14 +181,6 @@ def test_damaged_weights_are_refused(edited):
         load(directory)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not JSON"), ("[]", "holds a list"), (None, "cannot be read")])
-def test_an_unreadable_configuration_is_named(tmp_path, text, said):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=rf"config\.json: {said}"):
-        check_config(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("kinds", "named"),
     [(["linear_attention"] * 4, "rows"), (["linear_attention", "sliding_attention"] * 2, "names sliding_attention")],

@@ -16,7 +16,6 @@ from prfaas_worker.tokenizer import Conversation, load_tokenizer
 from ..models.shipped import (
     READ_BYTES,
     bits_per_byte,
-    bits_without_memory,
     check_chat_template,
     check_special_tokens,
     documents_of,
@@ -47,15 +46,6 @@ def held_out() -> torch.Tensor:
 
 def test_held_out_text_costs_at_most_the_claimed_bits_per_byte(tiny, held_out):
     assert bits_per_byte(tiny, held_out) <= BOUND_BITS
-
-
-def test_random_bytes_cost_far_more(tiny, held_out):
-    noise = torch.randint(256, held_out.shape, generator=torch.Generator().manual_seed(0))
-    assert bits_per_byte(tiny, noise) > 8.0
-
-
-def test_without_its_memory_the_model_is_far_worse(tiny, held_out):
-    assert bits_without_memory(tiny, held_out, measured=16) > BOUND_BITS + 0.7
 
 
 def test_all_files_but_the_weights_are_those_that_the_script_writes(training, tmp_path):

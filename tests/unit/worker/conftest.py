@@ -19,6 +19,7 @@ from aiohttp import web
 
 from prfaas.processes import ends_with_us
 from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
+from prfaas_worker.engine import schedule
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState
@@ -127,6 +128,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Wor
 
 async def _all_ready(*workers: Worker) -> None:
     await asyncio.gather(*(worker.ready() for worker in workers))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The model that ships along, without a worker."""
+    from prfaas_worker.models import load_model
+
+    return load_model("builtin:kimi-linear-tiny", 1)[0]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 tokens, so that short prompts take several steps."""
+    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
 
 
 class Client:

@@ -1,14 +1,11 @@
-"""One real worker, from the request's field to what it does to the answer; also as OpenAI's own client sees it."""
+"""One real worker, from the request's field to what it does to the answer."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-import openai
 import pytest
 
 pytestmark = pytest.mark.system
 
-HELLO = [{"role": "user", "content": "What is the weather?"}]
 A, B, EOS = 97, 98, 257
 
 
@@ -20,13 +17,6 @@ async def complete(client, worker, **fields: Any) -> dict[str, Any]:
 
 async def text(client, worker, **fields: Any) -> str:
     return (await complete(client, worker, **fields))["choices"][0]["text"]
-
-
-@pytest.fixture
-async def official(pair) -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's own client."""
-    async with openai.AsyncOpenAI(base_url=f"{pair[1].url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_a_bias_decides(client, pair):
@@ -64,19 +54,3 @@ async def test_the_end_can_be_put_off_or_ignored(client, pair):
     assert (later["usage"]["completion_tokens"], later["choices"][0]["finish_reason"]) == (5, "stop")
     never = await complete(client, pair[1], **ending, ignore_eos=True)
     assert never["choices"][0]["finish_reason"] == "length"
-
-
-async def test_tools_are_refused_in_openais_form(official):
-    clock: Any = {"type": "function", "function": {"name": "clock"}}
-    with pytest.raises(openai.BadRequestError) as raised:
-        await official.chat.completions.create(model="tiny", messages=HELLO, tools=[clock])
-    assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "tools")
-
-
-async def test_calls_of_an_earlier_answer_and_their_results_may_stand_in_a_chat(official):
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    called = {"role": "assistant", "content": None, "tool_calls": [call]}
-    messages: Any = [*HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
-    answer = await official.chat.completions.create(model="tiny", messages=messages, max_tokens=5)
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].message.tool_calls is None

@@ -76,7 +76,7 @@ def test_a_gpu_that_was_asked_for_is_not_replaced_and_no_flag_is_blamed_that_nob
 
 
 def test_a_wrong_option_is_refused_on_the_cpu_too(loads):
-    with pytest.raises(ConfigError, match="--max-context 1000000 is more than"):
+    with pytest.raises(ConfigError, match="--max-context 1000000 is more than the 131072 tokens of this model"):
         build(options("auto", max_context_tokens=1_000_000))
 
 

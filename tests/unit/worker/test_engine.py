@@ -4,24 +4,11 @@ import pytest
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel, Failed, Sampling, Started
-from prfaas_worker.engine import schedule
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
 from .engine_bench import Bench, alone, fetched
 
-pytestmark = pytest.mark.system
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 tokens, so that short prompts take several steps."""
-    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("small_chunks")]
 
 
 def test_chunked_prefill_and_batched_decode_give_the_models_own_tokens(model: Model):
@@ -36,18 +23,6 @@ def test_chunked_prefill_and_batched_decode_give_the_models_own_tokens(model: Mo
         assert bench.ends(handle) == ["length" if cut == 12 else "stop"]
 
 
-def test_a_stop_token_ends_a_choice_and_is_not_text(model: Model, monkeypatch: pytest.MonkeyPatch):
-    prompt = b"def f(x):\n"
-    expected = alone(model, prompt, 8)
-    stop = expected[4]
-    monkeypatch.setattr(model, "eos_token_ids", frozenset({stop}))
-    bench = Bench(model)
-    handle = bench.ask(prompt, max_tokens=8)
-    bench.run()
-    assert bench.tokens(handle) == expected[: expected.index(stop)]
-    assert bench.ends(handle) == ["stop"]
-
-
 def test_started_comes_once_before_the_first_token(model: Model):
     bench = Bench(model)
     bench.ask(b"x" * 150, choices=2)
@@ -59,17 +34,6 @@ def test_started_comes_once_before_the_first_token(model: Model):
     assert bench.said[0].prefill_seconds > 0
 
 
-def test_choices_are_independent_of_each_other(model: Model):
-    bench = Bench(model)
-    sampling = Sampling(1.0, 1.0, 0, 42)
-    three = bench.ask(b"def f(", choices=3, max_tokens=10, sampling=sampling)
-    one = bench.ask(b"def f(", choices=1, max_tokens=10, sampling=sampling)
-    bench.run()
-    texts = [bench.tokens(three, choice) for choice in range(3)]
-    assert texts[0] == bench.tokens(one)
-    assert texts[0] != texts[1] != texts[2]
-
-
 def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(model: Model):
     """Two choices of a prompt that ends, beside a chunk of one that does not: as many draws as rows, but other ones."""
     bench = Bench(model)
@@ -77,18 +41,6 @@ def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(
     bench.run()
     expected = alone(model, b"def f(", 3)
     assert [bench.tokens(short, choice) for choice in range(2)] == [expected] * 2
-
-
-def test_a_long_prompt_delays_a_running_stream_by_one_chunk_only(model: Model):
-    bench = Bench(model)
-    stream = bench.ask(b"def f(", max_tokens=40)
-    while len(bench.tokens(stream)) < 2:
-        bench.step()
-    bench.ask(b"y" * 64 * 10)
-    for _ in range(10):
-        before = len(bench.tokens(stream))
-        bench.step()
-        assert len(bench.tokens(stream)) == before + 1
 
 
 def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
@@ -101,16 +53,6 @@ def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
     assert len(bench.tokens(handle, 0)) < 9
     assert len(bench.tokens(handle, 1)) == 9 or "stop" in bench.ends(handle)
     assert bench.engine.requests.get(handle) is None
-
-
-def test_cancelling_what_is_over_or_unknown_does_nothing(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x", max_tokens=1)
-    bench.run()
-    for message in (Cancel(handle), Cancel(handle, 0), Cancel(999)):
-        bench.engine.inbox.put(message)
-    bench.run()
-    assert bench.engine.stats.requests_running == 0
 
 
 def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
@@ -138,18 +80,6 @@ def test_a_request_that_cannot_be_drawn_fails_alone(model: Model):
     assert "token 999" in failed[wrong].message
     assert bench.tokens(fine) == alone(model, b"def f(", 6)
     bench.assert_nothing_is_held()
-
-
-def test_ends_of_the_requests_own_and_a_least_length_are_kept_to(model: Model):
-    prompt = b"def f(x):\n"
-    free = alone(model, prompt, 12)
-    bench = Bench(model)
-    stopped = bench.ask(prompt, max_tokens=12, stop_token_ids=(free[5],))
-    longer = bench.ask(prompt, max_tokens=12, stop_token_ids=(free[5],), min_tokens=9)
-    bench.run()
-    assert bench.tokens(stopped) == free[: free.index(free[5])]
-    assert len(bench.tokens(longer)) >= 9
-    assert bench.tokens(longer)[:9].count(free[5]) == 0
 
 
 def test_a_fetched_prompt_continues_as_a_local_one(model: Model):

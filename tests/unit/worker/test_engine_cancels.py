@@ -9,9 +9,7 @@ import pytest
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel
 from prfaas_transfer.fetch import Fetched
-from prfaas_worker.engine import schedule
 from prfaas_worker.engine.sequences import Phase
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
 from .engine_bench import Bench, FetchByHand, Parrot, fetched, prefix_fetched
@@ -31,11 +29,6 @@ STAGES = {
     "preempted",
     "ended",
 }
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
 def stage(bench: Bench, handle: int) -> str:
@@ -116,8 +109,8 @@ class Crowd(Bench):
             self.alive.remove(handle)
 
 
-def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
+@pytest.mark.usefixtures("small_chunks")
+def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model):
     crowd, stages = Crowd(Parrot(model)), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):

@@ -4,19 +4,13 @@ from typing import Any
 
 import pytest
 
-from prfaas.wire.engine import Cancel, Sampling
-from prfaas_worker.models import load_model
+from prfaas.wire.engine import Sampling
 from prfaas_worker.models.base import Model
 
 from .engine_bench import Bench, Parrot, fetched
 
 SAMPLED = Sampling(1.0, 1.0, 0, 42)
 PROMPT = b"def f(x):\n    return" * 8
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
 @pytest.fixture
@@ -110,13 +104,3 @@ def test_a_stored_prompt_gives_way_when_pages_are_short(model: Model, slots: int
     asked = [(b"import os\n" * 6, 3), (b"class A:\n    pass\n" * 5, 2)]
     expected = answers(Bench(model), asked, 150)
     assert answers(Bench(model, max_running=slots, num_pages=pages), asked, 150) == expected
-
-
-def test_a_cancelled_request_frees_what_it_kept_for_choices_that_had_no_slot(model: Model):
-    bench = Bench(model, max_running=4)
-    handle = bench.ask(PROMPT, choices=8, max_tokens=50)
-    while not bench.tokens(handle):
-        bench.step()
-    bench.engine.inbox.put(Cancel(handle))
-    bench.step()
-    bench.assert_nothing_is_held()

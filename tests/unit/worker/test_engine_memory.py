@@ -6,41 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from prfaas.wire.engine import Cancel, Failed, Sampling
-from prfaas_worker.engine import schedule
+from prfaas.wire.engine import Failed, Sampling
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
 from .engine_bench import Bench, Parrot, alone
 
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 tokens, so that short prompts take several steps."""
-    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_a_cancelled_request_frees_its_memory_wherever_it_stands(model: Model, steps: int):
-    bench = Bench(model)
-    handle = bench.ask(b"z" * 100, choices=2, max_tokens=50)
-    for _ in range(steps):
-        bench.step()
-    bench.engine.inbox.put(Cancel(handle))
-    bench.step()
-    bench.assert_nothing_is_held()
-    assert bench.engine.requests.get(handle) is None
-    stats = bench.engine.stats
-    assert (stats.requests_running, stats.requests_waiting, stats.prefills_running, stats.prefills_waiting) == (0,) * 4
-    said = len(bench.said)
-    bench.run()
-    assert len(bench.said) == said
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_alone(model: Model):
@@ -57,16 +29,6 @@ def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_al
     assert roomy.engine.stats.preemptions == 0
     for handle, other in zip(handles, expected, strict=True):
         assert bench.tokens(handle) == roomy.tokens(other)
-
-
-def test_choices_share_their_prompts_pages(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x" * 200, choices=4, max_tokens=30, sampling=Sampling(1.0, 1.0, 0, 1))
-    while not bench.tokens(handle, 3):
-        bench.step()
-    assert bench.engine.cache.stats().used_pages == 3 + 4
-    bench.run()
-    bench.assert_nothing_is_held()
 
 
 def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(

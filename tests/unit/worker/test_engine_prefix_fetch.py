@@ -150,17 +150,6 @@ def test_a_prefix_takes_no_page_that_a_stream_needs_next(models):
     source.assert_nothing_is_held()
 
 
-def test_a_prefix_that_nobody_takes_is_freed_when_its_lease_ends(pair):
-    source, _ = pair
-    teach(source, SYSTEM + b"x")
-    assert isinstance(source.ask_prefix(SYSTEM + b"y"), Granted)
-    assert source.engine.cache.free_slots == source.memory.num_slots - 1
-    for offer in source.offers._offers.values():
-        offer.lease.renew(-1.0)
-    source.offers.expire()
-    source.step()
-
-
 def test_what_is_computed_on_lossy_rows_stays_out_of_the_destinations_cache_too(pair, monkeypatch: pytest.MonkeyPatch):
     source, destination = pair
     teach(destination, SYSTEM + b"x")

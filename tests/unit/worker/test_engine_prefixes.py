@@ -11,18 +11,12 @@ from prfaas.wire.engine import Cancel, Started, StartPrefill
 from prfaas.wire.prefill import PrefillRequest
 from prfaas_transfer.fetch import AbsentError
 from prfaas_worker.engine.sequences import Phase, PrefillOffered
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
 from .engine_bench import Bench, FetchByHand, alone, prefix_fetched
 
 URL = "http://127.0.0.1:1"
 SHARED = (b"You are a careful assistant that answers in Python. " * 5)[:192]
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
 def prompt_of(tail: bytes) -> bytes:
@@ -65,20 +59,6 @@ def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     bench.assert_nothing_is_held()
 
 
-def test_others_find_a_fetched_prefix_without_asking(model: Model):
-    bench = Bench(model)
-    ask(bench, prompt_of(b"first"))
-    bench.step()
-    bring(model, bench.fetches[0])
-    bench.run()
-    computed, prompt = bench.engine.stats.prompt_tokens, prompt_of(b"second")
-    handle = bench.ask(prompt)
-    bench.run()
-    assert bench.tokens(handle) == alone(model, prompt, 6)
-    assert started(bench, handle).cached_tokens == len(SHARED)
-    assert bench.engine.stats.prompt_tokens - computed == len(prompt) - len(SHARED)
-
-
 def test_nobody_is_asked_for_what_cannot_be_more_than_is_cached(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     bench.ask(prompt)
@@ -106,19 +86,6 @@ def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerEr
     assert started(bench, handle).cached_tokens == 0
     assert outcomes(bench) == {"absent" if isinstance(error, AbsentError) else "failed": 1}
     bench.assert_nothing_is_held()
-
-
-def test_the_state_that_came_is_what_the_rest_stands_on(model: Model):
-    """The control of the test above: half written states do change the answer."""
-    bench, prompt = Bench(model), prompt_of(b"first")
-    handle = ask(bench, prompt, logprobs=0)
-    bench.step()
-    (fetch,) = bench.fetches
-    result = prefix_fetched(model, fetch.sequence, len(SHARED))
-    bench.memory.slots[fetch.sequence.held.slot].fill_(0x3C)
-    fetch.on_end(result)
-    bench.run()
-    assert bench.tokens(handle) != alone(model, prompt, 6)
 
 
 def test_many_who_want_the_same_make_one_transfer(model: Model):
@@ -208,19 +175,6 @@ def test_another_asks_when_who_asked_leaves(model: Model):
     bench.run()
     assert [bench.tokens(handle) for handle in handles[1:]] == [alone(model, prompt, 6)] * 2
     assert outcomes(bench) == {"cancelled": 1, "fetched": 1, "joined": 3}
-    bench.assert_nothing_is_held()
-
-
-def test_who_waits_for_another_may_leave(model: Model):
-    bench, prompt = Bench(model), prompt_of(b"first")
-    first, second = ask(bench, prompt), ask(bench, prompt)
-    bench.step()
-    bench.engine.inbox.put(Cancel(second))
-    bench.step()
-    bring(model, bench.fetches[0])
-    bench.run()
-    assert bench.tokens(first) == alone(model, prompt, 6)
-    assert bench.tokens(second) == []
     bench.assert_nothing_is_held()
 
 

@@ -118,16 +118,6 @@ def test_parents_come_before_their_children_and_rows_before_states(events: list[
             assert (before.group_idx, after.group_idx) == (0, 1)
 
 
-def test_what_comes_tail_first_is_told_head_first():
-    found = told([stored(2, 3), stored(1, 2), stored(0, 1), state(2)])[1:]
-    assert [(event.block_hashes[0], event.group_idx) for event in found] == [
-        (key(0), 0),
-        (key(1), 0),
-        (key(2), 0),
-        (key(2), 1),
-    ]
-
-
 @pytest.mark.parametrize("count", [0, 1, EVENTS_PER_BATCH - 1, EVENTS_PER_BATCH, 3 * EVENTS_PER_BATCH])
 def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
     kept = CacheSnapshot()

@@ -1,10 +1,9 @@
 """Proves that one transfer can be followed through a real gateway and two real workers: by its id in the response, in
 one log line a side, and as spans of one trace in a collector; that a failed one says why, and a broken connection
-shows. The trace is torn where somebody on the way drops its context, so the tests would see it.
+shows.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -12,8 +11,8 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +25,12 @@ from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, 
 from ...waiting import eventually, eventually_async
 from .collector import Collector, Told
 from .conftest import Worker, _all_ready, _launcher
+from .relays import relayed
 
 pytestmark = pytest.mark.system
 
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
-RELAYS = itertools.count(220)
 REMOTE = ["prefill.remote", "transfer", "prefill"]
 
 
@@ -238,56 +237,6 @@ async def test_a_prompt_below_the_threshold_is_prefilled_in_one_span_and_moves_n
         ("decode", "prfaas-worker", "request"),
         ("prefill.local", "prfaas-worker", "decode"),
     }
-
-
-@asynccontextmanager
-async def relayed(worker: Worker, *, api: tuple[bytes, bytes] = (b"", b""), cut_after: int = 0) -> AsyncIterator[str]:
-    """A middleman before both ports of a worker: replaces bytes on the way to its API, and cuts the first data
-    connections once so many bytes came over them.
-    """
-    host = f"{worker.host.rsplit('.', 1)[0]}.{next(RELAYS)}"  # workers keep connections, by address
-    left = cut_after
-
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, port: int, up: bool) -> None:
-        nonlocal left
-        try:
-            while piece := await reader.read(1 << 14):
-                writer.write(piece.replace(*api) if up and port == 8000 and api[0] else piece)
-                await writer.drain()
-                if left > 0 and not up and port == 8001:
-                    left -= len(piece)
-                    if left <= 0:
-                        return
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = writer.get_extra_info("sockname")[1]
-        theirs = await asyncio.open_connection(worker.host, port)
-        up = asyncio.create_task(pipe(reader, theirs[1], port=port, up=True))
-        await pipe(theirs[0], writer, port=port, up=False)
-        theirs[1].close()
-        await up
-
-    servers = [await asyncio.start_server(relay, host, port) for port in (8000, 8001)]
-    try:
-        yield f"http://{host}:8000"
-    finally:
-        for server in servers:
-            server.close()
-
-
-async def test_a_trace_is_torn_where_the_context_is_dropped_between_the_workers(system):
-    trace_id, root, context = trace_context()
-    async with relayed(system.prefill, api=(b"traceparent:", b"tracelesss:")) as url:
-        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
-    assert status == 200, headers
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
-    (end,) = await told(system.prefill.log, 1, transfer_id=headers["x-prfaas-transfer-id"])
-    assert "trace_id" not in end
-    assert ("prefill", "prfaas-worker", "prefill.remote") not in tree(spans, root)
 
 
 async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(system, client):

@@ -136,18 +136,6 @@ def test_many_threads_stay_within_the_limit_and_all_come_through():
     assert (budget.used_bytes, budget.waiting) == (0, 0)
 
 
-def test_a_request_beyond_the_limit_waits_until_it_is_alone_and_then_is_served():
-    scene = Scene()
-    scene.ask(10)
-    scene.ask(5 * LIMIT)
-    scene.ask(1)  # would fit, and still comes after the large one
-    assert [one.size for one in scene.waiting] == [500, 1]
-    scene.release(0)
-    assert scene.budget.used_bytes == 500
-    scene.release(0)
-    assert scene.budget.used_bytes == 1
-
-
 def test_a_wait_that_takes_too_long_says_what_to_do_and_leaves_the_line():
     budget = MemoryBudget(LIMIT)
     budget.acquire(90, Stop())

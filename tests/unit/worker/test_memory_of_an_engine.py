@@ -15,7 +15,6 @@ from prfaas_worker import memory as host_memory
 from prfaas_worker.assets import model_directory
 from prfaas_worker.engine import __main__ as process
 from prfaas_worker.engine import assembly
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint
 from prfaas_worker.models.kimi_linear.model import KimiLinear
@@ -23,11 +22,6 @@ from prfaas_worker.models.qwen3_next.model import load_causal_model
 from prfaas_worker.options import Options
 
 TINY = "builtin:kimi-linear-tiny"
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(TINY, 1)[0]
 
 
 def options(**more: Any) -> Options:

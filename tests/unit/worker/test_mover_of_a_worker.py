@@ -180,9 +180,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
 def test_a_cache_crosses_bit_by_bit_mapped_or_through_slots(engines):
     source, destination = engines
     source.fill()
+    destination.memory.pages.fill_(9)
     result = take_next(destination.fetch(api_of(source, computes=True).url), "a fetch ends")
     assert isinstance(result, Fetched), result
     assert_same_bits(MODEL, destination.place, source.place)
+    others = set(range(destination.memory.num_pages)) - set(destination.place.pages)
+    assert all(bool((destination.memory.pages[page] == 9).all()) for page in others), "nothing else is written"
+    assert not destination.memory.slots[0].any()
     assert torch.equal(torch.frombuffer(result.hidden, dtype=torch.float32), HIDDEN)
     assert (result.tokens, result.done.prefill_seconds, result.is_exact) == (MODEL.tokens, 0.5, True)
     assert result.received_bytes == MODEL.nbytes
@@ -194,18 +198,6 @@ def test_a_cache_crosses_bit_by_bit_mapped_or_through_slots(engines):
     assert source.transfers.counters.snapshot()[0] == [("send", "delivered", 1)]
     for copies in (source.transfers._copies, destination.transfers._copies):
         assert copies is None or not (copies._frames or copies._places or copies._running)
-
-
-@pytest.mark.parametrize("engines", [(False, False), (True, True)], indirect=True)
-def test_nothing_but_the_sequences_own_memory_is_written(engines):
-    source, destination = engines
-    source.fill()
-    destination.memory.pages.fill_(9)
-    assert isinstance(take_next(destination.fetch(api_of(source, computes=True).url), "a fetch ends"), Fetched)
-    others = set(range(destination.memory.num_pages)) - set(destination.place.pages)
-    assert others
-    assert all(bool((destination.memory.pages[page] == 9).all()) for page in others)
-    assert not destination.memory.slots[0].any()
 
 
 def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):

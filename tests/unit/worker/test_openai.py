@@ -2,8 +2,6 @@
 change the answer is ignored.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -171,14 +169,10 @@ def refused(function: Any, **fields: Any) -> RequestError:
     [
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
         ({"max_tokens": "many"}, "max_tokens", "Expected `int | null`, got `str`"),
-        ({"max_tokens": True}, "max_tokens", "got `bool`"),
-        ({"max_tokens": 1.5}, "max_tokens", "got `float`"),
         ({"n": 0}, "n", "must be 1 to 8"),
-        ({"n": -1}, "n", "must be 1 to 8"),
         ({"n": 9}, "n", "must be 1 to 8"),
         ({"temperature": -0.1}, "temperature", "must be 0 to 2"),
         ({"temperature": 2.1}, "temperature", "must be 0 to 2"),
-        ({"temperature": "hot"}, "temperature", "got `str`"),
         ({"top_p": 0}, "top_p", "must be above 0"),
         ({"top_p": 1.1}, "top_p", "must be above 0"),
         ({"top_k": -2}, "top_k", "must be at least 1"),
@@ -186,8 +180,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
-        ({"stop": [1]}, "stop", "Expected `str`, got `int`"),
-        ({"stream": "yes"}, "stream", "got `str`"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "must be -2 to 2"),
         ({"presence_penalty": -2.1}, "presence_penalty", "must be -2 to 2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
@@ -204,12 +196,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"best_of": 2}, "best_of", "must equal n"),
         ({"suffix": "x"}, "suffix", "is not served"),
         ({"lora": "x"}, "lora", "LoRA adapter"),
-        ({"lora_request": {"name": "x"}}, "lora_request", "LoRA adapter"),
-        ({"adapters": ["x"]}, "adapters", "LoRA adapter"),
-        ({"use_beam_search": True}, "use_beam_search", "is not served"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "is not served"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "is not served"),
-        ({"model": 7}, "model", "got `int`"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, Any], param: str, sentence: str):
@@ -227,17 +213,14 @@ def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, A
         (completion, {"prompt": None}, "prompt"),
         (completion, {"prompt": [264]}, "prompt"),
         (completion, {"prompt": [-1]}, "prompt"),
-        (completion, {"prompt": [1.0]}, "prompt"),
         (completion, {"prompt": [True]}, "prompt"),
         (completion, {"prompt": [[1], []]}, "prompt"),
         (completion, {"prompt": ["a", [2]]}, "prompt"),
-        (completion, {"prompt": [1, "a"]}, "prompt"),
         (completion, {"echo": True, "logprobs": 0}, "echo"),
         (completion, {"logprobs": 21}, "logprobs"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": "hello"}, "messages"),
         (chat, {"messages": [{"role": "user"}]}, "messages"),
-        (chat, {"messages": [{"role": "user", "content": None}]}, "messages"),
         (chat, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (chat, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         (chat, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
@@ -273,14 +256,12 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
     [
         ("tools", [CLOCK]),
         ("tool_choice", "auto"),
-        ("tool_choice", "required"),
         ("tool_choice", CLOCK),
         ("functions", [CLOCK]),
         ("function_call", "auto"),
         ("guided_choice", ["a"]),
         ("guided_json", {}),
         ("guided_regex", ""),
-        ("response_format", {"type": "json_object"}),
         ("response_format", SCHEMA),
         ("structured_outputs", {"regex": "a"}),
     ],
@@ -305,23 +286,13 @@ def test_past_calls_and_their_results_are_rendered_by_the_template():
     assert only(chat(messages=CALLED)).token_ids == [256, 259, *b"hello", 262, *past]
 
 
-def test_past_calls_reach_the_template_as_they_came(tmp_path: Path):
-    config = {"tokenizer_class": "byte", "added_tokens_decoder": {}, "chat_template": "{{ messages | tojson }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    body = msgspec.json.encode({"model": "tiny", "messages": CALLED})
-    job = RequestReader(msgspec.structs.replace(SERVED, max_context=1000), load_tokenizer(tmp_path)).chat_job(body)
-    assert json.loads(bytes(only(job).token_ids)) == CALLED
-
-
 @pytest.mark.parametrize("function", [completion, chat])
 @pytest.mark.parametrize(
     ("fields", "param", "meant"),
     [
         ({"max_token": 4}, "max_token", "max_tokens"),
-        ({"frequency_penaltyy": 1}, "frequency_penaltyy", "frequency_penalty"),
         ({"stopp": None}, "stopp", "stop"),
         ({"foo": 1}, "foo", None),
-        ({"mirostat": 2}, "mirostat", None),
         ({"kv_transfer_params": {}}, "kv_transfer_params", None),
         ({"stream_options": {"foo": 1}}, "stream_options.foo", None),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),

@@ -1,5 +1,5 @@
 """A real gateway before two real workers: a prompt goes where its beginning is cached, and the worker says that it was;
-where that one is busy it goes to the other, which takes the beginning over. Without the index the same requests spread.
+where that one is busy it goes to the other, which takes the beginning over.
 """
 
 import json
@@ -22,6 +22,7 @@ from prfaas_gateway.request import GatewayRequest, read_fields
 from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
+from .test_two_workers import text_of
 
 pytestmark = pytest.mark.system
 
@@ -29,7 +30,6 @@ BUSY = 6
 """Streams that are dearer together than a prompt of 1700 tokens."""
 SURELY_CACHED = 3000 - 3 * 64
 """Tokens of a beginning of 3000 bytes, each a token, but for the last blocks."""
-find = KvManager.find
 
 
 def table(urls: dict[str, str]) -> RoutingTable:
@@ -112,17 +112,13 @@ def managers(monkeypatch) -> list[KvManager]:
     return made
 
 
-def text_of(length: int, seed: str) -> str:
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
-
-
 async def known(manager: KvManager, prompt: str) -> GatewayRequest:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
     request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
     request.model, request.fields = read_fields(body, every=False)
     request.total_tokens = len(prompt)
-    await find(manager, request)
+    await manager.find(request)
     return request
 
 
@@ -135,35 +131,18 @@ async def until_known(managers: list[KvManager], prompt: str, true: Callable[[Ga
     await eventually_async(is_known, "the gateway knows of the prompt")
 
 
-async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
-    """Ask once, wait until the gateway knows what that left behind, and ask with six other endings."""
-    await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
-    beginning = text_of(3000, seed)
-    name, cached = await door.ask(beginning, 0)
-    prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
-    await until_known(managers, prompts[0], lambda found: found.cached_on.get(name, 0) >= SURELY_CACHED)
-    return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
-
-
 async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, managers, pair):
-    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
-    async with gateway(urls) as door:
-        (first, cached), *others = await asked(door, managers, "with")
+    async with gateway({f"d{n}": worker.url for n, worker in enumerate(pair)}) as door:
+        await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
+        beginning = text_of(3000, "with")
+        first, cached = await door.ask(beginning, 0)
         assert cached == 0
+        prompts = [beginning + text_of(200, f"with {number}") for number in range(1, 7)]
+        await until_known(managers, prompts[0], lambda found: found.cached_on.get(first, 0) >= SURELY_CACHED)
+        others = [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
         assert [name for name, _ in others] == [first] * 6
         assert all(cached >= SURELY_CACHED for _, cached in others), others
         assert await door.until("prfaas_gateway_kv_matched_tokens_total", lambda _: True) >= 6 * (SURELY_CACHED)
-
-
-async def test_without_the_index_the_same_requests_spread(gateway, managers, pair, monkeypatch):
-    async def find_nothing(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr(KvManager, "find", find_nothing)
-    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
-    async with gateway(urls) as door:
-        answers = await asked(door, managers, "without")
-        assert {name for name, _ in answers} == set(urls)
 
 
 async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, managers, pair, client):

@@ -20,6 +20,7 @@ from prfaas_transfer.tls import TlsAuth
 
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
+from .test_prefixes import difference, fetches
 from .test_two_workers import IDLE, choices, text_of
 
 pytestmark = pytest.mark.system
@@ -27,8 +28,6 @@ pytestmark = pytest.mark.system
 NOW = datetime.datetime.now(datetime.UTC)
 EXPIRES = "prfaas_certificate_expires_timestamp_seconds"
 SENT = 'prfaas_transfers_total{direction="send",outcome="delivered"}'
-FAILED = 'prfaas_prefix_fetches_total{outcome="failed"}'
-FETCHED = 'prfaas_prefix_fetches_total{outcome="fetched"}'
 FIRST, SECOND = (identity.make_authority(name, identity.valid_for(NOW, 400)) for name in ("first", "second"))
 _days = itertools.count(1)
 
@@ -161,10 +160,6 @@ def by_prefix(one: Secure, cluster: str) -> dict[str, str]:
     return {"x-prfaas-prefix-url": one.worker.url, "x-prfaas-prefix-cluster": cluster}
 
 
-async def difference(client: Client, one: Secure, before: dict[str, float], name: str) -> float:
-    return (await client.metrics(one.worker)).get(name, 0.0) - before.get(name, 0.0)
-
-
 @pytest.mark.parametrize(("cluster", "cached"), [("eu", 1024), ("", 1024), ("hub", 0), ("elsewhere", 0)])
 async def test_a_prefix_comes_from_the_cluster_that_was_named_or_is_computed(client, secure, cluster: str, cached: int):
     eu, hub = secure
@@ -174,10 +169,10 @@ async def test_a_prefix_comes_from_the_cluster_that_was_named_or_is_computed(cli
     answer = await ask(client, hub.worker, by_prefix(eu, cluster), prompt=prompt, cache_salt=salt)
     assert (await logprobs(answer))["tokens"] == wanted["tokens"]
     assert int(answer.headers["x-prfaas-cached-tokens"]) == cached
-    assert await difference(client, hub, before, FETCHED if cached else FAILED) == 1
+    assert await difference(client, hub.worker, before, fetches("fetched" if cached else "failed")) == 1
 
 
-@pytest.mark.parametrize(("cluster", "outcome"), [("hub", FETCHED), ("eu", FAILED)])
+@pytest.mark.parametrize(("cluster", "outcome"), [("hub", "fetched"), ("eu", "failed")])
 async def test_an_instance_that_prefills_holds_its_source_of_prefixes_to_the_same(
     client, secure, cluster: str, outcome: str
 ):
@@ -189,7 +184,7 @@ async def test_an_instance_that_prefills_holds_its_source_of_prefixes_to_the_sam
     headers = prefilled_by(eu) | by_prefix(hub, cluster)
     answer = await ask(client, hub.worker, headers, prompt=prompt + "?", cache_salt=salt)
     assert len((await logprobs(answer))["tokens"]) == len(wanted["tokens"])
-    assert await difference(client, eu, before, outcome) == 1
+    assert await difference(client, eu.worker, before, fetches(outcome)) == 1
 
 
 async def test_an_instance_that_prefills_must_be_of_the_cluster_that_was_named(client, secure):
