@@ -10,15 +10,7 @@ from prfaas.errors import PeerError
 from prfaas.telemetry.logs import line
 from prfaas.wire.engine import TransferOutcome, TransferSubject
 from prfaas_sandbox.demo import logs
-from prfaas_sandbox.demo.decide import (
-    KILL_BYTES,
-    KILL_CHOICES,
-    STREAM_CHOICES,
-    cache_bytes,
-    kill_moment,
-    load_tokens,
-    narrower,
-)
+from prfaas_sandbox.demo.decide import KILL_BYTES, cache_bytes, kill_moment
 from prfaas_sandbox.demo.logs import read_outcome, read_transfer
 from prfaas_sandbox.demo.records import (
     KILLED,
@@ -106,30 +98,12 @@ def test_the_worker_is_killed_when_a_part_has_arrived_and_enough_is_to_come(arri
     assert kill_moment(arrived, whole, is_answered=is_answered) == moment
 
 
-def test_each_choice_takes_longer_than_the_one_before():
-    seconds = [choice.tokens / choice.mbps for choice in KILL_CHOICES]
-    assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[1] < seconds[2]
-    assert list(STREAM_CHOICES) == sorted(set(STREAM_CHOICES))
-
-
 def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
     whole, in_part = request(tokens=10_000, kv_bytes=2_500_000), request(tokens=10_000, kv_bytes=1_000)
     killed = request(act=KILLED, tokens=8_000, kv_bytes=8_000_000)
     assert cache_bytes([whole, in_part, killed, request(tokens=100)], 8_000) == 8_000 * 250
     assert cache_bytes([killed], 8_000) == float("inf")
     assert cache_bytes([killed, request(tokens=100)], 8_000) == float("inf")
-
-
-def test_a_link_that_is_not_filled_narrows_further():
-    assert list(narrower(5)) == [5, 2, 1]
-    assert list(narrower(1)) == [1]
-
-
-def test_the_load_is_offloaded_until_the_threshold_has_doubled():
-    assert load_tokens(700) == 6_000
-    assert load_tokens(5_000) > 2 * 5_000
-    assert load_tokens(20_000) == 24_000
 
 
 def log_transfers(*ended: tuple[str, str, TransferOutcome, int]) -> None:
