@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -124,14 +122,6 @@ for host in (os.environ["KUBERNETES_SERVICE_HOST"], OTHER):
         assert shown.split() == ["system:serviceaccount:default:default", "401"]
 
 
-async def test_environment_and_arguments_are_expanded(hub):
-    env = [
-        {"name": "NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "GREETING", "value": "hi $(NAME), $$(NAME), $(NOBODY)"},
-    ]
-    assert await hub.output("expand", "echo", "$(GREETING)", env=env) == "hi expand, $(NAME), $(NOBODY)\n"
-
-
 async def test_a_crash_restarts_the_container_and_keeps_the_log_of_the_run_before(hub):
     await hub.run("crash", "sh", "-c", "echo run; sleep 0.3; exit 3", spec={"restartPolicy": "Always"})
 
@@ -156,18 +146,6 @@ async def test_kill_pod_ends_all_its_processes_and_the_node_restarts_it(sandbox,
 
     main = await member.eventually(restarted, "a restart")
     assert main["lastState"]["terminated"]["exitCode"] == 137
-
-
-async def test_restart_policies_end_in_the_right_phase(hub):
-    await hub.run("good", "true")
-    await hub.run("bad", "false")
-    first_fails = "test -e $0 || { touch $0; exit 1; }"
-    uid = {"name": "UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
-    await hub.run("again", "sh", "-c", first_fails, "/tmp/$(UID)", spec={"restartPolicy": "OnFailure"}, env=[uid])
-    await hub.until("good", "Succeeded")
-    await hub.until("bad", "Failed")
-    await hub.until("again", "Succeeded")
-    assert (await hub.main("again"))["restartCount"] == 1
 
 
 async def test_what_is_missing_is_named_and_the_pod_starts_when_it_comes(hub):
@@ -202,37 +180,6 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
         return waiting if waiting and waiting["reason"] == "RunContainerError" else None
 
     assert '"pyhton3": executable file not found' in (await hub.eventually(refused, "RunContainerError"))["message"]
-
-
-async def test_what_the_node_does_not_offer_is_refused_by_name(hub):
-    volumes = [{"name": "disk", "persistentVolumeClaim": {"claimName": "disk"}}]
-    init = [{"name": "first", "image": "none", "command": ["true"], "restartPolicy": "Always"}]
-    volume = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
-        "metadata": {"name": "disk"},
-        "spec": {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": "/tmp"}},
-    }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "disk"},
-        "spec": {
-            "storageClassName": "",
-            "accessModes": ["ReadWriteOnce"],
-            "resources": {"requests": {"storage": "1Gi"}},
-        },
-    }
-    await hub.apply(volume, claim)
-    await hub.run("fancy", "true", spec={"volumes": volumes, "initContainers": init})
-
-    async def waiting():
-        return (await hub.main("fancy")).get("state", {}).get("waiting", {}).get("reason") == "Unsupported"
-
-    await hub.eventually(waiting, "Unsupported")
-    message = (await hub.main("fancy"))["state"]["waiting"]["message"]
-    assert "sidecars first" in message
-    assert "volumes disk (persistentVolumeClaim)" in message
 
 
 async def test_init_containers_end_one_after_the_other_before_the_others_start(hub):
@@ -294,25 +241,6 @@ async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):
     assert (busy["ready"], busy["restartCount"]) == (False, 0)
 
 
-async def test_a_readiness_gate_keeps_the_pod_unready_until_its_owner_opens_it(hub):
-    gate = "prfaas.io/role-assigned"
-    await hub.run("gated", "sleep", "1000", spec={"readinessGates": [{"conditionType": gate}]})
-
-    async def conditions():
-        found = (await hub.get("gated"))["status"].get("conditions", [])
-        return {each["type"]: each["status"] for each in found}
-
-    async def containers_ready():
-        return (await conditions()).get("ContainersReady") == "True"
-
-    await hub.eventually(containers_ready, "ContainersReady")
-    assert (await conditions())["Ready"] == "False"
-    patch = {"status": {"conditions": [{"type": gate, "status": "True"}]}}
-    await hub.kubectl("patch", "pod", "gated", "--subresource=status", "-p", json.dumps(patch))
-    await hub.ready("gated")
-    assert (await conditions())[gate] == "True"
-
-
 async def test_logs_can_be_followed_and_cut_and_say_what_they_cannot(hub):
     assert await hub.output("count", "seq", "5") == "1\n2\n3\n4\n5\n"
     assert await hub.kubectl("logs", "count", "--tail=2") == "4\n5\n"
@@ -344,15 +272,6 @@ async def test_a_pod_sees_its_own_mounts_and_processes_and_the_host_sees_neither
     assert seen[:3] == ["/etc/deep/er/x", "/etc/passwd", "1"]
     assert int(seen[3]) <= 3  # the shell, ls and wc
     assert "/etc/deep" not in Path("/proc/self/mountinfo").read_text()
-
-
-async def test_a_volume_over_the_checkout_hides_neither_our_programs_nor_itself(hub):
-    """As an emptyDir at /tmp does where the checkout lies below the temporary directory."""
-    volumes, mounts = [{"name": "x", "emptyDir": {}}], [{"name": "x", "mountPath": str(Path(sys.prefix).parent)}]
-    script = f"cd {Path(sys.prefix).parent}; touch mine; ls *.toml 2>&1 | wc -l; ls mine; prfaas version"
-    command = ("sh", "-c", f"{script}; python -c 'import prfaas_worker, prfaas_sandbox; print(prfaas_worker.__name__)'")
-    shown = await hub.output("below", *command, spec={"volumes": volumes}, volumeMounts=mounts)
-    assert shown.split() == ["1", "mine", version("prfaas"), "prfaas_worker"]
 
 
 async def test_logs_are_for_the_api_server_alone(hub):
