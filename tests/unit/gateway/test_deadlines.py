@@ -73,14 +73,3 @@ async def test_a_worker_is_told_what_is_left(world, short):
     assert 0 < left <= 60
     await world.post(short)
     assert DEADLINE_SECONDS not in world.workers["d0"].seen[1].headers
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "soon", "1e9", "100000"])
-async def test_a_deadline_that_is_none_is_refused(world, short, text):
-    await world.start("d0")
-    got = await world.post(short, headers={DEADLINE_SECONDS: text})
-    assert (got.status, got.json["error"]["code"], got.json["error"]["param"]) == (
-        400,
-        "invalid_header",
-        DEADLINE_SECONDS,
-    )

@@ -18,11 +18,6 @@ async def prefill_failed(_request, _body):
     return web.json_response(body, status=502)
 
 
-async def overloaded(_request, _body):
-    body = {"error": {"message": "full", "type": "server_error", "param": None, "code": headers.CODE_OVERLOADED}}
-    return web.json_response(body, status=503)
-
-
 def without_remote_prefill(reply):
     """Fail requests that name a prefill instance, serve the others."""
 
@@ -127,24 +122,6 @@ async def test_a_decode_worker_that_dies_in_an_answer_of_known_length_costs_no_r
     assert [(one.status, one.json) for one in answers] == [(200, {"object": "chat.completion"})] * 4
 
 
-async def test_a_full_decode_worker_passes_requests_to_another_and_is_not_ejected(world, short):
-    await world.start("d0", "d1")
-    world.workers["d0"].reply = overloaded
-    answers = [await world.post(short) for _ in range(12)]
-    assert {one.headers[headers.DECODE_INSTANCE] for one in answers} == {"d1"}
-    assert world.workers["d0"].seen
-    assert not world.state.ejections.until_seconds
-
-
-async def test_when_all_are_full_the_client_hears_it_and_when_to_come_back(world, short):
-    await world.start("d0", "d1")
-    world.workers["d0"].reply = world.workers["d1"].reply = overloaded
-    got = await world.post(short)
-    assert (got.status, got.json["error"]["code"], got.headers["retry-after"]) == (429, "saturated", "1")
-    assert "full" in got.json["error"]["message"]
-    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="rejected"}') == 1
-
-
 async def test_when_all_are_dead_the_client_is_told_to_come_back(world, short):
     await world.start("d0")
     await world.workers["d0"].stop()
@@ -176,18 +153,6 @@ async def test_an_instance_that_returns_under_a_new_address_starts_afresh(world,
     await worker.start()
     world.state.set_table(world.write_table())
     assert (await world.post(short)).status == 200
-
-
-async def test_draining_instances_take_nothing_new(world, short):
-    await world.start("d0", "d1")
-    instances = tuple(
-        type(one)(name=one.name, pool=one.pool, cluster=one.cluster, role=one.role, url=one.url, state=state)
-        for one, state in zip(world.table.instances, ("Draining", "Ready"), strict=True)
-    )
-    world.state.set_table(world.write_table(instances=instances))
-    for _ in range(6):
-        await world.post(short)
-    assert (len(world.workers["d0"].seen), len(world.workers["d1"].seen)) == (0, 6)
 
 
 async def test_requests_spread_over_instances_by_load(world, short):

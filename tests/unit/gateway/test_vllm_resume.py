@@ -22,7 +22,7 @@ from prfaas_gateway.request import read_fields
 from .conftest import QUICK
 from .vllm_standin import ANSWER, PROMPT, TOKENS, Vllm
 
-RECORDED = json.loads((Path(__file__).parent / "vllm_recorded.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "vllm_streams.json").read_text())
 SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.5)
 COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 200, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say"}], "stream": True}
@@ -79,8 +79,7 @@ def path_of(asked: dict) -> str:
 
 async def start(world, *names: str, engine: str = "vllm-prfaas", limits=SOON, **more) -> None:
     await world.start(*(names or ("d0", "d1")), limits=limits, **more)
-    instances = [msgspec.structs.replace(one, engine=engine) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances), **more))
+    world.change_instances(engine=engine)
     for worker in world.workers.values():
         worker.reply = Vllm()
 

@@ -1,4 +1,4 @@
-"""A stand-in for vLLM whose streams have the form of the real one (vllm_recorded.json); its tokens are bytes.
+"""A stand-in for vLLM whose streams have the form of the real one (vllm_streams.json); its tokens are bytes.
 
 Its model says ANSWER behind PROMPT, wherever a prompt ends. So an answer goes on rightly only with the right ids. Like
 the real one it says the whole prompt again if the prompt ends within a character.

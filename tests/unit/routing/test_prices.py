@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import pytest
+from tests.tables import make_table
 
 from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
 from prfaas.routing.decide import decide
@@ -19,7 +20,6 @@ from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, 
 
 MARKS = LinkWatermarks(high_percent=80, low_percent=50)
 THRESHOLD = Threshold(mode="Priced", tokens=2048, min_tokens=256, max_tokens=131_072)
-CONFIG = Config(threshold=THRESHOLD, watermarks=MARKS, stale_after_seconds=10)
 
 
 def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **given) -> Price:
@@ -35,22 +35,17 @@ def instance(name: str, cluster: str, role: str = "prefill") -> Instance:
     return Instance(name=name, pool=cluster, cluster=cluster, role=role, url="http://192.0.2.1:8000")
 
 
-def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **given) -> RoutingTable:
-    homes = (instance("home", "hub"), instance("decode", "hub", "decode"))
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **fields) -> RoutingTable:
+    return make_table(
+        instance("home", "hub"),
+        instance("decode", "hub", "decode"),
+        *(instance(f"away-{name}", name) for name in clusters),
+        *more,
         threshold=msgspec.structs.replace(THRESHOLD, mode=mode),
-        watermarks=MARKS,
-        short_interval_seconds=1,
         clusters=tuple(
             Cluster(name=name, datacenter=name, capacity_mbps=100, utilisation_query="q") for name in clusters
         ),
-        instances=(*homes, *(instance(f"away-{name}", name) for name in clusters), *more),
-        **given,
+        **fields,
     )
 
 
