@@ -6,6 +6,7 @@ import json
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.serving import serving
 
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import Threshold
@@ -33,16 +34,8 @@ async def prometheus_answering(answer):
         status, body = answer(dict(await request.post()))
         return web.Response(status=status, body=body)
 
-    app = web.Application()
-    app.router.add_post("/api/v1/query", query)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(query) as url:
+        yield url
 
 
 @contextlib.asynccontextmanager
