@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from prfaas import credentials as module
 from prfaas import identity
-from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
+from prfaas.errors import IdentityError, ProtocolError, UnreachableError
 from prfaas.identity import Validity
 from prfaas_transfer.credentials import MIXED, PeerCredentials, is_tls
 from prfaas_transfer.net import DataStream, TlsStream
@@ -279,7 +279,3 @@ def test_a_kept_connection_shows_what_we_have_now_or_is_made_anew(served, connec
         if renewed == ("ours" if cluster == "hub" else "theirs"):
             changed.put(identity.issue(authority, cluster, identity.valid_for(NOW, 1)), authority)
     assert TlsAuth(hub).is_reusable(stream) == (renewed != "ours")
-
-
-def test_every_refusal_is_a_peer_error():
-    assert all(issubclass(kind, PeerError) for kind in (IdentityError, ProtocolError, UnreachableError))
