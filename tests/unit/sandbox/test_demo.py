@@ -10,7 +10,7 @@ from prfaas.errors import PeerError
 from prfaas.telemetry.logs import line
 from prfaas.wire.engine import TransferOutcome, TransferSubject
 from prfaas_sandbox.demo import logs
-from prfaas_sandbox.demo.decide import KILL_BYTES, cache_bytes, kill_moment
+from prfaas_sandbox.demo.decide import KILL_BYTES, kill_moment
 from prfaas_sandbox.demo.logs import read_outcome, read_transfer
 from prfaas_sandbox.demo.records import (
     KILLED,
@@ -21,7 +21,6 @@ from prfaas_sandbox.demo.records import (
     StreamDrill,
     find_problems,
 )
-from prfaas_sandbox.demo.steps import SENT_BYTES_QUERY, ThresholdSampler
 from prfaas_transfer.transfer_log import TransferLog, TransferTotals
 
 MEMBER = "prefill-eu"
@@ -98,14 +97,6 @@ def test_the_worker_is_killed_when_a_part_has_arrived_and_enough_is_to_come(arri
     assert kill_moment(arrived, whole, is_answered=is_answered) == moment
 
 
-def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
-    whole, in_part = request(tokens=10_000, kv_bytes=2_500_000), request(tokens=10_000, kv_bytes=1_000)
-    killed = request(act=KILLED, tokens=8_000, kv_bytes=8_000_000)
-    assert cache_bytes([whole, in_part, killed, request(tokens=100)], 8_000) == 8_000 * 250
-    assert cache_bytes([killed], 8_000) == float("inf")
-    assert cache_bytes([killed, request(tokens=100)], 8_000) == float("inf")
-
-
 def log_transfers(*ended: tuple[str, str, TransferOutcome, int]) -> None:
     """Log the ends of transfers as a destination does."""
     for request_id, peer, outcome, count_bytes in ended:
@@ -174,19 +165,6 @@ def test_a_stream_that_nothing_broke_is_followed_by_a_longer_one(reached: str, l
     assert seen.asks_for_another is asks_for_another
     found = find_problems(DemoResults(engine="vllm", stream_drill=seen))
     assert (NO_STREAM_BROKE in found) is (logged != "resumed")
-
-
-async def test_crossed_bytes_count_once_over_gaps_and_restarts(monkeypatch: pytest.MonkeyPatch):
-    seen = iter([100.0, 250.0, None, 250.0, None, 40.0, 60.0])
-
-    async def query(self: ThresholdSampler, promql: str) -> float | None:
-        return next(seen) if promql == SENT_BYTES_QUERY else None
-
-    monkeypatch.setattr(ThresholdSampler, "query", query)
-    sampler = ThresholdSampler("http://127.0.0.1:1", [].append)
-    for _ in range(7):
-        await sampler._sample()
-    assert sampler.crossed_bytes == 250 + 60
 
 
 class Unreadable:
