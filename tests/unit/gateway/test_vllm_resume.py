@@ -14,7 +14,6 @@ from aiohttp import web
 from tests.waiting import eventually_async
 
 from prfaas.wire.resume import DONE
-from prfaas_gateway.engines import vllm_legs
 from prfaas_gateway.engines.vllm_resume import DRAWN_AFRESH
 from prfaas_gateway.engines.vllm_stream import VllmStreamLog, can_resume
 from prfaas_gateway.request import read_fields
@@ -207,23 +206,6 @@ async def test_chunks_of_several_tokens_may_end_within_a_character(world, name):
             assert got.usage is None or 0 <= got.usage["completion_tokens"] - whole.usage["completion_tokens"] < 3
             got.usage = whole.usage
         assert got == whole, f"died after byte {place}"
-
-
-async def test_without_care_for_cut_characters_the_prompt_would_be_said_again(world, monkeypatch):
-    """The stand-in, like vLLM, is wrong there; so this is what the care is for."""
-
-    async def careless(*_args) -> tuple[int, str]:
-        return 0, ""
-
-    await start(world)
-    whole, length = await undisturbed(world, COMPLETION)
-    monkeypatch.setattr(vllm_legs, "_last_text", careless)
-    wrong = []
-    for place in range(50, length, 97):
-        both(world, Pair(place))
-        wrong.append(Answered.read((await world.post(COMPLETION, "/v1/completions")).body).text)
-    assert any(text.count(PROMPT) for text in wrong)
-    assert whole.text == ANSWER
 
 
 class Dying(Vllm):
