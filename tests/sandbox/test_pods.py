@@ -10,95 +10,6 @@ from prfaas.errors import PeerError
 
 pytestmark = [pytest.mark.clusters, pytest.mark.asyncio(loop_scope="session")]
 
-SERVER = """
-import http.server, os, pathlib
-print("serving", flush=True)
-os.chdir("/srv/shared")
-http.server.ThreadingHTTPServer((os.environ["POD_IP"], 8080), http.server.SimpleHTTPRequestHandler).serve_forever()
-"""
-POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
-
-
-def deployment() -> list[dict]:
-    """A server whose files a second container of the pod writes, from a Secret, a ConfigMap and its token."""
-    write = "cat /etc/conf/greeting /etc/conf/blob /etc/secret/password > /srv/shared/index.html; exec sleep 1000"
-    server = {
-        "name": "server",
-        "image": "none",
-        "command": ["python3", "-c", SERVER],
-        "env": [POD_IP],
-        "ports": [{"name": "http", "containerPort": 8080}],
-        "readinessProbe": {"httpGet": {"path": "/index.html", "port": "http"}, "periodSeconds": 1},
-        "volumeMounts": [{"name": "shared", "mountPath": "/srv/shared"}],
-    }
-    writer = {
-        "name": "writer",
-        "image": "none",
-        "command": ["sh", "-c", write],
-        "volumeMounts": [
-            {"name": "shared", "mountPath": "/srv/shared"},
-            {"name": "conf", "mountPath": "/etc/conf"},
-            {"name": "secret", "mountPath": "/etc/secret", "readOnly": True},
-        ],
-    }
-    volumes = [
-        {"name": "shared", "emptyDir": {}},
-        {"name": "conf", "configMap": {"name": "conf"}},
-        {"name": "secret", "secret": {"secretName": "secret"}},
-    ]
-    spec = {"containers": [server, writer], "volumes": volumes, "terminationGracePeriodSeconds": 1}
-    labels = {"app": "web"}
-    template = {"metadata": {"labels": labels}, "spec": spec}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": "conf"},
-            "data": {"greeting": "hello "},
-            "binaryData": {"blob": "/wD+"},
-        },
-        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "secret"}, "stringData": {"password": "s3cret"}},
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": {"name": "web"},
-            "spec": {"replicas": 2, "selector": {"matchLabels": labels}, "template": template},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "web"},
-            "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": "http"}]},
-        },
-    ]
-
-
-@pytest.mark.parametrize("cluster", ["hub", "member"])
-async def test_deployment_with_secret_configmap_and_shared_folder_becomes_ready(sandbox, request, cluster):
-    pods = request.getfixturevalue(cluster)
-    await pods.apply(*deployment())
-    await pods.kubectl("rollout", "status", "deployment/web", "--timeout=60s")
-    url = await sandbox.forward(pods.cluster, "default", "web", 80)
-    status, body = await get(f"{url}/index.html")
-    assert (status, body) == (200, b"hello \xff\x00\xfes3cret")
-    assert "serving" in await pods.kubectl("logs", "deployment/web", "-c", "server")
-    await pods.kubectl("delete", "deployment/web", "--timeout=60s")
-    await pods.kubectl("wait", "--for=delete", "pod", "-l", "app=web", "--timeout=60s")
-    with pytest.raises((OSError, EOFError)):
-        await get(f"{url}/index.html")
-
-
-async def get(url: str) -> tuple[int, bytes]:
-    """GET by hand over a fresh connection; raise EOFError when it is cut."""
-    host, _, path = url.removeprefix("http://").partition("/")
-    reader, writer = await asyncio.open_connection(*host.split(":"))
-    writer.write(f"GET /{path} HTTP/1.0\r\n\r\n".encode())
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-        return int(head.split()[1]), await reader.read()
-    finally:
-        writer.close()
-
 
 async def test_token_of_the_pod_is_accepted_by_its_own_api_server_and_only_there(hub, member):
     ask = """
@@ -180,31 +91,6 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
         return waiting if waiting and waiting["reason"] == "RunContainerError" else None
 
     assert '"pyhton3": executable file not found' in (await hub.eventually(refused, "RunContainerError"))["message"]
-
-
-async def test_init_containers_end_one_after_the_other_before_the_others_start(hub):
-    """The first one fails once, and is run again; the second one is of the image with our connector for vLLM."""
-    mount = [{"name": "shared", "mountPath": "/prfaas-copy"}]
-    again = "[ -e /prfaas-copy/tried ] && echo first > /prfaas-copy/log && exit 0; touch /prfaas-copy/tried; exit 3"
-    copy = "cat /prfaas-copy/log && cp -r /prfaas-vllm/. /prfaas-copy && echo second >> /prfaas-copy/log"
-    init = [
-        {"name": "first", "image": "none", "command": ["sh", "-c", again], "volumeMounts": mount},
-        {
-            "name": "second",
-            "image": "registry.example:5000/prfaas/vllm-connector:1",
-            "command": ["sh", "-c", copy],
-            "volumeMounts": mount,
-        },
-    ]
-    spec = {"restartPolicy": "OnFailure", "volumes": [{"name": "shared", "emptyDir": {}}], "initContainers": init}
-    show = "cat /shared/log && ls /shared/prfaas_vllm/connector.py /shared/prfaas/wire /shared/prfaas_transfer"
-    mounts = [{"name": "shared", "mountPath": "/shared"}]
-    output = await hub.output("staged", "sh", "-c", show, spec=spec, volumeMounts=mounts)
-    assert output.startswith("first\nsecond\n")
-    assert "/shared/prfaas_vllm/connector.py" in output
-    statuses = {one["name"]: one for one in (await hub.get("staged"))["status"]["initContainerStatuses"]}
-    assert [one["state"]["terminated"]["exitCode"] for one in statuses.values()] == [0, 0]
-    assert (statuses["first"]["restartCount"], statuses["second"]["restartCount"]) == (1, 0)
 
 
 async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):
