@@ -41,12 +41,11 @@ def pool(cluster: str, speed: float, error: float) -> PoolFacts:
 class Plant:
     """Pools and a link; `interval_seconds` is also the time between scrapes."""
 
-    def __init__(self, interval_seconds: int, known: bool = True, error: float = 1.0):
+    def __init__(self, interval_seconds: int, error: float = 1.0):
         self.mbps = DECLARED_MBPS
         self.unsent_bytes = 0.0
         self.arrived = self.offloaded = 0
         self.busy_share = 0.0
-        self._known = known
         self._pools = (pool("eu", 2.0, error), pool("hub", 1.0, error))
         self._interval_seconds = interval_seconds
         self._due = 0.0
@@ -107,7 +106,7 @@ class Plant:
             links=(link,),
             hub_measured=True,
             recent_offloads=scrapes[-1][2] - scrapes[0][2],
-            offered=offered if self._known else None,
+            offered=offered,
         )
 
 
@@ -140,11 +139,6 @@ def test_a_cut_to_a_fifth_is_recovered_from_within_three_intervals_and_the_link_
     assert sum(busy[50:60]) / 10 > 0.4, "the narrow link is used, not abandoned"
     assert steps[75].tokens <= 1.5 * steps[29].tokens, "and forgotten once it is wide again, but for the band"
     assert plant.unsent_bytes < 2 * DECLARED_MBPS * 1e6 / 8
-
-
-def test_negative_control_feedback_alone_takes_longer():
-    _, busy = drive(Plant(5, known=False), 60, cut)
-    assert min(busy[31:35]) > 0.8
 
 
 def test_before_the_cut_it_stands_where_both_sides_are_equally_busy():

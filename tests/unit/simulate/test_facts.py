@@ -22,7 +22,7 @@ from prfaas_gateway.limits import Limits
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 
-from .worlds import linear, run, threshold, world
+from .worlds import linear, threshold, world
 
 CACHES = {"hub": 1e12, "member": 1e12}
 
@@ -92,15 +92,6 @@ def turn(number: int, blocks: int, conversation: int = 0) -> Request:
     """A prompt of so many full blocks of a conversation, each turn of which begins with the one before."""
     names = [conversation * 1000 + i for i in range(blocks)]
     return Request(number, Arrival(0.0, 512 * blocks, 1, names))
-
-
-def test_a_conversation_comes_back_to_the_instance_that_has_it_and_others_do_not():
-    scenario = lone(decoding=3, profiles=(linear(1e-4), linear(1e-4)), cache_bytes={"hub": 1e12})
-    turns = [turn(n, 40 + n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    others = [turn(n, 40 + n, n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    total = sum(one.input_tokens for one in turns)
-    assert run(scenario, turns).hit_rate == pytest.approx(1 - (40 + 5) * 512 / total), "each found the one before"
-    assert run(scenario, others).hit_rate == 0.0
 
 
 def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_computes_the_rest():
