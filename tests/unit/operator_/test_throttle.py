@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
 from tests.unit.operator_.conftest import reached
 
 from prfaas_operator.clusters.client import TRIES
@@ -94,21 +95,13 @@ def test_what_an_answer_asks_for(status, headers, seconds):
     assert requested_pause_seconds(status, headers) == seconds
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.now_seconds
-
-
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
     """Have sleep move a clock, so that no time passes."""
 
     def use(clock: Clock) -> None:
         async def sleep(seconds: float) -> None:
-            clock.now_seconds += seconds
+            clock.seconds += seconds
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
@@ -121,10 +114,10 @@ async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
     throttle = Throttle(clock)
     for _ in range(BURST_CALLS):
         assert await throttle.turn()
-    assert clock.now_seconds == 0
+    assert clock.seconds == 0
     for _ in range(int(CALLS_PER_SECOND)):
         assert await throttle.turn()
-    assert clock.now_seconds == pytest.approx(1, abs=0.02)
+    assert clock.seconds == pytest.approx(1, abs=0.02)
 
 
 async def test_those_who_wait_in_line_have_not_begun_and_a_probe_goes_past_them():
@@ -153,7 +146,7 @@ async def test_a_turn_that_is_too_far_away_is_none():
     throttle = Throttle(clock)
     throttle.rest(10 * LONGEST_REST_SECONDS)
     assert not await throttle.turn()
-    clock.now_seconds = LONGEST_REST_SECONDS - PATIENCE_SECONDS / 2
+    clock.seconds = LONGEST_REST_SECONDS - PATIENCE_SECONDS / 2
     assert throttle.rests_for_seconds == PATIENCE_SECONDS / 2
-    clock.now_seconds = LONGEST_REST_SECONDS
+    clock.seconds = LONGEST_REST_SECONDS
     assert await throttle.turn()

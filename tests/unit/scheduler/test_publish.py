@@ -4,6 +4,7 @@ import json
 
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
 from tests.serving import serving
 
 from prfaas.conditions import ConditionState
@@ -62,20 +63,12 @@ class World:
     async def run(self, seconds: float) -> None:
         for _ in range(round(seconds * 2)):
             await self.publisher.once()
-            self.clock.now += 0.5
-
-
-class Clock:
-    def __init__(self):
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
+            self.clock.seconds += 0.5
 
 
 @pytest.fixture
 async def world():
-    api, clock = ApiServer(), Clock()
+    api, clock = ApiServer(), Clock(50.0)
     async with serving(api.handle) as url, KubeSession(url) as session:
         publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: made.report, clock)
         made = World(api, publisher, clock)
@@ -160,5 +153,5 @@ async def test_an_api_server_in_trouble_is_asked_sparingly_and_written_to_when_i
 
 async def test_a_server_that_is_not_there_is_survived(tmp_path):
     async with KubeSession("http://127.0.0.1:9") as session:
-        publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: said(1), Clock())
+        publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: said(1), Clock(50.0))
         await publisher.once()

@@ -3,6 +3,7 @@
 from typing import cast
 
 import pytest
+from tests.clocks import Clock
 
 from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.wire.engine import TransferSubject
@@ -19,16 +20,6 @@ from .layout import GROUPS, TOKENS
 ADDRESS = Address("a" * 32, 7)
 LAYOUT = CacheLayout("f", GROUPS, 0)
 STREAM = cast(DataStream, None)
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class OffersOnAClock(Offers):
