@@ -152,11 +152,3 @@ async def test_operator_gateway_and_scheduler_stay_small(installation: ExampleIn
 
     await eventually(all_are_scraped, "Prometheus has seen operator, gateway and scheduler")
     assert {name: size for name, size in resident.items() if size > limits.get(name, size)} == {}
-
-
-async def test_logs_of_a_worker_in_the_member_cluster_can_be_read(installation: ExampleInstallation):
-    environment = installation.environment
-    logs = await environment.kubectl(
-        environment.member, "-n", NAMESPACE, "logs", f"deployment/{OFFLOAD_POOL}", "--tail=50"
-    )
-    assert logs.strip()

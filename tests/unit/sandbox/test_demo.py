@@ -1,17 +1,10 @@
 """Proves what the demo concludes and chooses from what it has seen; tests/e2e/test_demo.py runs it."""
 
-import logging
-import uuid
 from typing import Any
 
 import pytest
 
-from prfaas.errors import PeerError
-from prfaas.telemetry.logs import line
-from prfaas.wire.engine import TransferOutcome, TransferSubject
-from prfaas_sandbox.demo import logs
 from prfaas_sandbox.demo.decide import KILL_BYTES, kill_moment
-from prfaas_sandbox.demo.logs import read_outcome, read_transfer
 from prfaas_sandbox.demo.records import (
     KILLED,
     DemoResults,
@@ -21,7 +14,6 @@ from prfaas_sandbox.demo.records import (
     StreamDrill,
     find_problems,
 )
-from prfaas_transfer.transfer_log import TransferLog, TransferTotals
 
 MEMBER = "prefill-eu"
 NOT_IN_THE_MIDDLE = "the worker was not killed in the middle of a transfer"
@@ -97,37 +89,6 @@ def test_the_worker_is_killed_when_a_part_has_arrived_and_enough_is_to_come(arri
     assert kill_moment(arrived, whole, is_answered=is_answered) == moment
 
 
-def log_transfers(*ended: tuple[str, str, TransferOutcome, int]) -> None:
-    """Log the ends of transfers as a destination does."""
-    for request_id, peer, outcome, count_bytes in ended:
-        record = TransferLog("receive", TransferSubject(0, request_id, peer), uuid.uuid4().hex)
-        record.end(outcome, 'it said "no" bytes=9', TransferTotals(count_bytes, 0.5))
-
-
-def test_a_transfer_is_read_from_the_log_of_its_destination(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    log_transfers(
-        ("demo-1", MEMBER, "failed", 300),
-        ("demo-1", "hub", "delivered", 77),  # prefilled in the hub after that failure
-        ("cmpl-demo-2-0-ab", MEMBER, "delivered", 500),
-    )
-    assert read_transfer(caplog.text, "demo-1", MEMBER) == SeenTransfer(outcome="failed", payload_bytes=300)
-    assert read_transfer(caplog.text, "demo-1", "hub") == SeenTransfer(outcome="delivered", payload_bytes=77)
-    assert read_transfer(caplog.text, "demo-2", MEMBER) == SeenTransfer(outcome="delivered", payload_bytes=500)
-    assert read_transfer(caplog.text, "demo-3", MEMBER) is None
-
-
-def test_an_outcome_is_read_from_the_log_of_the_gateway():
-    text = "\n".join(
-        [
-            line("leg failed", request_id="demo-1", leg="decode", instance="d", reason="outcome=gone"),
-            line("request", request_id="demo-1", transfer_id="aa", decision="offload", outcome="resumed"),
-            line("request", request_id="demo-11", decision="local", outcome="ok"),
-        ]
-    )
-    assert [read_outcome(text, name) for name in ("demo-1", "demo-11", "demo-2")] == ["resumed", "ok", ""]
-
-
 @pytest.mark.parametrize(
     ("text", "tokens", "events", "outcome", "problem"),
     [
@@ -165,26 +126,3 @@ def test_a_stream_that_nothing_broke_is_followed_by_a_longer_one(reached: str, l
     assert seen.asks_for_another is asks_for_another
     found = find_problems(DemoResults(engine="vllm", stream_drill=seen))
     assert (NO_STREAM_BROKE in found) is (logged != "resumed")
-
-
-class Unreadable:
-    """An installation whose logs cannot be read."""
-
-    member_name = MEMBER
-
-    def __init__(self):
-        self.asked: list[str] = []
-
-    async def hub_log(self, pod: str) -> str:
-        self.asked.append(pod)
-        raise PeerError("no such pod")
-
-
-async def test_a_log_that_cannot_be_read_costs_a_figure_and_not_the_verdict(monkeypatch):
-    monkeypatch.setattr(logs, "WRITTEN_SECONDS", -1.0)
-    unreadable = Unreadable()
-    read = logs.PodLogs(unreadable)  # type: ignore[arg-type]
-    assert await read.transfer(request(outcome="failed: 503")) is None
-    assert unreadable.asked == [], "nobody knows who would have decoded"
-    assert await read.transfer(request(decoded_by="decode-0")) is None
-    assert unreadable.asked == ["decode-0"]
