@@ -59,15 +59,6 @@ def scheduler(hub, tmp_path: Path) -> Iterator[None]:
     process.wait()
 
 
-def test_a_kubeconfig_that_cannot_be_read_is_refused_and_a_good_one_heals(joined):
-    document = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "odd"}, "stringData": {"kubeconfig": "{{"}}
-    joined.hub.apply(document, joined.member_cluster("odd", "odd"))
-    told(joined, "pmc", "odd", "KubeconfigRefused")
-    joined.hub.apply(joined.secret("odd", joined.kubeconfig()))
-    joined.hub.wait_reason("pmc", "odd", "AllReady")
-    joined.hub.delete("pmc", "odd")
-
-
 def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_both(joined):
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "guest"}}
     subject = {"kind": "ServiceAccount", "name": "guest", "namespace": joined.member.name}

@@ -30,26 +30,6 @@ def test_pools_become_deployments_in_their_own_cluster(joined):
     assert joined.hub.get("deployment", "local")["metadata"]["ownerReferences"][0]["name"] == "local"
 
 
-def test_a_pool_is_ready_when_its_instances_are_and_says_who_is_not(joined):
-    joined.hub.apply(joined.pool("PrefillPool", "sick", clusterName="eu", replicas=1))
-    name = joined.eventually(lambda: joined.member.pods("sick"), "a pod")[0]
-    waiting = {"reason": "ImagePullBackOff", "message": "no such image"}
-    status = {"containerStatuses": [{"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": ""}]}
-    status["containerStatuses"][0]["state"] = {"waiting": waiting}
-    patch = json.dumps({"status": status})
-    joined.member.kubectl("patch", "pod", name, "--subresource=status", "--type=merge", "-p", patch)
-
-    def message() -> str:
-        return joined.hub.condition("pfpool", "sick")["message"]
-
-    joined.eventually(lambda: "ImagePullBackOff: no such image" in message(), "the pod's own words in the condition")
-    assert name in message()
-    joined.member.set_pod(name, address="10.1.0.9")
-    joined.hub.wait_reason("pfpool", "sick", "AllReady")
-    status = joined.hub.get("pfpool", "sick")["status"]
-    assert (status["replicas"], status["readyReplicas"], status["observedGeneration"]) == (1, 1, 1)
-
-
 def test_an_egress_cap_is_shared_anew_when_instances_come_and_restarts_none(joined):
     joined.hub.apply(joined.pool("PrefillPool", "capped", clusterName="eu", replicas=2, egressMbps=101))
 
@@ -141,16 +121,6 @@ def test_what_an_api_server_refuses_is_said_in_its_words_and_heals(joined):
     joined.member.patch("role", "prfaas-operator", {"rules": rules})
     joined.hub.wait_reason("pfpool", "barred", "InstancesNotReady")
     joined.hub.delete("pfpool", "barred")
-
-
-def test_pods_that_a_cluster_refuses_are_explained_by_its_controller(joined):
-    joined.hub.apply(joined.pool("PrefillPool", "eager", clusterName="eu", template={"priorityClassName": "top"}))
-
-    def explained() -> bool:
-        return "no PriorityClass with name top" in joined.hub.condition("pfpool", "eager")["message"]
-
-    joined.eventually(explained, "the controller's complaint is in the condition")
-    joined.hub.delete("pfpool", "eager")
 
 
 def test_nothing_is_written_when_nothing_changes(joined):

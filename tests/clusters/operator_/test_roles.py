@@ -158,25 +158,6 @@ def test_scaling_one_pool_down_takes_an_instance_of_its_role(shared):
     wait_ready(shared)
 
 
-def test_each_pool_scales_by_its_own_scale_subresource(shared):
-    scales = {
-        name: json.loads(
-            shared.hub.kubectl(
-                "get", "--raw", f"/apis/prfaas.io/v1alpha1/namespaces/{shared.hub.name}/{plural}/{name}/scale"
-            )
-        )
-        for plural, name in (("decodepools", "decode"), ("prefillpools", "swing"))
-    }
-    assert {name: (one["spec"]["replicas"], one["status"]["replicas"]) for name, one in scales.items()} == {
-        "decode": (2, 2),
-        "swing": (1, 1),
-    }
-    assert {name: one["status"]["selector"].rpartition("=")[2] for name, one in scales.items()} == {
-        "decode": "decode",
-        "swing": "prefill",
-    }
-
-
 def test_a_rollout_gives_every_role_to_new_instances_and_neither_runs_dry(shared):
     before = instances(shared)
     shared.kubelet.floor = Counter({"decode": 2, "prefill": 1})
