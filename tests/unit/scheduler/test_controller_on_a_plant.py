@@ -136,18 +136,3 @@ def test_on_a_constant_load_it_settles_and_then_stands_still(offered_mbps):
     assert len({one.tokens for one in settled}) == 1
     busy = [one.links[0].utilisation_percent for one in settled]
     assert all(45 <= percent <= 85 for percent in busy)
-
-
-@pytest.mark.parametrize("start", [512, 1024, 32768])
-def test_from_anywhere_an_idle_link_brings_it_to_the_minimum(start):
-    config = Config(
-        threshold=Threshold(mode="Auto", tokens=start, min_tokens=512, max_tokens=32768),
-        watermarks=CONFIG.watermarks,
-        stale_after_seconds=10,
-    )
-    plant, state = Plant(steady(1, 0.0), bytes_per_token=1000), initial_state(config)
-    for _ in range(20):
-        result = step(config, state, plant.facts())
-        state = result.state
-        plant.run_a_second(result.tokens)
-    assert (result.tokens, result.bandwidth) == (512, "Abundant")

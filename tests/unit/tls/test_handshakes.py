@@ -106,22 +106,15 @@ def test_an_instance_of_another_cluster_than_expected_is_refused(served, connect
         connect(sock, hub, "asia")
 
 
-def test_a_client_of_an_unknown_authority_is_refused_and_both_say_so(served, connect, mount, eu, authority, other):
+def test_a_peer_of_an_unknown_authority_is_refused_and_both_say_so(served, connect, mount, eu, authority, other):
     stranger = PeerCredentials(mount("hub", signer=other, trusts=(other, authority)).path)
-    sock, accepted = served(eu)
-    client_hears(
-        connect, sock, stranger, "the peer refuses our certificate: its ca.crt does not hold the authority of ours"
-    )
-    with pytest.raises(IdentityError, match=r"comes from an authority that our ca\.crt does not hold"):
-        accepted.result()
-
-
-def test_a_server_of_an_unknown_authority_is_refused_and_both_say_so(served, connect, mount, hub, authority, other):
-    stranger = PeerCredentials(mount("eu", signer=other, trusts=(other, authority)).path)
-    sock, accepted = served(stranger)
-    client_hears(connect, sock, hub, r"comes from an authority that our ca\.crt does not hold")
-    with pytest.raises(IdentityError, match=r"the peer refuses our certificate: its ca\.crt"):
-        accepted.result()
+    refused = r"the peer refuses our certificate: its ca\.crt does not hold the authority of ours"
+    refuses = r"comes from an authority that our ca\.crt does not hold"
+    for client, server, at_client, at_server in ((stranger, eu, refused, refuses), (eu, stranger, refuses, refused)):
+        sock, accepted = served(server)
+        client_hears(connect, sock, client, at_client)
+        with pytest.raises(IdentityError, match=at_server):
+            accepted.result()
 
 
 def test_a_client_without_a_certificate_is_refused_and_told(served, eu):
