@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.errors import PeerError
-
 pytestmark = [pytest.mark.clusters, pytest.mark.asyncio(loop_scope="session")]
 
 
@@ -125,15 +123,6 @@ async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):
     await hub.eventually(restarted, "a restart for liveness")
     busy = await hub.main("busy")
     assert (busy["ready"], busy["restartCount"]) == (False, 0)
-
-
-async def test_logs_can_be_followed_and_cut_and_say_what_they_cannot(hub):
-    assert await hub.output("count", "seq", "5") == "1\n2\n3\n4\n5\n"
-    assert await hub.kubectl("logs", "count", "--tail=2") == "4\n5\n"
-    assert await hub.kubectl("logs", "count", "--tail=0") == ""
-    assert await hub.kubectl("logs", "-f", "count") == "1\n2\n3\n4\n5\n"
-    with pytest.raises(PeerError, match="cannot select logs by timestamps"):
-        await hub.kubectl("logs", "count", "--timestamps")
 
 
 async def test_a_volume_follows_its_configmap(hub):

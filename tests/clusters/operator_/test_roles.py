@@ -211,14 +211,6 @@ def test_a_pool_that_shares_with_nobody_says_so_and_recovers(shared):
     wait_ready(shared)
 
 
-def test_nothing_is_written_when_nothing_changes(shared):
-    writes = shared.writes()
-    shared.hub.kubectl("annotate", "dcpool", "decode", "a=b")
-    shared.hub.kubectl("annotate", "pfpool", "swing", "a=b")
-    shared.hub.wait_reason("pfpool", "swing", "AllReady")
-    assert shared.writes() == writes
-
-
 def test_two_autoscalers_may_scale_the_two_pools_of_one_deployment(shared):
     def reason(name: str) -> str:
         status = shared.hub.get("hpa", name).get("status", {})
