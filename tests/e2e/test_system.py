@@ -84,10 +84,10 @@ async def test_each_pool_scales_on_its_own_with_kubectl(installation: ExampleIns
     assert await ready(OFFLOAD_POOL) == 1
     await scale(OFFLOAD_POOL, 0)
 
-    async def offload_is_gone() -> bool:
+    async def offload_has_ended() -> bool:
         return (await get(installation, "pfpool", OFFLOAD_POOL))["status"].get("replicas", 0) == 0
 
-    await eventually(offload_is_gone, "pool offload has no instance")
+    await eventually(offload_has_ended, "pool offload has no instance")
     client = DemoClient(installation.gateway_url, MODEL)
 
     async def served_at_home() -> bool:

@@ -1,7 +1,7 @@
 """Engines of others as a gateway hears them: real ZMQ sockets, and events written from their documented format alone.
 
 PUB     [topic, number as 8 bytes big-endian, payload]
-ROUTER  asked [identity, "", number], answers [identity, "", number, payload] for each kept batch from there on, one
+ROUTER  takes [identity, "", number], answers [identity, "", number, payload] for each kept batch from there on, one
         message a batch, then the number -1 and an empty payload
 """
 
@@ -90,7 +90,7 @@ class Vllm(Engine):
 
     def stored(self, tokens: list[int], first: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
         names = self.names(tokens)
-        told = {
+        event = {
             "type": "BlockStored",
             "block_hashes": names[first:],
             "parent_block_hash": names[first - 1] if first else None,
@@ -105,7 +105,7 @@ class Vllm(Engine):
             "kv_cache_spec_sliding_window": None,
             "block_offsets": None,
         }
-        yield told | more
+        yield event | more
 
 
 class VllmMaps(Vllm):
@@ -129,7 +129,7 @@ class Sglang(Engine):
     def stored(self, tokens: list[int], first: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
         names, size = self.names(tokens), self.block_size
         for at in range(first, len(names)):
-            told = {
+            event = {
                 "type": "BlockStored",
                 "block_hashes": [names[at]],
                 "parent_block_hash": names[at - 1] if at else None,
@@ -138,7 +138,7 @@ class Sglang(Engine):
                 "lora_id": None,
                 "medium": "GPU",
             }
-            yield told | more
+            yield event | more
 
 
 class SglangMaps(Sglang):

@@ -64,8 +64,8 @@ class Vllms(Fleet):
         if request.path != "/tokenize":
             return await answer(request, body)
         self.questions.append(json.loads(body))
-        told = self.tokenize(self.questions[-1])
-        return await told if asyncio.iscoroutine(told) else told
+        reply = self.tokenize(self.questions[-1])
+        return await reply if asyncio.iscoroutine(reply) else reply
 
     @staticmethod
     def recorded(question: dict[str, Any]) -> web.Response:
@@ -73,8 +73,8 @@ class Vllms(Fleet):
         for step in TEXTS:
             if all(step["body"].get(name) == question.get(name) for name in ("prompt", "messages")):
                 token_ids = json.loads(unpacked(step["token_ids"]))
-                told = {"count": len(token_ids), "max_model_len": 8192, "tokens": token_ids, "token_strs": None}
-                return web.json_response(told)
+                document = {"count": len(token_ids), "max_model_len": 8192, "tokens": token_ids, "token_strs": None}
+                return web.json_response(document)
         return web.json_response({"tokens": list(range(3000))})
 
     async def serve(self, path: str, body: dict[str, Any], number: int = 0) -> str:
@@ -104,7 +104,7 @@ async def test_texts_and_chats_are_matched_exactly_as_vllm_itself_finds_them(vll
     assert vllms.world.state.estimator.bytes_per_token < 2, "exact lengths teach the estimate: here a byte is a token"
 
 
-async def test_a_text_is_asked_for_once_and_kept(vllms):
+async def test_a_text_is_tokenized_once_and_kept(vllms):
     await vllms.begin()
     step = next(one for one in TEXTS if one["what"] == "the text again")
     for number in range(6):
@@ -127,7 +127,7 @@ async def test_the_next_turn_of_a_chat_is_matched_by_its_last_one_without_waitin
     assert await vllms.serve(step["path"], body, 1) == "d1"
     assert await vllms.world.metric(MATCHED) - before == 1024
     assert await vllms.answers("beginning") == 1
-    assert len(vllms.questions) == 2, "the whole is asked for all the same, for the turn after it"
+    assert len(vllms.questions) == 2, "the whole is tokenized all the same, for the turn after it"
 
 
 async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answer_is_kept(vllms, monkeypatch):
@@ -154,7 +154,7 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
 
 
 @pytest.mark.parametrize(
-    "told",
+    "tokenize",
     [
         lambda _: web.Response(status=404),
         lambda _: web.Response(status=500),
@@ -164,13 +164,13 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
         lambda _: web.Response(body=b"\xff{"),
     ],
 )
-async def test_an_engine_that_fails_is_left_alone_and_the_gateways_own_record_counts(vllms, told):
+async def test_an_engine_that_fails_is_left_alone_and_the_gateways_own_record_counts(vllms, tokenize):
     await vllms.begin()
-    vllms.tokenize = told
+    vllms.tokenize = tokenize
     step = next(one for one in TEXTS if one["what"] == "the text again")
     first = await vllms.serve(step["path"], step["body"])
     assert {await vllms.serve(step["path"], step["body"], number) for number in range(8)} == {first}
-    assert len(vllms.questions) <= 2, "each instance is asked once, then rests"
+    assert len(vllms.questions) <= 2, "each instance gets one question, then rests"
     assert await vllms.answers("none") == 9
 
 
@@ -192,7 +192,7 @@ async def test_a_prompt_of_too_many_tokens_does_not_silence_an_engine_for_others
     assert await vllms.answers("asked") == 1
 
 
-async def test_short_salted_and_other_prompts_are_never_asked_for(vllms, monkeypatch):
+async def test_short_salted_and_other_prompts_are_never_tokenized(vllms, monkeypatch):
     await vllms.begin()
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     chat = [{"role": "user", "content": [{"type": "text", "text": "x" * 3000}, image]}]

@@ -147,12 +147,12 @@ async def test_every_header_of_ours_stands_in_the_answer_once(world, short):
     await world.start("d0")
 
     async def reply(request, _body):
-        told = {
+        added = {
             "X-Request-ID": request.headers["x-request-id"],
             "X-PRFAAS-Decision": "offload",
             "Keep-Alive": "timeout=9",
         }
-        return web.json_response({}, headers=told)
+        return web.json_response({}, headers=added)
 
     world.workers["d0"].reply = reply
     async with world.client.post(world.url + "/v1/completions", data=short) as response:

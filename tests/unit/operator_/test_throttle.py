@@ -1,4 +1,4 @@
-"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is asked too fast."""
+"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is called too fast."""
 
 import asyncio
 import time
@@ -27,7 +27,7 @@ BUSY: Answer = (429, {"Retry-After": "1"})
 
 
 class Server:
-    """An API server that answers every call by script, and well when that is over; it keeps when it was called."""
+    """An API server that answers every call by script, and well after it; it keeps when it was called."""
 
     def __init__(self, *script: Answer):
         self._script = list(script)
@@ -42,7 +42,7 @@ class Server:
         return web.json_response({"message": "not now"} if status != 200 else {}, status=status, headers=headers)
 
 
-async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_was_asked():
+async def test_a_call_at_a_busy_time_is_made_again_after_the_requested_pause():
     server = Server(BUSY)
     async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
@@ -50,7 +50,7 @@ async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_wa
     assert second - first >= 0.99
 
 
-async def test_what_one_call_was_told_holds_for_all():
+async def test_a_pause_that_one_call_gets_holds_for_all():
     server = Server(BUSY)
     async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
@@ -60,7 +60,7 @@ async def test_what_one_call_was_told_holds_for_all():
     assert len(server.called_at) == 7
 
 
-async def test_a_server_that_stays_busy_is_told_as_such():
+async def test_a_server_that_stays_busy_is_reported_as_busy():
     server = Server(*[BUSY] * TRIES)
     async with reached(server.handle) as cluster:
         with pytest.raises(ClusterUnreachableError, match="too busy"):

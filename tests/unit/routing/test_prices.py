@@ -22,8 +22,8 @@ MARKS = LinkWatermarks(high_percent=80, low_percent=50)
 THRESHOLD = Threshold(mode="Priced", tokens=2048, min_tokens=256, max_tokens=131_072)
 
 
-def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **given) -> Price:
-    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | given
+def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **fields) -> Price:
+    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | fields
     return Price(cluster=cluster, profile=Profile(**of), link_mbps=link_mbps)
 
 
@@ -49,8 +49,8 @@ def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("e
     )
 
 
-def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), given: RoutingTable | None = None, **more) -> Route:
-    of = given or table()
+def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), routes: RoutingTable | None = None, **more) -> Route:
+    of = routes or table()
     update = ThresholdUpdate(
         tokens=1000, bandwidth="Scarce", offload_clusters=alive, expires_seconds=10, reason="", prices=tuple(prices)
     )
@@ -100,16 +100,16 @@ def test_a_backlog_on_the_link_keeps_prompts_at_home():
 def test_in_a_hub_without_prefill_instances_home_is_the_decode_instance():
     alone = table()
     alone = msgspec.structs.replace(alone, instances=tuple(one for one in alone.instances if one.name != "home"))
-    short, long = route(2400, given=alone), route(2600, given=alone)
+    short, long = route(2400, routes=alone), route(2600, routes=alone)
     assert (short.kind, short.reason, short.prefill) == ("local", "Cheaper", None)
     assert short.work == Work(seconds=pytest.approx(0.24))
     assert (long.kind, long.reason, long.decode.name) == ("offload", "Cheaper", "decode")
-    assert route(100, given=alone, backlog=waiting(decode=1.0)).kind == "offload"
+    assert route(100, routes=alone, backlog=waiting(decode=1.0)).kind == "offload"
 
 
 def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
     two = table("Priced", instance("home-2", "hub"))
-    assert route(100, given=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
+    assert route(100, routes=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
 
 
 def test_a_route_says_what_it_asks_of_the_instance_and_the_link():
@@ -128,9 +128,9 @@ def test_a_cache_counts_for_the_cluster_that_holds_it():
 def test_the_cheaper_of_two_clusters_is_taken_unless_the_policy_prefers_the_other():
     both = table(clusters=("eu", "us"))
     prices = (HOME, AWAY, price("us", 1e-5, 8000.0))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=both).prefill == instance("away-us", "us")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=both).prefill == instance("away-us", "us")
     prefers = table(clusters=("eu", "us"), prefer_datacenters=("eu",))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=prefers).prefill == instance("away-eu", "eu")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=prefers).prefill == instance("away-eu", "eu")
 
 
 def test_a_dead_link_is_never_taken_however_cheap():
@@ -145,7 +145,7 @@ def test_without_the_price_of_home_the_threshold_decides(prices):
 
 @pytest.mark.parametrize("mode", ["Auto", "Fixed", "Disabled"])
 def test_no_other_mode_looks_at_prices(mode):
-    assert route(2500, given=table(mode)).reason != "Cheaper"
+    assert route(2500, routes=table(mode)).reason != "Cheaper"
 
 
 @pytest.mark.parametrize("absurd", [math.nan, math.inf, -1e9])
