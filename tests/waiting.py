@@ -71,12 +71,6 @@ def within(seconds: float, check: Callable[[], T], what: Text) -> T:
     return eventually(check, what, seconds, poll=0.005)
 
 
-async def within_async(seconds: float, check: Callable[[], T | Awaitable[T]], what: Text) -> T:
-    """Do the same in an event loop."""
-    refuse_beside_others("promises promptness")
-    return await eventually_async(check, what, seconds, poll=0.005)
-
-
 def assert_prompt(seconds: float, limit_seconds: float, what: Text) -> None:
     """Raise NotInTime if something that took `seconds` was promised within `limit_seconds`."""
     refuse_beside_others("promises promptness")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.clocks import Clock
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.conditions import ConditionState
@@ -28,15 +29,6 @@ pytestmark = pytest.mark.clusters
 CRDS = Path(__file__).parents[2] / "crds"
 NAMESPACE = "scheduler-status"
 SPEC = {"model": "m", "decodePool": "d", "prefillPools": ["p"], "threshold": {"mode": "Fixed"}}
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +106,7 @@ async def test_two_writers_share_a_status_and_transition_times_survive_a_new_hol
         assert current() == written, "one holder at a time"
 
         report = said(8192, None, healthy="False")
-        clock.now += 3
+        clock.seconds += 3
         await first.once()
         narrowed = current()
         assert "offloadedPercent" not in narrowed, "what is not known any more is gone"

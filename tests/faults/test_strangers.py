@@ -14,7 +14,7 @@ from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 from prfaas.wire.transfer import message_frame
 from prfaas_transfer.leases import Offer
-from prfaas_worker.cache.transfer_frames import hidden_frame, layer_groups
+from prfaas_worker.cache.transfer_frames import hidden_frame
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,
@@ -85,36 +85,6 @@ def test_a_token_of_one_transfer_opens_no_other(port: Port):
     assert not one.connected
     for offer in (one, other):
         port.offers.cancel(offer.manifest.transfer_id)
-
-
-@pytest.mark.parametrize("wrong", ["fingerprint", "axes", "layers"])
-def test_a_cache_of_another_model_is_refused_before_any_of_it_is_placed(port: Port, wrong: str):
-    offer, grant = port.grant()
-    compute(SMALL, offer, CACHE)
-    manifest, groups = offer.manifest, layer_groups(SMALL.layers)
-    if wrong == "fingerprint":
-        ours = msgspec.structs.replace(manifest, fingerprint="e" * 64)
-    elif wrong == "axes":
-        state = groups[0].tensors[0]
-        swapped = msgspec.structs.replace(state, axes=("head", "value", "key"))
-        tensors = (swapped, *groups[0].tensors[1:])
-        ours = msgspec.structs.replace(
-            manifest, groups=(msgspec.structs.replace(groups[0], tensors=tensors), *groups[1:])
-        )
-    else:
-        ours = msgspec.structs.replace(
-            manifest, groups=(msgspec.structs.replace(groups[0], layers=(0, 3, 1)), *groups[1:])
-        )
-    offer_as_expected = type("Expected", (), {"manifest": ours})()
-    taking = port.take(offer_as_expected, grant)
-    error = taking.failure()
-    assert isinstance(error, ProtocolError)
-    assert "this instance needs" in str(error)
-    assert taking.ledger.received == ()
-    assert not taking.place.memory.pages.any()
-    assert not taking.place.memory.slots.any()
-    port.offers.cancel(grant.transfer_id)
-    assert port.ends()
 
 
 def fuzzed(rng: random.Random, honest: bytes) -> bytes:

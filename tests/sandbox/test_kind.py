@@ -1,6 +1,5 @@
-"""Files, tags, routes, and what a machine without Docker is told: all of kind that needs no Docker."""
+"""Files, tags, and the errors of a machine without Docker: all of kind that needs no Docker."""
 
-import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -9,15 +8,15 @@ import pytest
 import yaml
 
 from prfaas.api.template import PodTemplate
-from prfaas.errors import BadInputError, ConfigError
-from prfaas_sandbox.demo.install import example, operator_values, repository_root
+from prfaas.errors import ConfigError
+from prfaas_sandbox.demo.install import example, repository_root
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind import cli, docker, images, prometheus, vllm
+from prfaas_sandbox.kind import images, vllm
 from prfaas_sandbox.kind.clusters import CACHE_PATH, configuration, parse_rate
 from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
 from prfaas_sandbox.kind.environment import down
 from prfaas_sandbox.kind.images import NodeImage, digest
-from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
+from prfaas_sandbox.kind.layout import Layout
 from prfaas_sandbox.vllm import environment_folder
 
 pytestmark = pytest.mark.kind
@@ -45,21 +44,6 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_files_give_the_clusters_the_ranges_that_the_link_connects(layout: Layout):
-    used = []
-    for cluster in layout.clusters:
-        networking = yaml.safe_load(cluster.config.read_text())["networking"]
-        assert networking["podSubnet"] == cluster.network.range
-        used += [ipaddress.ip_network(networking[key]) for key in ("podSubnet", "serviceSubnet")]
-    assert not any(one.overlaps(other) for one in used for other in used if one is not other)
-
-
-def test_the_hubs_file_maps_the_ports_of_gateway_and_prometheus_to_free_ones_of_this_machine_alone(layout: Layout):
-    mappings = yaml.safe_load(layout.hub.config.read_text())["nodes"][0]["extraPortMappings"]
-    assert [mapping["containerPort"] for mapping in mappings] == [*NODE_PORTS, PROMETHEUS_NODE_PORT]
-    assert all(mapping["hostPort"] == 0 and mapping["listenAddress"] == "127.0.0.1" for mapping in mappings)
-
-
 def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
     text = layout.member.config.read_text()
     for published in (True, False):
@@ -67,13 +51,6 @@ def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
         assert document["networking"].get("disableDefaultCNI", False) is not published
         (mount,) = document["nodes"][0]["extraMounts"]
         assert mount == {"hostPath": str(layout.images), "containerPath": "/here", "readOnly": True}
-
-
-def test_two_pairs_share_no_name(tmp_path: Path):
-    first, second = (Layout(tmp_path, tmp_path / prefix, prefix) for prefix in ("a", "b"))
-    assert {each.node for each in first.clusters}.isdisjoint({each.node for each in second.clusters})
-    assert first.network != second.network
-    assert first.label != second.label
 
 
 def test_a_tag_changes_with_content_and_name_and_with_nothing_else(tmp_path: Path):
@@ -98,15 +75,6 @@ def test_everything_that_images_are_built_from_is_there(layout: Layout):
     copied = [line.split()[1:-1] for line in (layout.repository / "Dockerfile").read_text().splitlines()
               if line.startswith("COPY ") and "--from" not in line]  # fmt: skip
     assert {name.rstrip("/") for names in copied for name in names} <= set(images.PRODUCT_SOURCES)
-
-
-def test_the_example_gets_the_images_that_were_built_and_keeps_the_rest():
-    text = (repository_root() / "examples" / "two-clusters.yaml").read_text()
-    objects = {each["metadata"]["name"]: each for each in yaml.safe_load_all(example(text, IMAGES))}
-    assert objects["kimi"]["spec"]["gateway"]["image"] == IMAGES.gateway
-    assert {objects[name]["spec"]["engine"]["image"] for name in ("offload", "local", "decode")} == {IMAGES.worker}
-    assert objects["offload"]["spec"]["engine"]["args"] == ["--threads", "1"]
-    assert example(text, None) == text
 
 
 def test_pools_of_vllm_get_its_image_and_vllm_from_a_claim_that_binds_the_folder_of_this_checkouts():
@@ -134,23 +102,6 @@ def test_a_python_that_no_release_of_debian_has_and_a_missing_vllm_are_told_with
     assert "images here have 3.9" in vllm.why_not()
 
 
-def test_helm_gets_the_operators_image_in_two_values_and_the_connectors_in_one():
-    values = operator_values(Images("registry.example:5000/operator:7", "", "", "registry.example:5000/connector:8"))
-    assert values == [
-        "--set", "operator.image.repository=registry.example:5000/operator", "--set", "operator.image.tag=7",
-        "--set", "connectorImage=registry.example:5000/connector:8",
-    ]  # fmt: skip
-    assert operator_values(None) == []
-
-
-def test_prometheus_runs_the_image_that_was_built(layout: Layout):
-    parts = prometheus.manifests((layout.configs / "prometheus.yaml").read_text(), "prometheus:1")
-    deployment = next(part for part in parts if part["kind"] == "Deployment")
-    service = next(part for part in parts if part["kind"] == "Service")
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "prometheus:1"
-    assert service["spec"]["ports"][0]["nodePort"] == PROMETHEUS_NODE_PORT
-
-
 @pytest.mark.parametrize(
     ("shown", "mbps"),
     [
@@ -162,15 +113,6 @@ def test_prometheus_runs_the_image_that_was_built(layout: Layout):
 )
 def test_the_rate_is_read_from_what_tc_shows(shown: str, mbps: float):
     assert parse_rate(shown) == pytest.approx(mbps)
-
-
-def test_a_rate_that_no_link_has_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch):
-    def work() -> Layout:
-        raise AssertionError("something was done before the rate was checked")
-
-    monkeypatch.setattr(cli, "layout", work)
-    with pytest.raises(BadInputError, match="a link of -5"):
-        cli.up(link_mbps=-5.0)
 
 
 async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -240,22 +182,6 @@ async def test_taking_down_what_is_not_there_removes_the_folder_and_is_no_error(
     assert not left.exists()
     with pytest.raises(ConfigError, match="images cannot be removed"):
         await down(layout, purge=True)
-
-
-async def test_what_is_removed_is_chosen_by_label_alone(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[str, ...]] = []
-
-    async def record(*words: str) -> str:
-        asked.append(words)
-        return "one\ntwo" if words[0] == "ps" else ""
-
-    monkeypatch.setattr(docker, "docker", record)
-    await docker.remove_all(("ps -aq", "rm -fv"), "owner=us")
-    await docker.remove_all(("network ls -q", "network rm"), "owner=us")
-    assert asked == [
-        ("ps", "-aq", "--filter", "label=owner=us"), ("rm", "-fv", "one", "two"),
-        ("network", "ls", "-q", "--filter", "label=owner=us"),
-    ]  # fmt: skip
 
 
 def test_the_newest_images_of_each_kind_are_kept_and_what_others_built_is_not_ours():

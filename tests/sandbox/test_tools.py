@@ -76,12 +76,6 @@ def test_an_interrupted_build_is_not_taken_for_a_whole_one(source, tmp_path):
     assert ensure_tools(ignore)["hello"].read_text() == "whole\n"
 
 
-def test_progress_tells_what_is_done(source):
-    seen: list[str] = []
-    ensure_tools(seen.append)
-    assert seen[0] == "building hello: 0:00, 0 modules downloaded, 0 packages compiled"
-
-
 def test_a_program_on_path_serves_in_exactly_the_pinned_version(source, tmp_path):
     install_go(tmp_path, 'echo built > "$GOBIN/hello"')
     other = script(tmp_path, "hello", "echo hello v1.2.30")
@@ -123,12 +117,6 @@ def test_every_module_is_pinned_and_its_go_is_one_that_can_be_had(module):
     assert required_go(go_mod) <= (1, 26)
     assert all(program.pin == "" or pinned_version(go_mod, program.pin) for program in module.programs)
     assert "{version}" not in " ".join(build_flags(module, version))
-
-
-def test_servers_are_stamped_with_their_version():
-    flags = build_flags(MODULES[0], "1.34.4")
-    assert "-X k8s.io/component-base/version.gitVersion=v1.34.4" in flags[-1]
-    assert "-X k8s.io/client-go/pkg/version.gitVersion=v1.34.4" in flags[-1]
 
 
 def test_a_wrong_rate_is_refused_before_anything_is_built(monkeypatch):

@@ -49,9 +49,12 @@ def test_items_choose_and_rename():
 
 def test_what_the_node_lacks_is_listed():
     spec = {
+        "initContainers": [{"name": "first", "restartPolicy": "Always"}],
         "containers": [{"name": "c", "livenessProbe": {"grpc": {"port": 1}}}],
         "volumes": [{"name": "ok", "emptyDir": {}}, {"name": "disk", "persistentVolumeClaim": {"claimName": "x"}}],
     }
     assert unsupported_volumes({"spec": spec}) == ["disk (persistentVolumeClaim)"]
-    assert unsupported({"spec": spec}).endswith("volumes disk (persistentVolumeClaim); gRPC probes of c")
+    assert unsupported({"spec": spec}).endswith(
+        "sidecars first; volumes disk (persistentVolumeClaim); gRPC probes of c"
+    )
     assert unsupported({"spec": {"containers": [{"name": "c"}]}}) == ""

@@ -3,8 +3,6 @@
 import logging
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prfaas.util import Backoff, Deadline, LogOnce, RateBucket, WatchedFiles, backoff_seconds, retry_after_seconds
 
@@ -55,18 +53,6 @@ def test_a_clock_that_goes_back_adds_nothing_and_takes_nothing():
 )
 def test_the_pause_that_a_server_asks_for(text, seconds):
     assert retry_after_seconds(text) == seconds
-
-
-@given(st.lists(st.tuples(st.floats(0, 5), st.floats(0, 20)), max_size=30))
-def test_no_more_is_granted_than_rate_times_time_plus_depth(asked: list[tuple[float, float]]):
-    bucket, now, granted = RateBucket(3.0, 7.0, now_seconds=0.0), 0.0, 0.0
-    for pause, amount in asked:
-        now += pause
-        if amount <= bucket.level(now):
-            bucket.take(amount, now)
-            granted += amount
-
-    assert granted <= 3.0 * now + 7.0 + 1e-6
 
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_success():

@@ -190,10 +190,6 @@ def test_a_request_that_is_aborted_in_the_middle_gives_the_pages_of_all_ranks_ba
     pair.assert_nothing_is_held(free)
 
 
-def cut_always(_frame: Seen) -> list[bytes]:
-    raise CutError
-
-
 def cut_once() -> Change:
     seen: list[Seen] = []
 
@@ -242,17 +238,6 @@ def test_a_cut_connection_of_one_rank_goes_on_where_it_was(two_ranks: Engine, pa
     eventually(goes_on, "a transfer whose source was not silent for two seconds")
     pair.destination.forget_prefixes()
     pair.assert_nothing_is_held(free)
-
-
-def test_without_the_connection_of_one_rank_all_ranks_compute_the_prompt(two_ranks: Engine, pair: Pair):
-    ids = prompt_of(1500, 6)
-    wanted = alone(two_ranks, ids)
-    free = forget(pair)
-    answer, connections = offload_through(pair, ids, 0, cut_always)
-    assert connections >= 2
-    assert (answer.tokens, answer.logprobs, answer.cached_tokens) == (wanted.tokens, wanted.logprobs, 0)
-    pair.destination.forget_prefixes()
-    pair.assert_nothing_is_held(free)  # the source waits for another connection, which never comes
 
 
 ONE_HEAD = {
@@ -378,22 +363,6 @@ def test_a_cache_that_went_to_the_other_kind_and_back_is_the_same_to_the_last_bi
         answer = destination.result()
     assert (source.result().cached_tokens, answer.cached_tokens) == (640, 640), "what came is what goes on"
     assert ((answer.tokens, answer.logprobs) == (tokens, logprobs)) == (spoils == "nothing")
-
-
-def test_a_killed_mover_of_one_half_has_the_prompt_computed(
-    mixed: dict[tuple[int, int], Pair], reference_engine: Engine
-):
-    pair, ids = mixed[2, 1], prompt_of(1500, 4)
-    wanted = alone(reference_engine, ids)
-    free = forget(pair)
-    with slowed(pair):
-        source, destination = pair.offload(ids)
-        source.result()
-        on_ranks(pair.source, KILL)
-        answer = destination.result()
-    assert (answer.tokens, answer.logprobs, answer.cached_tokens) == (wanted.tokens, wanted.logprobs, 0)
-    pair.destination.forget_prefixes()
-    pair.assert_nothing_is_held(free)
 
 
 def test_ranks_that_do_not_divide_are_refused_with_both_values_and_the_prompt_is_computed(

@@ -257,17 +257,6 @@ def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
     assert not joined.member.exists("deployment", "newer"), "its Deployment went first"
 
 
-def test_a_status_of_a_newer_version_is_written_anew(joined, crds):
-    crds("PrefillPool", lambda object_: object_["status"]["properties"]["replicasOwner"]["enum"].append("Oracle"))
-    patch = json.dumps({"status": {"replicasOwner": "Oracle"}})
-
-    taken = lambda: patched(joined, "away", patch, "--subresource=status")["status"].get("replicasOwner")  # noqa: E731
-    joined.eventually(lambda: taken() == "Oracle", "the CRD takes it")
-    known = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner") == "User"  # noqa: E731
-    joined.eventually(known, "the status is one of this version again")
-    joined.hub.wait_reason("pfpool", "away", "AllReady")
-
-
 def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_again(joined, crds):
     joined.hub.wait_reason("prfaas", "kimi", "AllReady")
     routes, children = table(joined), joined.children()

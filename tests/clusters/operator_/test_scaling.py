@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-from tests.clusters.reader import RefusedError
 
 pytestmark = pytest.mark.clusters
 
@@ -63,17 +62,6 @@ def test_an_autoscaler_takes_replicas_over_and_is_named_until_a_person_writes_ag
     world.eventually(lambda: owner(pools, "auto") == "User", "the status names the person")
     world.eventually(lambda: not pools.pods("auto"), "an autoscaler leaves a pool at zero alone")
     pools.kubectl("delete", "hpa", "auto")
-
-
-def test_an_autoscaler_may_not_have_a_minimum_of_zero(pools):
-    body = {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "none"},
-        "spec": {"scaleTargetRef": {"kind": "DecodePool", "name": "auto"}, "minReplicas": 0, "maxReplicas": 1},
-    }
-    with pytest.raises(RefusedError, match="minReplicas"):
-        pools.apply(body)
 
 
 def test_every_pool_has_a_disruption_budget_that_goes_with_its_deployment(world, pools):

@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
-from tests.unit.capacity.systems import no_traces, paper, paper_document
+from tests.unit.capacity.systems import paper
 
-from prfaas.capacity import comparison, optimum, planfile
+from prfaas.capacity import comparison, optimum
 from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 
@@ -72,13 +72,3 @@ def test_a_hub_for_nothing_names_the_field(cost: float):
 @pytest.mark.parametrize("cost", [1e-12, 1e-86, 5e-324])
 def test_offload_for_nothing_is_counted(cost: float):
     assert found(cost, 2.0).best_mix.lambda_max > 0
-
-
-@pytest.mark.parametrize(
-    ("cost", "said"), [(0, "costPerHour is 0; it must be above 0"), ("2 EUR", "costPerHour is '2 EUR'")]
-)
-def test_an_absurd_price_is_one_sentence(cost, said):
-    document = paper_document()
-    document["offloadPools"][0]["costPerHour"] = cost
-    with pytest.raises(ConfigError, match=said):
-        planfile.read(document, no_traces)

@@ -89,12 +89,6 @@ def test_mistakes_are_told_in_one_sentence(arguments: list[str], said: str):
     assert said in str(error)
 
 
-def test_an_output_format_that_does_not_exist_is_a_usage_error():
-    ended = certs("show", "nowhere", "-o", "yaml")
-    assert ended.exit_code == 2
-    assert "'yaml' is not one of 'text', 'json'" in ended.stderr
-
-
 @pytest.mark.system
 def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
     page = (Path(__file__).parents[3] / "docs/operate/tls.md").read_text()

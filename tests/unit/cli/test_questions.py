@@ -1,7 +1,6 @@
 """The planner asks back where a file says something that nobody means, and marks figures that mean nothing."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,19 +55,6 @@ def test_a_mistake_in_the_simulation_is_found_by_the_planner_too(answer, command
 def test_a_policy_of_a_cluster_is_refused_beside_a_file(answer):
     ended = answer("plan", "--policy", "kimi")
     assert (ended.returncode, "leave --policy out" in ended.stderr) == (1, True)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "the file is empty; it must describe a system"),
-        ("a: 1\n---\nb: 2\n", "holds 2 YAML documents; give a file with one system"),
-    ],
-)
-def test_a_file_of_no_or_many_documents_is_told_so(tmp_path, text, said):
-    file = Path(tmp_path, "x.yaml")
-    file.write_text(text)
-    assert said in prfaas("plan", "-f", str(file)).stderr
 
 
 def test_a_name_with_underscores_is_told_the_right_one(answer, tmp_path):

@@ -80,26 +80,7 @@ def test_both_sides_name_the_tokens_that_cross_and_no_others():
     assert prompts([*ids[:1023], 7, *ids[1024:]])[0] != announced
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"transfer_id": "a"},
-        {"transfer_id": "g" * 32},
-        {"epoch": -1},
-        {"epoch": 1 << 63},
-        {"token": "t" * 257},
-        {"host": "h" * 300_000},
-        {"port": 65_536},
-    ],
-)
-def test_a_leg_that_no_gateway_wrote_is_served_alone(wrong: dict[str, Any]):
-    planner = TransferPlanner(PAGE)
-    for role in ("source", "destination"):
-        request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
-        assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
-
-
-def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
+def test_a_source_is_announced_followed_and_kept_until_its_offer_ends():
     planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
     assert planner.add(request) == 1100 - 1025
     planner.scheduled(request, 512, ([1, 2], [3]))
@@ -111,7 +92,7 @@ def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
     assert planner.is_source("r") is False
 
 
-def test_an_aborted_source_is_revoked_and_one_that_nobody_knew_of_holds_nothing():
+def test_an_aborted_source_is_revoked_and_an_unknown_one_holds_nothing():
     planner, request = TransferPlanner(PAGE), source()
     planner.add(request)
     assert planner.finish(request, is_whole=False) is False
@@ -160,7 +141,7 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
 
 
 def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
-    """Else the source keeps a computed cache that nobody will ask for, for as long as its destination might queue."""
+    """Else the source keeps a computed cache that no request needs, for as long as its destination might queue."""
     planner = TransferPlanner(PAGE)
     queued, known, failed, short = (destination(request_id=name) for name in ("queued", "known", "failed", "short"))
     short.num_prompt_tokens = 1
@@ -185,7 +166,7 @@ def test_a_destination_asks_once_also_where_vllm_allocates_again_after_a_failure
     assert len(planner.take(is_idle=False).fetches) == 1
 
 
-def test_an_idle_step_is_told_to_the_workers_side():
+def test_an_idle_step_reaches_the_workers_side():
     planner = TransferPlanner(PAGE)
     assert planner.take(is_idle=True).is_idle
     assert not planner.take(is_idle=False).is_idle
@@ -223,6 +204,9 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
     [
         {"transfer_id": "a" * 200_000},
         {"transfer_id": "A" * 32},
+        {"transfer_id": "a"},
+        {"transfer_id": "g" * 32},
+        {"epoch": 1 << 63},
         {"epoch": 1 << 70},
         {"epoch": -1},
         {"token": "\ud800"},
@@ -235,9 +219,11 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
     ],
 )
 def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[str, Any]):
+    planner = TransferPlanner(PAGE)
     for role in ("source", "destination"):
         request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
         assert leg_of(request) is None
+        assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
 
 
 def test_a_prompt_of_embeddings_is_served_alone():
@@ -261,7 +247,7 @@ def test_settings_are_read_from_text_and_numbers_and_faults_are_named():
 @pytest.mark.parametrize(
     ("version", "is_known"), [("0.32.0+cpu", True), ("0.33.1", True), ("0.31.2", False), ("x", False)]
 )
-def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is_known: bool):
+def test_untried_versions_of_vllm_are_refused_by_name(version: str, is_known: bool):
     if is_known:
         require_supported(version)
     else:
@@ -303,8 +289,8 @@ def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_sta
 
 def test_the_page_lists_the_versions_that_are_known():
     page = (Path(__file__).parents[3] / "docs" / "use" / "engines.md").read_text()
-    said = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
-    assert said == SUPPORTED
+    listed = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
+    assert listed == SUPPORTED
 
 
 def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_the_cure():

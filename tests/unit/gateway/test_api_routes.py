@@ -30,8 +30,7 @@ STREAM = (
 
 async def start(world, engine: EngineName, *names: str, **more: Any) -> None:
     await world.start(*names, **more)
-    instances = tuple(msgspec.structs.replace(one, engine=engine) for one in world.table.instances)
-    world.state.set_table(world.write_table(instances=instances))
+    world.change_instances(engine=engine)
     for worker in world.workers.values():
         worker.reply = _answer
 

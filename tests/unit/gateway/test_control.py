@@ -44,24 +44,6 @@ async def test_a_pushed_threshold_decides_the_next_request_until_it_expires(worl
     assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == ("local", "1000")
 
 
-async def test_naming_no_cluster_turns_offload_off(world, long):
-    await world.start("d0", "x0")
-    assert (await world.post(long)).headers[headers.DECISION] == "offload"
-    await world.control("PUT", "/threshold", update(clusters=()))
-    assert (await world.post(long)).headers[headers.DECISION] == "local"
-
-
-@pytest.mark.parametrize(
-    ("mode", "alive", "decision"),
-    [("Fixed", ("eu",), "offload"), ("Fixed", (), "local"), ("Disabled", ("eu",), "local")],
-)
-async def test_other_modes_take_no_threshold_from_the_scheduler(world, long, mode, alive, decision):
-    await world.start("d0", "x0", mode=mode)
-    assert (await world.control("PUT", "/threshold", update(tokens=5000, clusters=alive))).status == 204
-    got = await world.post(long)
-    assert (got.headers[headers.DECISION], got.headers[headers.THRESHOLD_TOKENS]) == (decision, "1000")
-
-
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"tokens":"x"}', b"[1]"])
 async def test_a_damaged_update_changes_nothing(world, body):
     await world.start("d0")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 
@@ -73,8 +72,7 @@ def start(world, monkeypatch) -> Callable[[str], Any]:
         await world.start("d0", "x0", **more)
         monkeypatch.setattr(shared, "BOOTSTRAP_PORT", world.workers["x0"].port)
         monkeypatch.setattr(sglang, "BOOTSTRAP_PORT", world.workers["x0"].port)
-        instances = [msgspec.structs.replace(one, engine=engine) for one in world.table.instances]
-        world.state.set_table(world.write_table(instances=tuple(instances)))
+        world.change_instances(engine=engine)
         return Pair(world, engine)
 
     return started
@@ -102,8 +100,7 @@ async def test_dynamo_splits_requests_itself_so_it_gets_them_whole(world, start)
 
 async def test_a_dynamo_without_workers_is_left_for_another(world):
     await world.start("d0", "d1")
-    instances = [msgspec.structs.replace(one, engine="dynamo") for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances)))
+    world.change_instances(engine="dynamo")
 
     async def unknown(_request: web.Request, _body: bytes) -> web.Response:
         return web.json_response({"message": "Model not found", "type": "Not Found", "code": 404}, status=404)
@@ -135,18 +132,6 @@ async def test_mooncake_legs_meet_by_one_transfer_id_and_the_engine_that_the_boo
     assert {one["remote_bootstrap_addr"] for one in decoded} == {world.workers["x0"].url}
     assert sum(one.path == "/query" for one in pair.prefill.seen) == 1
     assert {one.headers["x-data-parallel-rank"] for one in pair.prefill.seen if one.body} == {"0"}
-
-
-@pytest.mark.parametrize(("prompt", "many"), [("y" * 8000, None), (["y" * 8000, "z"], 2), ([[1] * 4000, [2]], 2)])
-async def test_sglang_legs_meet_in_a_room_for_each_prompt(world, start, prompt, many):
-    pair = await start("sglang")
-    await world.post(json.dumps({"model": "m", "prompt": prompt}).encode(), "/v1/completions")
-    (filled,), (decoded,) = pair.bodies("prefill"), pair.bodies("decode")
-    assert filled == decoded
-    rooms = decoded["bootstrap_room"]
-    assert (len(set(rooms)) if many else None) == many
-    assert all(0 <= room < 2**63 for room in (rooms if many else [rooms]))
-    assert decoded["bootstrap_host"] == (["127.0.0.1"] * many if many else "127.0.0.1")
 
 
 VLLM = ["vllm-mooncake", "vllm-nixl"]
@@ -248,16 +233,6 @@ async def test_a_prefill_that_fails_after_the_stream_began_ends_the_stream_with_
     assert b"[DONE]" not in got.body
     assert got.status != 200 or b'"error"' in got.body
     await pair.decode.wait_aborted()
-
-
-async def test_pools_of_two_engines_do_not_serve_together(world, start):
-    pair = await start("sglang")
-    engines = {"d0": "prfaas", "x0": "sglang"}
-    mixed = [msgspec.structs.replace(one, engine=engines[one.name]) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(mixed)))
-    pair.decode.reply = _plain
-    got = await world.post(json.dumps(ASKED).encode())
-    assert (got.status, got.headers[headers.PREFILL_CLUSTER], pair.prefill.seen) == (200, HUB, [])
 
 
 def test_values_stay_as_the_client_wrote_them():

@@ -13,17 +13,10 @@ from tests.waiting import eventually_async
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.kvevents import EventBatch, encode_events
-from prfaas_gateway.kv import manager
 
 from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until_metric
 
-pytestmark = pytest.mark.system
-
-
-@pytest.fixture(autouse=True)
-def quick_pauses(monkeypatch):
-    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("_quick_pauses")]
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(world):

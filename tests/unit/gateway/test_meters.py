@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.clocks import Clock
 from tests.waiting import eventually_async
 
 from prfaas.util import RateBucket
@@ -15,14 +16,6 @@ from prfaas_gateway.auth import ApiClient, Meter, Meters
 from prfaas_gateway.openai import LimitError
 
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
-
-
-class Clock:
-    def __init__(self):
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def let_in(meter: Meter, tokens: int = 0) -> float:
@@ -50,7 +43,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_minutes_worth(per_mi
 
 
 def test_waiting_as_long_as_told_is_enough_and_less_is_not():
-    clock = Clock()
+    clock = Clock(1000.0)
     meter = Meter(ApiClient("a", requests_per_minute=3), clock)
     assert [let_in(meter) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
     clock.seconds += 19.9
@@ -60,7 +53,7 @@ def test_waiting_as_long_as_told_is_enough_and_less_is_not():
 
 
 def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_the_next():
-    clock = Clock()
+    clock = Clock(1000.0)
     meter = Meter(ApiClient("a", tokens_per_minute=1000), clock)
     assert let_in(meter, 3000) == 0
     assert let_in(meter, 1) == pytest.approx(120, abs=0.1)
@@ -69,7 +62,7 @@ def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_th
 
 
 def test_a_place_in_flight_is_given_back_however_a_request_ends():
-    meter = Meter(ApiClient("a", max_in_flight=1), Clock())
+    meter = Meter(ApiClient("a", max_in_flight=1), Clock(1000.0))
     with suppress(ZeroDivisionError), meter.request():
         assert let_in(meter) == 1
         raise ZeroDivisionError
@@ -77,7 +70,7 @@ def test_a_place_in_flight_is_given_back_however_a_request_ends():
 
 
 def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
-    meters = Meters(Clock())
+    meters = Meters(Clock(1000.0))
     a, b = ApiClient("a", max_in_flight=1), ApiClient("b", max_in_flight=1)
     with meters.of(a).request():
         assert let_in(meters.of(b)) == 0
@@ -88,7 +81,7 @@ def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
 
 
 def test_changed_limits_keep_what_was_spent():
-    clock = Clock()
+    clock = Clock(1000.0)
     meters = Meters(clock)
 
     def asked(tokens: int = 0, **limits: int) -> float:

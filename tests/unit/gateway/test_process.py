@@ -201,12 +201,3 @@ def test_a_mistake_on_the_command_line_is_named_and_exits_with_two(arguments, sa
         main(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_help_shows_an_example(capsys):
-    from prfaas_gateway.__main__ import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert "prfaas-gateway --routes-file routes.json" in capsys.readouterr().out

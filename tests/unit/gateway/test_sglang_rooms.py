@@ -6,7 +6,6 @@ src/routers/http/pd_router.rs), for bodies as in its tests. The stand-in counts 
 
 import json
 
-import msgspec
 import pytest
 
 from prfaas.wire import headers
@@ -51,8 +50,7 @@ def start(world, monkeypatch):
     async def started() -> None:
         await world.start("d0", "x0")
         monkeypatch.setattr(sglang, "BOOTSTRAP_PORT", PORT)
-        instances = [msgspec.structs.replace(one, engine="sglang") for one in world.table.instances]
-        world.state.set_table(world.write_table(instances=tuple(instances)))
+        world.change_instances(engine="sglang")
 
     return started
 
@@ -86,10 +84,3 @@ async def test_a_wrong_number_of_answers_is_sglangs_matter(world, start):
     await start()
     got = await sent(world, CHAT | {"n": 10**9})
     assert isinstance(got["bootstrap_room"], int)
-
-
-def test_the_routers_own_rooms_for_several_answers_to_a_batch_meet_twice():
-    """This is why the gateway differs from it there."""
-    body = COMPLETION | {"prompt": [TEXT, "World"], "n": 2}
-    rooms = rooms_of_sequences(routed(body, 2, [5, 9]))
-    assert len(set(rooms)) < len(rooms)

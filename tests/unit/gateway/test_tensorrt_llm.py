@@ -6,7 +6,6 @@ The stand-in refuses what trtllm-serve refuses: fields that its API does not kno
 import copy
 import json
 
-import msgspec
 import pytest
 from aiohttp import web
 
@@ -80,8 +79,7 @@ class Trtllm:
 def start(world):
     async def started(*, known: set[str] = PARAMS, **more) -> Trtllm:
         await world.start("d0", "x0")
-        instances = [msgspec.structs.replace(one, engine="tensorrt-llm") for one in world.table.instances]
-        world.state.set_table(world.write_table(instances=tuple(instances)))
+        world.change_instances(engine="tensorrt-llm")
         return Trtllm(world, known=set(known), **more)
 
     return started

@@ -22,8 +22,7 @@ PATH = "/v1/completions"
 
 async def start(world, engine: EngineName = "vllm-prfaas", *, names=("d0", "x0"), **more) -> None:
     await world.start(*names, **more)
-    instances = [msgspec.structs.replace(one, engine=engine, data_port=9123) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances), **more))
+    world.change_instances(engine=engine, data_port=9123)
 
 
 def params(world, name: str) -> list[dict]:
@@ -51,8 +50,7 @@ async def test_both_legs_name_one_transfer_and_the_destination_learns_the_place_
 
 async def test_the_place_of_a_source_is_that_of_its_data_parallel_rank(world):
     await start(world)
-    instances = [msgspec.structs.replace(one, ranks=4, rank_ports=2) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances)))
+    world.change_instances(ranks=4, rank_ports=2)
     for number in range(8):
         await world.post(ASKED | {"max_tokens": 64 + number}, PATH, headers={headers.REQUEST_ID: f"{number}"})
     ranks = [int(one.headers[headers.DATA_RANK]) for one in world.workers["x0"].seen]

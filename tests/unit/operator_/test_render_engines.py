@@ -83,8 +83,9 @@ def test_every_name_is_one_that_the_engine_knows(make, engine):
         assert ("UCX_TLS" in variables_of(container)) == (engine in (NIXL, SGLANG, TENSORRT))
 
 
-def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make):
-    unshared = pool_deployment.deployment(make.decode_pool(engine=NIXL, model=MODEL), None)
+@pytest.mark.parametrize("engine", [OURS, NIXL], ids=["ours", "nixl"])
+def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make, engine):
+    unshared = pool_deployment.deployment(make.decode_pool(engine=engine, model=MODEL), None)
     shared = pool_deployment.shared_deployment(unshared)["spec"]["template"]
     assert "prfaas.io/role" not in shared["metadata"]["labels"]
     assert [gate["conditionType"] for gate in shared["spec"]["readinessGates"]] == ["prfaas.io/role-assigned"]
@@ -384,13 +385,6 @@ def test_an_owners_python_path_comes_after_our_connector(make):
     container = container_of(make.decode_pool(engine=OURS, model=MODEL, template=template))
     assert variables_of(container)["PYTHONPATH"] == "/prfaas-vllm:/plugins:/more"
     assert variables_of(container_of(make.decode_pool(template=template)))["PYTHONPATH"] == "/plugins:/more"
-
-
-def test_instances_of_vllm_can_be_shared_by_both_roles(make):
-    plain = pool_deployment.deployment(make.decode_pool(engine=OURS, model=MODEL), None)
-    shared = pool_deployment.shared_deployment(plain)
-    assert shared["spec"]["template"]["spec"]["containers"] == plain["spec"]["template"]["spec"]["containers"]
-    assert shared["spec"]["template"]["spec"]["readinessGates"]
 
 
 @pytest.mark.parametrize(("name", "engine"), [*ALL.items(), ("prfaas", {})])

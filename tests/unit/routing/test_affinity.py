@@ -6,37 +6,26 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tables import make_instance, make_table
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import ANSWER_TOKENS, cost_tokens
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, Threshold
 
 QUICK_TO_SEND = Profile(state_bytes=10_000, token_bytes=100, token_seconds=1e-3, samples=9)
 SLOW_TO_SEND = Profile(state_bytes=10_000_000_000, token_bytes=100, token_seconds=1e-3, samples=9)
 
 
-def instance(name: str) -> Instance:
-    role, cluster = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}[name[0]]
-    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
-
-
 def facts(
     names: str, *, total: int = 10_000, bandwidth: str = "Scarce", threshold: int = 100_000, **more
 ) -> RoutingFacts:
-    world = RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+    world = make_table(
+        *map(make_instance, names.split()),
         threshold=Threshold(mode="Auto", tokens=threshold, min_tokens=1, max_tokens=threshold),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
         clusters=(Cluster(name="eu", capacity_mbps=1000, utilisation_query="", round_trip_millis=10),),
-        instances=tuple(map(instance, names.split())),
     )
     rule = RoutingRule(threshold_tokens=threshold, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
     more.setdefault("profiles", {})
@@ -114,7 +103,7 @@ def busy(names: str, busy_ones: str, **more) -> RoutingFacts:
 def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_computing_it():
     given = busy("d0 d1", "d0", cached_on={"d0": 8000, "d1": 64}, profiles={"d1": QUICK_TO_SEND})
     chosen = route(given)
-    assert (chosen.decode.name, chosen.prefix) == ("d1", instance("d0"))
+    assert (chosen.decode.name, chosen.prefix) == ("d1", make_instance("d0"))
     slow = msgspec.structs.replace(given, profiles={"d1": SLOW_TO_SEND})
     assert route(slow).prefix is None
     assert route(msgspec.structs.replace(given, profiles={})).prefix is None, "what is not measured is computed"
@@ -125,7 +114,7 @@ def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_compu
 
 def test_the_decode_instance_of_a_route_is_fetched_from_as_any_other():
     given = facts("d0 p0", cached_on={"d0": 8000}, profiles={"p0": QUICK_TO_SEND})
-    assert route(given).prefix == instance("d0")
+    assert route(given).prefix == make_instance("d0")
 
 
 def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_from_it():
@@ -138,7 +127,7 @@ def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_
             profiles={"d0": QUICK_TO_SEND},
         )
 
-    assert route(asked("Abundant")).prefix == instance("x0")
+    assert route(asked("Abundant")).prefix == make_instance("x0")
     assert route(asked("Scarce")).prefix is None
     no_link = msgspec.structs.replace(asked("Abundant").rule, offload_clusters=frozenset())
     assert route(msgspec.structs.replace(asked("Abundant"), rule=no_link)).prefix is None

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.tables import make_table
 
 from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again
 from prfaas.routing.facts import Refusal, Route, RoutingFacts, RoutingRule, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, Instance, RoutingTable, Threshold
 
 NOW = 100.0
 
@@ -32,19 +33,8 @@ def cluster(name: str, datacenter: str = "", reachable: bool = True) -> Cluster:
 def table(
     *instances: Instance, clusters: tuple[Cluster, ...] = (cluster("eu"),), mode: str = "Auto", **more
 ) -> RoutingTable:
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=5000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
-        clusters=clusters,
-        instances=instances,
-        **more,
-    )
+    threshold = Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=5000)
+    return make_table(*instances, clusters=clusters, threshold=threshold, **more)
 
 
 TWO_CLUSTERS = table(instance("d0"), instance("d1"), instance("p0", "prefill"), instance("x0", "prefill", "eu"))

@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import pytest
+from tests.tables import make_table
 
 from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
 from prfaas.routing.decide import decide
@@ -19,11 +20,10 @@ from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, 
 
 MARKS = LinkWatermarks(high_percent=80, low_percent=50)
 THRESHOLD = Threshold(mode="Priced", tokens=2048, min_tokens=256, max_tokens=131_072)
-CONFIG = Config(threshold=THRESHOLD, watermarks=MARKS, stale_after_seconds=10)
 
 
-def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **given) -> Price:
-    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | given
+def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **fields) -> Price:
+    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | fields
     return Price(cluster=cluster, profile=Profile(**of), link_mbps=link_mbps)
 
 
@@ -35,27 +35,22 @@ def instance(name: str, cluster: str, role: str = "prefill") -> Instance:
     return Instance(name=name, pool=cluster, cluster=cluster, role=role, url="http://192.0.2.1:8000")
 
 
-def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **given) -> RoutingTable:
-    homes = (instance("home", "hub"), instance("decode", "hub", "decode"))
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **fields) -> RoutingTable:
+    return make_table(
+        instance("home", "hub"),
+        instance("decode", "hub", "decode"),
+        *(instance(f"away-{name}", name) for name in clusters),
+        *more,
         threshold=msgspec.structs.replace(THRESHOLD, mode=mode),
-        watermarks=MARKS,
-        short_interval_seconds=1,
         clusters=tuple(
             Cluster(name=name, datacenter=name, capacity_mbps=100, utilisation_query="q") for name in clusters
         ),
-        instances=(*homes, *(instance(f"away-{name}", name) for name in clusters), *more),
-        **given,
+        **fields,
     )
 
 
-def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), given: RoutingTable | None = None, **more) -> Route:
-    of = given or table()
+def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), routes: RoutingTable | None = None, **more) -> Route:
+    of = routes or table()
     update = ThresholdUpdate(
         tokens=1000, bandwidth="Scarce", offload_clusters=alive, expires_seconds=10, reason="", prices=tuple(prices)
     )
@@ -105,16 +100,16 @@ def test_a_backlog_on_the_link_keeps_prompts_at_home():
 def test_in_a_hub_without_prefill_instances_home_is_the_decode_instance():
     alone = table()
     alone = msgspec.structs.replace(alone, instances=tuple(one for one in alone.instances if one.name != "home"))
-    short, long = route(2400, given=alone), route(2600, given=alone)
+    short, long = route(2400, routes=alone), route(2600, routes=alone)
     assert (short.kind, short.reason, short.prefill) == ("local", "Cheaper", None)
     assert short.work == Work(seconds=pytest.approx(0.24))
     assert (long.kind, long.reason, long.decode.name) == ("offload", "Cheaper", "decode")
-    assert route(100, given=alone, backlog=waiting(decode=1.0)).kind == "offload"
+    assert route(100, routes=alone, backlog=waiting(decode=1.0)).kind == "offload"
 
 
 def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
     two = table("Priced", instance("home-2", "hub"))
-    assert route(100, given=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
+    assert route(100, routes=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
 
 
 def test_a_route_says_what_it_asks_of_the_instance_and_the_link():
@@ -133,9 +128,9 @@ def test_a_cache_counts_for_the_cluster_that_holds_it():
 def test_the_cheaper_of_two_clusters_is_taken_unless_the_policy_prefers_the_other():
     both = table(clusters=("eu", "us"))
     prices = (HOME, AWAY, price("us", 1e-5, 8000.0))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=both).prefill == instance("away-us", "us")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=both).prefill == instance("away-us", "us")
     prefers = table(clusters=("eu", "us"), prefer_datacenters=("eu",))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=prefers).prefill == instance("away-eu", "eu")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=prefers).prefill == instance("away-eu", "eu")
 
 
 def test_a_dead_link_is_never_taken_however_cheap():
@@ -150,7 +145,7 @@ def test_without_the_price_of_home_the_threshold_decides(prices):
 
 @pytest.mark.parametrize("mode", ["Auto", "Fixed", "Disabled"])
 def test_no_other_mode_looks_at_prices(mode):
-    assert route(2500, given=table(mode)).reason != "Cheaper"
+    assert route(2500, routes=table(mode)).reason != "Cheaper"
 
 
 @pytest.mark.parametrize("absurd", [math.nan, math.inf, -1e9])

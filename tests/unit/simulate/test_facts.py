@@ -5,7 +5,6 @@ still to be prefilled where, and profiles; so that both place the same requests 
 import random
 from contextlib import ExitStack
 
-import msgspec
 import pytest
 
 from prfaas.routing.decide import decide
@@ -23,7 +22,7 @@ from prfaas_gateway.limits import Limits
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 
-from .worlds import linear, run, threshold, world
+from .worlds import linear, threshold, world
 
 CACHES = {"hub": 1e12, "member": 1e12}
 
@@ -95,34 +94,6 @@ def turn(number: int, blocks: int, conversation: int = 0) -> Request:
     return Request(number, Arrival(0.0, 512 * blocks, 1, names))
 
 
-def placed(scenario: Scenario, arrivals: list[Arrival]) -> list[str]:
-    """The instances that prefill these, which come at once."""
-    process = RequestProcess(scenario.validated(), Tally())
-    names = []
-    for index, arrival in enumerate(arrivals):
-        request = Request(index, arrival)
-        route = process.gateway.decide(request)
-        assert isinstance(route, Route)
-        process.gateway.enter(route, request)
-        names.append((route.prefill or route.decode).name)
-    return names
-
-
-def test_a_short_queue_of_long_prompts_is_left_alone_for_a_long_one_of_short_ones():
-    prompts = [Arrival(0.0, tokens, 10) for tokens in (60_000, 1_000, 1_000, 1_000)]
-    first, *others = placed(lone(decoding=1, prefilling=2), prompts)
-    assert others == [next(name for name in ("home-prefill-0", "home-prefill-1") if name != first)] * 3
-
-
-def test_a_conversation_comes_back_to_the_instance_that_has_it_and_others_do_not():
-    scenario = lone(decoding=3, profiles=(linear(1e-4), linear(1e-4)), cache_bytes={"hub": 1e12})
-    turns = [turn(n, 40 + n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    others = [turn(n, 40 + n, n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    total = sum(one.input_tokens for one in turns)
-    assert run(scenario, turns).hit_rate == pytest.approx(1 - (40 + 5) * 512 / total), "each found the one before"
-    assert run(scenario, others).hit_rate == 0.0
-
-
 def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_computes_the_rest():
     cheap = linear(1e-3, token_bytes=10)  # 10 s to compute, no time to fetch
     costly = linear(1e-3, token_bytes=1_000_000)  # 82 s to fetch
@@ -187,20 +158,3 @@ def test_memory_of_a_cluster_is_shared_by_its_instances():
         return sum(bool(caches.match("home-decode-0", turn(1, 11, conversation))) for conversation in range(8))
 
     assert (kept(16 * prompt_bytes), kept(8 * prompt_bytes)) == (8, 4)
-
-
-def test_a_gateway_that_forgets_what_is_queued_places_requests_elsewhere():
-    """Negative control of the first test: what it compares matters."""
-    process = RequestProcess(world(threshold(1 << 20), offload=0, hub=(2, 1)).validated(), Tally())
-    live = Live(process)
-    long = Request(0, Arrival(0.0, 60_000, 1))
-    with ExitStack() as legs:
-        for request in (long, *(Request(n, Arrival(0.0, 1_000, 1)) for n in (1, 2))):
-            route = decide(live.facts(request))
-            assert isinstance(route, Route)
-            legs.enter_context(live.state.occupied(route))
-        facts = live.facts(Request(3, Arrival(0.0, 1_000, 1)))
-        told, untold = decide(facts), decide(msgspec.structs.replace(facts, queued_tokens={}))
-    assert isinstance(told, Route)
-    assert isinstance(untold, Route)
-    assert told.prefill != untold.prefill

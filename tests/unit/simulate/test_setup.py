@@ -1,6 +1,5 @@
 """Proves what a file's simulation section means for each policy, and that mistakes in it are named with their fix."""
 
-from itertools import islice
 from random import Random
 
 import pytest
@@ -132,16 +131,6 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
 def test_a_mistake_is_named_with_its_fix(wrong, said):
     with pytest.raises(ConfigError, match=said):
         scenarios(**wrong)
-
-
-def test_bursts_are_denser_and_leave_the_mean_rate():
-    bursts = Bursts(every_seconds=100, for_seconds=20, factor=4)
-    fixed = Workload([1000], [1.0])
-    times = [one.at_seconds for one in islice(poisson(fixed, 1, 10.0, Random(1), bursts), 50_000)]
-    within = sum(at % 100 < 20 for at in times) / len(times)
-    assert len(times) / times[-1] == pytest.approx(10.0, rel=0.02)
-    assert within == pytest.approx(20 * 4 / (20 * 4 + 80), rel=0.02)
-    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,14 @@ changes nothing, is told once, and is forgotten when it is repaired.
 
 import datetime
 import logging
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from prfaas import credentials as module
 from prfaas import identity
-from prfaas.errors import ConfigError, IdentityError
-from prfaas.identity import KeyPair, Validity
+from prfaas.errors import ConfigError
+from prfaas.identity import Validity
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_transfer.tls import accept_tls, connect_tls
 from prfaas_worker.front.auth import credentials_of
 from prfaas_worker.options import parse
 
@@ -95,55 +92,3 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, 
     assert credentials.now().files.generation == first.files.generation + 1
     assert credentials.problem == ""
     assert "credentials of cluster hub are in use" in caplog.text
-
-
-def test_streams_go_on_while_an_authority_is_replaced_and_the_old_one_is_refused_afterwards(
-    mount, sockets, authority: KeyPair, other: KeyPair
-):
-    """Open streams live on; each new one is made with what is current; none fails at any step."""
-    places = mount("hub"), mount("eu")
-    hub, eu = (PeerCredentials(place.path) for place in places)
-    stop, rounds, failed = threading.Event(), [0], []
-
-    def transfer(pool: ThreadPoolExecutor) -> None:
-        client, server = sockets()
-        accepted = pool.submit(accept_tls, server, eu, 10)
-        ours, theirs = connect_tls(client, hub, 10, "eu"), accepted.result()
-        sending = pool.submit(ours.send, [bytes(300_000)], lambda _sent: None)
-        theirs.receive_into(bytearray(300_000))
-        sending.result()
-        assert (ours.peer.cluster, theirs.peer.cluster) == ("eu", "hub")
-        ours.close()
-        theirs.close()
-        rounds[0] += 1
-
-    def run() -> None:
-        with ThreadPoolExecutor(2) as pool:
-            while not stop.is_set():
-                try:
-                    transfer(pool)
-                except Exception as error:  # whatever it is, it must not be
-                    failed.append(error)
-                    return
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    both = (authority, other)
-    for trusted, signer in ((both, authority), (both, other), ((other,), other)):
-        for place, name in zip(places, ("hub", "eu"), strict=True):
-            place.put(identity.issue(signer, name, YEAR), *trusted)
-            after = rounds[0]
-            while rounds[0] < after + 3 and not failed:
-                stop.wait(0.005)
-    stop.set()
-    thread.join(20)
-    assert not failed
-    old = PeerCredentials(mount("old", trusts=both).path)
-    client, server = sockets()
-    with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_tls, server, eu, 10)
-        stream = connect_tls(client, old, 10, "eu")
-        with pytest.raises(IdentityError, match="refuses our certificate"):
-            stream.receive_into(bytearray(1))
-        assert "does not hold" in str(accepted.exception())
-    stream.close()

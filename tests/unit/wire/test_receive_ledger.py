@@ -107,6 +107,30 @@ def test_a_flipped_bit_is_noticed_and_mended_by_sending_the_frame_again(transfer
     assert destination.memory == transfer.memory
 
 
+FIELDS = {"group": 16, "layer": 16, "start_token": 32, "tokens": 32, "sequence": 32, "codec": 8, "flags": 8}
+
+
+@given(transfers, st.data())
+def test_a_forged_frame_is_refused_or_never_whole(transfer: Sent, data: st.DataObject):
+    """Another value in a field or in the payload, honestly sealed: what a peer that knows the protocol can send."""
+    at = data.draw(st.integers(0, len(transfer.frames) - 1))
+    header, payload = header_of(transfer.frames[at]), bytearray(transfer.frames[at][HEADER_BYTES:])
+    field = data.draw(st.sampled_from(["payload", *FIELDS]))
+    if field != "payload":
+        header = header._replace(**{field: data.draw(st.integers(0, 2 ** FIELDS[field] - 1))})
+    elif payload:
+        payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    transfer.frames[at] = data_frame(header, bytes(payload))
+    destination = Receiver()
+    try:
+        destination.take_all(transfer.frames)
+        destination.ledger.require_whole()
+    except ProtocolError:
+        assert not destination.ledger.whole
+    else:
+        assert destination.memory == transfer.memory
+
+
 @given(transfers, st.data())
 def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.DataObject):
     destination = Receiver()
