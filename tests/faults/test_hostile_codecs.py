@@ -18,7 +18,17 @@ from prfaas_transfer.limits import MemoryBudget
 from prfaas_worker.cache.transfer_frames import CachePlace, layer_groups
 
 from ..unit.codecs.test_hostile_payloads import run_block, zstd_frame
-from ..unit.worker.transfer_bench import LINEAR, TRAFFIC, WIDE, Model, Port, Taking, compute, transfer_threads
+from ..unit.worker.transfer_bench import (
+    LINEAR,
+    TRAFFIC,
+    WIDE,
+    Model,
+    Port,
+    Taking,
+    assert_same_bits,
+    compute,
+    transfer_threads,
+)
 from ..unit.worker.transfer_proxy import Proxy, Seen
 from ..waiting import eventually
 
@@ -151,3 +161,17 @@ def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port:
     assert budget.used_bytes == 0
     # Frames as this test holds them too, on their way through the source and the middleman.
     assert peak < 16 * FRAME_BYTES < BOMB_BYTES / 10
+
+
+@pytest.mark.parametrize(("codec", "payload"), [(1, lossless), (2, int8)])
+def test_the_same_source_is_believed_when_it_does_not_lie(port: Port, codec: int, payload: Payload):
+    """The control: what is refused above is refused for its payload."""
+    liar, budget = Liar(codec, payload), MemoryBudget(LIMIT_BYTES)
+    for taking in open_transfer(port, liar, budget):
+        taking.whole()
+        assert liar.lied == 1
+        assert codec in taking.state.codecs
+        assert taking.ledger.is_exact == (codec == Codec.LOSSLESS)
+        if codec == Codec.LOSSLESS:
+            assert_same_bits(MODEL, taking.place, CACHE)
+    assert budget.used_bytes == 0
