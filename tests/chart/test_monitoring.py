@@ -126,6 +126,11 @@ def test_alerts_read_metrics_that_exist():
     assert wanted - registered() - OF_OTHERS == set()
 
 
+def test_a_metric_that_nobody_has_would_be_found():
+    assert used('sum by (pool) (rate(prfaas_tokens_total{kind="prfaas_x"}[1m]))') == {"prfaas_tokens_total"}
+    assert "prfaas_tokens_total" not in registered()
+
+
 @each_dashboard
 def test_prometheus_can_read_every_query(promtool, tmp_path, path):
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries(path))]
@@ -155,6 +160,16 @@ def test_alerts_are_rules_and_fire_when_they_should_and_only_then(promtool, tmp_
 
 def test_every_alert_is_tried():
     assert {alert.partition(" ")[0] for alert in CASES} == {rule["alert"] for rule in alerts()}
+
+
+def test_an_alert_that_does_not_fire_would_be_found(promtool, tmp_path):
+    """A control: with the series of two cases exchanged, promtool refuses."""
+    cases = as_promtool(str(ALERTS))
+    first, second = cases["tests"] = cases["tests"][:2]
+    first["input_series"], second["input_series"] = second["input_series"], first["input_series"]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    with pytest.raises(AssertionError, match="PrfaasOperatorDown"):
+        promtool("test", "rules", tmp_path / "cases.json")
 
 
 def test_alerts_say_how_bad_it_is_and_what_to_do():

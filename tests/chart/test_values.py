@@ -161,6 +161,19 @@ def test_a_comment_belongs_to_the_key_below_it(describe):
     assert describe.descriptions(text) == {"a.b": "one line", "d": "top"}
 
 
+def test_the_readmes_table_is_that_of_the_values(describe, tmp_path):
+    """A control: a README that misses a value is not taken for right."""
+    chart = tmp_path / "prfaas"
+    chart.mkdir()
+    for name in ("values.yaml", "values.schema.json", "README.md"):
+        (chart / name).write_text((ROOT / "charts/prfaas" / name).read_text())
+    values = chart / "values.yaml"
+    values.write_text(values.read_text().replace("repository: prfaas/operator", "repository: other/operator"))
+    wanted = describe.documents(chart)[chart / "README.md"]
+    assert "other/operator" in wanted
+    assert wanted != (chart / "README.md").read_text()
+
+
 def test_notes_give_the_next_command(helm):
     hub = helm("install", "release", ROOT / "charts/prfaas", "-n", "here", "--dry-run=client")
     assert "kubectl -n here rollout status deployment/prfaas-operator" in hub
