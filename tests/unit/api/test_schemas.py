@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.api import KINDS, crd
-from prfaas.api.base import Resource
+from prfaas.api.base import ApiModel, Resource
 
 MINIMAL_SPECS: dict[str, dict[str, Any]] = {
     "MemberCluster": {"kubeconfigSecretRef": {"name": "eu"}, "link": {"capacityMbps": 100}},
@@ -69,6 +69,15 @@ def test_every_field_explains_itself(kind):
 @every_kind
 def test_every_field_is_bounded(kind):
     assert [path for path, schema in nodes(root(kind)) if unbounded(schema)] == []
+
+
+def test_an_unbounded_field_is_noticed():
+    class Careless(ApiModel):
+        text: str
+        names: list[int]
+
+    found = [path for path, schema in nodes(crd.structural(Careless), ".spec") if unbounded(schema)]
+    assert found == [".spec.text", ".spec.names", ".spec.names[]"]
 
 
 @every_kind

@@ -20,6 +20,7 @@ import pytest
 from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
+from prfaas.kvindex.tree import BlockTree
 from prfaas_gateway.kv.foreign_events import ForeignEvents
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_cache_events.json").read_text())
@@ -47,3 +48,10 @@ def test_the_match_of_every_prompt_is_the_prefix_that_vllm_finds(name):
     steps = RECORDED[name]
     assert matches(steps) == [step["hit"] for step in steps]
     assert len({step["hit"] for step in steps}) >= 3, "hits of several lengths, and misses"
+
+
+def test_without_the_states_that_are_not_kept_a_match_would_promise_too_much(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(BlockTree, "note_states", lambda _self: None)
+    for name in ("steps", "destination"):
+        steps = RECORDED[name]
+        assert any(found > step["hit"] for found, step in zip(matches(steps), steps, strict=True))

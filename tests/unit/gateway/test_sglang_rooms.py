@@ -84,3 +84,10 @@ async def test_a_wrong_number_of_answers_is_sglangs_matter(world, start):
     await start()
     got = await sent(world, CHAT | {"n": 10**9})
     assert isinstance(got["bootstrap_room"], int)
+
+
+def test_the_routers_own_rooms_for_several_answers_to_a_batch_meet_twice():
+    """This is why the gateway differs from it there."""
+    body = COMPLETION | {"prompt": [TEXT, "World"], "n": 2}
+    rooms = rooms_of_sequences(routed(body, 2, [5, 9]))
+    assert len(set(rooms)) < len(rooms)

@@ -235,6 +235,13 @@ def test_a_narrowed_link_under_load_is_saturated():
     assert (result.tokens, result.bandwidth) == (3000, "Scarce")
 
 
+def test_negative_control_by_declared_capacity_alone_the_same_link_looks_idle():
+    traffic_alone = sample(traffic_mbps=5.0)
+    result = one(traffic_alone)
+    assert result.links[0].utilisation_percent == 5.0
+    assert (result.tokens, result.bandwidth) == (1460, "Abundant")
+
+
 def test_a_newly_declared_capacity_is_believed_until_data_waits_again():
     state = one(narrowed()).state
     held = step(CONFIG, state, world(sample(2.0, traffic_mbps=None)))

@@ -8,7 +8,7 @@ the second time, and once connections hold for long enough everything is there, 
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import pytest
@@ -176,6 +176,32 @@ seeds = st.integers(0, 2**64)
 @given(seeds, st.integers(0, 20))
 def test_over_connections_that_break_at_any_moment_every_frame_is_placed_exactly_once(seed: int, faults: int):
     Link(SendQueue(), random.Random(seed)).run(faults)
+
+
+class Forgetful(SendQueue[bytes]):
+    """Sends everything again that a broken connection carried, whether it arrived or not."""
+
+    def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
+        super().connect(connection, broken, received and ())
+
+
+class Trusting(SendQueue[bytes]):
+    """Believes that what it sent has arrived."""
+
+    def connect(self, connection: int, broken: Collection[int], received: Ranges) -> None:
+        super().connect(connection, broken and (), received)
+
+
+@pytest.mark.parametrize("wrong", [Forgetful, Trusting])
+def test_the_schedules_find_a_source_that_repeats_or_loses_frames(wrong: type[SendQueue[bytes]]):
+    def fails(seed: int) -> bool:
+        try:
+            Link(wrong(), random.Random(seed)).run(8)
+        except (ProtocolError, AssertionError):
+            return True
+        return False
+
+    assert sum(map(fails, range(40))) > 10
 
 
 def shipped(count: int, connections: int) -> SendQueue[int]:
