@@ -200,6 +200,7 @@ class GatewayRequest:
             document = self.stream.log.document()
             sent[headers.RESUME], body = str(len(document)), document + body
         if self.deadline_seconds is not None:
+            # MIN_DEADLINE_SECONDS of the worker: with 0 it would answer 400 to a request that is merely late.
             left_seconds = max(0.001, self.deadline_seconds - asyncio.get_running_loop().time())
             sent[headers.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
         return sent, body

@@ -64,6 +64,7 @@ class GatewayState:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
         self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
+        # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
 
@@ -76,6 +77,7 @@ class GatewayState:
     def _learn(self) -> None:
         if self.table is None:
             return
+        # The later one counts: what was measured, before what a pool's spec says.
         found = (*self.table.profiles, *(self._update.profiles if self._update else ()))
         known = {(one.cluster, one.pool): one.profile for one in found if one.profile.samples}
         self._learned = {
@@ -117,6 +119,7 @@ class GatewayState:
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,
             ejected_until_seconds=self.ejections.until_seconds,
+            # A decision passes over a full instance as over one that was tried.
             tried=request.tried | full if full else request.tried,
             no_hand_off=request.no_hand_off,
         )
@@ -244,6 +247,7 @@ class LegLoad:
 
     def done(self) -> None:
         self._computed()
+        # A copy, since `_release` takes from the list.
         self._release(self._held[:])
 
     def _computed(self) -> None:

@@ -98,6 +98,7 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
         probe = await there.probe()
         yield Finding("from here", "ok", f"answered in {probe.seconds * 1000:.0f} ms")
         yield version_finding(probe.version)
+        # The hub was asked earlier: the time in between is no difference of clocks.
         yield clock_finding(hub_probe.date, probe.date - (probe.asked_at - hub_probe.asked_at))
         yield rights_finding(await _rights(there))
         yield await _namespace(there)

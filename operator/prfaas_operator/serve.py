@@ -135,6 +135,7 @@ async def _operate(
     """Let kopf watch our kinds until `stop` is set."""
     registry = handlers.register(operator.controller, operator.members.close)
     kopf.on.login(registry=registry)(login)
+    # What runs before kopf is not kopf's to cancel.
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
         registry=registry,

@@ -178,6 +178,7 @@ def _failing(one: Resource) -> Iterable[FailingCondition]:
         message = "no operator has reconciled it; see `kubectl get deploy prfaas-operator`"
         yield FailingCondition(one.kind_name, one.metadata.name, READY, NOT_SEEN, message, "")
     shown: set[tuple[str, str]] = set()
+    # Ready first: it repeats the words of the condition that it follows from, which is not shown again.
     for condition in sorted(_conditions(one), key=lambda condition: condition.type != READY):
         if condition.status == "False" and (condition.reason, condition.message) not in shown:
             shown.add((condition.reason, condition.message))

@@ -69,6 +69,7 @@ LINK: Final[Mapping[str, str]] = {
     "backlogged_mbps": "sum by (cluster) (rate(prfaas_link_backlogged_bytes_total{$link}[$window])) * 8 / 1e6",
     # The share of time in which at least one instance had data waiting, were they independent: 1 - prod(1 - share).
     # A sum would count time that they share twice, and take the link for narrower than it is.
+    # PromQL has no product, but sums of logarithms; 0.999999 keeps ln 0 out.
     "backlogged_fraction": (
         "1 - exp(sum by (cluster) (ln(1 - clamp_max("
         "rate(prfaas_link_backlogged_seconds_total{$link}[$window]), 0.999999))))"

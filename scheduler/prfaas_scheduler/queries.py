@@ -53,6 +53,7 @@ def sample_time_query(query: str) -> str:
 def matcher(label: str, values: Sequence[str]) -> str:
     """Return a PromQL matcher of exactly these values, whatever characters they hold."""
     pattern = "|".join(re.escape(value) for value in values)
+    # PromQL matches whole values, so the pattern needs no anchors; a string's backslashes are escaped once more.
     escaped = pattern.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'{label}=~"{escaped}"'
 
@@ -83,7 +84,9 @@ def _filled(expressions: Mapping[str, str], values: Mapping[str, str]) -> dict[s
 
 
 def _joined(asked: Iterable[Mapping[str, str]]) -> str:
+    # A source label that nobody has is empty, and matches the empty pattern: so `label_replace` only adds a label.
     named = [
         f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for one in asked for name, text in one.items()
     ]
+    # `or` drops elements whose labels stand on its left already, hence a label for each figure.
     return " or ".join(named)

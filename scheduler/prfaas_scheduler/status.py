@@ -30,6 +30,7 @@ METRICS_FRESH: Final = "MetricsFresh"
 LINK_HEALTHY: Final = "LinkHealthy"
 MAX_MESSAGE_CHARS: Final = 1000
 POLL_SECONDS = 0.5
+# A fifth of the Lease, so that four renewals may fail before another replica takes it.
 RENEW_SECONDS = 3.0
 LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
@@ -139,6 +140,7 @@ def busiest_percent(step: Step) -> int | None:
 
 def body_of(report: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
     """Return the status to apply; `known` are the conditions as they stand in the object, `now` in RFC 3339."""
+    # By type and status: a time of transition stays as long as the status does, whatever its reason.
     since = {(one.get("type", ""), one.get("status", "")): one.get("lastTransitionTime", "") for one in known}
     conditions = conditions_body(report.conditions, since, report.generation, now, MAX_MESSAGE_CHARS)
     return {**{name: value for name, value in report.figures.items() if value is not None}, "conditions": conditions}

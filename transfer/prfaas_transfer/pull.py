@@ -179,6 +179,7 @@ class Pull:
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)
+            # Other connections may still wait for FREED; nothing is left for them to write.
             if self._whole:
                 return
             self._state.stop.set()
@@ -250,6 +251,7 @@ class Pull:
                 if self._welcomed.pop(number, None) is None:  # else its own time of the last byte is later by that
                     late_seconds = stream.late_seconds - late_before
                     self._heard_at = min(time.monotonic(), self._heard_at + late_seconds)
+                # Last: `run` waits for this, and then the memory may be another sequence's.
                 del self._streams[number]
                 self._changed.notify_all()
 
@@ -335,6 +337,7 @@ def decline(connections: Connections, source: SourceAddress, token: str, address
         if patience.is_over or silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError("the source did not answer the message that its cache is not wanted")
 
+    # A fresh one: the source answers with ABORT, and that closes the connection.
     stream = connections.open(source)
     try:
         stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True, rank=rank))])

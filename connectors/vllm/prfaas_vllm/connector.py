@@ -90,23 +90,28 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def on_new_request(self, request: Request) -> None:
+        # vLLM's only call before it plans a request. It keeps a prompt's tokens in three places, and none may lag
+        # behind.
         dropped = self._planner.add(request)
         if dropped and request.prompt_token_ids is not None:
             del request.prompt_token_ids[-dropped:]
             del request._all_token_ids[-dropped:]
             request.num_prompt_tokens -= dropped
         if self._planner.is_source(request.request_id):
+            # What would follow is of no use: the prompt was cut, and its answer is read by nobody.
             request.max_tokens = 1
             self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         external = self._planner.matched(request, num_computed_tokens)
+        # True has vLLM park the request until its fetch is reported, instead of waiting for it within a step.
         return external, external > 0
 
     def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        # First: a source that loses its blocks in this step is none any more, and gives nothing of it.
         self._planner.preempted(scheduler_output.preempted_req_ids or ())
         state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -130,6 +135,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
+        # True delays the release of the blocks until `get_transfer_results` names the request as sent.
         return self._planner.finish(request, is_whole=request.status in WHOLE), None
 
     # The worker's side.
@@ -180,6 +186,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._transfers is not None:
             self._transfers.fetch(self._plan)
 
+    # A request is in no step before its whole cache has come, so no layer has to be waited for.
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
@@ -194,6 +201,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._transfers is None:
             return KVConnectorTransferResults()
         sent, received, failed = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        # A whole request as failed: vLLM's reports of single blocks end an engine with several cache groups.
         return KVConnectorTransferResults(sent, received, failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:

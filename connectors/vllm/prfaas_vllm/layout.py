@@ -154,6 +154,7 @@ def write_slice(
 def blocks_of_bytes(tensors: Sequence[torch.Tensor], state: bytes) -> list[torch.Tensor]:
     """Return what `read_blocks` wrote of one block as tensors of one block each."""
     ends = list(itertools.accumulate(tensor.shape[1] for tensor in tensors))
+    # A copy that can be written: torch warns of tensors on read-only memory.
     whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     return [whole[first:end].unsqueeze(0) for first, end in itertools.pairwise([0, *ends])]
 
@@ -279,6 +280,7 @@ def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
     tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
     found: list[torch.Tensor] = []
     for tensor in tensors:
+        # Some of vLLM's backends put keys and values behind one another on a first axis of two.
         if tensor.shape[0] == 2 and tensor.dim() > 2 and tensor.shape[0] != num_blocks:
             found += list(tensor.unbind(0))  # keys and values apart
         else:

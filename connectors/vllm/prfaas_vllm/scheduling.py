@@ -28,6 +28,7 @@ WHOLE_PAGES_FROM: Final = 4
 """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one."""
 DIGEST_CHARS: Final = 32
 MAX_RANKS: Final = 64
+# 253: the longest name in DNS (RFC 1035 allows 255 bytes with its lengths).
 _Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 

@@ -196,6 +196,7 @@ class Transfers:
             fetching, cuts = fetch.fetching, fetch.open[key].cuts
         start_token = part.start_token if part.tokens else fetching.goal
         blocks = group.blocks_of(fetching.block_ids[group.number], start_token, part.tokens)
+        # Block 0 is vLLM's null block: it stands for one that was taken back, or never given.
         if 0 in blocks:
             raise PeerError(f"rows from token {start_token} have no block here")
         if cuts:
@@ -210,6 +211,7 @@ class Transfers:
             source = self._sources.get(self._transfer_of.get(request_id, ""))
             if source is None:
                 return []
+            # `load` looks at this under the same lock, so no copy begins any more. Only one that runs is waited for.
             source.block_ids = ()
             source.states.clear()
             self._copied.wait_for(lambda: not source.copies)
@@ -225,9 +227,11 @@ class Transfers:
             parts = ()
         messages = [AnnounceCache(*given, part.wire) for part in parts]
         with self._lock:
+            # A caller that names a transfer twice: one offer answers for it, and the second request holds no blocks.
             if leg.transfer_id in self._sources:
                 log.warning("prfaas: transfer of %s has begun before, under another request", start.request_id)
                 parts = ()
+            # Without an offer the blocks of the request are free as soon as it ends.
             if not parts:
                 self._sent.add(start.request_id)
                 return

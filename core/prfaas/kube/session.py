@@ -310,5 +310,6 @@ async def apply_status(
         "metadata": {"name": ref.name, "namespace": ref.namespace},
         "status": status,
     }
+    # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
     path = with_query(f"{ref.path}/status", {"fieldManager": field_manager, "force": "true"})
     return await session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=timeout_seconds)

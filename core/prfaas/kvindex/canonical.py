@@ -126,6 +126,7 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
     at = len(lines[0]) + 1
     for message in asked.messages:
         others = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+        # The list stays open for the content, which comes last as in the prompt.
         head = _SORTED.encode([message.get("role"), others])[:-1] + b","
         content = _SORTED.encode(message.get("content"))
         texts += _texts_in(message.get("content"), content, at + len(head))

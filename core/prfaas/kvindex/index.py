@@ -25,6 +25,7 @@ from prfaas.kvindex.bytes import ByteChain
 from prfaas.kvindex.keys import NONE
 from prfaas.kvindex.tree import ROOT, BlockTree
 
+# 400 MB: 24 bytes a block in its tree, and about 16 in the table of keys.
 MAX_BLOCKS: Final = 10_000_000
 MAX_PAIRS: Final = 10_000_000
 MIN_PAIRS: Final = 1 << 16
@@ -38,6 +39,7 @@ class InstanceIndex:
 
     def __init__(self, max_blocks: int, max_pairs: int):
         self.tree = BlockTree(max_blocks)
+        # A map holds two generations.
         self.bytes = ByteMap(max(1, max_pairs // 2))
         self.block_tokens = BLOCK_TOKENS
 

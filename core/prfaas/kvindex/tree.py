@@ -217,6 +217,7 @@ class BlockTree:
             parent = self._parents[number]
             self._keys.remove(number)
             self._depths[number] = 0
+            # Freed: the run before it ends here, and no search takes it for a gap.
             self._rows[number] = self._heads[number] = 1
             self._without_rows -= 1
             self._children[parent] -= 1

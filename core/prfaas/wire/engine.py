@@ -194,7 +194,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     first_byte_seconds: float
     queue_seconds: float = 0.0
     transfer_id: str = ""
-    """Fingerprint of the fetched cache; empty without one."""
+    """The transfer that brought the cache; empty without one."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

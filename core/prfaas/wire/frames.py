@@ -165,7 +165,7 @@ def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
 
 
 def whole_digest(digests: Iterable[int]) -> str:
-    """Digest of a whole direction: xxh3_128 over its data frames' digests (u64, big endian) in order of sequence."""
+    """Digest of a whole transfer: xxh3_128 over its data frames' digests (u64, big endian) in order of sequence."""
     state = xxhash.xxh3_128()
     for digest in digests:
         state.update(_DIGEST.pack(digest))

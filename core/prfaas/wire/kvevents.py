@@ -32,6 +32,7 @@ MEDIUM_HOST: Final = "CPU"
 MEDIUM_DISK: Final = "STORAGE"
 
 
+# gc=False: events hold no cycles, and come in numbers that would lengthen each collection.
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Blocks that can be matched from now on, in chain order after `parent_block_hash` (None: the beginning).
 
@@ -199,6 +200,7 @@ def _event(raw: Any) -> KvEvent | None:
     if missing:
         raise msgspec.ValidationError(f"{kind.__name__} lacks {', '.join(missing)}")
     given = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
+    # msgpack has bytes of its own. Otherwise msgspec would take a text for their base64.
     return msgspec.convert(given, kind, builtin_types=(bytes,))
 
 

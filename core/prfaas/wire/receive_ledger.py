@@ -111,6 +111,7 @@ class ReceiveLedger:
         for a wrong digest, where the claim stays until `lost` frees it; ProtocolError for a last one that contradicts
         the source's account.
         """
+        # Both without the lock: they take long, and the claim keeps other connections away.
         verify(header, payload)
         land()
         with self._breaking_on_error():

@@ -38,7 +38,7 @@ class NumberedItem(NamedTuple, Generic[Item]):
 
 
 class SendQueue(Generic[Item]):
-    """The frames of one direction of one transfer; `guard` is a lock, if several threads call."""
+    """The frames of one transfer; `guard` is a lock, if several threads call."""
 
     def __init__(self, guard: AbstractContextManager[object] = NO_GUARD):
         self._lock = guard
@@ -83,6 +83,7 @@ class SendQueue(Generic[Item]):
                 again += [number for number in self._carried.get(other, ()) if not in_ranges(number, received)]
                 self._carried[other] = []
             self._carried[connection] = []
+            # In front, the oldest first: `extendleft` turns the order round.
             self._pending.extendleft(sorted(again, reverse=True))
             self.queued_bytes += sum(self._items[number][1] for number in again)
 

@@ -43,6 +43,7 @@ def read_trace(headers: Mapping[str, str]) -> TraceContext:
     """Return the context that a request came with; `headers` finds names in lower case."""
     parent = headers.get(TRACEPARENT, "")
     found = _PARENT.fullmatch(parent) if len(parent) <= _MAX_PARENT else None
+    # Version 00 ends behind the flags.
     if found is None or (found[1] == "00" and found[3]):
         return NO_TRACE
     state = headers.get(TRACESTATE, "")

@@ -147,7 +147,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The source's answer: the connection's version and codecs, and the manifest."""
+    """The source's answer: the connection's version, and the manifest."""
 
     version: int
     manifest: Manifest

@@ -92,10 +92,10 @@ class VllmPrfaasEngine(_VllmEngine):
             "cluster": prefill.cluster,
         }
         request.transfer_id = transfer["transfer_id"]
-        # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
         source = {"role": "source", **transfer}
         if prefill.rank_ports != decode.rank_ports:  # each learns how many tensor-parallel ranks the other has
             source["ranks"], place["ranks"] = decode.rank_ports, prefill.rank_ports
+        # Without `do_remote_decode` vLLM refuses a Messages request whose thinking budget exceeds its one token.
         given = {"do_remote_decode": True, "prfaas": source}
         filled = for_prefill(asked.fields, _params(given), asked.answer_limit)
         decoded = with_fields(asked.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))

@@ -52,7 +52,9 @@ _CHAT_FIELDS: Final = {
     "media_io_kwargs",
     "mm_processor_kwargs",
 }
+# The prompt is token ids now, stop strings are looked for here, and a prompt may not be cut again.
 _DONE_ALREADY: Final = {"prompt", "stop", "truncate_prompt_tokens", "truncation_side", "kv_transfer_params"}
+# The range of logit_bias in OpenAI's API, which vLLM clamps to.
 _MAX_BIAS: Final = 100.0
 DRAWN_AFRESH: Final = b": from here on tokens are drawn with fresh random numbers\n\n"
 DEFAULT_MAX_TOKENS: Final = 16

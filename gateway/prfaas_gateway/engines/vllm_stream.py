@@ -32,6 +32,7 @@ _IDS: Final = b'token_ids":['
 _PROMPT: Final = b'"prompt_'
 _FINISHED: Final = b'"finish_reason":"'
 _USAGE: Final = b'"choices":[],'
+# A chunk of vLLM that names no ids although they were asked for: what the client has is not known any more.
 _HIDDEN: Final = b',"token_ids":null'
 _PARSED: Final = (b'"reasoning":"', b'"reasoning_content":"', b'"tool_calls":[')
 _NULL: Final = b"null"

@@ -45,6 +45,7 @@ SILENT_PAUSE_SECONDS: Final = 60.0
 PROFILE_SECONDS: Final = 60.0
 PROFILE_BYTES: Final = 64 << 10
 TURN_SECONDS: Final = 0.002
+# So events take a quarter of the event loop at most, and a turn holds up a relayed piece for a few milliseconds.
 REST_FACTOR: Final = 3
 POLL_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
@@ -185,6 +186,7 @@ class KvManager:
         shrunk = self.index.set_instances(parts)
         for name, (follower, _) in list(self._followers.items()):
             known = parts.get(name)
+            # The tree is beyond its new share, and only the instance could say which blocks to give up: it is asked.
             if known is None or not _is_same(known, follower.part) or name in shrunk:
                 self._drop(name)
         for name, part in parts.items():
@@ -211,6 +213,7 @@ class KvManager:
     def _apply_news(self, follower: "Follower") -> None:
         """Apply a follower's news to sent prompts and the index."""
         name, stream = follower.part.name, follower.stream
+        # A dropped follower, cancelled and not yet ended, would bring back what was forgotten.
         if follower is not self._followers.get(name, (None,))[0]:
             return
         counters = (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps)

@@ -157,6 +157,7 @@ class EngineTokenizer:
         beginning = self._beginning(chain)
         call = self._calls.get(key) or self._call(key, question, request, chain, instances)
         if call is not None and (beginning is None or beginning.share < ENOUGH):
+            # `wait_for` would cancel a late call; this leaves it, and its answer is kept.
             await asyncio.wait({call}, timeout=wait_seconds(len(chain.data)))
             if call.done() and (data := call.result()) is not None:
                 return self._count("asked", PromptTokens(data))

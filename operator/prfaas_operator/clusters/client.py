@@ -268,6 +268,7 @@ class ClusterClient:
             async with self._throttle.under_way(at_once=at_once) as may_call:
                 if not may_call:
                     raise self._overdue(what)
+                # Here and not before the queue, where a call may wait for longer than the Lease lasts.
                 if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
                 with contextlib.suppress(_BusyError):
@@ -297,6 +298,7 @@ class ClusterClient:
             yield answer
         except StatusError as error:
             answer["code"] = str(error.status)
+            # A refusal has a date, too.
             self._clock.set_from(error.headers)
             raise
         finally:

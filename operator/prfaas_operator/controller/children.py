@@ -135,6 +135,7 @@ class Children:
             if needs_apply(child.live, child.manifest, child.last):
                 changes += [child] if self._may_write(child) else []
             elif child.live is not None and child.last is not None:
+                # Only its version or status is new: so that the next reconcile knows it again.
                 child.last.live = drift.keep(child.live)
         if len(changes) > 1:  # a single one is refused or written whole anyway
             for child in changes:
@@ -195,6 +196,7 @@ async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: 
             remaining += 1
             metadata = child["metadata"]
             if "deletionTimestamp" not in metadata:
+                # By uid: since the list, another object may have got the name.
                 await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
     return remaining
 

@@ -77,6 +77,7 @@ class Controller:
                     self._children.forget(ref)
                     self._statuses.forget(ref)
                     return
+                # Wake-ups that come meanwhile are one.
                 await asyncio.sleep(MIN_INTERVAL_SECONDS.get(ref.kind, 0))
                 is_resync = not await waker.wait(_pause_seconds(result))
 

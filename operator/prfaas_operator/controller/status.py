@@ -97,6 +97,7 @@ class StatusWriter:
             try:
                 await write_status(self._hub, ref.kind, live, result)
             except (InvalidObjectError, ServerFailedError) as error:
+                # For a field that the schema lacks the API server answers 500, and names it in its sentence alone.
                 refused = set(re.findall(r"\bstatus\.(\w+)", str(error)))
                 more = refused & set(OWN_FIELDS[ref.kind]) - left_out
                 if refused and not left_out:

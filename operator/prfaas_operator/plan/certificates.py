@@ -182,6 +182,7 @@ def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms:
     if terms.mode is not CertificateMode.ISSUER and authorities.ends is not None:
         return authorities.ends - terms.life
     ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
+    # A renewal is due with a third of the life left (`renewBefore`); half of that is the limit.
     return min(ends, default=datetime.max.replace(tzinfo=UTC)) - terms.life / 6
 
 

@@ -92,6 +92,7 @@ def refusals(policy: PrfaaSPolicy, pools: Iterable[PoolSeen], policies: Iterable
 
 def _precedes(other: PrfaaSPolicy, policy: PrfaaSPolicy) -> bool:
     first, second = other.metadata, policy.metadata
+    # Kubernetes dates in whole seconds, so names decide between policies that were applied together.
     return (first.creation_timestamp, first.name) < (second.creation_timestamp, second.name)
 
 

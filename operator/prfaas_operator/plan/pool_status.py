@@ -84,6 +84,7 @@ def egress_share_mbps(pool: PoolObject) -> int | None:
     """
     if not isinstance(pool, PrefillPool) or pool.spec.egress_mbps is None:
         return None
+    # At least 1: an instance takes no smaller cap.
     return max(1, pool.spec.egress_mbps // max(1, pool.spec.replicas))
 
 
@@ -107,6 +108,7 @@ def counts(deployment: Mapping[str, Any]) -> Counts:
 def readiness(pool: PoolObject, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
     """Return the condition Ready of a pool from its Deployment and its pods."""
     seen, wanted = counts(deployment), pool.spec.replicas
+    # Until then its counts are of the former template.
     if seen.observed_generation < deployment["metadata"].get("generation", 0):
         return no(INSTANCES_NOT_READY, "the cluster's Deployment controller has not seen the last change yet")
     if seen.ready >= wanted and seen.updated >= wanted and seen.replicas == wanted:

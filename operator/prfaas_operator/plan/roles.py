@@ -200,6 +200,7 @@ def project_sharer(body: Mapping[str, Any]) -> Sharer:
 
 def sharers_of(decode_pool: str, pools: Iterable[Sharer]) -> list[Sharer]:
     """Return the pools that want to share a DecodePool, the permitted one first; a deleted pool gives up its share."""
+    # By `created`, a sharer's first field: the oldest one is permitted.
     return sorted(pool for pool in pools if pool.share_with == decode_pool and not pool.deleting)
 
 

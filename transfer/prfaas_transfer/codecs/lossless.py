@@ -109,6 +109,7 @@ def _shrinks(raw: NDArray[np.uint8]) -> bool:
 
 
 def _compress(raw: NDArray[np.uint8]) -> bytes:
+    # A compressor a call: two threads may not use one of python-zstandard's objects at once.
     return zstandard.ZstdCompressor(compression_params=_ZSTD).compress(raw.data)
 
 

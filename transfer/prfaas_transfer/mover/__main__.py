@@ -167,6 +167,8 @@ class OpenOffers:
             case StartCache():
                 offer.start_computing()
             case ComputedParts(_, parts, place):
+                # Only before the first HELLO: one whose destination came and was lost has RESUME_SECONDS, however long
+                # the prompt.
                 if offer.is_announced:
                     offer.note_life()  # a destination may come until a while after the last part
                 if place is not None:
@@ -379,6 +381,7 @@ def _engine_cache(
 ) -> tuple[EngineCache, Copies]:
     """Return what the options say of the memory, and who asks the engine for copies."""
     if options.map is not None:
+        # Without slots: nothing is copied here, and `catch_up` needs none.
         return MappedMemory(memoryview(memory), options.map), Copies(Slots(memory, 1, 0), say)
     shared = SharedMemory(Slots(memory, options.slot_bytes, options.slots), say)
     return shared, shared.copies

@@ -125,6 +125,7 @@ class MoverClient:
             self._descriptor = os.memfd_create("prfaas-mover")
             os.ftruncate(self._descriptor, options.memory_bytes)
         else:
+            # A copy of our own: the thread closes it at its end, whenever the engine closes its own.
             self._descriptor = os.dup(descriptor)
         self.shared = memoryview(mmap.mmap(self._descriptor, options.memory_bytes))
         threading.Thread(target=self._run, name="mover", daemon=True).start()
@@ -235,6 +236,8 @@ class MoverClient:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         with ours, ours.makefile("rb") as reader:
             try:
+                # Our copy of the mover's end closes with the block: while any process has it open, a dead mover gives
+                # no end of file.
                 with theirs:
                     process = self._process = self._start(theirs)
             except OSError as error:

@@ -58,6 +58,7 @@ def cache_bytes(options: MoverOptions, tokens: int) -> int:
     """Return what the cache of a prompt of so many tokens brings over a link, from all ranks together."""
     sizes = [_group_bytes(group, tokens) for group in options.groups]
     copies = options.copies or (1,) * len(sizes)
+    # `held` ranks have the same bytes, which cross once.
     return sum(options.ranks * size // held for size, held in zip(sizes, copies, strict=True))
 
 

@@ -110,6 +110,7 @@ class Copies:
         number, deadline = next(self._numbers), Deadline(seconds)
         failure: PeerError | None = None
         with self._changed:
+            # Before the question leaves: its answer may come at once, and an unknown number is dropped.
             self._done[number] = None
         self._send(report(number))
         try:
@@ -138,6 +139,7 @@ class Copies:
             if copied.number in self._done:
                 self._done[copied.number] = copied
                 self._changed.notify_all()
+            # Nobody waits for this copy any more, but until now the engine could still touch the slot.
             elif copied.number in self._late:
                 self._slots.release(self._late.pop(copied.number))
 

@@ -155,6 +155,7 @@ class Blocks:
         """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks. The page of
         a block that exists stays private, unless only the cache holds the existing one."""
         new: list[int] = []
+        # A reset came in between: nothing of the lease is found in the cache any more, and its rows get no names.
         if lease.epoch != self._epoch:
             return new
         page_of, key_of, pages = self._page_of, self._key_of, lease.pages

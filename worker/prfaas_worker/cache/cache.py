@@ -201,6 +201,7 @@ class HybridCache:
         if start is None:
             self._memory.clear_slot(slot)
         else:
+            # Before `open`, which may evict this checkpoint for the pages that it lends.
             self._memory.load_state(self._blocks.state_pages(start), slot)
         lease = self._blocks.open(shared, count, start)
         if lease is None:

@@ -53,6 +53,7 @@ class Staging:
         """Mark the device's work so far; called in `on_layer`, on the thread that runs the model."""
         if not self._is_gpu:
             return DeviceMark(None)
+        # blocking: who waits for it sleeps, instead of taking a core from the step.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._memory.device))
         return DeviceMark(event)
@@ -185,6 +186,7 @@ def block_frames(
     if group is None:
         return
     layout = manifest.groups[group]
+    # One less: rows that begin in the middle of a page reach into one page more.
     pages = MAX_PIECES // len(layout.tensors) - 1
     step = max(1, min(BLOCK_BYTES // layout.nbytes, pages * place.memory.geometry.page_tokens))
     for start in range(max(span[0], manifest.start_token), span[1], step):

@@ -136,4 +136,5 @@ def _read(sock: socket.socket, messages: FrontMessages) -> None:
         log.exception("the engine cannot read the front's messages")
         os._exit(1)
     log.info("the front closed its end: the engine ends")
+    # `sys.exit` would end this thread alone.
     os._exit(0)

@@ -218,6 +218,7 @@ class EngineLoop:
         request = self.requests.get(handle)
         if request is None:
             return
+        # Choices are made of a computed prompt, so there is one while anything is fetched.
         (sequence,) = request.sequences
         transfer_id = request.fetch.transfer_id if request.fetch else ""
         request.fetch = None
@@ -383,6 +384,7 @@ class EngineLoop:
             prefix_tokens=self.remote.prefix_tokens,
         )
         if self.kv_events:
+            # A copy: the cache goes on to fill this very list.
             self._messages.append(KvEvents(self.kv_events[:]))
             self.kv_events.clear()
         if self._messages:

@@ -212,6 +212,7 @@ class EngineTransfers:
         with self._lock:
             handle = self._handles.pop(transfer_id)
             record = self._records.pop(("send", handle), None)
+        # A mover reports a transfer's end before it releases the offer, so a record that is left is of one that died.
         if record is not None and not self.mover.is_running:
             self._lose(record, "the mover ended")
         self._post(OfferEnded(handle))
@@ -389,6 +390,7 @@ class RemoteCaches:
     def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
         sequence.request.prefix = prefix
         sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
+        # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
         sequence.request.cached_tokens = prefix.tokens
         sequence.publish(self._cache)

@@ -22,7 +22,9 @@ from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.wire.engine import Generate, Sampling, TokenLogprob
 from prfaas_worker.engine.logit_edits import LogitEdits, needs_edits
 
+# A row's weights add up to about this: below 2^53, so a float64 holds every sum exactly.
 _ONE: Final = 2.0**52
+# A float32 holds it. A temperature that rounds to 0 there would divide by it.
 _COLDEST: Final = 1e-30
 _NUMBERS_AT_ONCE: Final = 1 << 19  # bounds the memory of a draw
 

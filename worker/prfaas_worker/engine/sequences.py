@@ -234,7 +234,9 @@ def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
     tokens, stored = len(sequence.token_ids), sequence.request.stored
     if stored is not None:
         return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
+    # The other instance sends the state in any case, so cached pages count without one.
     use_state = not sequence.request.is_remote
+    # The last token is computed in any case: the next one is drawn from its output.
     return cache.free_pages_for(sequence.chain.hashes, tokens, tokens - 1, use_state=use_state)
 
 
