@@ -107,7 +107,7 @@ PRFAAS: Final = EngineQueries(
         "decode_seconds": "sum(rate(prfaas_decode_seconds_total{$decode}[$window]))",
         "decode_steps": "sum(rate(prfaas_decode_steps_total{$decode}[$window]))",
         "tokens": "sum(rate(prfaas_generation_tokens_total{$decode}[$window]))",
-        "answers": 'sum(rate(vllm:request_success_total{$decode, finished_reason=~"stop|length"}[$window]))',
+        "answers": 'sum(rate(prfaas_answers_total{$decode, reason=~"stop|length"}[$window]))',
         "batch": "min(prfaas_requests_running_limit{$decode})",
         "first_token_seconds": first_token_p90("prfaas_time_to_first_token_seconds"),
         "waiting": BY_POOL + " (prfaas_prefills_waiting{$pools})",

@@ -1,8 +1,8 @@
 """Joins the adapters of a table's engines into one query, whose elements a label `figure` tells apart.
 
-One query, so that all figures belong to one moment. Each engine's facts are asked of its own pools only: our worker
-exports vLLM's names as well. The label `namespace` separates two installations under one Prometheus. It is matched
-where the table knows the namespace of every cluster, and where targets have that label.
+One query, so that all figures belong to one moment. Each engine's facts are asked of its own pools only. The label
+`namespace` separates two installations under one Prometheus. It is matched where the table knows the namespace of every
+cluster, and where targets have that label.
 """
 
 import re

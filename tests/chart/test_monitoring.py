@@ -30,8 +30,8 @@ ALERTS = ROOT / "charts/prfaas/files/alerts.yaml"
 DASHBOARDS = sorted((ROOT / "charts/prfaas/files/dashboards").glob("*.json"))
 METRIC = re.compile(r"\b(?:prfaas_|vllm:|process_|up\b)[a-z0-9_:]*")
 VARIABLES = {"$__rate_interval": "1m", "$cluster": ".*", "$pool": ".*"}
-OF_OTHERS = {"up", "vllm:num_requests_waiting_by_reason"}
-"""Of Prometheus, and of vLLM alone: our worker does not show the latter."""
+OF_OTHERS = {"up", "vllm:num_requests_running", "vllm:num_requests_waiting_by_reason"}
+"""Of Prometheus, and of vLLM."""
 
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
@@ -49,7 +49,7 @@ def registered() -> set[str]:
 
 
 def worker_families() -> list[Any]:
-    worker = WorkerMetrics("m", credentials=Certificate())  # pyright: ignore[reportArgumentType]
+    worker = WorkerMetrics(credentials=Certificate())  # pyright: ignore[reportArgumentType]
     worker.on_received(Measured(Profile(state_bytes=1, token_bytes=1)))
     stats = Stats(
         handle=0,
@@ -208,6 +208,6 @@ def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_s
 def test_the_page_of_metrics_names_every_metric():
     page = (ROOT / "docs/operate/metrics.md").read_text()
     names = {re.sub(r"_(bucket|count|sum)$", "", name) for name in registered()}
-    ours = {name for name in names if name.startswith(("prfaas_", "vllm:"))}
+    ours = {name for name in names if name.startswith("prfaas_")}
     assert len(ours) > 60
     assert sorted(name for name in ours if not re.search(rf"{name.removesuffix('_total')}(_total)?\b", page)) == []

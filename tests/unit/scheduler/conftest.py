@@ -163,9 +163,7 @@ def _decoding() -> str:
     """What an instance does that finishes 8 answers of 75 tokens in 10 s, in steps of 30 ms, and drops 9 more."""
     seconds = time.monotonic()
     finished = {"stop": 0.5, "length": 0.3, "abort": 0.9}
-    lines = [
-        f'vllm:request_success_total{{finished_reason="{why}"}} {rate * seconds}' for why, rate in finished.items()
-    ]
+    lines = [f'prfaas_answers_total{{reason="{why}"}} {rate * seconds}' for why, rate in finished.items()]
     lines += [
         f"prfaas_generation_tokens_total {60 * seconds}",
         f"prfaas_decode_seconds_total {0.6 * seconds}",

@@ -53,7 +53,7 @@ def test_each_engine_is_asked_of_its_own_pools(table):
 
 
 def test_decoding_is_asked_of_each_engines_own_decode_pools_and_of_no_instance_that_prefills(table):
-    """Instances that two pools share carry one pool's name, and our worker exports vLLM's names as well."""
+    """Instances that two pools share carry one pool's name."""
     mixed = (*of_engine(table, "vllm-nixl").instances[:1], *of_engine(table, "prfaas").instances[1:])
     query = long_query(table(instances=mixed), 300)
     assert 'prfaas_decode_steps_total{cluster=~"hub", pool=~"decode", role!="prefill"}[300s]' in query

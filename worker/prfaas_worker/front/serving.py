@@ -63,7 +63,7 @@ class FrontState:
         self.engine = engine
         self.tracing = tracing
         self.credentials = credentials  # Present if the API port uses TLS.
-        self.metrics = WorkerMetrics(options.model_name, options.max_running, credentials)
+        self.metrics = WorkerMetrics(options.max_running, credentials)
         self.events = KvEventPublisher(options)
         engine.listeners += [self.metrics, self.events]
         if tracing.is_on:
