@@ -82,6 +82,7 @@ def unsupported(pod: Object) -> str:
         "volumes": unsupported_volumes(pod),
         "postStart hooks of": hooks,
         "gRPC probes of": probes,
+        "envFrom of": [each["name"] for each in spec["containers"] if "envFrom" in each],
     }
     lacks = [f"{what} {', '.join(names)}" for what, names in wants.items() if names]
     return f"the process node does not offer: {'; '.join(lacks)}" if lacks else ""
@@ -265,7 +266,7 @@ class Pod:
         return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch), network)
 
     def _mount(self, mount: Object) -> Mount:
-        source = self._volumes.source(mount["name"])
+        source = self._volumes.folder / mount["name"]
         if sub_path := mount.get("subPath"):
             source = source / sub_path
             if not source.exists():  # as the kubelet does: a new folder
