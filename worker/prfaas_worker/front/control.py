@@ -1,7 +1,7 @@
 """Endpoints for the operator and the scheduler: the role, the egress cap, the prefix cache, and the measured profile.
 
 GET  /v1/profile            -> what prefills cost here and how large their caches are: `prfaas.wire.profile`
-POST /v1/cache/reset        -> {"freed_pages": n}; POST /reset_prefix_cache is vLLM's name for it, without a body
+POST /v1/cache/reset        -> {"freed_pages": n}
 GET  /v1/role               -> {"role": "prefill" | "decode" | "mixed"}
 PUT  /v1/role {"role": ...} -> the same, once it is in force. No request is lost, no model loaded anew
 GET  /v1/egress             -> {"mbps": n}: what all data connections together may send, null for no cap
@@ -18,7 +18,7 @@ from prfaas.errors import UNREADABLE, RequestError
 from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole, StartFailed
 from prfaas.wire.profile import CurvePoint, Fitted, Profile, ProfileAnswer
 from prfaas_worker.front.metrics import PROFILE_TOKENS
-from prfaas_worker.front.serving import STATE, FrontState
+from prfaas_worker.front.serving import STATE
 
 
 class RoleBody(msgspec.Struct, frozen=True):
@@ -33,12 +33,9 @@ B = TypeVar("B", RoleBody, EgressBody)
 
 
 async def reset_cache(request: web.Request) -> web.Response:
-    return web.json_response({"freed_pages": await _reset(request.app[STATE])})
-
-
-async def reset_prefix_cache(request: web.Request) -> web.Response:
-    await _reset(request.app[STATE])
-    return web.Response()
+    state = request.app[STATE]
+    state.require_loaded()
+    return web.json_response({"freed_pages": (await state.engine.ask(ResetCache, CacheReset)).freed_pages})
 
 
 async def read_role(request: web.Request) -> web.Response:
@@ -92,11 +89,6 @@ async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B
         return msgspec.json.decode(await request.read(), type=kind)
     except UNREADABLE as error:
         raise RequestError(f"{error}; {want}", param=param) from error
-
-
-async def _reset(state: FrontState) -> int:
-    state.require_loaded()
-    return (await state.engine.ask(ResetCache, CacheReset)).freed_pages
 
 
 def _answer(body: msgspec.Struct) -> web.Response:

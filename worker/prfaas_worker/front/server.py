@@ -182,7 +182,6 @@ def build_app(state: FrontState) -> web.Application:
             web.get("/v1/egress", control.read_egress),
             web.put("/v1/egress", control.set_egress),
             web.post("/v1/cache/reset", control.reset_cache),
-            web.post("/reset_prefix_cache", control.reset_prefix_cache),
             web.get("/openapi.json", _openapi),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),
