@@ -78,7 +78,7 @@ async def test_a_failed_local_prefill_instance_is_not_a_fallback(world, short):
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "ok", "d0")
 
 
-async def test_a_prefill_instance_that_failed_is_left_alone_for_a_while(world, long):
+async def test_a_prefill_instance_that_failed_gets_no_request_for_a_while(world, long):
     await world.start("d0", "x0")
     worker = world.workers["d0"]
     worker.reply = without_remote_prefill(worker.reply)
