@@ -1,6 +1,6 @@
 """Proves that no order of events makes two instances refuse each other while authorities and certificates change.
 
-A model of clusters is driven by the plan: instances see each Secret late, each at a time of its own; clusters fall
+A model of clusters is driven by the plan: instances see each Secret late, each at its own time; clusters fall
 silent, operators restart, Secrets are deleted, issuers change their minds. After every event each version that any
 instance may hold is set against each other's.
 """
@@ -129,7 +129,7 @@ class World:
         versions = self.history[name]
         newer = [version for version in versions if version.written > self.now - TERMS.settling]
         present = versions[: len(versions) - len(newer)][-1:] + newer
-        # With a certificate that has ended an instance talks to nobody.
+        # With a certificate that has ended an instance reaches no other.
         return [version for version in present if version.leaf.validity.not_after > self.now]
 
     def refusals(self) -> list[str]:
@@ -290,7 +290,7 @@ def test_the_condition_tells_causes_apart(holder, status, reason):
     assert plan.condition(STEADY, holder, (), START)[:2] == (status, reason)
 
 
-def test_the_condition_names_whom_a_change_of_authority_waits_for():
+def test_the_condition_names_the_clusters_that_a_change_of_authority_waits_for():
     found = plan.condition(STEADY, Holder("eu", SecretContent(leaf(), frozenset("a"), START)), ("us",), START)
     assert (found.status, found.reason) == ("True", "AuthorityChanging")
     assert "waits for us" in found.message

@@ -1,4 +1,4 @@
-"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is called too fast."""
+"""Proves that all calls respect an API server that asks for a pause, and that none is called too fast."""
 
 import asyncio
 import time
@@ -108,7 +108,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
     return use
 
 
-async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
+async def test_many_calls_begin_at_once_and_continue_at_the_pace(slept):
     clock = Clock()
     slept(clock)
     throttle = Throttle(clock)
