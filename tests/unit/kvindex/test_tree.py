@@ -127,7 +127,7 @@ def test_long_chains_that_came_in_pieces_and_lost_a_block_are_matched_up_to_it()
     assert tree.usable(tree.find(keys[-1])) == 4000
 
 
-def test_numbers_given_again_make_no_run_of_blocks_that_do_not_follow_each_other():
+def test_reused_numbers_make_no_run_of_blocks_that_do_not_follow_each_other():
     tree = BlockTree(100)
     tree.store([KEYS[block] for block in CHAINS[0][:4]], None, False, 0)
     tree.store([KEYS[30]], None, False, 0)
@@ -142,7 +142,7 @@ def test_numbers_given_again_make_no_run_of_blocks_that_do_not_follow_each_other
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_the_last_place_is_found_in_few_questions(count, answer):
-    asked = []
-    found = last_where(count, lambda at: asked.append(at) or at < answer)
+    places = []
+    found = last_where(count, lambda at: places.append(at) or at < answer)
     assert found == min(count, answer) - 1
-    assert len(asked) <= 2 * (answer + 1).bit_length() + 2
+    assert len(places) <= 2 * (answer + 1).bit_length() + 2

@@ -41,13 +41,13 @@ def test_the_owner_of_a_changed_field_is_its_editor_and_not_the_last_writer():
 
 
 def test_ascribes_a_removed_field_to_the_last_writer_if_one_is_known():
-    live = {"spec": {"replicas": 2}}
+    reduced = {"spec": {"replicas": 2}}
     managed = [entry("old", "2026-01-01T00:00:01Z", {}), entry("new", "2026-01-01T00:00:02Z", {})]
     assert (
-        str(edit({"metadata": {"managedFields": managed}, **live}, LAST))
+        str(edit({"metadata": {"managedFields": managed}, **reduced}, LAST))
         == "new changed spec.containers, spec.selector"
     )
-    assert str(edit({"metadata": {}, **live}, LAST)) == "somebody changed spec.containers, spec.selector"
+    assert str(edit({"metadata": {}, **reduced}, LAST)) == "somebody changed spec.containers, spec.selector"
 
 
 def test_an_owned_leaf_covers_what_is_below():

@@ -69,7 +69,7 @@ def test_without_an_slo_nothing_is_refused(names, total, waiting, priced):
 
 
 @given(fleets, lengths, waits, st.integers(1, 100_000), prices)
-def test_who_is_refused_has_no_place_in_time_and_is_taken_when_told_to_come_again(names, total, waiting, slo, priced):
+def test_a_refused_request_has_no_place_in_time_and_is_taken_after_the_stated_wait(names, total, waiting, slo, priced):
     world = facts(names, waiting, slo=slo, total=total, prices=priced)
     route = decide(world)
     assert isinstance(route, Route)

@@ -28,7 +28,7 @@ def test_what_answered_before_its_time_waits_no_longer():
     assert (backlog.waiting_seconds("a", 0.0), backlog.waiting_requests("a")) == (1.0, 1)
 
 
-def test_what_only_waits_for_the_link_keeps_nobody_from_the_instance():
+def test_what_only_waits_for_the_link_does_not_occupy_the_instance():
     backlog = of(Work(seconds=1.0, link="eu", bits=1e9, mbps=10.0))
     assert backlog.waiting_seconds("a", 2.0) == 0.0
     backlog.add("next", "a", Work(seconds=1.0), 2.0)
@@ -50,10 +50,10 @@ def test_whatever_comes_and_goes_what_waits_is_bounded_and_nothing_is_left_in_th
         held[number] = work
         now += later
         if leaves:
-            gone = next(iter(held))
-            backlog.remove(gone)
-            backlog.remove(gone)  # once is enough
-            del held[gone]
+            oldest = next(iter(held))
+            backlog.remove(oldest)
+            backlog.remove(oldest)  # once is enough
+            del held[oldest]
         assert 0 <= backlog.waiting_seconds("a", now) <= sum(one.seconds for one in held.values()) + 1e-6
         assert 0 <= backlog.waiting_bits("eu", now, 100.0) <= sum(one.bits for one in held.values()) * (1 + 1e-9) + 1
         assert backlog.waiting_requests("a") == len(backlog) == len(held)

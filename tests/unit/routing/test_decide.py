@@ -81,7 +81,7 @@ def test_without_a_local_prefill_instance_the_decode_instance_prefills_itself():
     [
         ("Scarce", {HUB: 1000}, "local"),  # l = 2000 - 1000
         ("Scarce", {HUB: 999}, "offload"),
-        ("Scarce", {"eu": 1999}, "offload"),  # a cache over there does not shorten what the hub would compute
+        ("Scarce", {"eu": 1999}, "offload"),  # a cache there does not shorten what the hub would compute
         ("Abundant", {HUB: 1000}, "local"),
         ("Abundant", {"eu": 1000, HUB: 10}, "local"),  # the longer cache may cross
         ("Abundant", {"eu": 999}, "offload"),
@@ -213,7 +213,7 @@ def test_a_pushed_threshold_stays_within_the_policys_bounds(pushed, in_force):
 
 
 @pytest.mark.parametrize("alive", [("eu",), ()])
-def test_fixed_keeps_its_own_threshold_but_leaves_dead_links_alone(alive):
+def test_fixed_keeps_its_own_threshold_but_avoids_dead_links(alive):
     update = ThresholdUpdate(tokens=1, bandwidth="Abundant", offload_clusters=alive, expires_seconds=5, reason="")
     got = rule_in_force(table(mode="Fixed"), update)
     assert (got.threshold_tokens, got.offload_clusters) == (1000, set(alive))
@@ -387,5 +387,5 @@ def test_instances_of_two_engines_never_serve_together():
     away = msgspec.structs.replace(instance("x0", "prefill", "eu"), engine="sglang")
     chosen = route(decide(facts(5000, table(ours, theirs, away))))
     assert (chosen.prefill, chosen.decode) == (away, theirs)
-    alone = route(decide(facts(5000, table(ours, away))))
-    assert (alone.kind, alone.prefill, alone.decode) == ("local", None, ours)
+    chosen = route(decide(facts(5000, table(ours, away))))
+    assert (chosen.kind, chosen.prefill, chosen.decode) == ("local", None, ours)

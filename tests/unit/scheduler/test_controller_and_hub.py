@@ -97,13 +97,13 @@ def test_a_pool_that_was_never_measured_counts_its_prompts():
     assert max(known, guessed) < 20_000.0
 
 
-def test_a_link_where_nobody_waits_longer_than_in_the_hub_is_kept_busy():
+def test_keeps_a_link_busy_where_no_request_waits_longer_than_in_the_hub():
     """A backlog of 1.8 s would else be drained by sending nothing; while the hub waits for 2 s it is none."""
     full = {"traffic_mbps": 100.0, "unsent_bytes": 22.5e6}
-    alone, both = (after(waiting, tokens=20_000.0, **full).state.base_tokens for waiting in (0, 5))
-    assert alone is not None
-    assert both is not None
-    assert both < alone
+    idle, waited = (after(waiting, tokens=20_000.0, **full).state.base_tokens for waiting in (0, 5))
+    assert idle is not None
+    assert waited is not None
+    assert waited < idle
 
 
 def busy_share(tokens: float, arrivals: float) -> float:
@@ -113,7 +113,7 @@ def busy_share(tokens: float, arrivals: float) -> float:
 
 
 def test_a_link_is_drained_only_as_far_as_the_hub_bears_what_comes():
-    """Four prompts a second are more than the hub alone can do, one is not."""
+    """Four prompts a second are more than the hub can do, one is not."""
     few, many = (after(0.5, arrivals=rate, **FULL_LINK).state.base_tokens for rate in (1.0, 4.0))
     assert few is not None
     assert many is not None

@@ -101,7 +101,7 @@ async def test_a_steady_state_is_written_every_ten_seconds(world):
     assert len(world.api.writes) == 4  # at 0, 10, 20 and 30
 
 
-async def test_figures_alone_wait_and_a_turn_does_not(world):
+async def test_new_figures_wait_and_a_turn_does_not(world):
     world.report = make_report(1000)
     await world.run(3)
     world.report = make_report(1000, utilisation=90)

@@ -143,7 +143,7 @@ def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.D
 
 
 @pytest.mark.parametrize("frame", COMPLETE.frames[:-2])
-def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody_before(frame: bytes):
+def test_what_a_broken_connection_had_claimed_is_free_for_another_but_not_before(frame: bytes):
     ledger = ReceiveLedger(MANIFEST)
     position = ledger.claim(0, header_of(frame))
     ledger.lost(1)  # another connection's claims are its own
@@ -154,7 +154,7 @@ def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody
     assert ledger.received == ()
 
 
-def test_what_arrived_over_a_connection_stays_when_it_breaks():
+def test_what_arrived_by_a_connection_stays_when_it_breaks():
     destination = Receiver()
     destination.take_all(COMPLETE.frames[:3])
     destination.ledger.lost(0)

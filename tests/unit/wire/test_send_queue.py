@@ -28,7 +28,7 @@ class Connection:
     """What each end believes of a connection, and what is between them."""
 
     hello: tuple[tuple[int, ...], Ranges] | None
-    told: tuple[int, ...]
+    known_broken: tuple[int, ...]
     source_serves: bool = False
     destination_reads: bool = True
     on_its_way: deque[bytes] = field(default_factory=deque)
@@ -50,7 +50,7 @@ class Link:
 
     @property
     def broken(self) -> tuple[int, ...]:
-        """Connections that the destination does not read from any more."""
+        """Connections that the destination no longer reads."""
         return tuple(number for number, one in enumerate(self.connections) if not one.destination_reads)
 
     def open(self) -> None:
@@ -67,7 +67,7 @@ class Link:
             try:
                 self.queue.connect(number, broken, received)
             except ProtocolError:
-                assert number in self.broken, "only a connection that was given up meanwhile may be refused"
+                assert number in self.broken, "only a connection that was dropped meanwhile may be refused"
             else:
                 one.source_serves = True
 
@@ -148,8 +148,8 @@ class Link:
     @property
     def _owes_a_connection(self) -> bool:
         """Whether no HELLO that can still arrive tells of the latest break."""
-        told = [one.told for one in self.connections if one.destination_reads and not one.cut]
-        return not told or not set(self.broken) <= set().union(*told)
+        known_broken = [one.known_broken for one in self.connections if one.destination_reads and not one.cut]
+        return not known_broken or not set(self.broken) <= set().union(*known_broken)
 
     def _ends_reach_the_destination(self) -> None:
         for number, one in enumerate(self.connections):
@@ -174,7 +174,7 @@ seeds = st.integers(0, 2**64)
 
 @settings(max_examples=400)
 @given(seeds, st.integers(0, 20))
-def test_over_connections_that_break_at_any_moment_every_frame_is_placed_exactly_once(seed: int, faults: int):
+def test_places_every_frame_exactly_once_although_connections_break_at_any_moment(seed: int, faults: int):
     Link(SendQueue(), random.Random(seed)).run(faults)
 
 
@@ -275,7 +275,7 @@ def test_a_connection_that_the_destination_gave_up_carries_nothing_any_more():
     ("connection", "broken", "received"),
     [
         (0, (), ()),  # a HELLO that comes again, or was copied
-        (9, (), ((0, 1),)),  # it was given up by a later HELLO that came first
+        (9, (), ((0, 1),)),  # a later HELLO that came first dropped it
         (-1, (), ()),
         (MAX_CONNECTIONS, (), ()),
         (2, (), ((0, 3),)),

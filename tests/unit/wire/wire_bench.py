@@ -122,7 +122,7 @@ class Receiver:
             self.take(frame)
 
     def take_or_break(self, frame: bytes, connection: int) -> bool:
-        """The same; False if the connection is of no use any more."""
+        """The same; False if the connection is of no more use."""
         try:
             self.take(frame, connection)
         except (UnreachableError, DamagedError):
