@@ -31,7 +31,7 @@ DASHBOARDS = sorted((ROOT / "charts/prfaas/files/dashboards").glob("*.json"))
 METRIC = re.compile(r"\b(?:prfaas_|vllm:|process_|up\b)[a-z0-9_:]*")
 VARIABLES = {"$__rate_interval": "1m", "$cluster": ".*", "$pool": ".*"}
 OF_OTHERS = {"up", "vllm:num_requests_waiting_by_reason"}
-"""Of Prometheus, and of vLLM alone: our worker does not show the latter."""
+"""Of Prometheus, and only of vLLM: our worker does not show the latter."""
 
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 
@@ -126,7 +126,7 @@ def test_alerts_read_metrics_that_exist():
     assert wanted - registered() - OF_OTHERS == set()
 
 
-def test_a_metric_that_nobody_has_would_be_found():
+def test_finds_a_metric_that_does_not_exist():
     assert used('sum by (pool) (rate(prfaas_tokens_total{kind="prfaas_x"}[1m]))') == {"prfaas_tokens_total"}
     assert "prfaas_tokens_total" not in registered()
 
@@ -162,7 +162,7 @@ def test_every_alert_is_tried():
     assert {alert.partition(" ")[0] for alert in CASES} == {rule["alert"] for rule in alerts()}
 
 
-def test_an_alert_that_does_not_fire_would_be_found(promtool, tmp_path):
+def test_finds_an_alert_that_does_not_fire(promtool, tmp_path):
     """A control: with the series of two cases exchanged, promtool refuses."""
     cases = as_promtool(str(ALERTS))
     first, second = cases["tests"] = cases["tests"][:2]
@@ -190,7 +190,7 @@ def test_rules_and_dashboards_reach_the_cluster_as_they_are(render):
     assert {each["metadata"]["annotations"]["grafana_folder"] for each in maps} == {"Serving"}
 
 
-def test_nothing_of_other_projects_kinds_is_asked_for_by_default(hub, member):
+def test_renders_no_kinds_of_other_projects_by_default(hub, member):
     assert not [each["kind"] for each in (*hub, *member) if each["kind"] in ("PodMonitor", "PrometheusRule")]
 
 

@@ -218,7 +218,7 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
         {"cluster": "e u"},
     ],
 )
-def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[str, Any]):
+def test_serves_a_leg_that_no_frame_or_message_could_carry_without_a_transfer(wrong: dict[str, Any]):
     planner = TransferPlanner(PAGE)
     for role in ("source", "destination"):
         request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
@@ -226,7 +226,7 @@ def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[
         assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
 
 
-def test_a_prompt_of_embeddings_is_served_alone():
+def test_serves_a_prompt_of_embeddings_without_a_transfer():
     """It has no token ids that could be shortened."""
     for request in (source(prompt_token_ids=None), destination(prompt_token_ids=None)):
         planner = TransferPlanner(PAGE)

@@ -94,7 +94,7 @@ async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cach
     got = await post(world)
     assert (got.status, got.json, got.headers[headers.DECISION]) == (200, WHOLE, "offload")
     assert engine.held == {}
-    (context,), (generation,) = engine.requests["x0"], engine.asked["d0"]
+    (context,), (generation,) = engine.requests["x0"], engine.requests["d0"]
     assert {**context, "disaggregated_params": 0, "stream": 0} == REQUEST | {"disaggregated_params": 0, "stream": 0}
     assert {**generation, "disaggregated_params": 0} == REQUEST | {"disaggregated_params": 0, "prompt": IDS}
     assert "ctx_usage" not in generation["disaggregated_params"], "this version does not know it"

@@ -1,6 +1,6 @@
-"""Proves what certificates say of clusters: whom OpenSSL and we accept, at what time, and what refusals tell.
+"""Proves what certificates say of clusters: which OpenSSL and we accept, at what time, and what refusals tell.
 
-OpenSSL is asked too, by a handshake in memory, since peers are judged by it.
+OpenSSL checks them too, by a handshake in memory, since it judges peers.
 """
 
 import datetime
@@ -137,7 +137,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
         identity.check(chain, leaf.key, authority.certificate, NOW)
 
 
-def test_validity_begins_before_now_for_slow_clocks_and_ends_when_asked(authority):
+def test_validity_begins_before_now_for_slow_clocks_and_ends_when_requested(authority):
     pair = identity.issue(authority, "hub", identity.valid_for(NOW, 1))
     for moment in (NOW - identity.CLOCK_SKEW, NOW, NOW + DAY):
         assert identity.check_peer(der(pair), authority.certificate, moment) == "hub"
@@ -197,7 +197,7 @@ def test_a_certificate_that_names_no_cluster_or_two_proves_none(authority, uris:
         identity.check_peer(raw, authority.certificate, NOW)
 
 
-def test_a_key_of_another_certificate_and_unreadable_files_are_told_apart(authority):
+def test_distinguishes_a_key_of_another_certificate_from_unreadable_files(authority):
     one, two = identity.issue(authority, "hub", YEAR), identity.issue(authority, "hub", YEAR)
     with pytest.raises(ConfigError, match="not the certificate's"):
         identity.check(one.certificate, two.key, authority.certificate, NOW)

@@ -110,16 +110,16 @@ async def test_an_expired_version_is_answered_by_reading_again(api, watching):
     api.put(REF, value=1)
     await watching.next()
     await eventually_async(lambda: api.open_watches, "a watch is open")
-    gone = {"kind": "Status", "code": 410, "reason": "Expired"}
+    expired = {"kind": "Status", "code": 410, "reason": "Expired"}
     for queue, _ in api.open_watches:
-        queue.put_nowait(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+        queue.put_nowait(json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n")
     assert (await watching.next())["value"] == 1
     await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)
 
 
-async def test_a_server_that_says_expired_each_time_is_asked_ever_more_seldom():
+async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_time():
     reads, pauses = 0, []
 
     async def read() -> tuple[int, str]:

@@ -63,9 +63,9 @@ def sample(at: float = 1.0, **changes) -> LinkSample:
 
 
 def world(link: LinkSample | None, *, now: float = 100.0, offloads: int | None = 1, **changes) -> ControllerFacts:
-    values = {"cluster": "eu", "capacity_mbps": 100.0, "reachable": True, "ready_instances": 1, "sample": link} | changes
-    hub = values.pop("hub_measured", True)
-    return ControllerFacts(now_seconds=now, links=(LinkFacts(**values),), hub_measured=hub, recent_offloads=offloads)
+    facts = {"cluster": "eu", "capacity_mbps": 100.0, "reachable": True, "ready_instances": 1, "sample": link} | changes
+    hub = facts.pop("hub_measured", True)
+    return ControllerFacts(now_seconds=now, links=(LinkFacts(**facts),), hub_measured=hub, recent_offloads=offloads)
 
 
 def at(tokens: float, **changes) -> State:

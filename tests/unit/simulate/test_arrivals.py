@@ -26,7 +26,7 @@ def test_bursts_change_when_requests_come_and_not_how_many_or_which():
     assert inside == pytest.approx(4 * 0.2 / (4 * 0.2 + 0.8), abs=0.03)
 
 
-def test_a_prompt_that_goes_on_shares_leading_blocks_alone():
+def test_a_continued_prompt_shares_only_leading_blocks():
     seen: list[tuple[int, ...]] = []
     shared = 0
     for one in islice(sharing(drawn(), 0.5, random.Random(2)), COUNT):

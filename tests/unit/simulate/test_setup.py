@@ -95,7 +95,7 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"requests": 0}, "simulation.requests is 0"),
         ({"requests": 10**12}, "simulation.requests is 1000000000000; it must be at most 10000000"),
@@ -128,8 +128,8 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
         ({"chunkTokens": 1}, "chunkTokens is 1; it must be at least 64"),
     ],
 )
-def test_a_mistake_is_named_with_its_fix(wrong, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_mistake_is_named_with_its_fix(wrong, message):
+    with pytest.raises(ConfigError, match=message):
         scenarios(**wrong)
 
 

@@ -9,7 +9,7 @@ GOOD = f"00-{TRACE}-{PARENT}-01"
 
 
 @pytest.mark.parametrize("parent", [GOOD, f"00-{TRACE}-{PARENT}-00", f"cc-{TRACE}-{PARENT}-01-what-the-future-brings"])
-def test_a_context_goes_on_as_it_came(parent: str):
+def test_forwards_a_context_as_it_came(parent: str):
     found = read_trace({"traceparent": parent, "tracestate": "a=1,b=2"})
     assert found.headers() == {"traceparent": parent, "tracestate": "a=1,b=2"}
     assert found.trace_id == TRACE
@@ -35,5 +35,5 @@ def test_what_breaks_the_format_goes_no_further_and_takes_its_state_along(parent
 
 
 @pytest.mark.parametrize("state", ["a=\n1", "ä=1", "a=" + "x" * 600])
-def test_a_bad_state_is_dropped_alone(state: str):
+def test_drops_only_a_bad_state(state: str):
     assert read_trace({"traceparent": GOOD, "tracestate": state}) == TraceContext(GOOD)
