@@ -139,7 +139,7 @@ def test_prometheus_can_read_every_query(promtool, tmp_path, path):
 
 
 @each_dashboard
-def test_panels_have_a_place_of_their_own_and_say_what_they_show(path):
+def test_panels_have_their_own_place_and_say_what_they_show(path):
     panels = json.loads(path.read_text())["panels"]
     cells = [cell for panel in panels for cell in area(panel["gridPos"])]
     assert len(cells) == len(set(cells)), "panels overlap"

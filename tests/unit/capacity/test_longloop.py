@@ -129,7 +129,7 @@ def test_keeps_a_pool_with_another_scaler_and_names_it(pool):
     assert f"replicas of {pool} are an autoscaler's" in decision.message
 
 
-def test_without_leave_nothing_is_converted():
+def test_converts_nothing_without_permission():
     assert decide(rules(converts=False), installed(), calm(installed())).changes == {}
 
 

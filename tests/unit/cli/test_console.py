@@ -87,14 +87,14 @@ def test_an_unknown_flag_is_one_line_with_the_right_one_and_exit_code_2(name):
 
 
 @pytest.mark.parametrize("name", DEPLOYABLES)
-def test_a_level_that_is_none_is_refused_in_the_same_words(name, monkeypatch):
+def test_refuses_an_invalid_level_in_the_same_words(name, monkeypatch):
     monkeypatch.setenv("PRFAAS_LOG_LEVEL", "loud")
     message = f"prfaas-{name}: PRFAAS_LOG_LEVEL is 'LOUD': set it to DEBUG, INFO, WARNING, or not at all\n"
     assert flags(name, *NEEDED[name]) == (2, "", message)
 
 
 @pytest.mark.parametrize("name", DEPLOYABLES)
-def test_a_form_that_is_none_is_refused_also_from_the_environment(name, monkeypatch):
+def test_refuses_an_invalid_form_also_from_the_environment(name, monkeypatch):
     monkeypatch.setenv("PRFAAS_LOG_FORMAT", "xml")
     code, _, message = flags(name, *NEEDED[name])
     assert code == 2

@@ -140,14 +140,14 @@ async def test_repeats_a_request_that_no_server_began(server, either, status):
     assert len(server.seen) == 2
 
 
-async def test_it_is_not_sent_again_for_ever(server, either):
+async def test_does_not_repeat_a_request_for_ever(server, either):
     server.script = [refuse_with(429, "saturated", **{"Retry-After": "0"})]
     with pytest.raises(BusyError) as busy:
         await either().call("chat", "m", MESSAGES)
     assert (busy.value.code, len(server.seen)) == ("saturated", 3)
 
 
-async def test_nothing_is_waited_for_beyond_the_deadline(server, either):
+async def test_waits_for_nothing_beyond_the_deadline(server, either):
     server.script = [refuse_with(429, "rate_limit_exceeded", **{"Retry-After": "3600"})]
     with pytest.raises(BusyError) as busy:
         await either(deadline=30).call("chat", "m", MESSAGES)
@@ -221,12 +221,12 @@ def test_options_that_no_request_could_carry_are_refused_at_once(options):
 
 
 @pytest.mark.parametrize("url", ["", "gateway:8080", "ftp://gateway", "http://", "http://[::1", "http://gate way\n"])
-def test_an_address_that_is_none_is_refused(url):
+def test_refuses_an_invalid_address(url):
     with pytest.raises(BadInputError, match="base_url"):
         Client(url)
 
 
-def test_places_are_checked_when_they_are_named():
+def test_checks_places_when_they_are_named():
     assert str(Prefer("eu-west").forbid("us").prefer("eu")) == "prefer eu-west, eu; forbid us"
     for make in (lambda: Prefer("eu west"), lambda: Forbid(""), lambda: Prefer("us").forbid("us")):
         with pytest.raises(RequestError):

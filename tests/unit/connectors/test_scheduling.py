@@ -190,7 +190,7 @@ def test_nothing_is_kept_of_requests_that_ended():
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
 )
-def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
+def test_serves_other_requests_as_before(params: dict[str, Any] | None):
     planner, request = TransferPlanner(PAGE), Request(kv_transfer_params=params)
     assert planner.add(request) == 0
     assert planner.matched(request, 0) == 0
@@ -273,7 +273,7 @@ def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Pat
     assert "ConfigError: vLLM 0.31.2 is not supported by this version of prfaas" in found.stderr
 
 
-def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_status(
+def test_writes_why_it_does_not_start_where_kubernetes_reads_it_into_the_pods_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     log = tmp_path / "termination-log"
@@ -302,7 +302,7 @@ def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_
             require_parallelism(parallel)
 
 
-def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_once():
+def test_a_fetch_that_failed_at_one_rank_fails_at_all_and_each_hears_it_once():
     planner = TransferPlanner(PAGE)
     planner.fetches_failed({"r"})
     planner.fetches_failed({"other"})

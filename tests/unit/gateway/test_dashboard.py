@@ -129,7 +129,7 @@ async def test_a_gateway_with_keys_shows_its_state_only_for_a_key(world, tmp_pat
         assert got.status == 200
 
 
-async def test_however_much_is_served_the_record_stays_small(world, short):
+async def test_the_record_stays_small(world, short):
     await world.start("d0")
     history = RequestHistory(clock=lambda: 5.0)
     await world.post(short)

@@ -161,7 +161,7 @@ async def test_a_stranger_is_refused_in_openai_form_and_reaches_no_worker(world,
     assert (await world.get("/healthz")).status == (await world.get("/metrics")).status == 200
 
 
-async def test_a_client_with_a_key_is_served_and_the_key_goes_no_further(world, keys, short, caplog):
+async def test_serves_a_client_with_a_key_and_does_not_forward_the_key(world, keys, short, caplog):
     caplog.set_level(logging.DEBUG)
     await world.start("d0", keys_dir=keys)
     assert (await world.post(short, headers=bearer(KEY))).status == 200

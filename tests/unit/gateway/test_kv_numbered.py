@@ -92,7 +92,7 @@ def test_what_was_lost_is_taken_from_the_log_and_what_the_log_repeats_is_taken_o
     assert (peer.reading.batches, peer.reading.lives, peer.reading.is_whole) == (4, 0, True)
 
 
-def test_an_engine_that_began_anew_is_known_by_its_log_whatever_its_numbers_are(peer):
+def test_recognises_a_restarted_engine_by_its_log_despite_its_numbers(peer):
     for prompt in (PROMPT, OTHER, PROMPT[:20]):
         peer.does(*peer.engine.stored(prompt))
     reading = peer.reading

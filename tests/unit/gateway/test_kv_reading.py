@@ -214,7 +214,7 @@ events = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(events, max_size=12), st.data())
-def test_whatever_is_lost_on_the_way_the_reader_ends_where_an_undisturbed_one_does(sent, data):
+def test_after_any_losses_a_reader_ends_where_an_undisturbed_one_does(sent, data):
     whole, disturbed = Peer(), Peer()
     whole.greet()
     for seq, event in enumerate(sent):

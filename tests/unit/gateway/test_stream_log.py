@@ -21,7 +21,7 @@ STREAM = b"".join(EVENT * (1 + number % 2) + comment(number % 2, number, [number
 
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), unique=True).map(sorted))
-def test_whatever_the_pieces_only_whole_groups_pass_and_in_the_end_all(places: list[int]):
+def test_only_whole_groups_pass_and_at_the_end_all(places: list[int]):
     log, passed = StreamLog("f", 3), b""
     for start, end in zip([0, *places], [*places, len(STREAM)], strict=True):
         passed += log.take(STREAM[start:end])

@@ -116,7 +116,7 @@ async def test_a_version_that_counts_usage_of_both_legs_gets_the_first_ones(worl
     assert engine.requests["d0"][0]["disaggregated_params"]["ctx_usage"] == USAGE
 
 
-async def test_every_request_has_an_id_of_its_own(world, start):
+async def test_every_request_has_its_own_id(world, start):
     engine = await start()
     for letter in "abc":
         await post(world, prompt=letter * 8000)

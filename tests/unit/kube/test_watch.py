@@ -77,7 +77,7 @@ async def test_an_object_that_is_made_later_appears(api, watching):
     await watching.until(1)
 
 
-async def test_the_watch_asks_for_one_name_only(api, watching):
+async def test_the_watch_requests_only_one_name(api, watching):
     await watching.next()
     await eventually_async(lambda: api.watches, "a watch is open")
     assert api.watches[0]["fieldSelector"] == "metadata.name=p-routes"
@@ -142,7 +142,7 @@ async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_t
 
 
 @pytest.mark.parametrize("line", DAMAGED_EVENTS)
-async def test_damaged_events_are_survived(api, watching, line):
+async def test_survives_damaged_events(api, watching, line):
     api.put(REF, value=1)
     await watching.next()
     await eventually_async(lambda: api.open_watches, "a watch is open")
@@ -172,7 +172,7 @@ async def test_a_server_that_falls_silent_is_left_after_the_window(api, session)
     await watching.stop()
 
 
-async def test_refusals_and_an_absent_server_are_survived(api, watching):
+async def test_survives_refusals_and_an_absent_server(api, watching):
     async def forbid(_request):
         return web.json_response({"kind": "Status", "reason": "Forbidden"}, status=403)
 

@@ -150,7 +150,7 @@ def test_a_forger_is_outvoted_about_instances_that_teach_nothing():
     assert index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], ["p"])["p"] == 10 * BLOCK_TOKENS
 
 
-def test_shares_shrink_as_instances_come_and_who_has_more_is_forgotten():
+def test_shares_shrink_as_instances_come_and_larger_ones_are_forgotten():
     index = PrefixIndex(max_blocks=100, max_pairs=10)
     assert index.set_instances(["a"]) == []
     index["a"].tree.store(list(range(70)), None, False, 0)

@@ -36,7 +36,7 @@ def test_a_key_that_comes_twice_in_a_batch_has_one_number():
     assert len(keys) == 2
 
 
-def test_many_keys_are_found_whatever_parts_they_fall_into():
+def test_finds_many_keys_in_any_parts():
     keys = Keys()
     wanted = [hash(number.to_bytes(8, "little")) for number in range(100_000)]
     numbers = keys.numbers(wanted)

@@ -64,7 +64,7 @@ steps = st.tuples(st.sampled_from(["store", "store", "remove", "clear"]), segmen
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(steps, max_size=40))
-def test_matches_are_those_of_a_naive_reading_whatever_is_evicted_where(done):
+def test_matches_are_those_of_a_naive_reading_after_any_evictions(done):
     tree, naive = BlockTree(1000), Naive()
     for what, blocks, is_state, medium in done:
         keys, parent = [KEYS[block] for block in blocks], PARENTS[blocks[0]]

@@ -175,7 +175,7 @@ def happen(world: World, event: str, cluster: str, minutes: int) -> None:
 @pytest.mark.parametrize("mode", [plan.CertificateMode.OPERATOR, plan.CertificateMode.ISSUER])
 @given(story=events, due=st.integers(0, 210))
 @settings(max_examples=60, deadline=None)
-def test_whatever_happens_no_instance_refuses_another(mode, story, due):
+def test_no_instance_ever_refuses_another(mode, story, due):
     world = World(TERMS._replace(mode=mode))
     world.tick()
     world.now += due * MINUTE  # so that stories begin everywhere in an authority's life
@@ -201,7 +201,7 @@ def test_authorities_change_in_three_steps_again_and_again_and_no_certificate_ru
     assert world.authorities.previous == frozenset()
 
 
-def test_a_silent_cluster_holds_the_step_and_is_named_until_everybody_elses_certificates_are_at_stake():
+def test_a_silent_cluster_holds_the_step_and_is_named_until_other_certificates_are_at_stake():
     world = World(TERMS)
     world.tick()
     world.silent.add("us")
@@ -262,7 +262,7 @@ def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
     assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is SecretChange.NOTHING
 
 
-def test_what_an_issuer_made_is_used_only_once_everybody_trusts_its_authority():
+def test_uses_an_issuers_certificate_only_once_every_cluster_trusts_its_authority():
     terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
     holder = Holder("eu", SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING

@@ -78,7 +78,7 @@ def test_the_scheduler_knows_the_data_path_better_than_a_terminal_does(links, re
     assert check.data_path_finding(links, reached).level == level
 
 
-def test_the_operators_own_word_counts(make):
+def test_the_operators_own_report_counts(make):
     assert check.operators_view(make.member()).level == "failed"
     assert check.last_contact(make.member(), NOW).level == "failed"
     body = make.member().model_dump(by_alias=True)

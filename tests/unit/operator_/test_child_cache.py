@@ -92,7 +92,7 @@ async def test_an_edit_is_seen_and_put_back(hub, cache, look):
     assert hub.live["data"] == {"a": "1"}
 
 
-async def test_a_change_that_is_none_of_ours_is_looked_at_once(hub, cache, look):
+async def test_looks_at_a_foreign_change_once(hub, cache, look):
     await look()
     hub.change({"a": "1", "more": "theirs"})
     sees(cache, "2")

@@ -19,7 +19,7 @@ class Seconds:
         return self.now
 
 
-def test_the_servers_clock_continues_between_answers_whatever_ours_shows():
+def test_the_servers_clock_runs_between_answers_independently_of_ours():
     seconds = Seconds()
     clock = ServerClock(seconds)
     assert abs(clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "before an answer there is no other"

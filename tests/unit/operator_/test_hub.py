@@ -56,7 +56,7 @@ def test_the_answer_to_a_write_restores_nothing_that_was_deleted(hub):
     assert hub.get(REF) is None
 
 
-def test_what_goes_takes_no_namesake_along(hub):
+def test_a_removal_keeps_a_namesake(hub):
     hub.put(PREFILL_POOL, pool(9))
     hub.put(PREFILL_POOL, pool(12, uid="u2"))
     hub.discard(PREFILL_POOL, "far", "u")

@@ -74,7 +74,7 @@ def metrics(monkeypatch):
     return texts
 
 
-async def test_what_comes_late_is_waited_for(metrics):
+async def test_waits_for_what_comes_late(metrics):
     late = [PeerError("not yet"), served(*KINDS)]
     server = Server(kinds=late, deployment=[deployment(0), deployment(1)], slices=[{"items": [SLICE]}])
     lines: list[str] = []

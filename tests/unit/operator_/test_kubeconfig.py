@@ -93,7 +93,7 @@ def test_printing_an_access_shows_no_secret():
         ("a: [", "is not a mapping"),
     ],
 )
-def test_whatever_could_run_read_or_leak_is_refused_with_its_name(config: Any, message: str):
+def test_refuses_by_name_what_could_run_read_or_leak(config: Any, message: str):
     with pytest.raises(KubeconfigRefusedError, match="prfaas cluster join") as refused:
         read(config)
     assert message in str(refused.value)

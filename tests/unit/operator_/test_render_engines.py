@@ -106,7 +106,7 @@ def test_it_serves_at_the_port_that_the_gateway_asks(make, engine):
 
 @pytest.mark.parametrize("engine", WITH_EVENTS.values(), ids=WITH_EVENTS)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_names_its_model_and_tells_of_its_cache(make, engine, ranks):
+def test_an_engine_names_its_model_and_publishes_its_cache(make, engine, ranks):
     for wanted in pools(make, engine, parallelism={"data": ranks}):
         container = container_of(wanted)
         flags, ports = flags_of(container), ports_of(container)

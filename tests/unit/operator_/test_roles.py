@@ -77,7 +77,7 @@ def roles(assigned: Iterable[Assignment]) -> dict[str, str]:
         ("d1! d2! d4", 1, 2, "d1=d d2=p d4=d"),
     ],
 )
-def test_who_gets_which_role(before, prefill, decode, after):
+def test_assigns_roles(before, prefill, decode, after):
     expected = dict(word.split("=") for word in after.split())
     assert roles(assign(pods(before), RoleCounts(prefill, decode), "t1")) == expected
 

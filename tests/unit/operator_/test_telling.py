@@ -61,7 +61,7 @@ async def test_the_same_words_are_counted_and_other_words_are_another_event():
     assert sorted((one["message"], one["count"]) for one in hub.objects.values()) == [("a", 3), ("b", 1)]
 
 
-async def test_a_namesake_made_anew_has_events_of_its_own():
+async def test_a_recreated_namesake_has_its_own_events():
     hub: Any = Hub()
     again = {**SUBJECT, "metadata": {**SUBJECT["metadata"], "uid": "u2"}}
     for subject in (SUBJECT, again):

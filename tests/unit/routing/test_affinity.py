@@ -62,7 +62,7 @@ def test_a_prefix_draws_requests_until_more_waits_there_than_it_saves(more_queue
     assert chosen.decode.name == ("d1" if more_queued > 0 else "d0")
 
 
-def test_requests_that_decode_weigh_as_much_as_they_have_left_to_say():
+def test_requests_that_decode_weigh_as_much_as_they_still_have_to_generate():
     few, many = (5 * ANSWER_TOKENS + more for more in (1, -1))
     for saved, chosen in ((few, "d0"), (many, "d1")):
         assert route(facts("d0 d1", cached_on={"d0": saved}, in_flight={"d0": 5})).decode.name == chosen

@@ -43,7 +43,7 @@ def test_an_instance_or_link_that_nothing_was_placed_on_has_nothing_waiting():
 
 
 @given(st.lists(st.tuples(works, st.booleans(), st.floats(0, 10)), max_size=40))
-def test_whatever_comes_and_goes_what_waits_is_bounded_and_nothing_is_left_in_the_end(steps):
+def test_what_waits_is_bounded_and_nothing_remains_at_the_end(steps):
     backlog, held, now = Backlog(), {}, 0.0
     for number, (work, leaves, later) in enumerate(steps):
         backlog.add(number, "a", work, now)

@@ -112,7 +112,7 @@ def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
     assert route(100, routes=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
 
 
-def test_a_route_says_what_it_asks_of_the_instance_and_the_link():
+def test_a_route_names_its_work_for_the_instance_and_the_link():
     work = route(10_000, cached_tokens={"hub": 2_000, "eu": 4_000}).work
     assert work == Work(seconds=pytest.approx(0.2 + 2e-5 * 6_000), link="eu", bits=8e3 * 8_000, mbps=800.0)
     assert route(1_000).work == Work(seconds=pytest.approx(0.1))
@@ -133,7 +133,7 @@ def test_the_cheaper_of_two_clusters_is_taken_unless_the_policy_prefers_the_othe
     assert route(9_000, prices=prices, alive=("eu", "us"), routes=prefers).prefill == instance("away-eu", "eu")
 
 
-def test_a_dead_link_is_never_taken_however_cheap():
+def test_never_takes_a_dead_link():
     assert route(100_000, alive=()).kind == "local"
 
 

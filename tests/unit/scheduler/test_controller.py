@@ -80,7 +80,7 @@ def one(link: LinkSample | None, tokens: float = 2000.0, **changes) -> Step:
 
 
 @given(configs(), st.lists(worlds, min_size=1, max_size=8))
-def test_whatever_is_measured_every_step_stays_within_bounds_and_makes_sense(config, seen):
+def test_every_step_stays_within_bounds_for_any_measurements(config, seen):
     state = initial_state(config)
     for facts in seen:
         result = step(config, state, facts)
@@ -369,7 +369,7 @@ def test_other_modes_keep_their_tokens_and_still_report_the_link(mode, offload):
     assert mode in result.reason
 
 
-def test_what_is_remembered_of_a_link_goes_when_the_link_goes():
+def test_forgets_a_link_that_is_removed():
     state = step(CONFIG, at(2000.0), world(narrowed(), cluster="removed")).state
     assert [kept.cluster for kept in state.links] == ["removed"]
     after = step(CONFIG, state, world(sample(2.0))).state

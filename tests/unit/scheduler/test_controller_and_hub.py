@@ -82,7 +82,7 @@ def test_a_hub_that_stays_saturated_takes_the_threshold_below_the_optimum():
     assert state.tokens < 0.5 * optimum
 
 
-def test_equal_waits_are_equal_pressures_however_many_prompts_they_are_of():
+def test_equal_waits_are_equal_pressures_for_any_number_of_prompts():
     """Two seconds in the hub weigh as much as two seconds before the link: five prompts of 0.4 s, or one of 2 s."""
     full = {"traffic_mbps": 100.0, "unsent_bytes": 25e6}
     long = changed(token_seconds=5e-4)
@@ -139,7 +139,7 @@ def test_more_that_waits_in_the_hub_never_means_a_higher_threshold(tokens, one, 
 
 
 @given(st.floats(0, 1000), st.floats(0, 400), st.floats(0, 400))
-def test_more_traffic_never_means_a_lower_threshold_whatever_waits_in_the_hub(waiting, one_mbps, other_mbps):
+def test_more_traffic_never_means_a_lower_threshold_for_any_backlog_of_the_hub(waiting, one_mbps, other_mbps):
     less, more = sorted([one_mbps, other_mbps])
     before = after(waiting, tokens=20_000.0, traffic_mbps=less)
     assert before.state.tokens <= after(waiting, tokens=20_000.0, traffic_mbps=more).state.tokens

@@ -137,7 +137,7 @@ async def test_a_query_that_answers_no_single_value_is_the_users_and_says_why(si
     assert query in str(error.value)
 
 
-async def test_scalars_absence_and_numbers_that_are_none_are_answers(site, http):
+async def test_scalars_absence_and_invalid_numbers_are_answers(site, http):
     prometheus = Prometheus(http, site.prometheus_url + "/", 5.0)
     assert await prometheus.value("42") == 42
     assert await prometheus.value("sum(no_such_metric)") is None
@@ -156,7 +156,7 @@ async def test_names_with_characters_that_mean_something_in_promql_are_only_name
     assert (sample.traffic_mbps, sample.instances_age_seconds) == (1.0, None), "its query answers, no instance is there"
 
 
-async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_waits(site, http, table):
+async def test_the_long_loops_query_answers_with_what_decoding_takes_and_what_waits(site, http, table):
     prometheus = Prometheus(http, site.prometheus_url, 5.0)
     for waiting, worker in enumerate(site.workers.values()):  # 0 + 1 of offload, 2 of decode, 3 of another policy
         worker.waiting = waiting

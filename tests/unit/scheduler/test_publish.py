@@ -151,7 +151,7 @@ async def test_an_api_server_in_trouble_is_called_sparingly_and_written_to_when_
     assert world.api.writes[-1]["thresholdTokens"] == 2000
 
 
-async def test_a_server_that_is_not_there_is_survived(tmp_path):
+async def test_survives_an_absent_server(tmp_path):
     async with KubeSession("http://127.0.0.1:9") as session:
         publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: make_report(1), Clock(50.0))
         await publisher.once()

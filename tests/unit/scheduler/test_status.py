@@ -77,7 +77,7 @@ def test_stale_without_an_error_means_that_nothing_is_scraped(policy):
     assert status.metrics_fresh(policy, stepped("Stale"), [])[:2] == ("False", "NoSamples")
 
 
-def test_a_short_gap_changes_nothing_and_before_the_first_sample_nothing_is_known(policy):
+def test_a_short_gap_changes_nothing_and_nothing_is_known_before_the_first_sample(policy):
     first = status.report_of(policy, stepped("Held"), (), None, None)
     assert first.conditions["MetricsFresh"][:2] == ("Unknown", "Starting")
     fresh = status.report_of(policy, stepped("Fresh"), (), None, first)

@@ -50,6 +50,6 @@ def test_sharing_changes_neither_times_nor_lengths_and_shares_nothing_at_0():
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_that_is_none_is_refused_at_once(share):
+def test_refuses_an_invalid_share_at_once(share):
     with pytest.raises(ConfigError, match="prefixShare"):
         sharing(drawn(), share, random.Random(2))

@@ -29,7 +29,7 @@ def test_forwards_a_context_as_it_came(parent: str):
         f"cc-{TRACE}-{PARENT}-01-{'x' * 100}",
     ],
 )
-def test_what_breaks_the_format_goes_no_further_and_takes_its_state_along(parent: str):
+def test_drops_a_malformed_context_with_its_state(parent: str):
     assert read_trace({"traceparent": parent, "tracestate": "a=1"}) == NO_TRACE
     assert NO_TRACE.headers() == {}
 

@@ -263,7 +263,7 @@ def test_done_waits_for_what_a_broken_connection_may_have_lost():
     assert queue.take(2) is NextStep.DONE
 
 
-def test_a_connection_that_the_destination_gave_up_carries_nothing_any_more():
+def test_a_connection_that_the_destination_dropped_carries_nothing():
     queue = shipped(2, 2)
     queue.add(2, 10)
     queue.connect(2, (0,), ((0, 2),))
