@@ -1,4 +1,4 @@
-"""Proves that alerts and dashboards ask for metrics that exist, in queries that Prometheus can read, and that an alert
+"""Proves that alerts and dashboards query metrics that exist, in queries that Prometheus can read, and that an alert
 fires when what it is about happens, and not before.
 
 Metrics that exist are those that the processes' own registries give, with stand-in figures: a renamed one fails here.

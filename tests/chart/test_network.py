@@ -149,7 +149,7 @@ def test_every_policy_denies_both_ways_and_every_rule_names_its_ports(render, va
         rules = [*policy["ingress"], *policy["egress"]]
         assert rules
         assert all(rule["ports"] for rule in rules)
-        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would mean everybody"
+        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would admit all"
 
 
 def test_admits_no_scraper_where_none_is_named(render):

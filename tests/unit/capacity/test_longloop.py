@@ -118,7 +118,7 @@ def test_a_gain_below_a_tenth_changes_nothing():
 def test_nothing_is_changed_while_facts_are_bad_or_something_is_under_way(moment, status, reason):
     decision = decide(rules(), installed(), calm(installed(), **moment))
     assert (decision.status, decision.reason, decision.changes) == (status, reason, {})
-    assert decide(rules(), installed(), calm(installed(), since_change_seconds=300.0)).changes, "else it would"
+    assert decide(rules(), installed(), calm(installed(), since_change_seconds=300.0)).changes, "otherwise it would"
 
 
 @pytest.mark.parametrize("pool", ["swing", "decode"])

@@ -22,7 +22,7 @@ NEEDED = {
     ],
     "worker": ["--model-source", "/absent/model", "--model-name", "m", "--tls-dir", "/absent/tls"],
 }
-"""What each asks for, with a mistake that ends it after its log has begun."""
+"""What each requires, with a mistake that ends it after its log has begun."""
 HIDE = """
 import runpy, sys
 

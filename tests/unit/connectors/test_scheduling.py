@@ -141,7 +141,7 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
 
 
 def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
-    """Else the source keeps a computed cache that no request needs, for as long as its destination might queue."""
+    """Otherwise the source keeps a computed cache that no request needs, for as long as its destination might queue."""
     planner = TransferPlanner(PAGE)
     queued, known, failed, short = (destination(request_id=name) for name in ("queued", "known", "failed", "short"))
     short.num_prompt_tokens = 1
@@ -257,7 +257,7 @@ def test_untried_versions_of_vllm_are_refused_by_name(version: str, is_known: bo
 
 @pytest.mark.system
 def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
-    """Its sentence would else be that of a failed import."""
+    """Otherwise its sentence would be that of a failed import."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.2'")
     (tmp_path / "vllm-0.31.2.dist-info").mkdir()

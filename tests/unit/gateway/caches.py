@@ -1,4 +1,4 @@
-"""Workers of the tests' world that tell of caches over HTTP, as ours do, and what shows that a gateway heard them."""
+"""Workers of the tests' world that publish caches by HTTP, as ours do, and what shows that a gateway read them."""
 
 import asyncio
 import hashlib

@@ -42,7 +42,7 @@ async def answer(_request: web.Request, body: bytes) -> web.StreamResponse:
 
 
 async def not_yet(_request: web.Request) -> web.StreamResponse:
-    """Tell nothing of a cache now."""
+    """Publish no cache now."""
     return web.Response(status=503)
 
 

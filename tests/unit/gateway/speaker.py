@@ -1,4 +1,4 @@
-"""A worker that tells its tokens and can go on with another's answer, without a model; it dies where a test says."""
+"""A worker that names its tokens and can continue another's answer, without a model; it dies where a test says."""
 
 import asyncio
 import json

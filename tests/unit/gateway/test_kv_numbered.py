@@ -40,7 +40,7 @@ class Peer:
             pass
 
     def ask(self, first_kept: int = 0) -> bool:
-        """Ask the log; False where it is found wanting."""
+        """Read the log; return False where it lacks batches."""
         start = self.reading.question()
         for seq, payload in self.log:
             if seq >= max(start, first_kept):

@@ -52,7 +52,7 @@ async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(fleet, engine: En
     assert await fleet.world.metric("prfaas_gateway_kv_matched_tokens_total") > 0
     fleet.publishers["d0"].publish(engine.batch(engine.removed(MINE)))
     await fleet.until(BATCHES, 3)
-    assert await serve(fleet, MINE, 12) == {"d0", "d1"}, "what was evicted draws no request, whatever was sent there"
+    assert await serve(fleet, MINE, 12) == {"d0", "d1"}, "what was evicted draws no request"
 
 
 async def test_batches_from_before_and_those_that_got_lost_come_from_the_log(fleet):

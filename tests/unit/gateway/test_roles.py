@@ -1,4 +1,4 @@
-"""Proves that convertible instances hear their role from the gateway until they know it, while requests go on."""
+"""Proves that convertible instances get their role from the gateway until they know it, while requests run."""
 
 import asyncio
 import json

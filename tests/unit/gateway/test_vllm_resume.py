@@ -209,7 +209,7 @@ async def test_chunks_of_several_tokens_may_end_within_a_character(world, name):
 
 
 class Dying(Vllm):
-    """Dies at each of some places of its streams, and then no more."""
+    """Dies once at each of some places of its streams."""
 
     def __init__(self, *places: int):
         super().__init__()

@@ -42,7 +42,7 @@ def context(folder: Path, side: int, own: KeyPair, trusted: bytes) -> ssl.SSLCon
     made = ssl.SSLContext(side)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
-    # What Python 3.13 asks for by default.
+    # What Python 3.13 requires by default.
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     made.load_cert_chain(folder / "c", folder / "k")
     made.load_verify_locations(cadata=trusted.decode())
@@ -121,7 +121,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
     leaf = identity.issue(authority, "hub", YEAR)
     with pytest.raises(ConfigError, match="not an authority's and cannot sign"):
         identity.issue(leaf, "evil", YEAR)
-    # As one would who does not ask this module.
+    # As a signer would that does not use this module.
     key = serialization.load_pem_private_key(leaf.key, None)
     signer = x509.load_pem_x509_certificate(leaf.certificate)
     names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "evil")])

@@ -135,7 +135,7 @@ def test_reused_numbers_make_no_run_of_blocks_that_do_not_follow_each_other():
         tree.remove([KEYS[block]], False, 0)
     tree.store([KEYS[13]], KEYS[2], False, 0)
     tree.store([KEYS[14]], KEYS[13], False, 0)
-    assert tree.find(KEYS[14]) < tree.find(KEYS[13]), "else this proves nothing"
+    assert tree.find(KEYS[14]) < tree.find(KEYS[13]), "otherwise this proves nothing"
     tree.remove([KEYS[13]], False, 0)
     assert tree.usable(tree.find(KEYS[14])) == 3
 

@@ -1,4 +1,4 @@
-"""Proves that a server's clock is heard from its answers, and that ours counts only until the first one."""
+"""Proves that a server's clock is read from its answers, and that ours counts only until the first one."""
 
 from datetime import UTC, datetime, timedelta
 

@@ -1,4 +1,4 @@
-"""Proves that an informer keeps the server's latest state, whatever the order of the news."""
+"""Proves that an informer keeps the server's latest state in any order of the news."""
 
 # ruff: noqa: ARG002  # the fake takes what the Protocol passes
 import asyncio

@@ -1,4 +1,4 @@
-"""Proves that a kubeconfig is reduced to address, CA and one credential, and refused for whatever else it holds."""
+"""Proves that a kubeconfig is reduced to address, CA and one credential, and refused for anything else in it."""
 
 import base64
 import copy

@@ -1,4 +1,4 @@
-"""Proves on an API server in memory that a status is written whatever happens, and that informers lose nothing."""
+"""Proves on an API server in memory that a status is always written, and that informers lose nothing."""
 
 # ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio

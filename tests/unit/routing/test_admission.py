@@ -1,5 +1,5 @@
 """Proves what an SLO refuses: a request before which more waits than the promise allows at every place that its
-decision considered, and nothing else. An idle system refuses nothing, however long the prompt.
+decision considered, and nothing else. An idle system refuses no prompt.
 """
 
 import math

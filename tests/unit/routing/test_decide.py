@@ -277,7 +277,7 @@ def usable(one: Instance, world: RoutingFacts) -> bool:
 
 
 def check(decision, world: RoutingFacts) -> None:
-    """Check every promise that holds for one decision, whatever led to it."""
+    """Check every promise that holds for any decision."""
     if isinstance(decision, Refusal):
         return
     legs = [decision.decode] + ([decision.prefill] if decision.prefill else [])

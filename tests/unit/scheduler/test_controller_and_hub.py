@@ -98,7 +98,7 @@ def test_a_pool_that_was_never_measured_counts_its_prompts():
 
 
 def test_keeps_a_link_busy_where_no_request_waits_longer_than_in_the_hub():
-    """A backlog of 1.8 s would else be drained by sending nothing; while the hub waits for 2 s it is none."""
+    """Otherwise sending nothing would drain a backlog of 1.8 s; while the hub waits for 2 s it is none."""
     full = {"traffic_mbps": 100.0, "unsent_bytes": 22.5e6}
     idle, waited = (after(waiting, tokens=20_000.0, **full).state.base_tokens for waiting in (0, 5))
     assert idle is not None

@@ -35,7 +35,7 @@ def test_every_engine_has_an_adapter():
 def test_an_adapter_answers_facts_that_have_a_name(engine):
     known = set((engines.__doc__ or "").replace(",", " ").split())
     assert ENGINES[engine].short.keys() | ENGINES[engine].long.keys() | ENGINES[engine].lacks.keys() <= known
-    assert "instances_sampled_at_seconds" in ENGINES[engine].short, "a dead link is else a quiet one"
+    assert "instances_sampled_at_seconds" in ENGINES[engine].short, "otherwise a dead link looks like a quiet one"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

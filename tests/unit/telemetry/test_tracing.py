@@ -29,7 +29,7 @@ assert not found, found
 
 
 class Exporter(SpanExporter):
-    """A collector as a test wants it."""
+    """A collector that a test configures."""
 
     def __init__(self, takes: Callable[[], bool] = lambda: True):
         self.takes = takes
@@ -109,7 +109,7 @@ def test_the_sampler_is_the_environments_and_what_is_not_sampled_passes_on(monke
     tracing = Tracing(OtlpTracer("s", {}, exporter))
     with tracing.start("x", CALLER) as span:
         assert span.context.trace_id == CALLER.trace_id
-        assert span.context.traceparent.endswith("-00"), "nor shall those that come after sample it"
+        assert span.context.traceparent.endswith("-00"), "later spans do not sample it either"
     tracing.close()
     assert exporter.spans == []
 

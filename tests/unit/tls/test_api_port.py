@@ -45,7 +45,7 @@ GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, e
 
 
 class Port(NamedTuple):
-    """A running API port, and what its engine has heard."""
+    """A running API port, and the requests that its engine got."""
 
     address: tuple[str, int]
     requests: list[StartPrefill]
@@ -177,7 +177,7 @@ def test_clients_and_probes_need_no_certificate(calls: Calls):
     assert calls.once(None, "GET", "/healthz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/v1/models")[0] == 200
-    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it is heard"
+    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it arrives"
 
 
 def test_all_that_is_not_open_wants_a_certificate(calls: Calls):

@@ -262,7 +262,7 @@ def test_refuses_a_kept_connection_whose_authority_was_dropped_at_its_next_reque
 
 @pytest.mark.parametrize("renewed", ["ours", "theirs", "neither"])
 def test_a_kept_connection_shows_what_we_have_now_or_is_made_anew(served, connect, mount, authority, renewed: str):
-    """The peer may trust what our old certificate came from no more, which only the peer knows."""
+    """The peer may no longer trust the authority of our old certificate, which only the peer knows."""
     our_mount, their_mount = mount("hub"), mount("eu")
     hub, eu = PeerCredentials(our_mount.path), PeerCredentials(their_mount.path)
     sock, accepted = served(eu)

@@ -118,7 +118,7 @@ class Link:
             self.connections[at].cut = True
 
     def destination_breaks(self, number: int | None = None) -> None:
-        """The destination notices a break, and hears no more from there."""
+        """The destination notices a break, and reads no more from there."""
         for at in self._any_of(lambda one: one.destination_reads) if number is None else [number]:
             self.destination.ledger.lost(at)
             self.connections[at].destination_reads = False

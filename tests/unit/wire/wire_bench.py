@@ -99,7 +99,7 @@ def rows_at(layer: int, start: int, rows: bytes) -> dict[object, bytes]:
 
 
 class Receiver:
-    """What a shell does, on bytes instead of a socket: payloads land before anybody knows whether they are right."""
+    """What a shell does, on bytes instead of a socket: payloads land before it is known whether they are right."""
 
     def __init__(self, expected: Manifest = MANIFEST):
         self.ledger = ReceiveLedger(expected)
