@@ -42,8 +42,8 @@ def test_every_published_figure_stands_on_the_page_with_the_models_own(rows):
 
 def test_nothing_of_the_paper_is_left_out(rows):
     values = {round(row.published, 3) for row in rows}
-    said = {1.54, 1.32, 15.0, 64.0, 49.6, 13.0, 4.5, 8.0, 36.0, 3.8, 2.1, 0.17, 1.8, 19_400}
-    assert said <= values
+    figures = {1.54, 1.32, 15.0, 64.0, 49.6, 13.0, 4.5, 8.0, 36.0, 3.8, 2.1, 0.17, 1.8, 19_400}
+    assert figures <= values
     assert {figure for three in published.TABLE_5.values() for figure in three} <= values
     assert table_3() in PAGE
 

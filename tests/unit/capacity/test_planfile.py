@@ -46,7 +46,7 @@ def test_a_trace_holds_its_answers_too_and_a_histogram_its_middles():
     assert (list(file.workload.items()), file.system.output_tokens) == ([(50, 0.75), (200, 0.25)], 7)
 
 
-def test_what_only_a_simulator_reads_is_handed_on():
+def test_forwards_what_only_a_simulator_reads():
     assert read({**DOCUMENT, "simulation": {"seed": 1}}).simulation == {"seed": 1}
 
 
@@ -161,7 +161,7 @@ def outcome(document: object) -> str | Comparison:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(PATHS), values)
-def test_whatever_a_field_says_there_is_a_whole_table_or_a_message(path, value):
+def test_any_value_of_a_field_gives_a_whole_table_or_a_message(path, value):
     document = changed(path, value)
     if "workload" not in path:
         document["workload"] = FEW_LENGTHS
@@ -171,7 +171,7 @@ def test_whatever_a_field_says_there_is_a_whole_table_or_a_message(path, value):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["mu", "sigma", "minTokens", "maxTokens"]), values)
-def test_whatever_a_lognormal_says_it_has_a_mean_or_a_message(field, value):
+def test_any_lognormal_has_a_mean_or_a_message(field, value):
     try:
         mean = read(changed(f"workload.lognormal.{field}", value)).workload.mean_tokens
     except ConfigError:

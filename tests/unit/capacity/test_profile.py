@@ -160,7 +160,7 @@ samples = st.builds(
 
 
 @given(st.lists(samples, max_size=12), st.lists(samples, max_size=12))
-def test_whatever_was_measured_the_curve_is_monotone_and_never_negative(together, later):
+def test_the_curve_is_monotone_and_never_negative_for_any_measurements(together, later):
     curve = Curve.fitted(together)
     for sample in later:
         curve.add(sample)

@@ -1,4 +1,4 @@
-"""Planted faults, from the test that fails to the verdict; each in a pytest of its own."""
+"""Planted faults, from the test that fails to the verdict; each in its own pytest."""
 
 import subprocess
 import sys

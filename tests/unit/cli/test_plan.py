@@ -64,7 +64,7 @@ def test_the_table_shows_ours_and_the_published_figures_and_no_nan(tmp_path):
     assert "nan" not in shown.lower().replace("n_", "")
 
 
-def test_a_hub_alone_is_one_system_without_thresholds(tmp_path):
+def test_a_hub_without_members_is_one_system_without_thresholds(tmp_path):
     found = json.loads(run("-f", write(tmp_path, offloadPools=[], links=[]), "-o", "json"))
     assert "prfaas_pd" not in found
     assert found["homogeneous"]["threshold_tokens"] is None

@@ -47,17 +47,17 @@ FIXED = msgspec.structs.replace(SETTINGS, threshold_tokens=500)
 PAGE = Path(__file__).parents[3] / "docs" / "use" / "worker.md"
 
 
-def told(token_seconds: float, **given: Any) -> ProfileAnswer:
+def make_profile(token_seconds: float, **changes: Any) -> ProfileAnswer:
     prefill = {"fixed_seconds": 0.0, "token_seconds": token_seconds, "squared_seconds": 0.0, "samples": 5}
-    prefill |= {name: given.pop(name) for name in list(given) if name in prefill}
+    prefill |= {name: changes.pop(name) for name in list(changes) if name in prefill}
     of = {"model": "kimi", "fingerprint": "f", "state_bytes": 0, "token_bytes": 1000, "prefill": prefill}
-    return msgspec.convert(of | given, ProfileAnswer)
+    return msgspec.convert(of | changes, ProfileAnswer)
 
 
-HOME = told(1e-4)
-AWAY = told(2e-5, fixed_seconds=0.2)
+HOME = make_profile(1e-4)
+AWAY = make_profile(2e-5, fixed_seconds=0.2)
 """An idle service is quicker from 2,500 tokens on: 0.2 s + 20 us a token, and 10 us of the link, against 100 us."""
-STRANGE = told(1e-5, fingerprint="g")
+STRANGE = make_profile(1e-5, fingerprint="g")
 GOOD = b"HTTP/1.1 200 OK\r\n\r\n"
 
 
@@ -79,14 +79,14 @@ def test_by_prices_a_prompt_goes_where_it_is_prefilled_sooner():
     assert placed(slow, 2600, used(slow)) == "local", "its cache takes 20 s"
 
 
-def test_by_a_threshold_the_length_alone_decides_and_no_measured_prefill_is_needed():
+def test_by_a_threshold_only_the_length_decides_and_no_measured_prefill_is_needed():
     assert [placed(FIXED, tokens, used(FIXED)) for tokens in (500, 501)] == ["local", "offload"]
-    assert prices_of(FIXED, told(0, samples=0), told(0, samples=0))
+    assert prices_of(FIXED, make_profile(0, samples=0), make_profile(0, samples=0))
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, FIXED])
 def test_a_service_that_cannot_serve_gets_nothing(settings):
-    assert placed(settings, 100_000, update_of(settings, (), "it is gone")) == "local"
+    assert placed(settings, 100_000, update_of(settings, (), "no answer")) == "local"
 
 
 def test_before_anything_is_known_no_price_is_guessed():
@@ -96,13 +96,13 @@ def test_before_anything_is_known_no_price_is_guessed():
 @pytest.mark.parametrize(
     ("home", "away", "words"),
     [
-        (HOME, told(1e-5, model="other"), "'other', not 'kimi'"),
+        (HOME, make_profile(1e-5, model="other"), "'other', not 'kimi'"),
         (HOME, STRANGE, "other weights"),
-        (HOME, told(0, samples=0), "it has measured no prefill"),
-        (told(0, samples=0), AWAY, "the local worker has measured no prefill"),
+        (HOME, make_profile(0, samples=0), "it has measured no prefill"),
+        (make_profile(0, samples=0), AWAY, "the local worker has measured no prefill"),
     ],
 )
-def test_what_is_wrong_with_a_service_is_said(home, away, words):
+def test_reports_what_is_wrong_with_a_service(home, away, words):
     with pytest.raises(MismatchError, match=words):
         prices_of(SETTINGS, home, away)
 
@@ -202,7 +202,7 @@ def test_only_a_good_answer_counts_and_another_cluster_gets_no_request(tmp_path,
     assert bool(requests[1]) == (cluster == "eu")
 
 
-GONE = UnreachableError("it is gone")
+UNREACHABLE = UnreachableError("no answer")
 
 
 class Peers(Caller):
@@ -229,24 +229,24 @@ def follow(peers: Peers, *services: ProfileAnswer | PeerError) -> None:
     for service in services:
         peers.answers[SETTINGS.service_url] = service
         next(rounds)
-        peers.answers[SETTINGS.worker_url] = GONE
+        peers.answers[SETTINGS.worker_url] = UNREACHABLE
 
 
 def test_a_service_is_left_out_while_it_cannot_serve_and_used_again_when_it_can(capsys):
     peers = Peers()
-    follow(peers, GONE, AWAY, AWAY, GONE, AWAY, STRANGE, AWAY)
+    follow(peers, UNREACHABLE, AWAY, AWAY, UNREACHABLE, AWAY, STRANGE, AWAY)
     assert [len(one.offload_clusters) for one in peers.taken] == [0, 1, 1, 0, 1, 0, 1]
     assert [len(one.prices) for one in peers.taken] == [0, 2, 2, 0, 2, 0, 2]
-    lives, gone = "is used for long prompts", "is not used: it is gone"
-    said, wanted = capsys.readouterr().err.splitlines(), [gone, lives, gone, lives, "other weights", lives]
-    assert [words for words, line in zip(wanted, said, strict=True) if words not in line] == []
+    lives, unused = "is used for long prompts", "is not used: no answer"
+    lines, wanted = capsys.readouterr().err.splitlines(), [unused, lives, unused, lives, "other weights", lives]
+    assert [words for words, line in zip(wanted, lines, strict=True) if words not in line] == []
 
 
-def test_a_gateway_that_does_not_listen_is_said_once_and_each_peer_must_show_its_own_cluster(capsys):
+def test_reports_a_silent_gateway_once_and_each_peer_must_show_its_own_cluster(capsys):
     peers = Peers()
-    peers.answers["unix:control.sock"] = GONE
+    peers.answers["unix:control.sock"] = UNREACHABLE
     follow(peers, AWAY, AWAY)
-    assert capsys.readouterr().err.splitlines() == ["the gateway does not know whether to use the service: it is gone"]
+    assert capsys.readouterr().err.splitlines() == ["the gateway does not know whether to use the service: no answer"]
     assert peers.called == {
         ("GET", f"{SETTINGS.worker_url}/v1/profile", "hub"),
         ("GET", f"{SETTINGS.service_url}/v1/profile", "service"),

@@ -70,17 +70,17 @@ def test_a_plot_is_a_picture_or_a_page_that_needs_nothing_else(file, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--plot", "here.gif"], "its name must end in .png or .html"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--rate", "0"], "--rate is 0 requests a second"),
     ],
 )
-def test_a_mistake_is_one_sentence(file, arguments, said):
+def test_a_mistake_is_one_sentence(file, arguments, message):
     ended = run("simulate", "-f", file, *arguments)
     assert isinstance(ended.exception, ConfigError)
-    assert said in str(ended.exception)
+    assert message in str(ended.exception)
 
 
 def test_a_rate_within_an_slo_needs_an_slo(file):

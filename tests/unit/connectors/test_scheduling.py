@@ -141,7 +141,7 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
 
 
 def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
-    """Else the source keeps a computed cache that no request needs, for as long as its destination might queue."""
+    """Otherwise the source keeps a computed cache that no request needs, for as long as its destination might queue."""
     planner = TransferPlanner(PAGE)
     queued, known, failed, short = (destination(request_id=name) for name in ("queued", "known", "failed", "short"))
     short.num_prompt_tokens = 1
@@ -190,7 +190,7 @@ def test_nothing_is_kept_of_requests_that_ended():
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
 )
-def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
+def test_serves_other_requests_as_before(params: dict[str, Any] | None):
     planner, request = TransferPlanner(PAGE), Request(kv_transfer_params=params)
     assert planner.add(request) == 0
     assert planner.matched(request, 0) == 0
@@ -218,7 +218,7 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
         {"cluster": "e u"},
     ],
 )
-def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[str, Any]):
+def test_serves_a_leg_that_no_frame_or_message_could_carry_without_a_transfer(wrong: dict[str, Any]):
     planner = TransferPlanner(PAGE)
     for role in ("source", "destination"):
         request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
@@ -226,7 +226,7 @@ def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[
         assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
 
 
-def test_a_prompt_of_embeddings_is_served_alone():
+def test_serves_a_prompt_of_embeddings_without_a_transfer():
     """It has no token ids that could be shortened."""
     for request in (source(prompt_token_ids=None), destination(prompt_token_ids=None)):
         planner = TransferPlanner(PAGE)
@@ -257,7 +257,7 @@ def test_untried_versions_of_vllm_are_refused_by_name(version: str, is_known: bo
 
 @pytest.mark.system
 def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
-    """Its sentence would else be that of a failed import."""
+    """Otherwise its sentence would be that of a failed import."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.2'")
     (tmp_path / "vllm-0.31.2.dist-info").mkdir()
@@ -273,7 +273,7 @@ def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Pat
     assert "ConfigError: vLLM 0.31.2 is not supported by this version of prfaas" in found.stderr
 
 
-def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_status(
+def test_writes_why_it_does_not_start_where_kubernetes_reads_it_into_the_pods_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     log = tmp_path / "termination-log"
@@ -302,7 +302,7 @@ def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_
             require_parallelism(parallel)
 
 
-def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_once():
+def test_a_fetch_that_failed_at_one_rank_fails_at_all_and_each_hears_it_once():
     planner = TransferPlanner(PAGE)
     planner.fetches_failed({"r"})
     planner.fetches_failed({"other"})

@@ -37,12 +37,12 @@ class Seen(NamedTuple):
 
 async def answer(_request: web.Request, body: bytes) -> web.StreamResponse:
     """Answer like a worker whose model takes 4 bytes a token."""
-    told = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
-    return web.json_response({"object": "chat.completion"}, headers=told)
+    reported = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
+    return web.json_response({"object": "chat.completion"}, headers=reported)
 
 
 async def not_yet(_request: web.Request) -> web.StreamResponse:
-    """Tell nothing of a cache now."""
+    """Publish no cache now."""
     return web.Response(status=503)
 
 
@@ -79,7 +79,7 @@ class Worker:
         await self.runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path in ("/v1/kv-events", "/v1/profile"):  # asked for beside all requests, and mostly not to be had
+        if request.path in ("/v1/kv-events", "/v1/profile"):  # the gateway polls them; most have none
             return await self.cache(request)
         body = await request.read()
         self.seen.append(Seen(request.path, lower(request.headers), body))

@@ -1,4 +1,4 @@
-"""Engines of others as a gateway hears them: real ZMQ sockets, and events written from their documented format alone.
+"""Engines of others as a gateway hears them: real ZMQ sockets, and events written only from their documented format.
 
 PUB     [topic, number as 8 bytes big-endian, payload]
 ROUTER  takes [identity, "", number], answers [identity, "", number, payload] for each kept batch from there on, one
@@ -188,7 +188,7 @@ class Publisher:
             self._thread.start()
 
     def publish(self, payload: bytes, *, is_lost: bool = False) -> None:
-        """Publish a batch; one that is lost stands in the log alone."""
+        """Publish a batch; a lost one stands only in the log."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self.log = [*self.log, (seq, payload)][-self._kept :]
         if not is_lost:
@@ -212,7 +212,7 @@ class Publisher:
             if not self._router.poll(20):
                 continue
             frames = self._router.recv_multipart()
-            assert len(frames) == 3, "engines take questions of an empty frame and a number alone"
+            assert len(frames) == 3, "engines take only questions of an empty frame and a number"
             assert frames[1] == b""
             start = int.from_bytes(frames[2], "big")
             self.questions.append(start)

@@ -1,4 +1,4 @@
-"""Proves what a gateway does with full workers and with preferences: full ones are left alone until they have room, all
+"""Proves what a gateway does with full workers and with preferences: full ones get no request until they have room, all
 full is 429 at once, and a request goes where its headers allow.
 """
 
@@ -26,7 +26,7 @@ def test_an_instance_is_full_while_as_many_requests_are_there_as_when_it_refused
     assert saturation.full({"d0": 9}, 100.1) == set()
 
 
-async def test_while_all_are_full_requests_are_answered_without_asking_them(world, short):
+async def test_while_all_are_full_the_gateway_answers_without_them(world, short):
     await world.start("d0", "d1")
     for worker in world.workers.values():
         worker.reply = full
@@ -64,7 +64,7 @@ async def test_as_soon_as_one_of_our_requests_ends_there_the_next_is_sent(world,
     assert (await world.post(short)).status == 200
 
 
-async def test_a_full_instance_is_left_alone_while_another_serves(world, short):
+async def test_a_full_instance_gets_no_request_while_another_serves(world, short):
     await world.start("d0", "d1")
     world.state.clock = lambda: 100.0
     world.workers["d0"].reply = full

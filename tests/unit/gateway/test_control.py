@@ -17,12 +17,12 @@ def update(tokens: int = 50, expires_seconds: int = 5, clusters: tuple[str, ...]
     )
 
 
-async def test_the_table_is_handed_out_as_it_is(world):
+async def test_returns_the_table_as_it_is(world):
     await world.start("d0", "x0")
     assert decode((await world.control("GET", "/table")).body) == world.table
 
 
-async def test_before_the_first_table_there_is_none_to_hand_out(world):
+async def test_returns_no_table_before_the_first_one(world):
     await world.start("d0")
     world.state.table = None
     assert (await world.control("GET", "/table")).status == 503

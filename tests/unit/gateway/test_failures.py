@@ -60,7 +60,7 @@ async def test_a_failed_offload_uses_a_local_prefill_instance_where_there_is_one
     assert (got.status, got.headers[headers.PREFILL_INSTANCE], got.headers[headers.OUTCOME]) == (200, "p0", "fallback")
 
 
-async def test_a_policy_that_rejects_failed_offloads_hands_the_failure_on(world, long):
+async def test_a_policy_that_rejects_failed_offloads_forwards_the_failure(world, long):
     await world.start("d0", "x0", on_offload_failure="Reject")
     world.workers["d0"].reply = prefill_failed
     got = await world.post(long)
@@ -78,7 +78,7 @@ async def test_a_failed_local_prefill_instance_is_not_a_fallback(world, short):
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "ok", "d0")
 
 
-async def test_a_prefill_instance_that_failed_is_left_alone_for_a_while(world, long):
+async def test_a_prefill_instance_that_failed_gets_no_request_for_a_while(world, long):
     await world.start("d0", "x0")
     worker = world.workers["d0"]
     worker.reply = without_remote_prefill(worker.reply)
@@ -172,7 +172,7 @@ async def test_a_worker_that_hangs_is_ejected_and_another_one_serves(world, shor
     assert set(world.state.ejections.until_seconds) == {"d0"}
 
 
-async def test_a_worker_that_takes_its_time_and_lives_is_waited_for(world, short):
+async def test_waits_for_a_slow_worker_that_lives(world, short):
     await world.start("d0", limits=QUICK._replace(liveness_interval_seconds=0.02, liveness_timeout_seconds=30))
 
     alive = asyncio.Event()

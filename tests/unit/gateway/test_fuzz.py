@@ -1,6 +1,6 @@
-"""Proves that no bytes from a client make the gateway answer 5xx of its own, hang, or stop serving others.
+"""Proves that no bytes from a client make the gateway itself answer 5xx, hang, or stop serving others.
 
-The worker behind it serves whatever comes, so that a 5xx can be the gateway's alone.
+The worker behind it serves whatever comes, so that only the gateway can cause a 5xx.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Got(NamedTuple):
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory) -> Iterator[int]:
-    """The port of a gateway in a thread of its own."""
+    """The port of a gateway in its own thread."""
     folder = tmp_path_factory.mktemp("fuzz")
     ready, found, stop = threading.Event(), [], asyncio.Event()
     loop = asyncio.new_event_loop()
@@ -73,7 +73,7 @@ def port(tmp_path_factory) -> Iterator[int]:
 
 
 def send(port: int, raw: bytes, *, leave: bool) -> Got:
-    """Send bytes, and then wait for an answer, or `leave` at once: whoever ends his side of a connection has left."""
+    """Send bytes, and then wait for an answer, or `leave` at once, by ending this side of the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(raw)
@@ -95,7 +95,7 @@ def post(port: int, body: bytes, path: str = PATHS[0], **sent: str) -> Got:
 
 
 def judge(port: int, got: Got) -> None:
-    is_late = got.status == 504 and b"deadline_exceeded" in got.body  # as short a deadline as was asked for
+    is_late = got.status == 504 and b"deadline_exceeded" in got.body  # as short a deadline as the request set
     assert got.status < 500 or is_late, got
     if got.body and got.status in (400, 404, 408, 413) and got.body.startswith(b"{"):
         assert set(json.loads(got.body)["error"]) == {"message", "type", "param", "code"}

@@ -52,7 +52,7 @@ async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(fleet, engine: En
     assert await fleet.world.metric("prfaas_gateway_kv_matched_tokens_total") > 0
     fleet.publishers["d0"].publish(engine.batch(engine.removed(MINE)))
     await fleet.until(BATCHES, 3)
-    assert await serve(fleet, MINE, 12) == {"d0", "d1"}, "what was evicted draws no request, whatever was sent there"
+    assert await serve(fleet, MINE, 12) == {"d0", "d1"}, "what was evicted draws no request"
 
 
 async def test_batches_from_before_and_those_that_got_lost_come_from_the_log(fleet):
@@ -230,7 +230,7 @@ async def test_a_peer_that_does_not_speak_zmtp_is_refused_with_the_reason(hostil
         await receive(hostile(*frames).port)
 
 
-async def test_a_peer_that_stops_in_the_middle_or_is_not_there_is_waited_for_no_longer(hostile, monkeypatch):
+async def test_stops_waiting_for_a_peer_that_stops_in_the_middle_or_is_absent(hostile, monkeypatch):
     monkeypatch.setattr(zmtp, "MESSAGE_SECONDS", 0.1)
     monkeypatch.setattr(zmtp, "CONNECT_SECONDS", 0.1)
     for frames in ((GREETING[:20],), (GREETING, READY, b"\x00\x05ab"), (GREETING, READY, b"\x01\x01a")):

@@ -1,4 +1,4 @@
-"""Proves that every data-parallel rank of an engine counts as a cache of its own, and that a request names its rank."""
+"""Proves that every data-parallel rank of an engine counts as a separate cache, and that a request names its rank."""
 
 import asyncio
 from collections import Counter
@@ -56,12 +56,12 @@ async def test_a_prompt_goes_to_the_rank_that_has_its_blocks(ranked):
     assert {name for name, _ in found} == {"d0", "d1"}, "a rank that lost its cache draws no request"
 
 
-async def test_prompts_that_no_instance_has_spread_over_the_ranks_of_an_idle_instance(ranked):
+async def test_new_prompts_spread_across_the_ranks_of_an_idle_instance(ranked):
     served = Counter([await ask(ranked, [number] * 960, number) for number in range(40)])
     assert {rank for name, rank in served if name == "d0"} == {"0", "1", "2"}
 
 
-async def test_a_hot_prefix_spreads_over_ranks_as_over_instances(ranked):
+async def test_a_hot_prefix_spreads_across_ranks_as_across_instances(ranked):
     engine = Vllm()
     ranked.publishers["d0"].publish(engine.batch(*engine.stored(PROMPTS[0][:960])))
     await ranked.until(BATCHES, 1)

@@ -164,7 +164,7 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
         lambda _: web.Response(body=b"\xff{"),
     ],
 )
-async def test_an_engine_that_fails_is_left_alone_and_the_gateways_own_record_counts(vllms, tokenize):
+async def test_an_engine_that_fails_gets_no_request_and_the_gateways_own_record_counts(vllms, tokenize):
     await vllms.begin()
     vllms.tokenize = tokenize
     step = next(one for one in TEXTS if one["what"] == "the text again")

@@ -24,7 +24,7 @@ RSS_LIMIT_BYTES = 100 * 1000 * 1000
 
 
 class Process:
-    """A gateway in a process of its own, before the world's workers."""
+    """A gateway in its own process, before the world's workers."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
@@ -102,7 +102,7 @@ async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
 
 
 @pytest.mark.quiet
-async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_goodbye_is_answered(process, world):
+async def test_answers_another_request_on_the_connection_of_a_stream_that_outlived_the_goodbye(process, world):
     here, gate = asyncio.Event(), asyncio.Event()
 
     async def stream(request, _body):

@@ -122,7 +122,7 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     }
 
 
-async def test_a_trace_context_goes_on_as_it_came_and_one_that_breaks_the_format_does_not(world, short):
+async def test_forwards_a_trace_context_unchanged_and_drops_a_malformed_one(world, short):
     await world.start("d0")
     good = {"traceparent": TRACEPARENT, "tracestate": "a=b,c=d"}
     await world.post(short, headers=good)

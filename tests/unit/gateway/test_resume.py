@@ -1,4 +1,4 @@
-"""Proves that a stream goes on without a seam wherever its worker dies, on whichever instance can, and that it ends
+"""Proves that a stream continues without a seam wherever its worker dies, on whichever instance can, and that it ends
 honestly, soon and at little cost where none can.
 """
 
@@ -51,7 +51,7 @@ def broken(body: bytes) -> dict:
 
 
 @pytest.mark.parametrize("how", ["resets", "ends"])
-async def test_a_stream_goes_on_without_a_seam_wherever_its_worker_dies(world, how):
+async def test_a_stream_continues_without_a_seam_wherever_its_worker_dies(world, how):
     await begun_on(world, "d0", "d1")
     second = world.workers["d1"].reply = Speaker()
     for place in [*range(0, LENGTH, 23), LENGTH - 1]:
@@ -76,7 +76,7 @@ async def test_the_next_worker_gets_the_same_body_and_headers_as_the_first(world
         assert then.headers[name] == first.headers[name]
     (resume,) = second.resumes
     assert resume is not None
-    assert resume.cached_tokens == 7, "usage goes on with what the first one counted"
+    assert resume.cached_tokens == 7, "usage continues with what the first one counted"
     assert resume.choices[0].token_ids == list(range(len(resume.choices[0].token_ids)))
     assert sum(len(one.token_ids) for one in resume.choices.values()) > 2
 
@@ -101,7 +101,7 @@ async def test_an_engine_of_others_gets_no_resume(world):
     world.workers["d0"].reply = Dying(world, LENGTH // 2)
     world.workers["d1"].reply = Speaker()
     got = await world.post(BODY)
-    assert DONE not in got.body or read(got.body) == WHOLE, "it breaks off, or goes on where it began"
+    assert DONE not in got.body or read(got.body) == WHOLE, "it breaks off, or continues where it began"
     assert not world.workers["d1"].seen
 
 
@@ -114,7 +114,7 @@ async def test_a_worker_that_falls_silent_is_left_for_another(world):
     await world.workers["d0"].wait_aborted()
 
 
-async def test_a_stream_goes_on_when_the_second_worker_dies_too_and_the_first_is_back(world):
+async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_is_back(world):
     await begun_on(world, "d0", "d1", limits=SOON._replace(recover_seconds=20))
     second = Speaker(LENGTH // 3)
 
@@ -217,7 +217,7 @@ async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monke
 
 
 @pytest.mark.system
-async def test_a_client_that_leaves_aborts_the_worker_that_went_on(world):
+async def test_a_client_that_leaves_aborts_the_worker_that_took_over(world):
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 3)
     going_on = world.workers["d1"].reply = Speaker(LENGTH // 3, "stalls")

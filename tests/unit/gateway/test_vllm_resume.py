@@ -1,4 +1,4 @@
-"""Proves that a broken stream of vLLM goes on at another vLLM instance, and ends honestly where none can go on with it.
+"""Proves that a broken stream of vLLM continues at another vLLM instance, and ends honestly where none can continue it.
 
 The instances are stand-ins whose streams have the form of recorded ones; tests/vllm has the real ones.
 """
@@ -84,7 +84,7 @@ async def start(world, *names: str, engine: str = "vllm-prfaas", limits=SOON, **
 
 
 class Pair(Vllm):
-    """One stand-in behind two names: it dies once and goes on as the other."""
+    """One stand-in behind two names: it dies once and continues as the other."""
 
     def events(self, path: str, fields: dict):
         self.length = 0
@@ -166,7 +166,7 @@ def test_the_ids_of_a_long_prompt_are_kept_once():
 
 
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
-async def test_an_undisturbed_stream_is_what_the_instance_alone_would_send(world, fields):
+async def test_an_undisturbed_stream_is_what_the_instance_itself_would_send(world, fields):
     await start(world)
     got = await world.post(fields, path_of(fields))
     assert got.body.decode() == "".join(f"data: {one}\n\n" for one in Vllm().events(path_of(fields), fields))
@@ -177,7 +177,7 @@ async def test_an_undisturbed_stream_is_what_the_instance_alone_would_send(world
 
 @pytest.mark.parametrize("how", ["resets", "ends", "fails"])
 @pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
-async def test_a_stream_goes_on_wherever_its_instance_dies(world, fields, how):
+async def test_a_stream_continues_wherever_its_instance_dies(world, fields, how):
     await start(world)
     whole, length = await undisturbed(world, fields)
     for place in [*range(1, length - 1, 211), length - 1]:
@@ -187,7 +187,7 @@ async def test_a_stream_goes_on_wherever_its_instance_dies(world, fields, how):
 
 
 @pytest.mark.parametrize("engine", ["vllm-nixl", "vllm-mooncake"])
-async def test_every_connector_of_vllm_goes_on(world, engine):
+async def test_every_connector_of_vllm_continues_a_stream(world, engine):
     await start(world, engine=engine)
     whole, length = await undisturbed(world, COMPLETION)
     both(world, Pair(length // 2))
@@ -209,7 +209,7 @@ async def test_chunks_of_several_tokens_may_end_within_a_character(world, name):
 
 
 class Dying(Vllm):
-    """Dies at each of some places of its streams, and then no more."""
+    """Dies once at each of some places of its streams."""
 
     def __init__(self, *places: int):
         super().__init__()
@@ -222,7 +222,7 @@ class Dying(Vllm):
 
 
 @pytest.mark.parametrize("name", ["completion", "stopped", "counted chat"])
-async def test_a_stream_goes_on_after_a_second_and_a_third_break(world, name):
+async def test_a_stream_continues_after_a_second_and_a_third_break(world, name):
     await start(world, limits=SOON._replace(recover_seconds=20))
     fields = REQUESTS[name]
     whole, _ = await undisturbed(world, fields)
@@ -254,7 +254,7 @@ async def test_the_next_instance_gets_the_ids_and_what_is_left_of_the_limits(wor
 
 
 @pytest.mark.parametrize(("temperature", "notes"), [(0, 0), (0.5, 1), (None, 1)])
-async def test_a_comment_tells_that_a_sampled_answer_goes_on_with_other_random_numbers(world, temperature, notes):
+async def test_a_comment_tells_that_a_sampled_answer_continues_with_other_random_numbers(world, temperature, notes):
     await start(world)
     both(world, Pair(1200))
     got = await world.post(COMPLETION | {"temperature": temperature, "seed": 7}, "/v1/completions")
@@ -409,7 +409,7 @@ async def test_an_instance_that_names_no_ids_ends_with_an_error(world):
     await check_broken(world, Older(900), COMPLETION)
 
 
-async def test_an_instance_that_cannot_tell_texts_is_no_way_on(world):
+async def test_an_instance_that_cannot_tell_texts_continues_no_stream(world):
     await start(world)
 
     class Mute(Pair):
@@ -423,7 +423,7 @@ async def test_an_instance_that_cannot_tell_texts_is_no_way_on(world):
     assert "/detokenize" in broken(got.body)["message"]
 
 
-async def test_our_own_worker_does_not_go_on_with_an_answer_of_vllm(world):
+async def test_our_own_worker_does_not_continue_an_answer_of_vllm(world):
     await start(world)
     instances = [world.table.instances[0], msgspec.structs.replace(world.table.instances[1], engine="prfaas")]
 

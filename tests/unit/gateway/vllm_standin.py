@@ -1,7 +1,7 @@
 """A stand-in for vLLM whose streams have the form of the real one (vllm_streams.json); its tokens are bytes.
 
-Its model says ANSWER behind PROMPT, wherever a prompt ends. So an answer goes on rightly only with the right ids. Like
-the real one it says the whole prompt again if the prompt ends within a character.
+Its model says ANSWER behind PROMPT, wherever a prompt ends. So an answer continues rightly only with the right ids.
+Like the real one it repeats the whole prompt if the prompt ends within a character.
 """
 
 import asyncio

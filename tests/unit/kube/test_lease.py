@@ -41,7 +41,7 @@ async def test_a_silent_holder_loses_the_lease_after_its_duration_and_stops_befo
     assert first.is_holder
     assert not await second.acquire_or_renew()
     clock.seconds += 0.2
-    assert not first.is_holder  # at two thirds, long before anybody may take over
+    assert not first.is_holder  # at two thirds, long before another may take over
     clock.seconds += 4.8
     assert not await second.acquire_or_renew()
     clock.seconds += 0.2

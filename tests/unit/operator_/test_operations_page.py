@@ -19,7 +19,7 @@ NO_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
 
 
 def reasons(path: Path) -> Iterator[str]:
-    """Yield what is given as a reason in one module: to a condition or an Event, as a constant, or by an error."""
+    """Yield the reasons that one module sets: in a condition or an Event, as a constant, or by an error."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")

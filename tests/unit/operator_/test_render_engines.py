@@ -106,7 +106,7 @@ def test_it_serves_at_the_port_that_the_gateway_asks(make, engine):
 
 @pytest.mark.parametrize("engine", WITH_EVENTS.values(), ids=WITH_EVENTS)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_names_its_model_and_tells_of_its_cache(make, engine, ranks):
+def test_an_engine_names_its_model_and_publishes_its_cache(make, engine, ranks):
     for wanted in pools(make, engine, parallelism={"data": ranks}):
         container = container_of(wanted)
         flags, ports = flags_of(container), ports_of(container)
@@ -258,7 +258,7 @@ def test_mooncake_and_sglang_instances_know_their_side(make):
     assert {"--enable-metrics", "--disaggregation-enable-kv-checksum"} <= set(prefill["args"])
 
 
-def test_caches_cross_over_tcp_unless_a_pool_asks_for_rdma(make):
+def test_caches_cross_by_tcp_unless_a_pool_sets_rdma(make):
     def rendered(engine: dict, **transfer) -> dict:
         both = engine.get("transfer", {}) | transfer
         return container_of(make.decode_pool(engine=engine | ({"transfer": both} if both else {}), model=MODEL))
@@ -334,8 +334,8 @@ def test_parallelism_becomes_flags_and_a_data_port_for_each_rank(make, engine):
     container = container_of(make.decode_pool(engine=engine, model=MODEL, parallelism=sizes))
     flags = flags_of(container)
     assert {name: flags[f"--{name}-parallel-size"] for name in sizes} == {"tensor": "4", "pipeline": "2", "data": "2"}
-    alone = flags_of(container_of(make.decode_pool(engine=engine, model=MODEL)))
-    assert not {one for one in alone if "parallel" in one}
+    flags_without = flags_of(container_of(make.decode_pool(engine=engine, model=MODEL)))
+    assert not {one for one in flags_without if "parallel" in one}
     if engine is OURS:
         ports = ports_of(container)
         assert {ports["data"], *(ports[f"data-{rank}"] for rank in range(1, 16))} == set(range(8001, 8017))
@@ -411,7 +411,7 @@ def test_the_routing_table_has_the_policys_slo(make):
         assert plan.routing_table(facts, {}, None).ttft_slo_millis == millis
 
 
-def test_two_kinds_of_engine_in_one_policy_are_told(make):
+def test_reports_two_kinds_of_engine_in_one_policy(make):
     facts = plan.PolicyFacts(
         make.policy(model="kimi", prefillPools=["offload"]),
         {"decode": make.decode_pool(engine=NIXL, model=MODEL)},
@@ -438,7 +438,7 @@ def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_s
     assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
 
 
-def test_pools_of_our_connector_with_tensor_sizes_that_do_not_divide_are_told(make):
+def test_reports_pools_of_our_connector_with_tensor_sizes_that_do_not_divide(make):
     cases = [(OURS, 8, "NoReadyInstances"), (OURS, 6, "EngineMismatch"), (NIXL, 6, "NoReadyInstances")]
     for engine, tensor, reason in cases:
         facts = plan.PolicyFacts(

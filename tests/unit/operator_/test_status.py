@@ -1,4 +1,4 @@
-"""Proves in memory that a status the hub's CRD refuses is written as far as it goes, and told once."""
+"""Proves in memory that a status the hub's CRD refuses is written as far as it goes, and reported once."""
 
 import copy
 from datetime import UTC, datetime
@@ -52,7 +52,7 @@ async def written(hub: Hub, writer: StatusWriter) -> dict[str, Any]:
     return {**hub.live["status"], "conditions": conditions, "again": result.again_seconds}
 
 
-async def test_what_an_older_crd_lacks_is_left_out_and_told_once():
+async def test_omits_what_an_older_crd_lacks_and_reports_it_once():
     hub = Hub()
     writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
     hub.lacks = "replicasOwner"
@@ -84,7 +84,7 @@ async def test_where_nothing_can_be_written_an_event_says_it_once():
     assert "status" not in hub.live
 
 
-async def test_another_failure_is_nobodys_crd():
+async def test_another_failure_is_no_fault_of_the_crd():
     hub = Hub()
     writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
 
@@ -102,7 +102,7 @@ def of_engine(hub: Hub, type_: str) -> None:
     hub.live["spec"] = {"model": model, "engine": {"type": type_, "image": "e:1"}, "replicas": 1}
 
 
-async def test_an_experimental_engine_is_said_beside_every_ready_and_written_once():
+async def test_marks_an_experimental_engine_beside_every_ready_and_writes_it_once():
     hub = Hub()
     writer, seen = StatusWriter(HubView(hub, ReconcileQueue())), []  # pyright: ignore[reportArgumentType]
     of_engine(hub, "sglang")
@@ -121,7 +121,7 @@ async def test_an_experimental_engine_is_said_beside_every_ready_and_written_onc
     assert seen == [ready, failing, ready]
     of_engine(hub, "vllm")
     await writer.write(REF, copy.deepcopy(hub.live), RESULT)
-    assert seen[3:] == [{"Ready": "True"}], "it is gone with the engine, or once a newer operator knows better"
+    assert seen[3:] == [{"Ready": "True"}], "it goes with the engine, or once a newer operator knows better"
 
 
 async def test_a_spec_that_cannot_be_read_is_no_engine_and_hides_no_status():

@@ -1,4 +1,4 @@
-"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is called too fast."""
+"""Proves that all calls respect an API server that asks for a pause, and that none is called too fast."""
 
 import asyncio
 import time
@@ -91,7 +91,7 @@ async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_
         (409, {"Retry-After": "2"}, None),
     ],
 )
-def test_what_an_answer_asks_for(status, headers, seconds):
+def test_reads_the_pause_that_an_answer_requests(status, headers, seconds):
     assert requested_pause_seconds(status, headers) == seconds
 
 
@@ -108,7 +108,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
     return use
 
 
-async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
+async def test_many_calls_begin_at_once_and_continue_at_the_pace(slept):
     clock = Clock()
     slept(clock)
     throttle = Throttle(clock)
@@ -120,7 +120,7 @@ async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
     assert clock.seconds == pytest.approx(1, abs=0.02)
 
 
-async def test_those_who_wait_in_line_have_not_begun_and_a_probe_goes_past_them():
+async def test_waiting_calls_have_not_begun_and_a_probe_passes_them():
     throttle, gate, begun = Throttle(), asyncio.Event(), 0
 
     async def call() -> None:

@@ -1,5 +1,5 @@
 """Proves what an SLO refuses: a request before which more waits than the promise allows at every place that its
-decision considered, and nothing else. An idle system refuses nothing, however long the prompt.
+decision considered, and nothing else. An idle system refuses no prompt.
 """
 
 import math
@@ -59,7 +59,7 @@ prices = st.sampled_from([(), PRICES])
 
 
 @given(fleets, lengths, st.integers(1, 3_600_000), prices)
-def test_an_idle_system_refuses_nothing_however_long_the_prompt(names, total, slo, priced):
+def test_an_idle_system_refuses_no_prompt(names, total, slo, priced):
     assert judge(facts(names, slo=slo, total=total, prices=priced)) is None
 
 
@@ -69,7 +69,7 @@ def test_without_an_slo_nothing_is_refused(names, total, waiting, priced):
 
 
 @given(fleets, lengths, waits, st.integers(1, 100_000), prices)
-def test_who_is_refused_has_no_place_in_time_and_is_taken_when_told_to_come_again(names, total, waiting, slo, priced):
+def test_a_refused_request_has_no_place_in_time_and_is_taken_after_the_stated_wait(names, total, waiting, slo, priced):
     world = facts(names, waiting, slo=slo, total=total, prices=priced)
     route = decide(world)
     assert isinstance(route, Route)
@@ -86,7 +86,7 @@ def test_who_is_refused_has_no_place_in_time_and_is_taken_when_told_to_come_agai
 
 
 @given(fleets, lengths, waits, st.integers(1, 100_000))
-def test_one_more_idle_instance_of_who_prefills_ends_refusals(names, total, waiting, slo):
+def test_one_more_idle_instance_where_prefill_runs_ends_refusals(names, total, waiting, slo):
     kind = decide(facts(names, waiting, slo=slo, total=total))
     assert isinstance(kind, Route)
     more = {"d": "d9", "p": "p9", "x": "x9"}[(kind.prefill or kind.decode).name[0]]
@@ -104,7 +104,7 @@ def test_each_decision_is_judged_by_the_places_that_it_considered():
     assert judge(facts(["d0", "p0", "x0"], {"x0": 5.0}, prices=PRICES)) is None
 
 
-def test_what_a_request_asks_is_known_by_the_profile_of_who_prefills_it():
+def test_knows_the_work_of_a_request_by_the_profile_of_its_prefill_instance():
     route = decide(facts(["d0"], total=4000))
     assert isinstance(route, Route)
     assert route.work == Work(seconds=4.0)

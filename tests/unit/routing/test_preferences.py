@@ -38,9 +38,9 @@ def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdat
     )
 
 
-def narrowed(given: RoutingFacts, preferences: Preferences) -> RoutingFacts:
-    rule, world = narrowed_parts(given.rule, given.table, preferences)
-    return replace(given, rule=rule, table=world)
+def narrowed(original: RoutingFacts, preferences: Preferences) -> RoutingFacts:
+    rule, world = narrowed_parts(original.rule, original.table, preferences)
+    return replace(original, rule=rule, table=world)
 
 
 def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) -> Route:
@@ -50,13 +50,13 @@ def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) ->
 
 
 def test_without_preferences_the_facts_are_the_very_same():
-    given = facts(LONG)
-    rule, world = narrowed_parts(given.rule, given.table, Preferences())
-    assert rule is given.rule
-    assert world is given.table
+    original = facts(LONG)
+    rule, world = narrowed_parts(original.rule, original.table, Preferences())
+    assert rule is original.rule
+    assert world is original.table
 
 
-def test_a_preferred_datacenter_comes_first_and_in_the_order_given():
+def test_preferred_datacenters_come_first_and_in_their_order():
     assert decided(LONG, prefer=("us-east", "eu-west")).prefill.cluster == "c"
     assert decided(LONG, prefer=("mars", "eu-north", "us-east")).prefill.cluster == "b"
 

@@ -80,7 +80,7 @@ def test_a_queue_at_home_sends_even_a_short_prompt_away_and_one_there_keeps_a_lo
     assert route(10_000, backlog=waiting(away_eu=3.0)).kind == "local"
 
 
-def test_whoever_keeps_others_waiting_pays_for_them():
+def test_a_request_pays_for_those_that_it_keeps_waiting():
     """0.1 s at home against 0.22 s away, behind 0.01 s of one request and behind as much of ten."""
     few, many = Backlog(), Backlog()
     few.add(0, "home", Work(seconds=0.01), 0.0)
@@ -98,13 +98,13 @@ def test_a_backlog_on_the_link_keeps_prompts_at_home():
 
 
 def test_in_a_hub_without_prefill_instances_home_is_the_decode_instance():
-    alone = table()
-    alone = msgspec.structs.replace(alone, instances=tuple(one for one in alone.instances if one.name != "home"))
-    short, long = route(2400, routes=alone), route(2600, routes=alone)
+    routes = table()
+    routes = msgspec.structs.replace(routes, instances=tuple(one for one in routes.instances if one.name != "home"))
+    short, long = route(2400, routes=routes), route(2600, routes=routes)
     assert (short.kind, short.reason, short.prefill) == ("local", "Cheaper", None)
     assert short.work == Work(seconds=pytest.approx(0.24))
     assert (long.kind, long.reason, long.decode.name) == ("offload", "Cheaper", "decode")
-    assert route(100, routes=alone, backlog=waiting(decode=1.0)).kind == "offload"
+    assert route(100, routes=routes, backlog=waiting(decode=1.0)).kind == "offload"
 
 
 def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
@@ -112,7 +112,7 @@ def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
     assert route(100, routes=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
 
 
-def test_a_route_says_what_it_asks_of_the_instance_and_the_link():
+def test_a_route_names_its_work_for_the_instance_and_the_link():
     work = route(10_000, cached_tokens={"hub": 2_000, "eu": 4_000}).work
     assert work == Work(seconds=pytest.approx(0.2 + 2e-5 * 6_000), link="eu", bits=8e3 * 8_000, mbps=800.0)
     assert route(1_000).work == Work(seconds=pytest.approx(0.1))
@@ -133,7 +133,7 @@ def test_the_cheaper_of_two_clusters_is_taken_unless_the_policy_prefers_the_othe
     assert route(9_000, prices=prices, alive=("eu", "us"), routes=prefers).prefill == instance("away-eu", "eu")
 
 
-def test_a_dead_link_is_never_taken_however_cheap():
+def test_never_takes_a_dead_link():
     assert route(100_000, alive=()).kind == "local"
 
 

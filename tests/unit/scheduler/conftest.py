@@ -29,7 +29,7 @@ from prfaas_sandbox.cache.entries import cache_folder
 SCRAPE_MILLIS = 500
 
 
-def make_table(**given) -> RoutingTable:
+def make_table(**changes) -> RoutingTable:
     """A policy with one offload pool of two instances in `eu` and one decode instance in the hub."""
     eu = Cluster(name="eu", capacity_mbps=100, utilisation_query=DEFAULT_UTILISATION_QUERY)
     instances = tuple(
@@ -45,7 +45,7 @@ def make_table(**given) -> RoutingTable:
         "clusters": (eu,),
         "instances": (*instances, decode),
     }
-    return tables.make_table(**(values | given))
+    return tables.make_table(**(values | changes))
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ async def test_measured_traffic_moves_the_threshold_and_the_metrics(gateway, tab
         ((200, b'{"status":"success","data":{"resultType":"vector","result":[]}}'), "NoSamples"),
     ],
 )
-async def test_garbage_is_survived_held_then_told(gateway, table, answer, reason):
+async def test_survives_garbage_holds_and_then_reports_it(gateway, table, answer, reason):
     clock = Clock(1000.0)
     async with prometheus_answering(lambda _: answer) as url, looping(gateway, clock) as (loop, metrics):
         gateway.table = table(prometheus_url=url)
@@ -130,7 +130,7 @@ async def test_an_endless_answer_is_cut_off(gateway, table):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://", "http://[::1", "http://no-such-host.invalid"])
-async def test_an_address_where_nobody_answers_is_survived(gateway, table, url):
+async def test_survives_an_address_that_does_not_answer(gateway, table, url):
     async with looping(gateway) as (loop, _):
         gateway.table = table(prometheus_url=url)
         assert await loop.once() == 1.0
@@ -170,10 +170,10 @@ def test_the_offloaded_share_is_of_the_last_minute():
     history.add(10.0, counted(3, 1))
     assert history.offloaded_percent() == 75
     history.add(65.0, counted(3, 5))
-    assert history.offloaded_percent() == 0, "what was counted before the minute began is gone"
+    assert history.offloaded_percent() == 0, "what was counted before the minute began is dropped"
 
 
-def test_offloads_within_the_window_are_told_from_older_ones():
+def test_distinguishes_offloads_within_the_window_from_older_ones():
     history = CounterHistory()
     assert history.offloads_since(0.0) is None
     for second, offloaded in enumerate([0, 2, 2, 2, 2]):

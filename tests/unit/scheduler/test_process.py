@@ -30,8 +30,8 @@ def environment() -> dict[str, str]:
 
 
 def flags_for(gateway, port: int) -> list[str]:
-    given = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
-    named = [f"--{name}={value}" for name, value in given.items()]
+    flags = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
+    named = [f"--{name}={value}" for name, value in flags.items()]
     return [*named, "--host=127.0.0.1", f"--metrics-port={port}"]
 
 

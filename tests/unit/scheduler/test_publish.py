@@ -101,7 +101,7 @@ async def test_a_steady_state_is_written_every_ten_seconds(world):
     assert len(world.api.writes) == 4  # at 0, 10, 20 and 30
 
 
-async def test_figures_alone_wait_and_a_turn_does_not(world):
+async def test_new_figures_wait_and_a_turn_does_not(world):
     world.report = make_report(1000)
     await world.run(3)
     world.report = make_report(1000, utilisation=90)
@@ -151,7 +151,7 @@ async def test_an_api_server_in_trouble_is_called_sparingly_and_written_to_when_
     assert world.api.writes[-1]["thresholdTokens"] == 2000
 
 
-async def test_a_server_that_is_not_there_is_survived(tmp_path):
+async def test_survives_an_absent_server(tmp_path):
     async with KubeSession("http://127.0.0.1:9") as session:
         publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: make_report(1), Clock(50.0))
         await publisher.once()

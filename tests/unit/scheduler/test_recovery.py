@@ -33,7 +33,7 @@ ARRIVALS = OFFERED_MBPS * 1e6 / 8 / MEAN_TOKENS / TOKEN_BYTES
 
 
 def pool(cluster: str, speed: float, error: float) -> PoolFacts:
-    """Two instances, with caches that are said to be `error` times as large as they are."""
+    """Two instances, whose caches are declared `error` times as large as they are."""
     profile = Profile(state_bytes=0, token_bytes=round(TOKEN_BYTES * error), token_seconds=1e-5 / speed, samples=9)
     return PoolFacts(cluster=cluster, ready_instances=2, profile=profile)
 

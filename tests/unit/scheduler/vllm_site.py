@@ -183,7 +183,7 @@ class Plant:
 
 @dataclass
 class CountingGateway(FakeGateway):
-    """A gateway that counts lengths; it gets its plant before it is asked."""
+    """A gateway that counts lengths; it gets its plant before the first request."""
 
     plant: Plant | None = None
     _counts: list[int] = field(default_factory=lambda: [0] * len(SHARES))

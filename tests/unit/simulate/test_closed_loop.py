@@ -1,4 +1,4 @@
-"""Proves the short loop closed over simulated requests: from the lengths that come and the profiles of who serves them
+"""Proves the short loop closed over simulated requests: from the lengths that come and the profiles of the instances
 it finds the planner's threshold wherever it began, and follows when either changes.
 """
 

@@ -84,7 +84,7 @@ def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
 
 
 def lone(decoding: int = 0, prefilling: int = 0, **more) -> Scenario:
-    """A hub alone."""
+    """A hub without members in use."""
     return world(threshold(1 << 20), offload=0, hub=(prefilling, decoding), **more)
 
 
@@ -107,7 +107,7 @@ def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_compute
         assert process.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
 
 
-def test_a_prefix_over_a_link_that_stops_is_done_without():
+def test_does_without_a_prefix_whose_link_stops():
     """A hub's instance takes a prefix from the member cluster, abundant as bandwidth is, until the link falls."""
     profile = linear(1e-3, token_bytes=6_000)  # 10,240 tokens take 4.9 s to cross, and 10.2 s to compute
     for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512), (2.0, 2.0 + 1.0 + 10.752)):

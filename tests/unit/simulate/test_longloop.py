@@ -1,4 +1,4 @@
-"""Proves the long loop closed over simulated requests: when what comes asks for another split of the hub, it converts
+"""Proves the long loop closed over simulated requests: when what comes needs another split of the hub, it converts
 instances towards the planner's, with the delays of a real conversion, and more is served sooner; else it rests.
 """
 
@@ -21,7 +21,7 @@ SHIFT_SECONDS = 400.0
 
 
 def shifting() -> list[Arrival]:
-    """Long answers ask for decode; from some time on short ones come, three times as fast, and ask for prefill."""
+    """Long answers need decode; from some time on short ones come, three times as fast, and need prefill."""
     first = [one._replace(output_tokens=LONG_ANSWERS) for one in requests(500, 0.9) if one.at_seconds < SHIFT_SECONDS]
     later = [
         one._replace(at_seconds=SHIFT_SECONDS + one.at_seconds, output_tokens=SHORT_ANSWERS)

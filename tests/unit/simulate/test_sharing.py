@@ -36,7 +36,7 @@ def test_a_job_to_which_more_is_added_ends_later_and_once():
     assert resource.finish() == pytest.approx({"a": 2.0})
 
 
-def test_a_rate_of_nothing_stops_everyone_until_it_is_back():
+def test_a_rate_of_zero_stops_all_jobs_until_it_returns():
     resource = Resource()
     resource.add(0, "a", 100)
 

@@ -1,5 +1,5 @@
 """Proves that files replaced while we serve are used from the next connection on, and that whatever cannot be used
-changes nothing, is told once, and is forgotten when it is repaired.
+changes nothing, is logged once, and is forgotten when it is repaired.
 """
 
 import datetime
@@ -65,7 +65,7 @@ def test_replaced_files_are_used_at_once(mount, authority, in_place: bool):
     assert credentials.problem == ""
 
 
-def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, caplog, monkeypatch):
+def test_unusable_files_change_nothing_and_are_logged_once(mount, authority, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     place = mount("hub")
     credentials = PeerCredentials(place.path)
@@ -75,7 +75,7 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, 
     expired = identity.issue(authority, "hub", Validity(NOW - DAY, NOW - datetime.timedelta(minutes=1)))
     good = {"tls.crt": expired.certificate, "tls.key": expired.key, "ca.crt": authority.certificate}
     half = {**good, "tls.crt": b"-----BEGIN"}
-    for files, said in ((good, "expired"), (half, "no certificate"), ({}, "tls.crt cannot be read")):
+    for files, message in ((good, "expired"), (half, "no certificate"), ({}, "tls.crt cannot be read")):
         caplog.clear()
         place.put_files(files)
         for name in {"tls.crt", "tls.key", "ca.crt"} - files.keys():
@@ -83,9 +83,9 @@ def test_what_cannot_be_used_changes_nothing_and_is_told_once(mount, authority, 
         for _ in range(5):
             moment += 2 * module.RETRY_SECONDS
             assert credentials.now() is first
-        assert said in credentials.problem
+        assert message in credentials.problem
         assert len(caplog.records) == 1
-        assert said in caplog.text
+        assert message in caplog.text
         assert "PRIVATE" not in caplog.text
     caplog.clear()
     place.put(identity.issue(authority, "hub", YEAR), authority)

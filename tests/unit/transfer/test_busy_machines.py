@@ -21,7 +21,7 @@ BUSY_SECONDS = GONE_SECONDS + 1.5
 
 
 class BusyEngine(Engine):
-    """An engine whose first copy takes longer than a destination bears silence."""
+    """An engine whose first copy takes longer than a destination tolerates silence."""
 
     is_busy = True
 

@@ -26,7 +26,7 @@ MISMATCH = "prfaas_transfer_mismatch_timestamp_seconds"
 
 
 @pytest.mark.parametrize("sides", [(1, 2), (2, 1), (2, 2)], ids=["one to two", "two to one", "two to two"])
-def test_slices_of_one_transfer_cross_apart_between_whatever_movers_hold_them(start_engine, sides):
+def test_slices_of_one_transfer_cross_apart_between_the_movers_that_hold_them(start_engine, sides):
     sources, destinations = ([start_engine() for _ in range(count)] for count in sides)
     whole = msgspec.structs.asdict(make_announcement())
     for rank in range(2):
@@ -39,7 +39,7 @@ def test_slices_of_one_transfer_cross_apart_between_whatever_movers_hold_them(st
     assert landed == sent
 
 
-def test_a_slice_that_is_declined_ends_alone(pair):
+def test_a_declined_slice_ends_no_other(pair):
     source, destination = pair
     first = source.offer(slice=CacheSlice(0, 2, GROUPS))
     second = source.offer(**msgspec.structs.asdict(first) | {"slice": CacheSlice(1, 2, GROUPS)})
@@ -144,7 +144,7 @@ def test_both_models_are_named_where_they_differ(pair, start_engine):
 
 
 @pytest.mark.parametrize("length", [150_000, 400_000])
-def test_a_source_whose_manifest_is_huge_fails_its_own_fetch_alone(pair, length):
+def test_a_source_with_a_huge_manifest_fails_only_its_own_fetch(pair, length):
     source, destination = pair
 
     def enlarge(frame: Seen) -> list[bytes]:
@@ -214,7 +214,7 @@ def test_a_fetch_of_a_slice_that_fails_frees_that_slice_at_its_source(pair):
 
 @pytest.mark.parametrize("error", [PeerError("no blocks"), RuntimeError("a bug")])
 @pytest.mark.parametrize("side", ["source", "destination"])
-def test_a_copy_that_an_engine_cannot_make_ends_its_transfer_alone(pair, monkeypatch, side, error):
+def test_a_copy_that_an_engine_cannot_make_ends_only_its_transfer(pair, monkeypatch, side, error):
     source, destination = pair
 
     def fail(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""A data port and destinations by hand: who comes early waits, and a machine without threads costs a connection."""
+"""A data port and destinations by hand: an early one waits, and a machine without threads costs a connection."""
 
 import socket
 import threading

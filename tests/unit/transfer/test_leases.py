@@ -130,7 +130,7 @@ def test_an_announced_cache_belongs_to_the_cluster_that_connected_first(offers):
     assert offers.connect(ADDRESS, make_hello(8), "hub", STREAM).subject.peer == "hub"
     with pytest.raises(PeerError, match="no prefill"):
         offers.connect(ADDRESS, make_hello(8, 1), "other", STREAM)
-    assert offers.connect(ADDRESS, make_hello(0, 1), "hub", STREAM).manifest.start_token == 8, "the first one said it"
+    assert offers.connect(ADDRESS, make_hello(0, 1), "hub", STREAM).manifest.start_token == 8, "the first one set it"
 
 
 def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():

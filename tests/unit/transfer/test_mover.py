@@ -88,7 +88,7 @@ def test_an_offer_that_ends_while_it_is_announced_is_forgotten(mover, ends, monk
     assert (mover._open._open, mover._open._key_of) == ({}, {})
 
 
-def test_a_mover_without_a_thread_to_spare_ends_a_fetch_and_serves_on(mover, ends, monkeypatch):
+def test_a_mover_without_a_thread_to_spare_ends_a_fetch_and_still_serves(mover, ends, monkeypatch):
     message = make_announcement()
     at_source = (message.request_id, message.transfer_id, message.epoch, message.token, "127.0.0.1", 1, "")
     start = threading.Thread.start

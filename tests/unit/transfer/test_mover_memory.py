@@ -99,7 +99,7 @@ def test_a_copy_that_is_made_before_the_question_is_on_its_way_is_waited_for_no_
     assert time.monotonic() - began < PATIENCE_SECONDS / 2
 
 
-def test_each_answer_reaches_who_waits_for_it():
+def test_each_answer_reaches_the_caller_that_waits_for_it():
     requests: list[CopyRequest] = []
     copies = Copies(make_slots(2), requests.append)  # type: ignore[arg-type]
     with ThreadPoolExecutor(2) as pool:

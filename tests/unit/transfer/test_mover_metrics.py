@@ -78,7 +78,7 @@ def test_a_mover_shows_what_the_scheduler_reads_of_a_link_and_the_size_of_a_cach
     assert apart == 2 * (state_bytes + 1024 * token_bytes), "each rank has other rows"
 
 
-def test_a_rank_that_is_missing_costs_its_own_figures_alone_and_other_paths_are_none(caplog):
+def test_a_missing_rank_costs_only_its_own_figures_and_other_paths_are_none(caplog):
     port, missing = free_ports(2)
     serve("127.0.0.1", port, MoverMetrics(make_options(), lambda: Stats(sent_bytes=5)), (missing,))
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics?x=1", timeout=PATIENCE_SECONDS) as answer:

@@ -1,4 +1,4 @@
-"""Proves that the written OpenAPI documents are those of the types and speak of the routes that are served alone, and
+"""Proves that the written OpenAPI documents are those of the types and name only the routes that are served, and
 that the page's examples are what the types read.
 """
 

@@ -143,7 +143,7 @@ def test_a_stream_that_is_cut_anywhere_is_never_whole(transfer: Sent, data: st.D
 
 
 @pytest.mark.parametrize("frame", COMPLETE.frames[:-2])
-def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody_before(frame: bytes):
+def test_what_a_broken_connection_had_claimed_is_free_for_another_but_not_before(frame: bytes):
     ledger = ReceiveLedger(MANIFEST)
     position = ledger.claim(0, header_of(frame))
     ledger.lost(1)  # another connection's claims are its own
@@ -154,7 +154,7 @@ def test_what_a_broken_connection_had_claimed_is_free_for_another_and_for_nobody
     assert ledger.received == ()
 
 
-def test_what_arrived_over_a_connection_stays_when_it_breaks():
+def test_what_arrived_by_a_connection_stays_when_it_breaks():
     destination = Receiver()
     destination.take_all(COMPLETE.frames[:3])
     destination.ledger.lost(0)
@@ -258,7 +258,7 @@ def test_rows_that_overlap_earlier_rows_are_refused(start: int, tokens: int):
         destination.take(block(2, start, bytes(6 * tokens), 2))
 
 
-def test_after_an_error_nothing_is_taken_any_more():
+def test_takes_nothing_after_an_error():
     destination = Receiver()
     with pytest.raises(ProtocolError):
         destination.take(block(2, 1, bytes(6)))
@@ -371,7 +371,7 @@ def test_an_agreed_codec_makes_a_payload_smaller_and_never_empty():
             )
 
 
-def test_a_frame_that_stands_for_more_than_a_frame_may_hold_is_refused_however_few_bytes_travel():
+def test_refuses_a_frame_that_stands_for_more_than_a_frame_may_hold():
     """A reader takes memory for what a codec makes of them."""
     tokens = MAX_DATA_BYTES // ROW_BYTES
     expected = msgspec.structs.replace(MANIFEST, end_token=MANIFEST.start_token + tokens + 1)
