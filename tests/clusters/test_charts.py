@@ -262,7 +262,7 @@ def test_a_pool_that_shares_its_nodes_ports_needs_a_namespace_that_allows_it(ins
     assert 'violates PodSecurity "restricted' in refused.value.stderr
 
 
-def test_uninstall_leaves_custom_resources_alone(installed):
+def test_uninstall_keeps_custom_resources(installed):
     """Last, because it takes the operator away."""
     pool = {
         "apiVersion": "prfaas.io/v1alpha1",

@@ -108,7 +108,7 @@ def older_chart(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
-def test_every_variant_is_taken_by_the_server_and_its_pods_are_admitted(releases, values):
+def test_the_server_accepts_every_variant_and_admits_its_pods(releases, values):
     chart, namespace = values.parts[-3], releases.namespace(f"{values.parts[-3]}-{values.stem.removesuffix('-values')}")
     options = ("--namespace", namespace, "--values", values)
     crds = ("--set", "crds.enabled=false") if chart == "prfaas" and values.stem != "minimal-values" else ()
@@ -190,7 +190,7 @@ def is_served(releases: Releases, kind: str) -> bool:
     return True
 
 
-def test_kept_crds_are_taken_over_by_the_next_release_and_go_when_told(releases):
+def test_the_next_release_takes_over_kept_crds_and_removes_them_if_configured(releases):
     """CRDs that a former release kept do not stand in the way of the next; one with keep=false takes them along."""
     namespace = releases.namespace("again")
     if own_crds(releases) == 0:

@@ -61,13 +61,13 @@ def assert_refused(port: Port, down: Change) -> PeerError:
 
 @pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.BLOCK, Kind.STATE, Kind.HIDDEN, Kind.DONE])
 @pytest.mark.parametrize("field", HEADER_FIELDS)
-def test_a_flipped_bit_in_any_field_of_any_kind_of_frame_costs_its_connection_alone(port: Port, field: str, kind: Kind):
+def test_a_flipped_bit_in_any_field_of_any_kind_of_frame_costs_only_its_connection(port: Port, field: str, kind: Kind):
     assert assert_mended(port, flip_once(kind, HEADER_FIELDS[field])) == 2
 
 
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ACK])
 @pytest.mark.parametrize("field", HEADER_FIELDS)
-def test_a_flipped_bit_in_what_the_destination_says_costs_its_connection_alone(
+def test_a_flipped_bit_of_the_destination_costs_only_its_connection(
     port: Port, field: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ):
     up = flip_once(kind, HEADER_FIELDS[field])
@@ -87,7 +87,7 @@ def test_bits_flipped_at_random_are_mended_as_long_as_some_connection_gets_throu
     assert assert_mended(port, flip_at_random(seed, times=10, chance=0.4)) > 1
 
 
-def test_a_message_that_comes_twice_says_nothing_new(port: Port):
+def test_a_message_that_comes_twice_changes_nothing(port: Port):
     def down(seen: Seen) -> list[bytes]:
         return [seen.raw] * (1 + (seen.header.kind in (Kind.DONE, Kind.KEEP_ALIVE)))
 
@@ -97,7 +97,7 @@ def test_a_message_that_comes_twice_says_nothing_new(port: Port):
 @pytest.mark.usefixtures("wary")
 @pytest.mark.parametrize("missing", [1, 8, HEADER_BYTES, HEADER_BYTES + 8])
 @pytest.mark.parametrize("at", [0, 1, 6, 10, 13])
-def test_bytes_lost_out_of_the_stream_cost_its_connection_alone(port: Port, at: int, missing: int):
+def test_bytes_lost_from_the_stream_cost_only_its_connection(port: Port, at: int, missing: int):
     """What follows moves into the gap: lengths and places would be read from the wrong bytes."""
 
     def down(seen: Seen) -> list[bytes]:
@@ -141,7 +141,7 @@ def test_a_frame_with_this_transfers_id_and_another_epoch_is_never_placed(port: 
         assert port.ends()
 
 
-def test_a_payload_changed_by_somebody_who_seals_it_anew_is_found_by_the_digest_over_all(port: Port):
+def test_the_digest_over_all_finds_a_payload_that_was_changed_and_sealed_again(port: Port):
     def down(seen: Seen) -> list[bytes]:
         if (seen.connection, seen.frame) != (0, 3):
             return [seen.raw]

@@ -172,7 +172,7 @@ def test_a_destination_that_trickles_bytes_of_a_frame_holds_nothing_beyond_its_l
     port.assert_ended_once(failed=1)
 
 
-def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: Port, monkeypatch: pytest.MonkeyPatch):
+def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_no_other(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(data_port_module, "HELLO_SECONDS", 0.4)
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
@@ -192,7 +192,7 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: 
     port.assert_ended_once(delivered=1)
 
 
-def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port):
+def test_replaces_kept_connections_of_a_source_that_restarted(port: Port):
     connections = Connections(PeerAuth())
     with Proxy(port.address) as proxy:
         for handle in range(3):
@@ -234,7 +234,7 @@ def test_a_kept_connection_that_died_silently_is_replaced(port: Port):
 
 
 @pytest.mark.usefixtures("wary")
-def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port, monkeypatch: pytest.MonkeyPatch):
+def test_gives_up_a_source_that_is_silent_on_a_new_connection_too(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pull_module, "GONE_SECONDS", 4.0)
     silent = threading.Event()
 

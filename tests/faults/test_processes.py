@@ -98,7 +98,7 @@ def test_a_source_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_on
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_destination_that_is_killed_or_freezes_costs_its_own_transfer_alone(
+def test_a_destination_that_is_killed_or_freezes_costs_only_its_transfer(
     ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.5)

@@ -158,7 +158,7 @@ def test_nothing_is_left_of_a_start_that_is_interrupted(tmp_path):
     nothing_is_left(Running(process, state), processes)
 
 
-def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
+def test_when_a_part_breaks_all_ends_and_the_reason_is_printed(up, tmp_path):
     running = up()
     processes = descendants(running.process.pid)
     servers = api_servers(processes)

@@ -91,7 +91,7 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
     assert '"pyhton3": executable file not found' in (await hub.eventually(refused, "RunContainerError"))["message"]
 
 
-async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):
+async def test_deletion_runs_the_hook_then_signals_then_waits_for_the_end(hub):
     # It ends two seconds late, so that who reads its log has begun by then.
     trap = "trap 'echo asked; sleep 2; exit 0' TERM; echo started; while :; do sleep 0.05; done"
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
@@ -149,7 +149,7 @@ async def test_a_pod_sees_its_own_mounts_and_processes_and_the_host_sees_neither
     assert "/etc/deep" not in Path("/proc/self/mountinfo").read_text()
 
 
-async def test_logs_are_for_the_api_server_alone(hub):
+async def test_only_the_api_server_reads_logs(hub):
     await hub.output("diary", "echo", "private")
     script = """
 import http.client, ssl

@@ -58,7 +58,7 @@ def ignore(_: str) -> None:
     """Nobody reads the progress."""
 
 
-def test_what_is_built_once_is_found_again_and_a_changed_pin_builds_anew(source, tmp_path):
+def test_what_is_built_once_is_found_again_and_a_changed_pin_builds_again(source, tmp_path):
     first = ensure_tools(ignore)["hello"]
     assert first.read_text() == "built\n"
     install_go(tmp_path, "exit 1")

@@ -47,7 +47,7 @@ def installed(calls: Path) -> list[str]:
     return [line for line in calls.read_text().splitlines() if line.startswith("pip sync")]
 
 
-def test_it_is_installed_once_by_hash_and_anew_for_another_lock(calls: Path, tmp_path: Path):
+def test_it_is_installed_once_by_hash_and_again_for_another_lock(calls: Path, tmp_path: Path):
     shown: list[str] = []
     first, again = vllm.ensure_vllm(shown.append), vllm.ensure_vllm(shown.append)
     assert first == again

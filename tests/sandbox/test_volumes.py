@@ -22,7 +22,7 @@ def test_files_are_written_replaced_and_removed(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"longer"
 
 
-def test_an_unchanged_file_is_left_alone(tmp_path):
+def test_keeps_an_unchanged_file(tmp_path):
     write_files(tmp_path, {"a": (b"1", 0o644)})
     before = (tmp_path / "a").stat().st_ino
     write_files(tmp_path, {"a": (b"1", 0o644)})

@@ -108,9 +108,9 @@ def test_the_reference_is_what_the_code_says():
     assert "object at 0x" not in page
 
 
-def test_what_is_gone_would_be_found(tmp_path: Path):
+def test_finds_missing_tests_and_links(tmp_path: Path):
     here = Path(__file__).relative_to(ROOT).as_posix()
-    assert "test_what_is_gone_would_be_found" in functions_of(here)
+    assert "test_finds_missing_tests_and_links" in functions_of(here)
     assert "test_that_never_was" not in functions_of(here)
     assert functions_of("tests/no_such_file.py") == set()
     (tmp_path / "a.md").write_text("# One: `two`\n")
@@ -148,7 +148,7 @@ def test_every_name_of_the_architecture_stands_in_its_file():
     assert missing_names(page.read_text(), page.parent) == []
 
 
-def test_a_name_that_is_gone_would_be_found():
+def test_finds_a_missing_name():
     here = "../gateway/prfaas_gateway/state.py"
     page = f"[`GatewayState.push`]({here}) [`GatewayState.done`]({here}) `HubView.put` `HubView.stash` `LinkSommelier`"
     assert missing_names(page, ROOT / "docs") == [f"GatewayState.done in {here}", "HubView.stash", "LinkSommelier"]
@@ -182,7 +182,7 @@ def test_every_module_that_a_page_or_a_docstring_names_exists():
     assert {one: found for one, found in gone.items() if found} == {}
 
 
-def test_a_module_that_is_gone_would_be_found():
+def test_finds_a_missing_module():
     assert missing_modules("see `prfaas.routing.nowhere`, prfaas.routing.decide.decide and prfaas.io") == [
         "prfaas.routing.nowhere"
     ]

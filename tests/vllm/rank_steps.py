@@ -225,7 +225,7 @@ def test_only_a_request_that_is_revoked_waits_for_its_copy_and_gives_nothing_aft
         assert fails(lambda part=part: loaded(side, part)) == "the request has lost its blocks"
 
 
-def test_a_copy_that_fails_holds_up_nobody():
+def test_a_copy_that_fails_delays_no_other():
     side = begun()
     put(side, 0, GOAL)
     assert fails(lambda: loaded(side, CopyPart(ATTENTION, 3, 192, 128)))
@@ -233,7 +233,7 @@ def test_a_copy_that_fails_holds_up_nobody():
         pool.submit(side.step, StepPlan(revoked={"s": "why"})).result(10)
 
 
-def test_a_sources_blocks_are_free_when_its_request_and_its_offer_are_over_and_not_before():
+def test_a_sources_blocks_are_free_when_its_request_and_its_offer_have_ended_and_not_before():
     for is_request_first in (True, False):
         side = begun()
         put(side, 0, GOAL)
@@ -250,7 +250,7 @@ def test_a_sources_blocks_are_free_when_its_request_and_its_offer_are_over_and_n
         assert_nothing_is_kept(found)
 
 
-def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_goes_on():
+def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_continues():
     side = begun()
     side.step(StepPlan(starts=[source(request_id="again")]))
     assert side.transfers.mover.said("announce") == []
@@ -258,7 +258,7 @@ def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_
     assert put(side, 0, GOAL) == (rows(0, GOAL) + STATES, True)
 
 
-def test_a_fetch_that_came_and_one_that_failed_are_told_once_each_and_the_failure_to_all_ranks():
+def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_failure_to_all_ranks():
     side = Side("hub")
     for reason in ("", "the source died"):
         side.step(StepPlan(fetches=[destination()]))
@@ -271,7 +271,7 @@ def test_a_fetch_that_came_and_one_that_failed_are_told_once_each_and_the_failur
         assert_nothing_is_kept(side.transfers)
 
 
-def test_a_fetch_is_cancelled_when_its_request_is_over_or_another_rank_has_failed():
+def test_a_fetch_is_cancelled_when_its_request_has_ended_or_another_rank_has_failed():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination(), destination(request_id="other")]))
     side.transfers.results({"s"}, is_idle=True)
@@ -282,7 +282,7 @@ def test_a_fetch_is_cancelled_when_its_request_is_over_or_another_rank_has_faile
     assert side.transfers.mover.said("cancel_fetch") == [("other",)]
 
 
-def test_a_cache_in_slices_is_sent_when_all_of_them_are_over():
+def test_a_cache_in_slices_is_sent_when_all_of_them_have_ended():
     rank = Rank(RankOf(0, 1), nobody, is_empty=False)
     rank.step(StepPlan(starts=[source(64, ranks=2)], steps=[SourceStep("s", 0, 64, ([1, 2, 3, 4],) * 4)]))
     found = rank.transfers
@@ -315,7 +315,7 @@ def test_slices_come_all_or_in_vain_and_the_first_that_fails_ends_the_others():
         assert_nothing_is_kept(found)
 
 
-def test_a_source_that_is_not_wanted_hears_it_at_each_port_for_the_rank_that_it_offers():
+def test_declines_an_unwanted_source_at_each_port_for_the_rank_that_it_offers():
     for own, ranks, told in (
         (RankOf(0, 1), 0, [(9000, 0)]),
         (RankOf(1, 2), 2, [(9001, 1)]),
@@ -354,7 +354,7 @@ def test_steps_of_an_accelerator_are_handed_on_one_after_another_when_their_kern
     assert [parts for _, parts in side.transfers.mover.said("put")] == [rows(0, 64), rows(64, GOAL) + STATES]
 
 
-def test_all_ranks_get_what_each_has_given_in_the_order_of_ranks():
+def test_all_ranks_get_the_tensors_of_all_in_the_order_of_ranks():
     """By the library with which vLLM's ranks compute together on CPUs."""
     fork = multiprocessing.get_context("fork")
     with tempfile.NamedTemporaryFile() as store:

@@ -91,7 +91,7 @@ def damage_once(number: int):
 
 
 @pytest.mark.parametrize("trouble", [cut_once(1), cut_once(5), damage_once(3)], ids=["cut at once", "cut", "damaged"])
-def test_a_broken_or_damaged_connection_goes_on_where_it_was(reference_engine: Engine, plain: Pair, trouble):
+def test_a_broken_or_damaged_connection_continues_where_it_was(reference_engine: Engine, plain: Pair, trouble):
     ids, tokens, logprobs = reference(reference_engine, plain, LENGTH)
     plain.source.forget_prefixes()
     plain.destination.forget_prefixes()

@@ -218,7 +218,7 @@ def offload_through(pair: Pair, ids: list[int], rank: int, change: Change) -> tu
 SILENT = re.compile(r"its cache did not come: .*(sent no (byte|answer) for|the peer moved no byte for)")
 
 
-def test_a_cut_connection_of_one_rank_goes_on_where_it_was(two_ranks: Engine, pair: Pair):
+def test_a_cut_connection_of_one_rank_continues_where_it_was(two_ranks: Engine, pair: Pair):
     ids, tokens, logprobs = reference(two_ranks, pair, 1500)
     free = forget(pair)
 

@@ -59,7 +59,7 @@ def scheduler(hub, tmp_path: Path) -> Iterator[None]:
     process.wait()
 
 
-def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_both(joined):
+def test_cluster_and_pool_report_an_ended_credential_and_a_new_one_heals_both(joined):
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "guest"}}
     subject = {"kind": "ServiceAccount", "name": "guest", "namespace": joined.member.name}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "prfaas-operator"}
@@ -83,7 +83,7 @@ def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_
     joined.hub.delete("pmc", "guest")
 
 
-def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
+def test_reports_a_used_up_quota_and_a_larger_one_heals(joined):
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}}
     joined.member.apply({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "0"}}})
     enforced = lambda: joined.member.get("resourcequota", "gpus").get("status", {}).get("hard")  # noqa: E731
@@ -100,7 +100,7 @@ def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
     joined.hub.delete("pfpool", "greedy")
 
 
-def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
+def test_reports_an_instance_without_a_node_and_a_node_heals(joined, scheduler):
     joined.hub.apply(joined.pool("PrefillPool", "homeless", template={"schedulerName": SCHEDULER}))
     assert "no nodes available" in wait_warning(joined, "pfpool", "homeless", "Unschedulable")
     joined.hub.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "late"}})
@@ -123,7 +123,7 @@ def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
     joined.hub.kubectl("delete", "node", "late")
 
 
-def test_an_image_that_cannot_be_pulled_is_told_and_a_better_one_heals(joined):
+def test_reports_an_image_that_cannot_be_pulled_and_a_better_one_heals(joined):
     joined.hub.apply(joined.pool("DecodePool", "typo", engine={"image": "nowhere/worker:1"}))
     pod = joined.eventually(lambda: joined.hub.pods("typo"), "a pod")[0]
     container: dict[str, Any] = {"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": ""}
@@ -158,6 +158,6 @@ def test_a_pool_that_would_read_the_operators_secrets_gets_no_instance_and_anoth
     joined.hub.delete("dcpool", "thief", "burglar")
 
 
-def test_after_all_that_the_operator_still_runs_and_nothing_is_left(joined):
+def test_the_operator_still_runs_afterwards_and_leaves_nothing(joined):
     joined.hub.delete_all("pmc")
     joined.eventually(lambda: not joined.children(), "no child is left")

@@ -110,7 +110,7 @@ def test_what_is_edited_or_deleted_is_put_right(joined):
         joined.eventually(lambda place=place, cluster=cluster: usable(place, cluster), f"{cluster} has one again")
 
 
-def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined):
+def test_reports_a_lost_or_damaged_authority_and_never_replaces_it(joined):
     backup = joined.hub.get("secret", AUTHORITY)
     before = read(joined.hub), read(joined.member)
     damaged = {"data": {**backup["data"], "tls.key": "bm90IGEga2V5"}}
@@ -131,7 +131,7 @@ def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined
     assert (read(joined.hub), read(joined.member)) == before
 
 
-def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined):
+def test_keeps_another_hubs_certificate_and_pools_say_why(world, joined):
     label = ("prfaas.io/cluster-uid=somebody-elses", "--overwrite")
     joined.member.kubectl("label", "secret", SECRET, *label)
 
@@ -149,7 +149,7 @@ def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined)
     joined.hub.delete("pfpool", "late")
 
 
-def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_overwrite(joined):
+def test_a_second_registration_reports_whose_certificate_it_would_overwrite(joined):
     theirs = read(joined.member)
     joined.hub.apply(
         joined.member_cluster("twin", "eu-kubeconfig"), joined.pool("PrefillPool", "second", clusterName="twin")
@@ -184,7 +184,7 @@ def test_a_member_that_leaves_takes_its_certificate_along(joined):
     assert not joined.member.exists("secret", SECRET)
 
 
-def test_of_two_that_are_registered_at_once_for_one_namespace_one_is_served_and_the_other_told(joined):
+def test_of_two_registered_at_once_for_one_namespace_one_is_served_and_one_refused(joined):
     names = {"north", "south"}
     bodies = [joined.member_cluster(name, "eu-kubeconfig") for name in sorted(names)]
     bodies += [joined.pool("PrefillPool", f"{name}-pool", clusterName=name) for name in sorted(names)]

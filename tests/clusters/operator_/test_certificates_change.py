@@ -138,7 +138,7 @@ def test_a_certificate_is_renewed_by_the_same_authority(ground, change, joined):
     assert read(ground.hub)["tls.key"] != first["tls.key"]
 
 
-def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority_by_steps(ground, change, joined):
+def test_an_issuers_certificates_are_requested_copied_and_change_their_authority_by_steps(ground, change, joined):
     joined()
     ground.eventually(change.is_lasting, "both clusters have certificates of the operator that last")
     change.kill()

@@ -23,7 +23,7 @@ def home(world):
     return world.hub
 
 
-def test_an_edit_is_put_back_and_told_with_its_author(world, home):
+def test_reverts_an_edit_and_names_its_author(world, home):
     change = {"spec": {"template": {"spec": {"enableServiceLinks": True}}}}
     home.patch("deployment", "decode", change, "somebody")
     links = lambda: home.get("deployment", "decode")["spec"]["template"]["spec"]["enableServiceLinks"]  # noqa: E731
@@ -32,7 +32,7 @@ def test_an_edit_is_put_back_and_told_with_its_author(world, home):
     assert message == ("Deployment decode: somebody changed spec.template.spec.enableServiceLinks; reverted")
 
 
-def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs(world, home):
+def test_a_manager_that_takes_a_field_by_apply_loses_it_and_keeps_its_own(world, home):
     theirs = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -62,7 +62,7 @@ def test_two_who_correct_each_other_bring_no_storm(world, home):
     assert len(home.told("local", "ChildEdited")) <= most
 
 
-def test_somebody_elses_object_is_taken_over_when_it_says_so(world, home):
+def test_adopts_a_foreign_object_that_is_annotated(world, home):
     theirs = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

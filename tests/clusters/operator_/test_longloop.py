@@ -181,7 +181,7 @@ def test_one_instance_is_converted_without_a_restart_and_then_the_policy_rests(b
         assert words in described
 
 
-def test_during_the_cooldown_a_wanted_change_is_told_and_not_made(balanced):
+def test_during_the_cooldown_a_wanted_change_is_reported_and_not_made(balanced):
     cooled = {"enabled": True, "cooldownSeconds": 3600}
     settle(balanced)
     measured(balanced, 900)
@@ -211,7 +211,7 @@ def test_the_plan_command_reads_what_the_installation_measures(balanced):
 @pytest.mark.parametrize(
     ("manager", "words"), [("kubectl-scale", "a user owns"), ("kube-controller-manager", "an autoscaler owns")]
 )
-def test_replicas_that_somebody_else_wrote_are_left_alone(balanced, manager, words):
+def test_keeps_replicas_that_another_manager_wrote(balanced, manager, words):
     balanced.hub.kubectl("annotate", "dcpool/decode", "pfpool/swing", f"{OWNED}-")
     for pool, count in (("dcpool/decode", 3), ("pfpool/swing", 1)):
         # Written twice, so that the value changes and the field changes hands.
@@ -251,7 +251,7 @@ def test_a_busy_policy_scales_within_bounds_one_change_at_a_time(balanced):
     assert told(balanced, "decode", "Scaling")
 
 
-def test_a_policy_that_decides_nothing_any_more_says_nothing_of_balance(balanced):
+def test_a_policy_that_stops_deciding_says_nothing_of_balance(balanced):
     look(balanced, scaling={"mode": "None"})
 
     def silent() -> bool:

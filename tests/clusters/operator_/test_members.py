@@ -60,7 +60,7 @@ def test_a_client_certificate_serves_as_well_as_a_token(world, member):
     world.hub.delete("pmc", "cert")
 
 
-def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreachable_server(world):
+def test_distinguishes_a_refused_or_weak_credential_from_an_unreachable_server(world):
     unknown, weak = world.kubeconfig(), world.kubeconfig()
     unknown["users"][0]["user"]["token"] = "nobody"
     world.member.kubectl("create", "serviceaccount", "weak")
@@ -74,7 +74,7 @@ def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreacha
 
 
 @pytest.mark.quiet
-def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_go_on(world):
+def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_work(world):
     pool = world.pool("PrefillPool", "well-pool", clusterName="well")
     world.hub.apply(world.secret("well", world.kubeconfig()), world.member_cluster("well", "well"), pool)
     world.eventually(lambda: world.member.exists("deployment", "well-pool"), "the healthy member has its pool")

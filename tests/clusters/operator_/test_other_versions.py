@@ -143,7 +143,7 @@ def nothing_is_written(world, name: str) -> None:
     assert all(is_left_in_peace(world, name) for _ in range(LOOKS - 1))
 
 
-def test_a_field_that_an_older_crd_lacks_is_told_and_everything_else_written(joined, crds):
+def test_reports_a_field_that_an_older_crd_lacks_and_writes_all_others(joined, crds):
     crds("PrefillPool", lambda object_: object_["status"]["properties"].pop("replicasOwner"))
 
     def is_told() -> bool:
@@ -209,7 +209,7 @@ def knows_more(object_: dict[str, Any]) -> None:
     del spec["x-kubernetes-validations"], spec["properties"]["engine"]["x-kubernetes-validations"]
 
 
-def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joined, crds):
+def test_keeps_a_pool_of_a_newer_version_and_all_that_it_owns(joined, crds):
     crds("PrefillPool", knows_more)
     before, routes = joined.member.get("deployment", "away"), table(joined)
     newer = json.dumps({"spec": {"engine": {"type": "future"}, "invented": "x"}})

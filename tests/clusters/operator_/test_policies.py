@@ -75,7 +75,7 @@ def test_instances_follow_readiness_in_both_clusters(served):
     served.eventually(lambda: "https://10.2.1.1:8000" in states(served), "and comes back")
 
 
-def test_an_instance_that_ends_is_draining_until_it_is_gone(served):
+def test_an_instance_that_ends_is_draining_until_it_is_removed(served):
     name = served.member.pods("offload")[0]
     address = served.member.get("pod", name)["status"]["podIP"]
     served.member.patch("pod", name, {"metadata": {"finalizers": ["test.io/hold"]}})
@@ -146,7 +146,7 @@ def test_gateway_pods_have_the_least_rights(served):
     assert [one for one in refused if may(*one)] == []
 
 
-def test_what_other_writers_say_in_the_status_stays(served):
+def test_keeps_what_other_writers_put_in_the_status(served):
     other = {
         "type": "MetricsFresh",
         "status": "True",

@@ -46,7 +46,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     world.eventually(lambda: world.metrics()[metric] > time.time() + 29 * 86_400, "the metric follows")
 
 
-def test_a_secret_that_somebody_else_keeps_is_left_as_it_is_and_its_end_is_told(world):
+def test_keeps_a_secret_of_another_owner_and_reports_its_end(world):
     body = secret_with(world, "theirs", -3600, 900, {})
     world.hub.apply(body, world.member_cluster("theirs", "theirs"))
     world.hub.wait_reason("pmc", "theirs", "AllReady")
@@ -65,7 +65,7 @@ def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
     world.member.patch("role", "prfaas-operator", {"rules": rules})
 
 
-def test_an_ended_token_is_told_apart_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
+def test_an_ended_token_is_reported_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
     world.hub.apply(secret_with(world, "ended", -3600, -60, MADE_BY_JOIN), world.member_cluster("ended", "ended"))
     found = world.hub.wait_reason("pmc", "ended", "TokenExpired")
     assert "run `prfaas cluster join ended` again" in found["message"]

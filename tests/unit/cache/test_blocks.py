@@ -123,7 +123,7 @@ def test_a_rolling_checkpoint_takes_the_place_of_the_last():
     assert served.blocks.cached_pages == PAGES_PER_STATE
 
 
-def test_a_rolling_checkpoint_stays_when_somebody_started_from_it():
+def test_a_rolling_checkpoint_stays_when_a_sequence_started_from_it():
     served = Served()
     lease, _ = served.begin("abcdef")
     chain = chain_of("abcdef")
@@ -145,7 +145,7 @@ def test_a_sequence_may_use_up_the_pages_of_the_state_that_it_started_from():
     served.blocks.check_integrity()
 
 
-def test_an_equal_block_of_another_sequence_keeps_its_page_private_until_nobody_holds_the_first():
+def test_an_equal_block_of_another_sequence_keeps_its_page_private_until_the_first_is_free():
     served = Served()
     one, _ = served.begin("ab")
     two, _ = served.begin("ab")

@@ -215,7 +215,7 @@ def test_the_check_finds_a_page_that_is_lost():
         blocks.check_integrity()
 
 
-def test_a_page_given_back_twice_is_an_error():
+def test_a_page_freed_twice_is_an_error():
     blocks = Blocks(4, 1)
     pages = taken(blocks, 2)
     assert pages is not None

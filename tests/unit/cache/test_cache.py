@@ -28,7 +28,7 @@ def test_tenants_find_nothing_of_each_other(rig):
     assert rig.serve(A, salt="one") == 20
 
 
-def test_without_its_state_attention_alone_counts(rig):
+def test_without_its_state_only_attention_counts(rig):
     rig.serve(A)
     chain = rig.chain([*A[:12], 1, 2, 3, 4, 5])
     opened = rig.cache.open(chain.hashes, 17, 16, use_state=False)
@@ -119,7 +119,7 @@ def test_a_lease_is_closed_once(rig):
         rig.cache.close(lease)
 
 
-def test_a_page_held_by_nobody_known_is_found(rig):
+def test_finds_a_page_without_a_known_holder(rig):
     lease = rig.cache.open([], 8, 0).lease
     lease.pages.pop()
     with pytest.raises(InternalError, match="do not match the leases"):

@@ -70,7 +70,7 @@ def test_the_pretended_device_refuses_what_a_gpu_would():
             every_kind_of_step(model)
 
 
-def test_a_gpu_multiplies_in_bf16_unless_it_is_told_otherwise():
+def test_a_gpu_multiplies_in_bf16_by_default():
     with device_elsewhere() as device:
         model = KimiLinear.load(TINY, "auto", device.type)
         assert model.blocks[0].attention._qkv.dtype == torch.bfloat16
@@ -171,7 +171,7 @@ def test_fla_behind_our_arguments_is_the_rule_but_for_rounding():
 
 
 @pytest.mark.usefixtures("fla")
-def test_fla_is_taken_on_a_gpu_for_bf16_alone():
+def test_fla_is_used_only_on_a_gpu_and_for_bf16():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert choose_rule(cuda, torch.bfloat16) is not TORCH_RULE
     assert choose_rule(cuda, torch.float32) is TORCH_RULE
@@ -292,7 +292,7 @@ def test_a_wrong_checkpoint_is_refused_whatever_the_device(pretended_gpu, tmp_pa
             load_model(str(tmp_path), None, device, "auto")
 
 
-def test_the_bytes_that_are_asked_of_a_gpu_are_those_of_the_weights():
+def test_the_bytes_requested_from_a_gpu_are_those_of_the_weights():
     config = KimiLinear.load(TINY).config
     numbers = sum(tensor.numel() for tensor in load_file(TINY / "model.safetensors").values())
     assert weight_bytes(config, torch.float32) == 4 * numbers

@@ -66,7 +66,7 @@ def test_decodes_are_bit_for_bit_those_of_transformers(checkpoint, solo, tokens,
 
 
 @pytest.mark.parametrize("length", [20, LENGTH])
-def test_another_replica_goes_on_from_bytes_with_the_same_bits(checkpoint, solo, tokens, length):
+def test_another_replica_continues_from_bytes_with_the_same_bits(checkpoint, solo, tokens, length):
     here, _ = prefilled(solo, tokens[:length])
     there = solo_of(checkpoint.replica, slots=9)
     copy = moved(solo, here, there)
@@ -114,7 +114,7 @@ def test_chunks_and_decodes_of_one_step_come_out_in_order_as_if_alone(checkpoint
         assert distance(row, Oracle(checkpoint).logits(tokens[:length])) < BOUND
 
 
-def test_decodes_of_unequal_length_go_on_as_if_alone(checkpoint, solo, tokens):
+def test_decodes_of_unequal_length_continue_as_if_alone(checkpoint, solo, tokens):
     lengths = (21, 0, LENGTH, 1, 63)
     sequences = [prefilled(solo, tokens[:length])[0] if length else fresh(solo) for length in lengths]
     for step in range(4):

@@ -120,13 +120,13 @@ async def test_every_error_has_an_openai_body(
         assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_the_model_list_tells_the_context(client, pair):
+async def test_the_model_list_shows_the_context(client, pair):
     async with client.session.get(f"{pair[1].url}/v1/models") as answer:
         (model,) = (await answer.json())["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 131072)
 
 
-async def test_it_tells_how_prefills_are_asked_for(client, pair):
+async def test_describes_how_to_request_prefills(client, pair):
     async with client.session.get(f"{pair[1].url}/openapi.json") as answer:
         assert await answer.json() == openapi.prefill()
 

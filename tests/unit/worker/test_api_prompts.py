@@ -64,7 +64,7 @@ async def test_usage_can_grow_with_the_stream(client, pair):
     assert chunks[-1]["usage"] == usage["usage"]
 
 
-async def test_the_parts_of_the_first_tokens_time_are_told(client, pair):
+async def test_reports_the_parts_of_the_first_tokens_time(client, pair):
     async with client.open(pair[1]) as answer:
         seconds = {name: float(answer.headers[f"x-prfaas-{name}-seconds"]) for name in ("queue", "prefill", "transfer")}
     assert seconds["prefill"] > 0

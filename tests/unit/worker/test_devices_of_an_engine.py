@@ -66,7 +66,7 @@ def test_auto_takes_the_cpu_where_the_first_prefills_find_no_memory(loads, monke
     assert loads == ["auto", "cpu"]
 
 
-def test_a_gpu_that_was_asked_for_is_not_replaced_and_no_flag_is_blamed_that_nobody_gave(loads):
+def test_replaces_no_requested_gpu_and_blames_no_absent_flag(loads):
     with pytest.raises(ConfigError) as refused:
         build(options("cuda"))
     assert loads == ["cuda"]

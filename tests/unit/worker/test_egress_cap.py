@@ -170,7 +170,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
     assert granted == [9000] * 3
 
 
-def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
+def test_a_stopped_transfer_waits_no_longer_and_delays_no_other(monkeypatch):
     bucket, stop = EgressBucket(1), Stop()
     monkeypatch.setattr(EgressCredit, "delay_seconds", lambda _self, _count, _now: 1e6)
     ended: list[Exception] = []

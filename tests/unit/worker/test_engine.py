@@ -55,7 +55,7 @@ def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
     assert bench.engine.requests.get(handle) is None
 
 
-def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
+def test_refuses_a_request_beyond_what_may_wait(model: Model):
     bench = Bench(model, max_running=1, max_waiting=2)
     handles = [bench.ask(b"x", max_tokens=2) for _ in range(4)]
     bench.step()

@@ -69,7 +69,7 @@ def answers(bench: Bench, asked: list[tuple[bytes, int]], max_tokens: int) -> li
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
-def test_choices_without_a_slot_wait_and_say_what_they_would_have_said(model: Model, slots: int):
+def test_choices_without_a_slot_wait_and_generate_the_same(model: Model, slots: int):
     expected = answers(Bench(model, max_running=32), [(PROMPT, 5)], 70)
     assert answers(Bench(model, max_running=slots), [(PROMPT, 5)], 70) == expected
     assert [len(tokens) for tokens in expected] == [70] * 5

@@ -15,7 +15,7 @@ from .engine_bench import Bench, Parrot, alone
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_alone(model: Model):
+def test_sequences_that_outgrow_the_memory_take_turns_and_answer_as_if_alone(model: Model):
     """Three streams of up to four pages on five: the last one gives way, and comes back as if nothing had been."""
     bench = Bench(model, num_pages=5)
     prompts = [b"def f(x):\n    return", b"import os\n\n\nclass A", b"for i in range("]
@@ -31,7 +31,7 @@ def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_al
         assert bench.tokens(handle) == roomy.tokens(other)
 
 
-def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
+def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_again(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ):
     bench = Bench(model)

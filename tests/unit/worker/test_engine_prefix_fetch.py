@@ -119,7 +119,7 @@ def test_a_prefix_is_less_than_the_prompt(pair):
     assert isinstance(source.ask_prefix(SYSTEM), Failed), "the state stands where the prompt ends: a token must be left"
 
 
-def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
+def test_a_prefix_takes_no_promised_slot(models):
     source = Source(models[0], max_running=2)
     teach(source, SYSTEM + b"x")
     handle = source.ask(b"some prompt", choices=3, max_tokens=3)

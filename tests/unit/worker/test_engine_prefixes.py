@@ -59,7 +59,7 @@ def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     bench.assert_nothing_is_held()
 
 
-def test_nobody_is_asked_for_what_cannot_be_more_than_is_cached(model: Model):
+def test_fetches_nothing_that_cannot_be_more_than_is_cached(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     bench.ask(prompt)
     bench.run()
@@ -121,7 +121,7 @@ def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
     assert bench.engine.stats.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
 
 
-def test_who_waited_in_vain_asks_for_itself_once(model: Model):
+def test_requests_that_waited_in_vain_fetch_once(model: Model):
     """Two conversations that begin alike: what came for one is of no use to the other."""
     bench = Bench(model)
     one, other = SHARED[:64] + b"a" * 200, SHARED[:64] + b"b" * 200
@@ -160,7 +160,7 @@ def test_a_source_that_fails_one_is_not_tried_by_those_who_waited(model: Model):
     bench.assert_nothing_is_held()
 
 
-def test_another_asks_when_who_asked_leaves(model: Model):
+def test_another_request_fetches_when_the_first_leaves(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()
@@ -194,7 +194,7 @@ def test_lossy_rows_are_never_found_by_others(model: Model, is_exact: bool):
     bench.assert_nothing_is_held()
 
 
-def test_who_gives_its_memory_back_computes_lossy_rows_anew(model: Model):
+def test_a_request_that_frees_its_memory_computes_lossy_rows_again(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handle = ask(bench, prompt, max_tokens=70, ignore_eos=True)
     bench.step()
@@ -234,7 +234,7 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
         bench.assert_nothing_is_held()
 
 
-def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
+def test_marks_what_a_prefill_computes_on_lossy_rows(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
     message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
     offer, _ = bench.offers.grant(message.subject, 0, len(prompt))

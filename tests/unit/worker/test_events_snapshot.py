@@ -128,7 +128,7 @@ def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
     assert snapshot_batch_count(blocks) == len(list(snapshot_batches(blocks)))
 
 
-def test_what_is_gone_takes_no_memory():
+def test_removed_blocks_take_no_memory():
     kept = CacheSnapshot()
     kept.apply([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
     assert list(kept.blocks()) == [key(8)]

@@ -165,7 +165,7 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
     assert destination["trace_id"] == source["trace_id"] == gateway["trace_id"]
 
 
-async def test_the_steps_of_a_transfer_are_there_for_who_asks_for_them(system):
+async def test_the_debug_log_has_the_steps_of_a_transfer(system):
     _, headers = await ask(system.gateway_url)
     transfer_id = headers["x-prfaas-transfer-id"]
     await told(system.prefill.log, 1, transfer_id=transfer_id)
@@ -302,7 +302,7 @@ async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
     assert {span.attributes.get("transfer_id") for span in spans} == {transfer_id}
 
 
-async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system):
+async def test_a_request_that_falls_back_is_served_and_names_what_failed(system):
     trace_id, headers = "", dict[str, str]()
     async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
         with routed(system, url):

@@ -46,7 +46,7 @@ async def test_an_engine_that_loads_does_not_outlive_its_front_either(launch):
     await until_ended(engine)
 
 
-async def test_what_the_end_of_the_drain_cuts_off_is_told_so(client, launch):
+async def test_what_the_end_of_the_drain_cuts_off_gets_an_error(client, launch):
     worker = await launch("cut", "--drain-seconds", "1").ready()
     endless = {"max_tokens": 100_000, "ignore_eos": True}
     async with client.open(worker, stream=True, n=2, **endless) as answer:

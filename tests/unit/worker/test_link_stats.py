@@ -107,7 +107,7 @@ def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pai
     assert 0 < read_tcp_info(ours).unsent_bytes <= filled
 
 
-def test_the_peers_full_window_is_told_from_our_own_buffer(connection: Pair):
+def test_distinguishes_the_peers_full_window_from_our_own_buffer(connection: Pair):
     ours, _ = connection
     fill(ours)
     # The kernel counts in ticks, and once it has tried to send into the full window.
@@ -194,7 +194,7 @@ def test_delays_and_rates_fade_some_time_after_the_last_connection(
     assert found.sent_bytes == 4
 
 
-def test_a_socket_closed_under_the_monitor_disturbs_nobody(monitor: LinkMonitor, connection: Pair):
+def test_a_socket_closed_under_the_monitor_disturbs_no_other(monitor: LinkMonitor, connection: Pair):
     ours, theirs = connection
     with monitor.watch(partial(read_tcp_info, ours), nothing, "hub"):
         ours.sendall(bytes(100))

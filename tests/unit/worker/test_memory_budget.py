@@ -93,7 +93,7 @@ ACTS = st.one_of(
 # A failure here takes seconds to show, so it is not made smaller.
 @settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(acts=st.lists(ACTS, max_size=14))
-def test_it_always_gives_what_fits_to_whoever_asked_first_and_to_nobody_before_him(acts):
+def test_always_grants_what_fits_in_the_order_of_asking(acts):
     scene = Scene()
     for act, value in acts:
         getattr(scene, act)(value)

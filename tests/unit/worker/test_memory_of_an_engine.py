@@ -60,7 +60,7 @@ def test_too_many_states_are_refused_by_the_flag_that_asks_for_them(model: Model
     )
 
 
-def test_a_default_that_is_too_little_is_not_called_a_flag_that_was_given(model: Model):
+def test_calls_no_default_that_is_too_little_a_flag(model: Model):
     with pytest.raises(ConfigError) as refused:
         reserved(model, options(max_running=20_000))
     assert str(refused.value).startswith("the cache's 1024 MiB are too little for the states of 20000 sequences")

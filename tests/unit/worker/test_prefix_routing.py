@@ -145,7 +145,7 @@ async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, man
         assert await door.until("prfaas_gateway_kv_matched_tokens_total", lambda _: True) >= 6 * (SURELY_CACHED)
 
 
-async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, managers, pair, client):
+async def test_a_prompt_that_goes_elsewhere_fetches_its_beginning(gateway, managers, pair, client):
     first, second = pair
     beginning, fields = text_of(1500, "elsewhere"), {"max_tokens": 12, "logprobs": 5}
     prompt, surely = beginning + text_of(200, "its ending"), 1500 - 3 * 64

@@ -49,7 +49,7 @@ class Machine:
         return max(abs(prefill_seconds(self.told[-1], n) / prefill_seconds(TRUE, n) - 1) for n in lengths)
 
 
-def test_sizes_are_told_before_anything_is_measured():
+def test_publishes_sizes_before_anything_is_measured():
     assert Machine().told == [Profile(state_bytes=1000, token_bytes=10)]
 
 
@@ -113,7 +113,7 @@ def assembled(**given: Any) -> Any:
     return engine
 
 
-def test_the_length_of_steps_is_measured_unless_it_is_given_or_there_is_no_time(monkeypatch, caplog):
+def test_measures_the_length_of_steps_unless_it_is_set_or_there_is_no_time(monkeypatch, caplog):
     monkeypatch.setattr(assembly, "measure_steps", lambda *_: {512: 0.1, 1024: 0.1, 2048: 0.1, 4096: 0.1})
     monkeypatch.setattr(assembly, "step_tokens", lambda seconds: max(seconds, default=1024))
     with caplog.at_level(logging.INFO):
@@ -219,7 +219,7 @@ def test_too_little_time_even_for_one_sample_is_no_error():
     assert machine.told[-1].samples == 0
 
 
-def test_real_prefills_teach_the_curve_and_are_told_once_a_second():
+def test_real_prefills_teach_the_curve_which_is_published_once_a_second():
     machine = Machine()
     for n in range(100):
         tokens, start = 50 + 37 * n, 64 * (n % 7)

@@ -104,17 +104,17 @@ async def everywhere(client, worker, path: str, fields: dict[str, Any], step: in
 
 
 @pytest.mark.parametrize("kind", COMPLETIONS)
-async def test_a_completion_goes_on_from_any_cut(client, pair, kind: str):
+async def test_a_completion_continues_from_any_cut(client, pair, kind: str):
     fields = {"prompt": "def main("} | COMPLETIONS[kind]
     await everywhere(client, pair[1], "/v1/completions", fields, step=3)
 
 
 @pytest.mark.parametrize("kind", CHATS)
-async def test_a_chat_goes_on_from_any_cut(client, pair, kind: str):
+async def test_a_chat_continues_from_any_cut(client, pair, kind: str):
     await everywhere(client, pair[1], "/v1/chat/completions", {"messages": HELLO} | CHATS[kind], step=5)
 
 
-async def test_a_stream_that_nobody_would_resume_tells_no_tokens(client, pair):
+async def test_a_stream_that_is_not_resumable_has_no_comments(client, pair):
     body = json.dumps({"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 3}).encode()
     told, data = await stream(client, pair[1], "/v1/completions", body, {})
     assert headers.RESUMABLE not in told
@@ -122,7 +122,7 @@ async def test_a_stream_that_nobody_would_resume_tells_no_tokens(client, pair):
     assert b"\n:" not in data
 
 
-async def test_an_answer_goes_on_behind_a_prefill_elsewhere(client, pair):
+async def test_an_answer_continues_behind_a_prefill_elsewhere(client, pair):
     prefill, decode = pair
     body = json.dumps(
         {"model": "tiny", "prompt": "x" * 300, "stream": True, "max_tokens": 12, "temperature": 0, "cache_salt": "r"}
@@ -153,7 +153,7 @@ def changed(resume: Resume, **fields: Any) -> bytes:
         {"choices": {0: SentChoice([97, 10, 10], 3)}},
     ],
 )
-async def test_what_cannot_be_gone_on_with_is_refused(client, pair, fields: dict[str, Any]):
+async def test_refuses_what_cannot_be_resumed(client, pair, fields: dict[str, Any]):
     body = json.dumps({"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 20, "stop": "\n\n"}).encode()
     told, _ = await stream(client, pair[1], "/v1/completions", body, FIXED)
     before = changed(Resume(told[headers.RESUMABLE], 0, {}), **fields)

@@ -70,7 +70,7 @@ def test_a_row_is_drawn_the_same_alone_and_in_any_batch(asked: list[Generate], s
 
 @settings(max_examples=60, deadline=None)
 @given(asked=requests(), steps=st.integers(0, 40), seed=st.integers(0, 2**32))
-def test_a_sampler_made_anew_elsewhere_goes_on_as_the_first_would_have(asked: Generate, steps: int, seed: int):
+def test_a_new_sampler_elsewhere_continues_as_the_first_would_have(asked: Generate, steps: int, seed: int):
     first = Sampler(asked, 1, MODEL)
     generated = [sample(random_logits(1, seed + step), [first])[0].token for step in range(steps)]
     second = Sampler(asked, 1, MODEL, generated)
@@ -127,7 +127,7 @@ def test_choices_may_share_one_row_of_logits():
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_end_their_own_row_alone(damage: float):
+def test_logits_that_are_no_numbers_end_only_their_own_row(damage: float):
     logits = random_logits(3, 3)
     expected = int(logits[2].argmax())
     logits[0, 17] = damage

@@ -73,7 +73,7 @@ def test_nothing_to_do_is_an_empty_batch():
     assert schedule(facts(), BUDGETS).empty
 
 
-def test_decoding_goes_on_beside_one_chunk_of_prompt():
+def test_decoding_continues_beside_one_chunk_of_prompt():
     found = schedule(facts(prompt(3, 5000), decoding(1), decoding(2)), BUDGETS)
     assert found == Schedule(chunks=(ScheduledChunk(3, 512),), decodes=(1, 2))
 
@@ -147,7 +147,7 @@ def test_further_choices_take_their_share_of_the_slots_in_turn_and_then_let_othe
     )
 
 
-def test_nobody_is_looked_at_who_cannot_be_admitted():
+def test_examines_no_request_that_cannot_be_admitted():
     def waits() -> Iterator[WaitingSequence[int]]:
         yield waiting(1)
         yield waiting(2)
@@ -162,7 +162,7 @@ def test_admission_leaves_a_page_for_every_decode():
     assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=3), BUDGETS).admit == (3,)
 
 
-def test_without_a_page_the_last_to_arrive_gives_way_and_nobody_is_admitted():
+def test_without_a_page_the_last_to_arrive_gives_way_and_none_is_admitted():
     found = schedule(facts(decoding(1, short=True), decoding(2), prompt(3, 9), waits=(waiting(4),), pages=0), BUDGETS)
     assert found == Schedule(preempt=(3,), decodes=(1, 2))
 

@@ -180,7 +180,7 @@ async def test_twenty_requests_at_once_get_the_answers_they_get_alone(client, pa
     await client.eventually(prefill, **IDLE)
 
 
-async def test_a_prefill_that_nobody_fetches_can_be_asked_for_and_deleted(client, pair):
+async def test_a_prefill_without_a_fetch_can_be_inspected_and_deleted(client, pair):
     url = f"{pair[0].url}/v1/prefills"
     ask = {"request_id": "r1", "model": "tiny", "token_ids": [1, 2, 3], "start_token": 1}
     async with client.session.post(url, json=ask) as answer:
