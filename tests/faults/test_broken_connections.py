@@ -203,7 +203,7 @@ def test_replaces_kept_connections_of_a_source_that_restarted(port: Port):
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
             proxy.cut()  # the destination does not read from kept connections: it finds out when it takes one
         assert proxy.connections == 3
         port.settle()
@@ -227,7 +227,7 @@ def test_a_kept_connection_that_died_silently_is_replaced(port: Port):
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
             silent = True
         port.settle()
     port.assert_ended_once(delivered=2)

@@ -94,7 +94,7 @@ def test_a_source_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_on
     source.send(signal.SIGKILL)
     assert isinstance(taking.failure(), UnreachableError)
     assert not taking.ledger.whole
-    eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+    eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])

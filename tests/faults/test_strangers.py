@@ -180,9 +180,7 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
     print(ends)
     assert ends["whole"]
     assert ends["refused"]
-    eventually(
-        lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives any more"
-    )
+    eventually(lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives")
 
 
 def test_a_message_that_a_destination_may_not_send_ends_only_its_transfer(port: Port):

@@ -158,7 +158,7 @@ MODULE: Final = re.compile(
     r"(?<![\w./-])(prfaas(?:_(?:operator|gateway|scheduler|worker|sandbox))?)((?:\.[a-z_]+)+)(?![\w/:]|-|\.io)"
 )
 FOLDERS: Final = {"prfaas": "core"}
-SAID: Final = (*DOCUMENTS, *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")))
+TEXTS: Final = (*DOCUMENTS, *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")))
 
 
 def missing_modules(text: str) -> list[str]:
@@ -178,8 +178,8 @@ def missing_modules(text: str) -> list[str]:
 
 
 def test_every_module_that_a_page_or_a_docstring_names_exists():
-    gone = {one: missing_modules((ROOT / one).read_text()) for one in SAID}
-    assert {one: found for one, found in gone.items() if found} == {}
+    missing = {one: missing_modules((ROOT / one).read_text()) for one in TEXTS}
+    assert {one: found for one, found in missing.items() if found} == {}
 
 
 def test_finds_a_missing_module():

@@ -1,4 +1,4 @@
-"""Ports that are told to a process before it listens: different, free, and none that an outgoing connection takes."""
+"""Ports that a process gets before it listens: different, free, and none that an outgoing connection takes."""
 
 import errno
 import socket

@@ -1,8 +1,8 @@
 """Whatever is done to the page pool, in any order, its books stay whole and it agrees with a naive model.
 
-The model knows what was published and kept, and what the pool said it gave up; a match is found by trying every length.
+The model knows what was published and kept, and what the pool gave up; a match is found by trying every length.
 It also writes in every page what stands there, as the engine would, and looks again before each use: a page that was
-given away while somebody relied on it shows at once.
+freed while a sequence relied on it shows at once.
 """
 
 from collections import Counter
@@ -35,15 +35,15 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(PAGES, self.pages_per_state, self.evicted)
+        self.blocks = Blocks(PAGES, self.pages_per_state, self.forget)
         self.known: set[Prompt] = set()
         self.states: set[Prompt] = set()
         self.content: dict[int, object] = {}
         self.open_leases: list[tuple[Lease, list[Prompt]]] = []
         self.transfers: list[list[int]] = []
 
-    def evicted(self, gone: list[Evicted]) -> None:
-        for one in gone:
+    def forget(self, removed: list[Evicted]) -> None:
+        for one in removed:
             (self.states if one.is_state else self.known).remove(one.key)
 
     def held(self) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""The cache as the engine uses it: the bytes that a sequence finds are those that computing them would have given."""
+"""The cache as the engine uses it: the bytes that a sequence finds are those that computing them would give."""
 
 import pytest
 
@@ -89,17 +89,17 @@ def test_a_stored_lease_is_forked_later_as_it_was_and_takes_no_slot(rig):
 def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
     chain = rig.chain(A)
     lease = rig.cache.open(chain.hashes, 21, 20).lease
-    said = [*A, *range(15)]
-    rig.compute(lease.slot, said, 0, 21)
+    tokens = [*A, *range(15)]
+    rig.compute(lease.slot, tokens, 0, 21)
     for end in (24, 28, 32):
         assert rig.cache.grow(lease, end)
-        rig.compute(lease.slot, said, end - 4 if end > 24 else 21, end)
-        chain.extend(said[chain.tokens : end])
+        rig.compute(lease.slot, tokens, end - 4 if end > 24 else 21, end)
+        chain.extend(tokens[chain.tokens : end])
         rig.cache.publish(lease, chain, end // 4)
         assert rig.cache.checkpoint(lease, chain, end // 4, rolling=True)
     rig.cache.close(lease)
     assert rig.cache.stats().cached_pages == 8 + 3
-    assert rig.serve([*said, 1, 2, 3]) == 32
+    assert rig.serve([*tokens, 1, 2, 3]) == 32
 
 
 def test_too_little_memory_changes_nothing(new_rig):

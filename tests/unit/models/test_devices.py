@@ -185,13 +185,13 @@ class Broken(ModuleType):
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
 
-@pytest.mark.parametrize(("module", "said"), [(lambda _: None, ".[cuda]"), (Broken, "0 active drivers")])
-def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_why(monkeypatch, caplog, module, said):
+@pytest.mark.parametrize(("module", "message"), [(lambda _: None, ".[cuda]"), (Broken, "0 active drivers")])
+def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_why(monkeypatch, caplog, module, message):
     for name in ("fla", "fla.ops", "fla.ops.kda"):
         monkeypatch.setitem(sys.modules, name, module(name))
     with caplog.at_level(logging.INFO):
         assert choose_rule(torch.device("cuda"), torch.bfloat16) is TORCH_RULE
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 # --device
@@ -200,17 +200,17 @@ def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_wh
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch says that there is a GPU with 80 GB free; models that are sent there stand on the CPU."""
-    asked = SimpleNamespace(loads=[])
+    calls = SimpleNamespace(loads=[])
     load = KimiLinear.load
 
     def loaded(directory, dtype="float32", device="cpu"):
-        asked.loads.append((dtype, device))
+        calls.loads.append((dtype, device))
         return load(directory, dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
     monkeypatch.setattr(KimiLinear, "load", loaded)
-    return asked
+    return calls
 
 
 def test_auto_takes_a_gpu_that_runs_the_checkpoint(pretended_gpu, caplog):

@@ -1,5 +1,5 @@
 """Proves that a checkpoint in shards is loaded within a tenth more memory than its weights take, whatever its type, and
-that everything wrong with its files is said before a weight is read.
+that everything wrong with its files is reported before a weight is read.
 
 Memory is what the kernel says of a fresh process, less what the libraries take.
 """

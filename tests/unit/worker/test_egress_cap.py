@@ -1,4 +1,4 @@
-"""The egress cap: exact in every window, whoever wakes late; fair among connections; nobody waits for nothing."""
+"""The egress cap: exact in every window, also if one wakes late; fair among connections; no wait is in vain."""
 
 import threading
 import time
@@ -135,7 +135,7 @@ def test_turns_go_round(monkeypatch):
         EgressBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
     )
     for served in range(1, 21):
-        eventually(lambda: len(bucket._fifo) >= 5, "whoever was served has come back", poll=0.0005)
+        eventually(lambda: len(bucket._fifo) >= 5, "the one that was served has come back", poll=0.0005)
         opened.release()
         with bucket._fifo.lock:
             bucket._fifo.wake()
@@ -198,7 +198,7 @@ def test_a_stopped_transfer_waits_no_longer_and_delays_no_other(monkeypatch):
 
 
 class Granting(EgressBucket):
-    """A bucket that grants what it was told to."""
+    """A bucket that makes these grants."""
 
     def __init__(self, grants: list[int]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cap from a file: in force at once, followed when it changes, gone with the file, and unharmed by nonsense."""
+"""The cap from a file: in force at once, followed when it changes, removed with the file, and unharmed by nonsense."""
 
 import logging
 from pathlib import Path

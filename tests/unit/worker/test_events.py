@@ -47,7 +47,7 @@ class Reader:
 
 
 async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]:
-    """Connect anew, read so many frames and leave."""
+    """Connect again, read so many frames and leave."""
 
     def run() -> list[tuple[str, int, Any]]:
         reader = Reader(front.host, query)
@@ -199,7 +199,7 @@ async def next_frames(receiver: zmq.asyncio.Socket) -> list[bytes]:
 
 async def test_zmq_subscribers_get_vllms_frames(front, sockets):
     subscriber = await subscribe(sockets, front, "kv@")
-    front.serving.events.learn([ByteBlock(1, b"a" * 32, 64)])  # another topic: not asked for
+    front.serving.events.learn([ByteBlock(1, b"a" * 32, 64)])  # another topic: not requested
     await front.change_cache(BlockRemoved([b"h"], MEDIUM_DEVICE, 0))
     seqs = []
     while True:

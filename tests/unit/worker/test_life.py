@@ -13,7 +13,7 @@ pytestmark = pytest.mark.system
 
 
 def ended(pid: int) -> bool:
-    """The process is gone, or only waits for its new parent to take note."""
+    """The process has ended, or only waits for its new parent to take note."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 

@@ -48,7 +48,7 @@ def connection() -> Iterator[Pair]:
 
 
 class Kernel:
-    """What a kernel would say of a connection, told by the test."""
+    """What a kernel would report of a connection, set by the test."""
 
     def __init__(self, **figures: float):
         self.now = TcpInfo(None, None, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)._replace(**figures)
@@ -122,7 +122,7 @@ def test_of_a_kept_connection_only_what_each_watch_added_counts(monitor: LinkMon
     for total in (11_000, 12_500):
         with monitor.watch(kernel, nothing, "hub"):
             kernel.move(sent_bytes=total, received_bytes=total // 10, retransmits=total // 1000)
-        kernel.move(sent_bytes=total + 70)  # between two watches: nobody's
+        kernel.move(sent_bytes=total + 70)  # between two watches: of neither
     found = link(monitor, "hub")
     assert (found.sent_bytes, found.received_bytes, found.retransmits) == (1000 + 1430, 1250, 12 - 3)
     assert found.busy_seconds == 0

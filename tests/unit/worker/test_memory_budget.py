@@ -1,4 +1,4 @@
-"""The bound on transfers' memory: never exceeded but by one alone, in the order of asking, and no wake-up is lost."""
+"""The bound on transfers' memory: exceeded only by a single request, in the order of asking, and no wake-up is lost."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ LIMIT = 100
 
 
 class Asker:
-    """One request, waiting in a thread of its own."""
+    """One request, waiting in its own thread."""
 
     def __init__(self, budget: MemoryBudget, size: int):
         self.size, self.stop, self.outcome = size, Stop(), "waiting"
@@ -64,7 +64,7 @@ class Scene:
     def _settle(self) -> None:
         while self.waiting and self._fits(self.waiting[0].size):
             self.held.append(self.waiting.pop(0))
-        eventually(self._agrees, self._told, poll=0.0002)
+        eventually(self._agrees, self._describe, poll=0.0002)
         assert self.budget.used_bytes == sum(one.size for one in self.held)
         assert self.budget.used_bytes <= LIMIT or len(self.held) == 1
 
@@ -79,7 +79,7 @@ class Scene:
             and self.budget.waiting == len(self.waiting)
         )
 
-    def _told(self) -> str:
+    def _describe(self) -> str:
         return ", ".join(f"{one.size}: {one.outcome}" for one in self.held + self.stopped + self.waiting)
 
 

@@ -52,7 +52,7 @@ def facts(
         (0.004, 1e-4, 256, 1024),  # the same, without the time to measure more
         (0.02, 3e-6, 32_768, 16_384),  # every step reads 98 GB of weights
         (0.02, 3e-6, 4096, 2048),  # as quick, with memory for 4,096 tokens
-        (0.0, 1e-2, 1024, 256),  # a large model on a small machine: nobody waits longer than he must
+        (0.0, 1e-2, 1024, 256),  # a large model on a small machine: no request waits longer than it must
         (0.1, 7e-4, 1024, 512),  # half a second at most
     ],
 )
@@ -213,11 +213,11 @@ lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.boolean
 
 @given(lines, st.integers(2, 6), st.integers(30, 60), st.integers(64, 700))
 def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
-    asked: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
+    entries: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
 ):
     """A run that preempts at will still ends, because the first to arrive always gets on."""
     budgets = Budgets(step_tokens, max(1, step_tokens // 2))
-    everyone = {handle: Line(*entry) for handle, entry in enumerate(asked)}
+    everyone = {handle: Line(*entry) for handle, entry in enumerate(entries)}
     waits, runs = list(everyone), []
     for _ in range(60_000):
         if not everyone:

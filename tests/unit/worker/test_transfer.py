@@ -106,7 +106,7 @@ def test_a_connection_serves_one_transfer_after_another(port: Port):
         taking = port.take(offer, grant, connections=connections)
         taking.whole()
         assert port.ends(handle)
-        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         kept = connections.take(taking.source)
         assert kept is not None
         assert connections.take(taking.source) is None

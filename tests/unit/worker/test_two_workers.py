@@ -159,7 +159,7 @@ async def test_a_silent_link_is_noticed_within_seconds(client, pair):
         started = time.monotonic()
         answer = await client.complete(decode, url, prompt=text_of(3000))
         seconds = time.monotonic() - started
-        await client.eventually(prefill, **IDLE)  # it was told over HTTP
+        await client.eventually(prefill, **IDLE)  # HTTP brings the end
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
     assert "sent no answer for " in body["error"]["message"]
@@ -226,7 +226,7 @@ async def test_a_prefill_worker_whose_engine_is_killed_mid_transfer_costs_one_er
     answer = await request
     assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_failed")
     await client.eventually(pair[1], **IDLE)
-    assert await victim.exit_code() == 1, "the front ends too, so that the kubelet starts the pod's container anew"
+    assert await victim.exit_code() == 1, "the front ends too, so that the kubelet starts the pod's container again"
 
 
 async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(client, pair, launch):
