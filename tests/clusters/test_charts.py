@@ -64,7 +64,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(start_cluster: Callable[[str], Any]) -> Installed:
-    """A cluster of this module's own, because Helm adopts no CRDs that somebody else has applied."""
+    """This module's own cluster, because Helm adopts no CRDs that others have applied."""
     cluster = start_cluster("charts")
     both = Installed(cluster, yaml.safe_load(cluster.kubeconfig.read_text()))
     for name in (HUB, MEMBER):

@@ -114,7 +114,7 @@ def test_the_server_accepts_every_variant_and_admits_its_pods(releases, values):
     crds = ("--set", "crds.enabled=false") if chart == "prfaas" and values.stem != "minimal-values" else ()
     objects = [each for each in rendered(releases, chart, *options, *crds) if each["kind"] != "Namespace"]
     releases.helm("install", "it", CHARTS / chart, *options, *crds)
-    applied = [each for each in objects if each["kind"] != "Pod"]  # that of `helm test` comes when it is asked for
+    applied = [each for each in objects if each["kind"] != "Pod"]  # that of `helm test` comes on request
     text = "\n---\n".join(yaml.safe_dump(each) for each in applied)
     differences = releases.kubectl("diff", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
     assert differences == ""
@@ -198,12 +198,12 @@ def test_the_next_release_takes_over_kept_crds_and_removes_them_if_configured(re
     releases.helm(
         "install", "prfaas", CHARTS / "prfaas", "-n", namespace, "--take-ownership", "--set", "crds.keep=false"
     )
-    # An API server that is told to delete a CRD before it ever served the kind tries again with growing pauses, for
+    # An API server that has to delete a CRD before it ever served the kind tries again with growing pauses, for
     # up to 5 minutes ("could not list instances: storage is (re)initializing").
     for kind in KINDS:
         eventually(lambda kind=kind: is_served(releases, kind), f"{kind} is served", poll=0.3)
     releases.helm("uninstall", "prfaas", "-n", namespace, "--wait")
-    eventually(lambda: own_crds(releases) == 0, "our CRDs are gone", poll=0.3)
+    eventually(lambda: own_crds(releases) == 0, "our CRDs are removed", poll=0.3)
 
 
 def test_a_pod_that_is_not_restricted_is_refused(releases):

@@ -154,7 +154,7 @@ def test_the_digest_over_all_finds_a_payload_that_was_changed_and_sealed_again(p
 @pytest.mark.usefixtures("wary")
 @pytest.mark.parametrize("after", range(1, 13, 3))
 def test_a_half_open_connection_costs_seconds_and_no_bit(port: Port, after: int):
-    """The peer's machine is gone without a word: nothing comes any more, and nothing says so."""
+    """The peer's machine vanishes without a word: nothing comes, and nothing says so."""
 
     def down(seen: Seen) -> list[bytes]:
         return [] if seen.connection == 0 and seen.frame >= after else [seen.raw]

@@ -76,7 +76,7 @@ def test_a_connection_cut_before_or_within_any_frame_is_replaced_and_nothing_cro
         assert log.passed == dict.fromkeys(range(FRAMES_OF_SMALL), 1)
         assert port.ends()
         port.settle()
-        assert proxy.connections == (1 if log.kinds[-1:] == [Kind.DONE] else 2), "FREED alone may be lost for good"
+        assert proxy.connections == (1 if log.kinds[-1:] == [Kind.DONE] else 2), "only FREED may be lost for good"
     port.assert_ended_once(delivered=1)
 
 
@@ -186,7 +186,7 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_no_other(port: Por
                 break
             time.sleep(0.02)
         else:
-            pytest.fail("it may go on for ever")
+            pytest.fail("it may last for ever")
         taking.whole()
     assert port.ends()
     port.assert_ended_once(delivered=1)

@@ -1,5 +1,5 @@
 """Real processes that die or freeze in the middle of a transfer: the other side notices in seconds, frees what it held
-for this one, and goes on serving.
+for this one, and continues to serve.
 """
 
 import os

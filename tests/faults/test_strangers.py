@@ -1,5 +1,5 @@
 """Who talks to a data port without being the destination that it waits for: strangers, copies of what a destination
-said, and fuzzed frames. Each learns nothing and costs nobody anything.
+sent, and fuzzed frames. Each learns nothing and costs others nothing.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The relay passes bytes both ways, resolves anew for each connection, and ends what cannot be joined."""
+"""The relay passes bytes both ways, resolves again for each connection, and ends what cannot be joined."""
 
 import asyncio
 

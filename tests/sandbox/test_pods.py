@@ -69,10 +69,10 @@ async def test_what_is_missing_is_named_and_the_pod_starts_when_it_comes(hub):
 
     await hub.eventually(named, "the missing Secret is named")
 
-    async def told():
+    async def reported():
         return "'late' not found" in await hub.kubectl("describe", "pod", "early")
 
-    await hub.eventually(told, "an Event names it too")
+    await hub.eventually(reported, "an Event names it too")
     await hub.kubectl("create", "secret", "generic", "late", "--from-literal=key=value")
     await hub.until("early", "Succeeded")
     assert await hub.kubectl("logs", "early") == "value"
@@ -112,10 +112,10 @@ async def test_a_process_that_ignores_the_request_is_killed_after_its_grace(hub)
 
 
 async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):
-    gone = {"exec": {"command": ["test", "-e", "/nonexistent"]}, "periodSeconds": 1, "failureThreshold": 1}
+    failing = {"exec": {"command": ["test", "-e", "/nonexistent"]}, "periodSeconds": 1, "failureThreshold": 1}
     at_once = {"restartPolicy": "Always", "terminationGracePeriodSeconds": 0}
-    await hub.run("dead", "sleep", "1000", spec=at_once, livenessProbe=gone)
-    await hub.run("busy", "sleep", "1000", spec={"restartPolicy": "Always"}, readinessProbe=gone)
+    await hub.run("dead", "sleep", "1000", spec=at_once, livenessProbe=failing)
+    await hub.run("busy", "sleep", "1000", spec={"restartPolicy": "Always"}, readinessProbe=failing)
 
     async def restarted():
         return (await hub.main("dead")).get("restartCount", 0) > 0

@@ -1,4 +1,4 @@
-"""The environment of vLLM comes from exactly what its lock lists: installed once, whole, anew for a changed lock."""
+"""The environment of vLLM comes from exactly what its lock lists: installed once, whole, again for a changed lock."""
 
 import re
 import stat
@@ -26,7 +26,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A lock, a cache of its own, and a `uv` that notes how it was called."""
+    """A lock, its own cache, and a `uv` that notes how it was called."""
     lock = tmp_path / "connectors/vllm/requirements-test.lock.txt"
     lock.parent.mkdir(parents=True)
     lock.write_text("one")

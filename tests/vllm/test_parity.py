@@ -25,7 +25,7 @@ MOST_TIMES_ROUNDING = 1.5
 
 
 class Text(NamedTuple):
-    """A prompt and what vLLM has said to it, with its log probabilities."""
+    """A prompt and vLLM's answer to it, with its log probabilities."""
 
     prompt: list[int]
     tokens: list[int]

@@ -1,7 +1,7 @@
 """Proves that what clusters refuse or cannot do becomes a reason, a sentence and an Event, and heals without a restart.
 
 The causes are real: admission and quota of an API server, a scheduler without nodes, a revoked account. Only an image
-that cannot be pulled is told by the test, in the words of a kubelet.
+that cannot be pulled is reported by the test, in the words of a kubelet.
 """
 
 import json
@@ -31,7 +31,7 @@ def joined(world):
 
 def events(world, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object of the hub."""
-    return world.hub.told(name, reason, "Warning")
+    return world.hub.messages(name, reason, "Warning")
 
 
 def wait_warning(world, kind: str, name: str, reason: str) -> str:
@@ -42,7 +42,7 @@ def wait_warning(world, kind: str, name: str, reason: str) -> str:
 
 @pytest.fixture
 def scheduler(hub, tmp_path: Path) -> Iterator[None]:
-    """A real scheduler that looks after nobody but pods that name it."""
+    """A real scheduler that serves only pods that name it."""
     config = {
         "apiVersion": "kubescheduler.config.k8s.io/v1",
         "kind": "KubeSchedulerConfiguration",
@@ -114,12 +114,12 @@ def test_reports_an_instance_without_a_node_and_a_node_heals(joined, scheduler):
     joined.hub.wait_reason("pfpool", "homeless", "AllReady")
     joined.hub.delete("pfpool", "homeless", wait=False)
 
-    def is_gone() -> bool:
+    def is_removed() -> bool:
         # Only a kubelet ends a pod that has a node, and this node has none. Its Deployment replaces it until it goes.
         joined.hub.kubectl("delete", "pods", "-l", "prfaas.io/pool=homeless", "--force", "--grace-period=0")
         return not joined.hub.exists("pfpool", "homeless")
 
-    joined.eventually(is_gone, "the pool is gone")
+    joined.eventually(is_removed, "the pool is removed")
     joined.hub.kubectl("delete", "node", "late")
 
 

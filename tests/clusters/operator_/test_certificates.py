@@ -54,7 +54,7 @@ def events(place) -> set[str]:
 
 def warnings(place, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object."""
-    return place.told(name, reason, "Warning")
+    return place.messages(name, reason, "Warning")
 
 
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
@@ -68,10 +68,10 @@ def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays
     condition = lambda: joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "Issued"  # noqa: E731
     joined.eventually(condition, "the condition says so")
     joined.eventually(lambda: {"AuthorityCreated", "CertificateIssued"} <= events(joined.hub), "both Events")
-    told = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
-    assert told['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
+    expiries = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
+    assert expiries['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
         facts(member).validity.not_after.timestamp()
-    ), told
+    ), expiries
 
 
 def test_instances_mount_it_their_probes_speak_tls_and_the_gateway_has_the_hubs(joined):
@@ -119,9 +119,9 @@ def test_reports_a_lost_or_damaged_authority_and_never_replaces_it(joined):
     def says(reason: str) -> bool:
         return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == reason
 
-    joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is said")
+    joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is reported")
     joined.hub.delete("secret", AUTHORITY)
-    joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is said")
+    joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is reported")
     assert not joined.hub.exists("secret", AUTHORITY)
     assert (read(joined.hub), read(joined.member)) == before
     joined.eventually(lambda: {"AuthorityDamaged", "AuthorityMissing"} <= events(joined.hub), "both Events")
@@ -138,7 +138,7 @@ def test_keeps_another_hubs_certificate_and_pools_say_why(world, joined):
     def says() -> bool:
         return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "ChildConflict"
 
-    joined.eventually(says, "the conflict is said")
+    joined.eventually(says, "the conflict is reported")
     theirs = read(joined.member)
     joined.hub.apply(joined.pool("PrefillPool", "late", clusterName="eu"))
     message = joined.hub.wait_reason("pfpool", "late", "CertificateNotReady")["message"]
@@ -159,8 +159,8 @@ def test_a_second_registration_reports_whose_certificate_it_would_overwrite(join
     assert "give twin another spec.namespace" in message
     verdict = lambda: joined.hub.condition("pmc", "twin", "CertificateReady")["message"]  # noqa: E731
     joined.eventually(lambda: "shares its namespace" in verdict(), "a condition of the MemberCluster")
-    told = lambda: warnings(joined.hub, "twin", "ChildConflict")  # noqa: E731
-    assert "shares its namespace" in joined.eventually(told, "an Event about the MemberCluster")[0]
+    warned = lambda: warnings(joined.hub, "twin", "ChildConflict")  # noqa: E731
+    assert "shares its namespace" in joined.eventually(warned, "an Event about the MemberCluster")[0]
     assert read(joined.member) == theirs
     joined.hub.kubectl("delete", "pfpool/second", "pmc/twin", "--timeout=60s")
     assert read(joined.member) == theirs, "and it takes along nothing that is not its own"

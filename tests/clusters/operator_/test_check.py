@@ -27,8 +27,8 @@ def test_a_healthy_member_is_well_in_every_respect(world):
     world.join("eu")
     code, found = check(world, "eu")
     assert code == 0, found
-    asked = {"operator", "last contact", "kubeconfig", "token", "from here", "version", "clock", "rights", "namespace"}
-    assert asked == found["eu"].keys()
+    names = {"operator", "last contact", "kubeconfig", "token", "from here", "version", "clock", "rights", "namespace"}
+    assert names == found["eu"].keys()
     assert {finding["level"] for finding in found["eu"].values()} == {"ok"}
     assert "v1.34.4" in found["eu"]["version"]["message"]
     assert len(found["hub"]) == 4, "every kind's CRD"
@@ -73,12 +73,12 @@ def test_an_unreachable_server_fails_and_a_bad_secret_is_reported(world):
     assert code == 1
     assert found["far"]["from here"]["level"] == "failed"
     assert "has no list of clusters" in found["bad"]["kubeconfig"]["message"]
-    assert found["eu"]["from here"]["level"] == "ok", "all members are asked"
+    assert found["eu"]["from here"]["level"] == "ok", "all members are checked"
 
 
 def test_the_command_makes_the_account_that_it_checks(world):
-    asked = check(world, "eu")[1]["eu"]["rights"]["message"]
+    rights = check(world, "eu")[1]["eu"]["rights"]["message"]
     (role,) = [one for one in service_account.member_account("x") if one["kind"] == "Role"]
     for rule in role["rules"]:
         for verb in rule["verbs"]:
-            assert f"{verb} {rule['resources'][0]}" in asked
+            assert f"{verb} {rule['resources'][0]}" in rights

@@ -75,7 +75,7 @@ def usable(place) -> bool:
 
 
 def probes(world) -> float:
-    """Return how often the member was asked anything so far."""
+    """Return how many requests the member got so far."""
     return sum(value for name, value in world.metrics().items() if "requests_total" in name and 'cluster="eu"' in name)
 
 
@@ -133,7 +133,7 @@ def test_a_deletion_waits_for_a_dead_cluster_until_its_deadline(joined, line):
         before, _, until = message.rpartition("the pool is released without that at ")
         return until if before else ""
 
-    until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is said"))
+    until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is reported"))
     assert abs(until - datetime.now(UTC) - timedelta(hours=1)) < CLOSE
     hasty = json.dumps({"spec": {"deletionDeadlineSeconds": 1}})
     joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", hasty)

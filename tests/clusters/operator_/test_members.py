@@ -131,8 +131,8 @@ def test_a_member_and_its_secret_stay_while_a_pool_needs_them(world):
     scaled = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 2  # noqa: E731
     world.eventually(scaled, "the pool still works")
     world.hub.delete("pfpool", "late-pool")
-    gone = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
-    world.eventually(gone, "both go with the last pool")
+    removed = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
+    world.eventually(removed, "both go with the last pool")
     assert not world.member.exists("deployment", "late-pool")
 
 
@@ -163,7 +163,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
     def waiting() -> bool:
         return "the pool is released without that at" in world.hub.condition("pfpool", "cut-pool")["message"]
 
-    world.eventually(waiting, "the deadline is said")
+    world.eventually(waiting, "the deadline is reported")
     world.eventually(lambda: not world.hub.exists("pfpool", "cut-pool"), "the pool goes at its deadline")
     world.eventually(lambda: world.hub.events("cut-pool", "ChildrenLeftBehind"), "an Event tells what is left behind")
     assert world.member.exists("deployment", "cut-pool")

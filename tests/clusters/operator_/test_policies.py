@@ -191,7 +191,7 @@ def test_a_pool_that_does_not_exist_or_serves_another_model_is_named_and_heals(s
     model = json.dumps({"spec": {"model": {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}}})
     served.hub.kubectl("patch", "dcpool", "nobody", "--type=merge", "-p", model)
     served.hub.wait_reason("prfaas", "odd", "NoReadyInstances")
-    assert served.hub.condition("prfaas", "kimi")["reason"] in {"AllReady", "GatewayNotReady"}, "the other goes on"
+    assert served.hub.condition("prfaas", "kimi")["reason"] in {"AllReady", "GatewayNotReady"}, "the other continues"
 
 
 def test_hand_edited_children_of_a_policy_are_put_back(served):

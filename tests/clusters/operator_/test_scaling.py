@@ -60,7 +60,7 @@ def test_an_autoscaler_takes_over_replicas_and_is_named_until_a_person_writes_ag
     world.eventually(lambda: len(pools.pods("auto")) == 2, "two instances")
     pools.kubectl("scale", "dcpool/auto", "--replicas=0")
     world.eventually(lambda: owner(pools, "auto") == "User", "the status names the person")
-    world.eventually(lambda: not pools.pods("auto"), "an autoscaler leaves a pool at zero alone")
+    world.eventually(lambda: not pools.pods("auto"), "an autoscaler keeps a pool at zero")
     pools.kubectl("delete", "hpa", "auto")
 
 

@@ -59,7 +59,7 @@ def test_the_documented_way_out_frees_a_namespace_deleted_before_its_objects(gro
         return "prfaas.io/cleanup" in phase and "Some content in the namespace has finalizers remaining" in phase
 
     ground.eventually(says, "the namespace waits for finalizers, and says so")
-    assert ground.member.exists("deployment", "away"), "what serves in the member goes on"
+    assert ground.member.exists("deployment", "away"), "what serves in the member continues"
     follow_the_page(ground)
     ground.eventually(lambda: not exists(ground.hub), "the namespace goes")
     ground.eventually(lambda: not ground.member.listing("deployments,configmaps,secrets"), "the member is empty")

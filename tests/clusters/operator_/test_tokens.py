@@ -59,8 +59,8 @@ def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
     without = [rule for rule in rules if "serviceaccounts/token" not in rule["resources"]]
     world.member.patch("role", "prfaas-operator", {"rules": without})
     world.hub.apply(secret_with(world, "kept", -3600, 900, MADE_BY_JOIN), world.member_cluster("kept", "kept"))
-    told = world.eventually(lambda: world.hub.told("kept", "TokenNotRenewed"), "an Event")
-    assert "prfaas cluster join kept" in told[0]
+    messages = world.eventually(lambda: world.hub.messages("kept", "TokenNotRenewed"), "an Event")
+    assert "prfaas cluster join kept" in messages[0]
     world.hub.wait_reason("pmc", "kept", "AllReady")
     world.member.patch("role", "prfaas-operator", {"rules": rules})
 
@@ -77,6 +77,6 @@ def test_an_ended_token_is_reported_with_what_to_do_and_a_new_one_heals_it_witho
 
 def test_a_credential_without_an_end_has_none_in_the_status(world):
     world.hub.apply(world.secret("ended", json.loads(world.administrator())))
-    gone = lambda: "tokenExpirationTime" not in world.hub.get("pmc", "ended")["status"]  # noqa: E731
-    world.eventually(gone, "the end of the old credential is forgotten")
+    removed = lambda: "tokenExpirationTime" not in world.hub.get("pmc", "ended")["status"]  # noqa: E731
+    world.eventually(removed, "the end of the old credential is forgotten")
     world.hub.wait_reason("pmc", "ended", "AllReady")

@@ -159,7 +159,7 @@ async def test_a_silent_link_is_noticed_within_seconds(client, pair):
         started = time.monotonic()
         answer = await client.complete(decode, url, prompt=text_of(3000))
         seconds = time.monotonic() - started
-        await client.eventually(prefill, **IDLE)  # HTTP brings the end
+        await client.eventually(prefill, **IDLE)  # a request over HTTP ends it
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
     assert "sent no answer for " in body["error"]["message"]
