@@ -24,7 +24,7 @@ NAME = "swing"
 
 
 class Answer(NamedTuple):
-    """One request: when it was sent, what came, and who served it."""
+    """One request: when it was sent, what came, and which instances served it."""
 
     sent_seconds: float
     status: int

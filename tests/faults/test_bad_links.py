@@ -117,7 +117,7 @@ def test_a_frame_lost_as_a_whole_is_noticed_at_the_end(port: Port, at: int):
     with Proxy(port.address, down) as proxy:
         taking = start(port, proxy)
         with pytest.raises(NotInTime, match="hangs"):
-            taking.whole(seconds=0.3)  # TCP does not lose frames, and who forges must not make us use what is there
+            taking.whole(seconds=0.3)  # TCP does not lose frames, and a forger must not make us use what is there
         assert not taking.ledger.whole
         proxy.cut()  # the next HELLO says what is missing
         taking.whole()
@@ -175,6 +175,6 @@ def test_a_half_open_connection_costs_seconds_and_no_bit(port: Port, after: int)
 
 
 def test_the_offsets_of_the_header_are_those_of_the_format():
-    """Else a test above would flip another field than it says."""
+    """Otherwise a test above would flip another field than it names."""
     assert struct.calcsize("!4sBBHHHI16sQIII") == HEADER_FIELDS["check"]
     assert HEADER_FIELDS["digest"] + 8 == HEADER_BYTES

@@ -92,7 +92,7 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
 
 
 async def test_deletion_runs_the_hook_then_signals_then_waits_for_the_end(hub):
-    # It ends two seconds late, so that who reads its log has begun by then.
+    # It ends two seconds late, so that the reader of its log has begun by then.
     trap = "trap 'echo asked; sleep 2; exit 0' TERM; echo started; while :; do sleep 0.05; done"
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     await hub.run("polite", "sh", "-c", trap, lifecycle=hook)

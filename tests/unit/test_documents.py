@@ -88,7 +88,7 @@ def test_every_threat_names_a_test():
 
 
 def test_security_limits_stand_in_one_place():
-    """SECURITY.md once said that clients are not authenticated, when they were."""
+    """SECURITY.md once claimed that clients are not authenticated, when they were."""
     text = (ROOT / "SECURITY.md").read_text()
     assert "docs/operate/security.md" in text
     assert "does not authenticate clients" not in text

@@ -1,4 +1,4 @@
-"""Runs in vLLM's own environment: imports vLLM once, then forks an engine or a server for everybody who asks.
+"""Runs in vLLM's own environment: imports vLLM once, then forks an engine or a server for each request.
 
 An import takes 20 s, a fork and a tiny model 3 s. The one argument is the number of a Unix socket. Each message on it
 is a JSON object:
@@ -189,7 +189,7 @@ def serve(connection: Connection, engine: Any) -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     connection.send(("ready", {"page_tokens": engine.vllm_config.cache_config.block_size}))
     while True:
-        # Blocks whose transfer has not ended yet are given back in a step, which a server makes in its loop.
+        # Blocks whose transfer has not ended yet are freed in a step, which a server makes in its loop.
         busy = engine.has_unfinished_requests() or scheduler.has_requests()
         pinned = bool(scheduler.requests)
         while connection.poll(0 if busy else IDLE_SECONDS if pinned else None):

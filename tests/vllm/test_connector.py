@@ -92,7 +92,7 @@ def test_a_stale_epoch_or_a_wrong_token_brings_nothing_and_the_prompt_is_compute
         answer = pair.destination.generate(ids, TOKENS, {"prfaas": destination["prfaas"] | wrong})
         assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs), wrong
         assert answer.cached_tokens == 0, wrong
-        assert pair.source.free_pages() < free[0], "the offer stands, for who has the right words"
+        assert pair.source.free_pages() < free[0], "the offer stands, for a request with the right words"
         pair.destination.generate(ids, 1, destination)  # declines it: by now its own cache has all of it
     pair.assert_nothing_is_held(free)
 

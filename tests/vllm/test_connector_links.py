@@ -52,7 +52,7 @@ def test_caches_cross_inside_mutual_tls_and_only_from_the_cluster_that_was_named
     assert "the peer is of cluster 'eu' and 'us' was expected" in secured.destination.log.read_text()
 
 
-def test_a_destination_without_a_certificate_gets_nothing_and_hears_what_to_do(
+def test_a_destination_without_a_certificate_gets_nothing_and_learns_what_to_do(
     reference_engine: Engine, secured: Pair, plain: Pair
 ):
     ids = prompt_of(LENGTH, 7)

@@ -296,8 +296,8 @@ def test_without_the_other_ranks_share_an_answer_would_be_another(one_head: Pair
     """The control of the tests above."""
     ids, tokens, logprobs = reference(one_head.destination, one_head, 700)
     forget(one_head)
-    gather = "__import__('torch').zeros_like(given)"
-    on_ranks(one_head.destination, f"setattr(transfers, '_all_ranks', lambda given: [{gather}] * {RANKS})")
+    gather = "__import__('torch').zeros_like(tensor)"
+    on_ranks(one_head.destination, f"setattr(transfers, '_all_ranks', lambda tensor: [{gather}] * {RANKS})")
     answer = one_head.offload(ids)[1].result()
     assert answer.cached_tokens == 640
     assert (answer.tokens, answer.logprobs) != (tokens, logprobs)

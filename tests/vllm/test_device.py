@@ -26,7 +26,7 @@ def test_a_landed_part_is_waited_for_on_its_own_device(facts):
     assert facts["waited for"] == ["meta"]
 
 
-def test_a_layout_for_gpus_is_taken_and_is_not_that_of_cpus(facts):
+def test_a_layout_for_gpus_is_accepted_and_is_not_that_of_cpus(facts):
     """Tokens before heads is what vLLM chooses first where its kernels want nothing else."""
     assert facts["layouts"] == {
         "LBHNC": "FullAttentionSpec 2 heads of 8 bfloat16 2x16x16 cuda",

@@ -191,7 +191,7 @@ def test_of_two_registered_at_once_for_one_namespace_one_is_served_and_one_refus
     joined.hub.apply(*bodies)
 
     def refused() -> list[str]:
-        """Return who is refused, once that is settled: the other one is served."""
+        """Return which one is refused, once the other one is served."""
         verdicts = {name: joined.hub.condition("pmc", name, "CertificateReady")["message"] for name in names}
         found = [name for name in names if "shares its namespace" in verdicts[name]]
         return found if len(found) == 1 and usable(joined.member, *(names - {*found})) else []

@@ -47,7 +47,7 @@ def test_a_manager_that_takes_a_field_by_apply_loses_it_and_keeps_its_own(world,
     assert home.get("deployment", "decode")["metadata"]["annotations"]["example.com/team"] == "a"
 
 
-def test_two_who_correct_each_other_bring_no_storm(world, home):
+def test_two_that_correct_each_other_cause_no_storm(world, home):
     writes = world.metrics().get('prfaas_operator_child_writes_total{kind="Deployment"}', 0)
     began = time.monotonic()
 

@@ -161,7 +161,7 @@ async def create(cluster: ClusterClient, bodies: list[dict[str, Any]]) -> int:
     return sum(await asyncio.gather(*map(is_refused, bodies)))
 
 
-def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
+def test_hostile_objects_are_refused_or_judged_and_others_continue(world):
     world.hub.apply(world.pool("DecodePool", "bystander"))
     bodies = [complete(index, body) for index, body in enumerate([*drawn(), *by_hand()])]
     assert len(bodies) >= 200

@@ -74,7 +74,7 @@ def put_right(world) -> None:
 def wait_collector(world) -> None:
     """Wait until the cluster's garbage collector has learned of our kinds, which it looks for each 30 s.
 
-    Else it asks again and again for the owners that it cannot find, and once may do so while their kind is not served:
+    Otherwise it asks repeatedly for the owners that it cannot find, and once may do so while their kind is not served:
     it takes that for their end, and deletes what they own.
     """
     absent = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "name": "nobody", "uid": "nobody"}

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prfaas.errors import InternalError
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease
 
-from .test_blocks import taken
+from .test_blocks import take
 
 PAGES, PAGES_PER_STATE = 14, 3
 Prompt = tuple[int, ...]
@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(0, PAGES + 1))
     def take(self, count: int):
         free = self.blocks.free_pages
-        pages = taken(self.blocks, count)
+        pages = take(self.blocks, count)
         assert (pages is not None) == (count <= free)
         if pages is not None:
             self.content.update(dict.fromkeys(pages, "in transfer"))
@@ -217,7 +217,7 @@ def test_the_check_finds_a_page_that_is_lost():
 
 def test_a_page_freed_twice_is_an_error():
     blocks = Blocks(4, 1)
-    pages = taken(blocks, 2)
+    pages = take(blocks, 2)
     assert pages is not None
     blocks.release(pages)
     with pytest.raises(InternalError, match="more often"):

@@ -37,7 +37,7 @@ def test_without_its_state_only_attention_counts(rig):
     assert (again.cached_tokens, again.attention_tokens, again.checkpoints) == (0, 12, (12, 16))
 
 
-def test_a_fork_goes_its_own_way(rig):
+def test_a_fork_shares_pages_and_continues_apart(rig):
     chain = rig.chain(A)
     first = rig.cache.open(chain.hashes, 21, 20).lease
     rig.compute(first.slot, A, 0, 18)
@@ -133,7 +133,7 @@ def test_a_reset_forgets_everything_and_counts_what_it_frees(rig):
     assert AllBlocksCleared() in rig.events
 
 
-def test_routers_hear_of_blocks_and_states_apart(rig):
+def test_routers_get_blocks_and_states_apart(rig):
     rig.serve(A)
     chain = rig.chain(A)
     stored = [event for event in rig.events if isinstance(event, BlockStored)]

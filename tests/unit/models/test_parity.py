@@ -42,7 +42,7 @@ def solo(model: Model) -> Solo:
 
 
 def prefill(solo: Solo, tokens: torch.Tensor, *sizes: int) -> tuple[SoloSequence, torch.Tensor]:
-    """A sequence filled in chunks of these sizes (one chunk if none is given), and the logits after the last."""
+    """A sequence filled in chunks of these sizes (one chunk by default), and the logits after the last."""
     sequence = solo.new()
     for chunk in tokens.split(list(sizes) or [len(tokens)]):
         hidden = solo.prefill(chunk, sequence)

@@ -32,7 +32,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(client, pair):
     assert done == "[DONE]"
 
 
-async def test_a_chat_stream_says_whose_turn_it_is_once(client, pair):
+async def test_a_chat_stream_names_the_role_once(client, pair):
     body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}]}
     *chunks, usage, done = await stream(client, pair[1], "/v1/chat/completions", body | WITH_USAGE)
     expected = await post(client, pair[1], "/v1/chat/completions", body)

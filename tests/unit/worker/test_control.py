@@ -24,7 +24,7 @@ def loaded(front):
 @pytest.mark.parametrize(
     ("path", "freed", "body"), [("/v1/cache/reset", 17, b'{"freed_pages": 17}'), ("/reset_prefix_cache", 0, b"")]
 )
-async def test_a_reset_says_how_much_it_freed_and_vllms_name_for_it_works_too(client, loaded, path, freed, body):
+async def test_a_reset_reports_how_much_it_freed_and_vllms_name_for_it_works_too(client, loaded, path, freed, body):
     asking = asyncio.create_task(client.session.post(f"{loaded.url}{path}").__aenter__())
     message = await loaded.hear()
     assert isinstance(message, ResetCache)

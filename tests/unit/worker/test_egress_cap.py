@@ -147,7 +147,7 @@ def test_turns_go_round(monkeypatch):
 
 
 @pytest.mark.parametrize("mbps", [None, 400])
-def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
+def test_a_changed_cap_reaches_those_that_wait(monkeypatch, mbps):
     bucket = EgressBucket(1)
     real = EgressCredit.delay_seconds
     monkeypatch.setattr(
@@ -227,7 +227,7 @@ def test_without_a_cap_there_is_one_portion_and_of_nothing_none():
 
 
 @pytest.mark.parametrize(("mbps", "in_line"), [(200, 256), (1000, 100), (8, 1)])
-def test_everybody_has_a_turn_within_a_quarter_of_a_second(mbps, in_line):
+def test_all_have_a_turn_within_a_quarter_of_a_second(mbps, in_line):
     credit = EgressCredit(mbps * BYTES_PER_MBIT, 0.0)
     assert in_line * credit.grant_bytes(in_line) <= 0.25 * credit.rate_per_second
     assert MIN_GRANT_BYTES <= credit.grant_bytes(in_line) <= credit.grant_bytes(1) <= credit.depth

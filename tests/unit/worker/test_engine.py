@@ -43,7 +43,7 @@ def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(
     assert [bench.tokens(short, choice) for choice in range(2)] == [expected] * 2
 
 
-def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
+def test_one_choice_can_be_cancelled_and_the_others_continue(model: Model):
     bench = Bench(model)
     handle = bench.ask(b"def f(", choices=2, max_tokens=9, sampling=Sampling(1.0, 1.0, 0, 7))
     while not bench.tokens(handle, 1):

@@ -1,4 +1,4 @@
-"""The step loop and its memory: what is shared, who gives way, and that whatever ends leaves nothing behind."""
+"""The step loop and its memory: what is shared, what gives way, and that all that ends leaves nothing behind."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -88,7 +88,7 @@ def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerEr
     bench.assert_nothing_is_held()
 
 
-def test_many_who_want_the_same_make_one_transfer(model: Model):
+def test_many_that_want_the_same_make_one_transfer(model: Model):
     bench, prompt = Bench(model, max_running=8, max_waiting=8), prompt_of(b"first")
     expected = generate(model, prompt, 6)
     handles = [ask(bench, prompt) for _ in range(6)]
@@ -151,7 +151,7 @@ def test_strangers_and_other_sources_are_not_waited_for(model: Model):
     assert len(bench.fetches) == 4
 
 
-def test_a_source_that_fails_one_is_not_tried_by_those_who_waited(model: Model):
+def test_a_source_that_fails_one_is_not_tried_by_those_that_waited(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()

@@ -1,4 +1,4 @@
-"""Cache events as readers see them who know only what is documented: msgpack without types, plain HTTP, plain ZMQ.
+"""Cache events as readers see them that know only what is documented: msgpack without types, plain HTTP, plain ZMQ.
 
 The front is the real one, HTTP and all; the engine is the other end of its socket, played here.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 
 class Reader:
-    """Reads the stream with the standard library and a msgpack decoder: the ten lines that anybody needs."""
+    """Reads the stream with the standard library and a msgpack decoder: the ten lines that a reader needs."""
 
     def __init__(self, host: str, query: str = ""):
         self._connection = http.client.HTTPConnection(host, 8000, timeout=10)
@@ -59,7 +59,7 @@ async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]
     return await asyncio.to_thread(run)
 
 
-async def test_a_stream_says_who_speaks_and_then_what_happened(front):
+async def test_a_stream_names_its_instance_and_then_what_happened(front):
     await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention"))
     await front.change_cache(BlockRemoved([b"h" * 32], MEDIUM_DEVICE, 0), AllBlocksCleared())
     hello, first, second = await read(front, "", 3)

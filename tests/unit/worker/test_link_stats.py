@@ -91,7 +91,7 @@ def test_the_data_path_does_not_depend_on_the_hosts_congestion_control(connectio
     assert name.rstrip(b"\0") == b"cubic"
 
 
-def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pair):
+def test_the_kernel_reports_what_the_peer_has_and_what_still_waits(connection: Pair):
     ours, theirs = connection
     before, theirs_before = read_tcp_info(ours), read_tcp_info(theirs)
     ours.sendall(bytes(5000))

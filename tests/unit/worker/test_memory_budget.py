@@ -97,7 +97,7 @@ def test_always_grants_what_fits_in_the_order_of_asking(acts):
     scene = Scene()
     for act, value in acts:
         getattr(scene, act)(value)
-    for _ in acts:  # whatever happened, everybody gets his turn
+    for _ in acts:  # in any case each gets its turn
         scene.release(0)
     assert (scene.waiting, scene.budget.used_bytes) == ([], 0)
 

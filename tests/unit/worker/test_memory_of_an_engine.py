@@ -50,7 +50,7 @@ def test_the_log_says_what_the_cache_takes(model: Model, caplog: pytest.LogCaptu
     assert line in caplog.messages
 
 
-def test_too_many_states_are_refused_by_the_flag_that_asks_for_them(model: Model):
+def test_too_many_states_are_refused_with_the_name_of_their_flag(model: Model):
     with pytest.raises(ConfigError) as refused:
         reserved(model, options(cache_mib=64, max_running=900))
     assert str(refused.value) == (

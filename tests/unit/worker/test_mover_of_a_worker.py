@@ -214,7 +214,7 @@ def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):
     assert str(lost) == f"prefill at {api.url} failed: the mover ended with status -9"
     (end,) = destination.ended()
     assert (end.outcome, end.direction, end.subject.handle) == ("failed", "receive", 7)
-    destination.transfers.ask(AskStats(2))  # asked while there is no mover: the next one answers
+    destination.transfers.ask(AskStats(2))  # sent while there is no mover: the next one answers
     stats = take_next(destination.answers, "an answer")
     assert (stats.handle, stats.egress_mbps) == (2, 70), "the cap that was set stays"
     source.transfers.cancel(api.offers[0][1].transfer_id)  # nothing was left to delete it
@@ -268,7 +268,7 @@ def test_an_engine_grants_no_more_than_it_may_and_says_how_a_grant_stands(engine
     source.transfers.grant(StartPrefill(99, body).subject, 0, 10)
 
 
-def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_hears_of_it(engines):
+def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_learns_of_it(engines):
     source, destination = engines
     api = api_of(source, computes=False)
     body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * MODEL.tokens)

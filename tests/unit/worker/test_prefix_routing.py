@@ -64,7 +64,7 @@ class Gateway:
         return self.session.post(f"{self.url}/v1/completions", json=body, headers=extra)
 
     async def ask(self, prompt: str, number: int, **fields) -> tuple[str, int]:
-        """Return who decoded, and the tokens that it found cached, by its own word."""
+        """Return which instance decoded, and the tokens that it reports as cached."""
         async with self.open(prompt, number, **fields) as answer:
             assert answer.status == 200, await answer.text()
             return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])

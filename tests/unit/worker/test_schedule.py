@@ -1,4 +1,4 @@
-"""The schedule: who is admitted, what a step computes, who gives way, and that run to the end it serves everyone."""
+"""The schedule: what is admitted, what a step computes, what gives way, and that run to the end it serves all."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A middleman between a destination and a source's data port, who sees frames and does with them what a test says."""
+"""A proxy between a destination and a source's data port, which sees frames and does with them what a test says."""
 
 import random
 import socket
