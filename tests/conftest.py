@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stage", choices=stages.STAGES, help="run the tests of one stage alone (tests/stages.py)")
+    parser.addoption("--stage", choices=stages.STAGES, help="run only the tests of one stage (tests/stages.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

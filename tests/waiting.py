@@ -37,7 +37,7 @@ def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SEC
 
 
 def assert_freed(check: Callable[[], T], what: Text) -> None:
-    """Wait in the same way until nothing is held any more. What stays is a leak, which no second try forgives."""
+    """Wait in the same way until nothing is held. What stays is a leak, which no second try forgives."""
     try:
         eventually(check, what)
     except NotInTime as error:

@@ -61,13 +61,13 @@ def assert_refused(port: Port, down: Change) -> PeerError:
 
 @pytest.mark.parametrize("kind", [Kind.WELCOME, Kind.BLOCK, Kind.STATE, Kind.HIDDEN, Kind.DONE])
 @pytest.mark.parametrize("field", HEADER_FIELDS)
-def test_a_flipped_bit_in_any_field_of_any_kind_of_frame_costs_its_connection_alone(port: Port, field: str, kind: Kind):
+def test_a_flipped_bit_in_any_field_of_any_kind_of_frame_costs_only_its_connection(port: Port, field: str, kind: Kind):
     assert assert_mended(port, flip_once(kind, HEADER_FIELDS[field])) == 2
 
 
 @pytest.mark.parametrize("kind", [Kind.HELLO, Kind.ACK])
 @pytest.mark.parametrize("field", HEADER_FIELDS)
-def test_a_flipped_bit_in_what_the_destination_says_costs_its_connection_alone(
+def test_a_flipped_bit_of_the_destination_costs_only_its_connection(
     port: Port, field: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ):
     up = flip_once(kind, HEADER_FIELDS[field])
@@ -87,7 +87,7 @@ def test_bits_flipped_at_random_are_mended_as_long_as_some_connection_gets_throu
     assert assert_mended(port, flip_at_random(seed, times=10, chance=0.4)) > 1
 
 
-def test_a_message_that_comes_twice_says_nothing_new(port: Port):
+def test_a_message_that_comes_twice_changes_nothing(port: Port):
     def down(seen: Seen) -> list[bytes]:
         return [seen.raw] * (1 + (seen.header.kind in (Kind.DONE, Kind.KEEP_ALIVE)))
 
@@ -97,7 +97,7 @@ def test_a_message_that_comes_twice_says_nothing_new(port: Port):
 @pytest.mark.usefixtures("wary")
 @pytest.mark.parametrize("missing", [1, 8, HEADER_BYTES, HEADER_BYTES + 8])
 @pytest.mark.parametrize("at", [0, 1, 6, 10, 13])
-def test_bytes_lost_out_of_the_stream_cost_its_connection_alone(port: Port, at: int, missing: int):
+def test_bytes_lost_from_the_stream_cost_only_its_connection(port: Port, at: int, missing: int):
     """What follows moves into the gap: lengths and places would be read from the wrong bytes."""
 
     def down(seen: Seen) -> list[bytes]:
@@ -117,7 +117,7 @@ def test_a_frame_lost_as_a_whole_is_noticed_at_the_end(port: Port, at: int):
     with Proxy(port.address, down) as proxy:
         taking = start(port, proxy)
         with pytest.raises(NotInTime, match="hangs"):
-            taking.whole(seconds=0.3)  # TCP does not lose frames, and who forges must not make us use what is there
+            taking.whole(seconds=0.3)  # TCP does not lose frames, and a forger must not make us use what is there
         assert not taking.ledger.whole
         proxy.cut()  # the next HELLO says what is missing
         taking.whole()
@@ -141,7 +141,7 @@ def test_a_frame_with_this_transfers_id_and_another_epoch_is_never_placed(port: 
         assert port.ends()
 
 
-def test_a_payload_changed_by_somebody_who_seals_it_anew_is_found_by_the_digest_over_all(port: Port):
+def test_the_digest_over_all_finds_a_payload_that_was_changed_and_sealed_again(port: Port):
     def down(seen: Seen) -> list[bytes]:
         if (seen.connection, seen.frame) != (0, 3):
             return [seen.raw]
@@ -154,7 +154,7 @@ def test_a_payload_changed_by_somebody_who_seals_it_anew_is_found_by_the_digest_
 @pytest.mark.usefixtures("wary")
 @pytest.mark.parametrize("after", range(1, 13, 3))
 def test_a_half_open_connection_costs_seconds_and_no_bit(port: Port, after: int):
-    """The peer's machine is gone without a word: nothing comes any more, and nothing says so."""
+    """The peer's machine vanishes without a word: nothing comes, and nothing says so."""
 
     def down(seen: Seen) -> list[bytes]:
         return [] if seen.connection == 0 and seen.frame >= after else [seen.raw]
@@ -175,6 +175,6 @@ def test_a_half_open_connection_costs_seconds_and_no_bit(port: Port, after: int)
 
 
 def test_the_offsets_of_the_header_are_those_of_the_format():
-    """Else a test above would flip another field than it says."""
+    """Otherwise a test above would flip another field than it names."""
     assert struct.calcsize("!4sBBHHHI16sQIII") == HEADER_FIELDS["check"]
     assert HEADER_FIELDS["digest"] + 8 == HEADER_BYTES

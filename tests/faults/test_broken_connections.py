@@ -76,7 +76,7 @@ def test_a_connection_cut_before_or_within_any_frame_is_replaced_and_nothing_cro
         assert log.passed == dict.fromkeys(range(FRAMES_OF_SMALL), 1)
         assert port.ends()
         port.settle()
-        assert proxy.connections == (1 if log.kinds[-1:] == [Kind.DONE] else 2), "FREED alone may be lost for good"
+        assert proxy.connections == (1 if log.kinds[-1:] == [Kind.DONE] else 2), "only FREED may be lost for good"
     port.assert_ended_once(delivered=1)
 
 
@@ -172,7 +172,7 @@ def test_a_destination_that_trickles_bytes_of_a_frame_holds_nothing_beyond_its_l
     port.assert_ended_once(failed=1)
 
 
-def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: Port, monkeypatch: pytest.MonkeyPatch):
+def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_no_other(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(data_port_module, "HELLO_SECONDS", 0.4)
     offer, grant = port.grant()
     compute(SMALL, offer, SMALL.filled())
@@ -186,13 +186,13 @@ def test_a_hello_that_comes_byte_by_byte_is_cut_off_and_costs_nobody_else(port: 
                 break
             time.sleep(0.02)
         else:
-            pytest.fail("it may go on for ever")
+            pytest.fail("it may last for ever")
         taking.whole()
     assert port.ends()
     port.assert_ended_once(delivered=1)
 
 
-def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port):
+def test_replaces_kept_connections_of_a_source_that_restarted(port: Port):
     connections = Connections(PeerAuth())
     with Proxy(port.address) as proxy:
         for handle in range(3):
@@ -203,7 +203,7 @@ def test_kept_connections_of_a_source_that_started_anew_are_replaced(port: Port)
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
             proxy.cut()  # the destination does not read from kept connections: it finds out when it takes one
         assert proxy.connections == 3
         port.settle()
@@ -227,14 +227,14 @@ def test_a_kept_connection_that_died_silently_is_replaced(port: Port):
             taking.whole()
             assert_same_bits(SMALL, taking.place, cache)
             assert port.ends(handle)
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
             silent = True
         port.settle()
     port.assert_ended_once(delivered=2)
 
 
 @pytest.mark.usefixtures("wary")
-def test_a_source_that_is_silent_on_a_new_connection_too_is_given_up(port: Port, monkeypatch: pytest.MonkeyPatch):
+def test_gives_up_a_source_that_is_silent_on_a_new_connection_too(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pull_module, "GONE_SECONDS", 4.0)
     silent = threading.Event()
 

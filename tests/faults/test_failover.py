@@ -105,7 +105,7 @@ class Reading:
             self.data += await self.answer.content.read()
         return self
 
-    def said(self) -> dict[int | str, Any]:
+    def parse(self) -> dict[int | str, Any]:
         """Return what the client reads: text, tokens and reasons by choice, and the usage."""
         lines = [line[6:] for line in self.data.split(b"\n") if line.startswith(b"data: ")]
         assert lines[-1] == b"[DONE]", self.data[-500:]
@@ -122,8 +122,8 @@ class Reading:
 
 
 async def open_stream(client: Client, url: str, kind: str) -> Reading:
-    path, asked = STREAMS[kind]
-    return Reading(await client.session.post(f"{url}{path}", json={"model": "tiny", "stream": True, **asked}))
+    path, body = STREAMS[kind]
+    return Reading(await client.session.post(f"{url}{path}", json={"model": "tiny", "stream": True, **body}))
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def undisturbed(workers: dict[str, Worker]) -> dict[str, dict[int | str, Any]]:
     async def ask() -> dict[str, dict[int | str, Any]]:
         async with aiohttp.ClientSession() as session:
             opened = [await open_stream(Client(session), workers["d3"].url, kind) for kind in STREAMS]
-            return {kind: (await one.rest()).said() for kind, one in zip(STREAMS, opened, strict=True)}
+            return {kind: (await one.rest()).parse() for kind, one in zip(STREAMS, opened, strict=True)}
 
     return asyncio.run(ask())
 
@@ -155,7 +155,7 @@ async def test_streams_of_a_worker_that_is_lost_come_out_as_undisturbed_ones(
     end(workers[victim])
     await asyncio.gather(*(stream.rest() for stream in opened))
     for kind, stream in zip(STREAMS, opened, strict=True):
-        assert stream.said() == undisturbed[kind], kind
+        assert stream.parse() == undisturbed[kind], kind
     assert await world.metric("prfaas_gateway_resumes_total") >= 2, "or nothing was in the middle when it was lost"
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 0
 

@@ -153,7 +153,7 @@ def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port:
             assert isinstance(error, ProtocolError), error
             assert liar.lied == 1
             assert not taking.ledger.whole
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

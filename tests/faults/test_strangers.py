@@ -1,5 +1,5 @@
 """Who talks to a data port without being the destination that it waits for: strangers, copies of what a destination
-said, and fuzzed frames. Each learns nothing and costs nobody anything.
+sent, and fuzzed frames. Each learns nothing and costs others nothing.
 """
 
 import random
@@ -40,7 +40,7 @@ FUZZED_TRANSFERS = 150
 CACHE = SMALL.filled()
 
 
-def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_goes_on(port: Port):
+def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_continues(port: Port):
     offer, grant = port.grant()
     taking = port.take(offer, grant)
     eventually(lambda: offer.connected, "the destination is connected")
@@ -180,12 +180,10 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
     print(ends)
     assert ends["whole"]
     assert ends["refused"]
-    eventually(
-        lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives any more"
-    )
+    eventually(lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives")
 
 
-def test_what_a_connected_destination_may_not_say_ends_its_transfer_alone(port: Port):
+def test_a_message_that_a_destination_may_not_send_ends_only_its_transfer(port: Port):
     for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK}):
         offer, grant = port.grant(int(kind))
         with closing(connect(port, hello(grant))) as sock:

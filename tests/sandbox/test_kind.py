@@ -92,7 +92,7 @@ def test_pools_of_vllm_get_its_image_and_vllm_from_a_claim_that_binds_the_folder
     assert folder["spec"]["hostPath"]["path"] == f"{CACHE_PATH}/{environment_folder().name}"
 
 
-def test_a_python_that_no_release_of_debian_has_and_a_missing_vllm_are_told_with_the_cure(
+def test_an_unknown_python_and_a_missing_vllm_are_reported_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PRFAAS_CACHE_DIR", str(tmp_path))
@@ -121,7 +121,9 @@ async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, mo
         await daemon_answers()
 
 
-async def test_a_closed_socket_is_told_from_a_daemon_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_distinguishes_a_closed_socket_from_a_daemon_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = only(tmp_path, monkeypatch)
     program(folder, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     assert not await daemon_answers()
@@ -138,9 +140,7 @@ async def test_a_daemon_that_is_not_ours_to_start_is_named_with_how_to_start_it(
         await ensure_daemon(layout, print)
 
 
-async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_skips_a_client_that_cannot_build_for_one_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = only(tmp_path, monkeypatch)
     program(folder, "docker", '[ "$1" = version ] && echo 28.2.2 || exit 1')
     with pytest.raises(ConfigError, match="docker-buildx"):
@@ -155,12 +155,12 @@ async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks what root lacks")
-def test_a_root_that_lacks_the_capability_is_known_by_its_mask():
+def test_recognizes_a_root_without_the_capability_by_its_mask():
     assert lacks_resource_capability("Name:\tx\nCapEff:\t000001fffeffffff\n")
     assert not lacks_resource_capability("Name:\tx\nCapEff:\t000001ffffffffff\n")
 
 
-def test_a_process_id_that_belongs_to_something_else_by_now_is_left_alone(layout: Layout):
+def test_ends_no_other_process_that_has_the_same_id_by_now(layout: Layout):
     layout.state.mkdir()
     assert our_daemon(layout) is None
     layout.daemon_pid.write_text(str(os.getpid()))

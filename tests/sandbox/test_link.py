@@ -34,7 +34,7 @@ POD_IP = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podI
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def addresses(hub, member):
-    """The address of a pod in each cluster that sends as many bytes as it is asked for."""
+    """The address of a pod in each cluster that sends as many bytes as a client requests."""
     found = {}
     for pods in (hub, member):
         probe = {"tcpSocket": {"port": 8001}, "periodSeconds": 1}

@@ -69,10 +69,10 @@ async def test_what_is_missing_is_named_and_the_pod_starts_when_it_comes(hub):
 
     await hub.eventually(named, "the missing Secret is named")
 
-    async def told():
+    async def reported():
         return "'late' not found" in await hub.kubectl("describe", "pod", "early")
 
-    await hub.eventually(told, "an Event names it too")
+    await hub.eventually(reported, "an Event names it too")
     await hub.kubectl("create", "secret", "generic", "late", "--from-literal=key=value")
     await hub.until("early", "Succeeded")
     assert await hub.kubectl("logs", "early") == "value"
@@ -91,8 +91,8 @@ async def test_a_command_that_does_not_exist_is_a_reason_to_wait(hub):
     assert '"pyhton3": executable file not found' in (await hub.eventually(refused, "RunContainerError"))["message"]
 
 
-async def test_deletion_runs_the_hook_then_asks_then_waits_for_the_end(hub):
-    # It ends two seconds late, so that who reads its log has begun by then.
+async def test_deletion_runs_the_hook_then_signals_then_waits_for_the_end(hub):
+    # It ends two seconds late, so that the reader of its log has begun by then.
     trap = "trap 'echo asked; sleep 2; exit 0' TERM; echo started; while :; do sleep 0.05; done"
     hook = {"preStop": {"exec": {"command": ["sh", "-c", "echo hook >> /proc/1/fd/1"]}}}
     await hub.run("polite", "sh", "-c", trap, lifecycle=hook)
@@ -112,10 +112,10 @@ async def test_a_process_that_ignores_the_request_is_killed_after_its_grace(hub)
 
 
 async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):
-    gone = {"exec": {"command": ["test", "-e", "/nonexistent"]}, "periodSeconds": 1, "failureThreshold": 1}
+    failing = {"exec": {"command": ["test", "-e", "/nonexistent"]}, "periodSeconds": 1, "failureThreshold": 1}
     at_once = {"restartPolicy": "Always", "terminationGracePeriodSeconds": 0}
-    await hub.run("dead", "sleep", "1000", spec=at_once, livenessProbe=gone)
-    await hub.run("busy", "sleep", "1000", spec={"restartPolicy": "Always"}, readinessProbe=gone)
+    await hub.run("dead", "sleep", "1000", spec=at_once, livenessProbe=failing)
+    await hub.run("busy", "sleep", "1000", spec={"restartPolicy": "Always"}, readinessProbe=failing)
 
     async def restarted():
         return (await hub.main("dead")).get("restartCount", 0) > 0
@@ -149,7 +149,7 @@ async def test_a_pod_sees_its_own_mounts_and_processes_and_the_host_sees_neither
     assert "/etc/deep" not in Path("/proc/self/mountinfo").read_text()
 
 
-async def test_logs_are_for_the_api_server_alone(hub):
+async def test_only_the_api_server_reads_logs(hub):
     await hub.output("diary", "echo", "private")
     script = """
 import http.client, ssl

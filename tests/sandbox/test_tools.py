@@ -1,4 +1,4 @@
-"""The tools come from exactly what go.mod pins: a changed pin builds anew, a build that is there costs nothing."""
+"""The tools come from exactly what go.mod pins: a changed pin builds again, a build that is there costs nothing."""
 
 import errno
 import stat
@@ -29,7 +29,7 @@ HELLO = GoModule("hello", "example.com/hello", (Program("hello", "hello", ("--ve
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> Path:
-    """A tools folder with one module, a cache of its own, and a PATH whose `go` writes what it installs."""
+    """A tools folder with one module, its own cache, and a PATH whose `go` writes what it installs."""
     source = tmp_path / "tools" / "hello"
     source.mkdir(parents=True)
     (source / "go.mod").write_text(GO_MOD)
@@ -58,7 +58,7 @@ def ignore(_: str) -> None:
     """Nobody reads the progress."""
 
 
-def test_what_is_built_once_is_found_again_and_a_changed_pin_builds_anew(source, tmp_path):
+def test_what_is_built_once_is_found_again_and_a_changed_pin_builds_again(source, tmp_path):
     first = ensure_tools(ignore)["hello"]
     assert first.read_text() == "built\n"
     install_go(tmp_path, "exit 1")

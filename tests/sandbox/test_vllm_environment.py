@@ -1,4 +1,4 @@
-"""The environment of vLLM comes from exactly what its lock lists: installed once, whole, anew for a changed lock."""
+"""The environment of vLLM comes from exactly what its lock lists: installed once, whole, again for a changed lock."""
 
 import re
 import stat
@@ -26,7 +26,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A lock, a cache of its own, and a `uv` that notes how it was called."""
+    """A lock, its own cache, and a `uv` that notes how it was called."""
     lock = tmp_path / "connectors/vllm/requirements-test.lock.txt"
     lock.parent.mkdir(parents=True)
     lock.write_text("one")
@@ -47,7 +47,7 @@ def installed(calls: Path) -> list[str]:
     return [line for line in calls.read_text().splitlines() if line.startswith("pip sync")]
 
 
-def test_it_is_installed_once_by_hash_and_anew_for_another_lock(calls: Path, tmp_path: Path):
+def test_it_is_installed_once_by_hash_and_again_for_another_lock(calls: Path, tmp_path: Path):
     shown: list[str] = []
     first, again = vllm.ensure_vllm(shown.append), vllm.ensure_vllm(shown.append)
     assert first == again

@@ -17,12 +17,12 @@ def test_files_are_written_replaced_and_removed(tmp_path):
     held = (tmp_path / "a").open("rb")
     with held:
         write_files(tmp_path, {"a": (b"longer", 0o644)})
-        assert held.read() == b"1"  # who reads the old file reads all of it
+        assert held.read() == b"1"  # a reader of the old file reads all of it
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {"a"}
     assert (tmp_path / "a").read_bytes() == b"longer"
 
 
-def test_an_unchanged_file_is_left_alone(tmp_path):
+def test_keeps_an_unchanged_file(tmp_path):
     write_files(tmp_path, {"a": (b"1", 0o644)})
     before = (tmp_path / "a").stat().st_ino
     write_files(tmp_path, {"a": (b"1", 0o644)})

@@ -88,7 +88,7 @@ def test_every_threat_names_a_test():
 
 
 def test_security_limits_stand_in_one_place():
-    """SECURITY.md once said that clients are not authenticated, when they were."""
+    """SECURITY.md once claimed that clients are not authenticated, when they were."""
     text = (ROOT / "SECURITY.md").read_text()
     assert "docs/operate/security.md" in text
     assert "does not authenticate clients" not in text
@@ -108,9 +108,9 @@ def test_the_reference_is_what_the_code_says():
     assert "object at 0x" not in page
 
 
-def test_what_is_gone_would_be_found(tmp_path: Path):
+def test_finds_missing_tests_and_links(tmp_path: Path):
     here = Path(__file__).relative_to(ROOT).as_posix()
-    assert "test_what_is_gone_would_be_found" in functions_of(here)
+    assert "test_finds_missing_tests_and_links" in functions_of(here)
     assert "test_that_never_was" not in functions_of(here)
     assert functions_of("tests/no_such_file.py") == set()
     (tmp_path / "a.md").write_text("# One: `two`\n")
@@ -148,7 +148,7 @@ def test_every_name_of_the_architecture_stands_in_its_file():
     assert missing_names(page.read_text(), page.parent) == []
 
 
-def test_a_name_that_is_gone_would_be_found():
+def test_finds_a_missing_name():
     here = "../gateway/prfaas_gateway/state.py"
     page = f"[`GatewayState.push`]({here}) [`GatewayState.done`]({here}) `HubView.put` `HubView.stash` `LinkSommelier`"
     assert missing_names(page, ROOT / "docs") == [f"GatewayState.done in {here}", "HubView.stash", "LinkSommelier"]
@@ -158,7 +158,7 @@ MODULE: Final = re.compile(
     r"(?<![\w./-])(prfaas(?:_(?:operator|gateway|scheduler|worker|sandbox))?)((?:\.[a-z_]+)+)(?![\w/:]|-|\.io)"
 )
 FOLDERS: Final = {"prfaas": "core"}
-SAID: Final = (*DOCUMENTS, *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")))
+TEXTS: Final = (*DOCUMENTS, *(str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py")))
 
 
 def missing_modules(text: str) -> list[str]:
@@ -178,11 +178,11 @@ def missing_modules(text: str) -> list[str]:
 
 
 def test_every_module_that_a_page_or_a_docstring_names_exists():
-    gone = {one: missing_modules((ROOT / one).read_text()) for one in SAID}
-    assert {one: found for one, found in gone.items() if found} == {}
+    missing = {one: missing_modules((ROOT / one).read_text()) for one in TEXTS}
+    assert {one: found for one, found in missing.items() if found} == {}
 
 
-def test_a_module_that_is_gone_would_be_found():
+def test_finds_a_missing_module():
     assert missing_modules("see `prfaas.routing.nowhere`, prfaas.routing.decide.decide and prfaas.io") == [
         "prfaas.routing.nowhere"
     ]

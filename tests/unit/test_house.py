@@ -127,7 +127,7 @@ def test_no_modules_import_each_other():
     assert circles({one.name: targets_of(one, names) for one in modules()}) == []
 
 
-def test_a_circle_would_be_found():
+def test_finds_a_circle():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 

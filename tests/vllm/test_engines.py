@@ -15,7 +15,7 @@ from .conftest import MODEL
 from .engines import Engine, EngineHost, reference_of
 
 ROOT = Path(__file__).parents[2]
-# Started by a test as pytest would start it, with a process of its own to be killed.
+# Started by a test as pytest would start it, with its own process to be killed.
 SESSION = """
 import sys, time
 from pathlib import Path

@@ -54,8 +54,8 @@ class Served(NamedTuple):
         data = json.dumps({"model": "tiny"} | body).encode()
         request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
-            told = answer.headers
-            return Answered(told["content-type"], told[headers.DECODE_INSTANCE], answer.read().decode())
+            head = answer.headers
+            return Answered(head["content-type"], head[headers.DECODE_INSTANCE], answer.read().decode())
 
     def matched(self) -> float:
         return total(self.url, "prfaas_gateway_kv_matched_tokens_total")
@@ -97,7 +97,7 @@ def served(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_the_match_of_a_chat_is_the_prefix_that_vllm_finds(served: Served):
-    """vLLM keeps a state of some prompts only when it meets them again: until then attention alone is no match."""
+    """vLLM keeps a state of some prompts only when it meets them again: until then attention without it is no match."""
     found = [served.placed("/v1/chat/completions", messages=one) for one in (CHAT, CHAT, CHAT, NEXT_TURN)]
     assert all(matched == hit for matched, hit in found), found
     assert found[0] == (0, 0)

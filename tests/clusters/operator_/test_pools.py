@@ -30,7 +30,7 @@ def test_pools_become_deployments_in_their_own_cluster(joined):
     assert joined.hub.get("deployment", "local")["metadata"]["ownerReferences"][0]["name"] == "local"
 
 
-def test_an_egress_cap_is_shared_anew_when_instances_come_and_restarts_none(joined):
+def test_an_egress_cap_is_divided_again_when_instances_come_and_restarts_none(joined):
     joined.hub.apply(joined.pool("PrefillPool", "capped", clusterName="eu", replicas=2, egressMbps=101))
 
     def share() -> str:
@@ -111,7 +111,7 @@ def test_a_pool_that_names_no_cluster_says_so_and_heals(joined):
     joined.hub.delete("pfpool", "stray")
 
 
-def test_what_an_api_server_refuses_is_said_in_its_words_and_heals(joined):
+def test_repeats_an_api_servers_refusal_and_heals(joined):
     rules = joined.member.get("role", "prfaas-operator")["rules"]
     others = [[verb for verb in rule["verbs"] if verb != "create"] for rule in rules]
     weaker = [{**rule, "verbs": verbs} for rule, verbs in zip(rules, others, strict=True) if verbs]

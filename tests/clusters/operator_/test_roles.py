@@ -1,6 +1,6 @@
 """Proves on a real API server that two pools share one Deployment: roles are labels, and changing one restarts nothing.
 
-A thread stands in for the kubelet: it makes pods ready whose gates are open, and leaves conditions of others alone.
+A thread stands in for the kubelet: it makes pods ready whose gates are open, and keeps conditions of others.
 """
 
 import json
@@ -141,8 +141,8 @@ def convert(world, changes) -> None:
     (changed,) = (name for name in before if before[name] != after[name])
     message = f"instance {changed} converts from {before[changed]} to {after[changed]}"
     for subject in ("decode", "swing"):
-        told = lambda subject=subject: message in {event["message"] for event in world.hub.events(subject)}  # noqa: E731
-        world.eventually(told, f"an Event about {subject}: {message}")  # Events are written later than what they tell
+        seen = lambda subject=subject: message in {event["message"] for event in world.hub.events(subject)}  # noqa: E731
+        world.eventually(seen, f"an Event about {subject}: {message}")  # Events are written later than what they report
 
 
 def test_scaling_one_pool_down_takes_an_instance_of_its_role(shared):

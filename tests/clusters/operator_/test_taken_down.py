@@ -47,7 +47,7 @@ def follow_the_page(ground) -> None:
     subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=True, capture_output=True, timeout=120)
 
 
-def test_a_namespace_that_is_deleted_before_its_objects_goes_by_the_way_out(ground, settled):
+def test_the_documented_way_out_frees_a_namespace_deleted_before_its_objects(ground, settled):
     settled.kill()
     settled.wait()
     of_secret = ("get", "secret", "eu-kubeconfig", "-n", ground.hub.name, "-o", "jsonpath={.metadata.finalizers}")
@@ -59,7 +59,7 @@ def test_a_namespace_that_is_deleted_before_its_objects_goes_by_the_way_out(grou
         return "prfaas.io/cleanup" in phase and "Some content in the namespace has finalizers remaining" in phase
 
     ground.eventually(says, "the namespace waits for finalizers, and says so")
-    assert ground.member.exists("deployment", "away"), "what serves in the member goes on"
+    assert ground.member.exists("deployment", "away"), "what serves in the member continues"
     follow_the_page(ground)
     ground.eventually(lambda: not exists(ground.hub), "the namespace goes")
     ground.eventually(lambda: not ground.member.listing("deployments,configmaps,secrets"), "the member is empty")

@@ -68,7 +68,7 @@ class Rig:
             assert torch.equal(rows[page, at % PAGE_TOKENS], torch.full((8,), value(tokens[: at + 1])))
 
     def fill(self) -> None:
-        """Make the pool give everything up that nobody holds."""
+        """Make the pool give up everything that is not held."""
         chain = self.chain([])
         opened = self.cache.open(chain.hashes, self.cache.free_pages * PAGE_TOKENS, 0)
         assert opened is not None

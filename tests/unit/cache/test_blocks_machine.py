@@ -1,8 +1,8 @@
 """Whatever is done to the page pool, in any order, its books stay whole and it agrees with a naive model.
 
-The model knows what was published and kept, and what the pool said it gave up; a match is found by trying every length.
+The model knows what was published and kept, and what the pool gave up; a match is found by trying every length.
 It also writes in every page what stands there, as the engine would, and looks again before each use: a page that was
-given away while somebody relied on it shows at once.
+freed while a sequence relied on it shows at once.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from prfaas.errors import InternalError
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease
 
-from .test_blocks import taken
+from .test_blocks import take
 
 PAGES, PAGES_PER_STATE = 14, 3
 Prompt = tuple[int, ...]
@@ -35,15 +35,15 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = Blocks(PAGES, self.pages_per_state, self.evicted)
+        self.blocks = Blocks(PAGES, self.pages_per_state, self.forget)
         self.known: set[Prompt] = set()
         self.states: set[Prompt] = set()
         self.content: dict[int, object] = {}
         self.open_leases: list[tuple[Lease, list[Prompt]]] = []
         self.transfers: list[list[int]] = []
 
-    def evicted(self, gone: list[Evicted]) -> None:
-        for one in gone:
+    def forget(self, removed: list[Evicted]) -> None:
+        for one in removed:
             (self.states if one.is_state else self.known).remove(one.key)
 
     def held(self) -> Counter[int]:
@@ -164,7 +164,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(0, PAGES + 1))
     def take(self, count: int):
         free = self.blocks.free_pages
-        pages = taken(self.blocks, count)
+        pages = take(self.blocks, count)
         assert (pages is not None) == (count <= free)
         if pages is not None:
             self.content.update(dict.fromkeys(pages, "in transfer"))
@@ -215,9 +215,9 @@ def test_the_check_finds_a_page_that_is_lost():
         blocks.check_integrity()
 
 
-def test_a_page_given_back_twice_is_an_error():
+def test_a_page_freed_twice_is_an_error():
     blocks = Blocks(4, 1)
-    pages = taken(blocks, 2)
+    pages = take(blocks, 2)
     assert pages is not None
     blocks.release(pages)
     with pytest.raises(InternalError, match="more often"):

@@ -70,7 +70,7 @@ def test_the_pretended_device_refuses_what_a_gpu_would():
             every_kind_of_step(model)
 
 
-def test_a_gpu_multiplies_in_bf16_unless_it_is_told_otherwise():
+def test_a_gpu_multiplies_in_bf16_by_default():
     with device_elsewhere() as device:
         model = KimiLinear.load(TINY, "auto", device.type)
         assert model.blocks[0].attention._qkv.dtype == torch.bfloat16
@@ -171,7 +171,7 @@ def test_fla_behind_our_arguments_is_the_rule_but_for_rounding():
 
 
 @pytest.mark.usefixtures("fla")
-def test_fla_is_taken_on_a_gpu_for_bf16_alone():
+def test_fla_is_used_only_on_a_gpu_and_for_bf16():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert choose_rule(cuda, torch.bfloat16) is not TORCH_RULE
     assert choose_rule(cuda, torch.float32) is TORCH_RULE
@@ -185,13 +185,13 @@ class Broken(ModuleType):
         raise RuntimeError("0 active drivers ([]). There should only be one.")
 
 
-@pytest.mark.parametrize(("module", "said"), [(lambda _: None, ".[cuda]"), (Broken, "0 active drivers")])
-def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_why(monkeypatch, caplog, module, said):
+@pytest.mark.parametrize(("module", "message"), [(lambda _: None, ".[cuda]"), (Broken, "0 active drivers")])
+def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_why(monkeypatch, caplog, module, message):
     for name in ("fla", "fla.ops", "fla.ops.kda"):
         monkeypatch.setitem(sys.modules, name, module(name))
     with caplog.at_level(logging.INFO):
         assert choose_rule(torch.device("cuda"), torch.bfloat16) is TORCH_RULE
-    assert said in caplog.text
+    assert message in caplog.text
 
 
 # --device
@@ -200,17 +200,17 @@ def test_where_fla_cannot_be_imported_a_gpu_runs_plain_torch_and_the_log_says_wh
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """torch says that there is a GPU with 80 GB free; models that are sent there stand on the CPU."""
-    asked = SimpleNamespace(loads=[])
+    calls = SimpleNamespace(loads=[])
     load = KimiLinear.load
 
     def loaded(directory, dtype="float32", device="cpu"):
-        asked.loads.append((dtype, device))
+        calls.loads.append((dtype, device))
         return load(directory, dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 << 30, 80 << 30))
     monkeypatch.setattr(KimiLinear, "load", loaded)
-    return asked
+    return calls
 
 
 def test_auto_takes_a_gpu_that_runs_the_checkpoint(pretended_gpu, caplog):
@@ -292,7 +292,7 @@ def test_a_wrong_checkpoint_is_refused_whatever_the_device(pretended_gpu, tmp_pa
             load_model(str(tmp_path), None, device, "auto")
 
 
-def test_the_bytes_that_are_asked_of_a_gpu_are_those_of_the_weights():
+def test_the_bytes_requested_from_a_gpu_are_those_of_the_weights():
     config = KimiLinear.load(TINY).config
     numbers = sum(tensor.numel() for tensor in load_file(TINY / "model.safetensors").values())
     assert weight_bytes(config, torch.float32) == 4 * numbers

@@ -1,5 +1,5 @@
 """Proves that a checkpoint in shards is loaded within a tenth more memory than its weights take, whatever its type, and
-that everything wrong with its files is said before a weight is read.
+that everything wrong with its files is reported before a weight is read.
 
 Memory is what the kernel says of a fresh process, less what the libraries take.
 """
@@ -129,7 +129,7 @@ def test_an_index_that_names_absent_files_is_refused_with_their_names(sharded, w
         KimiLinear.load(directory)
 
 
-def test_all_differences_are_said_and_no_weight_is_read(sharded, weights, monkeypatch):
+def test_reports_all_differences_and_reads_no_weight(sharded, weights, monkeypatch):
     for layer in range(8):
         for part in ("input", "post_attention"):
             del weights[f"model.layers.{layer}.{part}_layernorm.weight"]

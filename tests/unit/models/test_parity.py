@@ -42,7 +42,7 @@ def solo(model: Model) -> Solo:
 
 
 def prefill(solo: Solo, tokens: torch.Tensor, *sizes: int) -> tuple[SoloSequence, torch.Tensor]:
-    """A sequence filled in chunks of these sizes (one chunk if none is given), and the logits after the last."""
+    """A sequence filled in chunks of these sizes (one chunk by default), and the logits after the last."""
     sequence = solo.new()
     for chunk in tokens.split(list(sizes) or [len(tokens)]):
         hidden = solo.prefill(chunk, sequence)
@@ -178,7 +178,7 @@ def test_decode_after_the_cache_went_through_bytes_matches_the_oracle(solo, toke
         assert distance(logits[0], expected[position]) < BOUND
 
 
-def test_prefill_goes_on_in_a_cache_that_went_through_bytes(solo, tokens, expected):
+def test_prefill_continues_in_a_cache_that_went_through_bytes(solo, tokens, expected):
     sequence = through_bytes(solo, prefill(solo, tokens[:123])[0])
     assert distance(solo.model.logits(solo.prefill(tokens[123:], sequence)), expected[-1]) < BOUND
 

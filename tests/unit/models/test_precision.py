@@ -23,7 +23,7 @@ def both() -> tuple[KimiLinear, KimiLinear]:
     return KimiLinear.load(TINY, "float32"), KimiLinear.load(TINY, "bfloat16")
 
 
-def test_a_cpu_multiplies_in_fp32_unless_it_is_told_otherwise(both):
+def test_a_cpu_multiplies_in_fp32_by_default(both):
     types = [model.blocks[0].attention._qkv.dtype for model in (KimiLinear.load(TINY, "auto"), *both)]
     assert types == [torch.float32, torch.float32, torch.bfloat16]
 

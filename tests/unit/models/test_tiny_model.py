@@ -55,7 +55,7 @@ def test_random_bytes_cost_far_more(tiny, held_out):
     assert bits_per_byte(tiny, noise) > 8.0
 
 
-def test_a_prompt_of_33000_tokens_is_taken_and_its_memory_is_the_cache_alone(tiny, held_out):
+def test_accepts_a_prompt_of_33000_tokens_and_its_memory_is_only_the_cache(tiny, held_out):
     tokens = held_out.flatten().repeat(4)[:33_000]
     solo = Solo(tiny, slots=1, tokens=33_001)
     sequence = solo.new()

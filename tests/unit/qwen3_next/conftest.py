@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def load(directory: Path) -> Checkpoint:
-    """Write a checkpoint and load it three times, the oracle by transformers alone."""
+    """Write a checkpoint and load it three times, the oracle only by transformers."""
     from prfaas_worker.models.qwen3_next.model import Qwen3Next
 
     tiny.save(tiny.build(), directory)

@@ -34,7 +34,7 @@ def fresh(solo: Solo) -> SoloSequence:
 
 
 def prefilled(solo: Solo, tokens: torch.Tensor, *sizes: int) -> tuple[SoloSequence, torch.Tensor]:
-    """A sequence filled in chunks of these sizes (one chunk if none is given), and the logits after the last."""
+    """A sequence filled in chunks of these sizes (one chunk by default), and the logits after the last."""
     sequence = fresh(solo)
     for chunk in tokens.split(list(sizes) or [len(tokens)]):
         hidden = solo.prefill(chunk, sequence)

@@ -43,8 +43,8 @@ class Oracle:
     @torch.inference_mode()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append tokens; returns the logits after the last."""
-        given = tokens.unsqueeze(0)
-        return self._model(given, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        inputs = tokens.unsqueeze(0)
+        return self._model(inputs, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits[0, -1]
 
 
 def test_logits_have_the_scale_at_which_bounds_are_claimed(checkpoint, tokens):
@@ -66,7 +66,7 @@ def test_decodes_are_bit_for_bit_those_of_transformers(checkpoint, solo, tokens,
 
 
 @pytest.mark.parametrize("length", [20, LENGTH])
-def test_another_replica_goes_on_from_bytes_with_the_same_bits(checkpoint, solo, tokens, length):
+def test_another_replica_continues_from_bytes_with_the_same_bits(checkpoint, solo, tokens, length):
     here, _ = prefilled(solo, tokens[:length])
     there = solo_of(checkpoint.replica, slots=9)
     copy = moved(solo, here, there)
@@ -114,7 +114,7 @@ def test_chunks_and_decodes_of_one_step_come_out_in_order_as_if_alone(checkpoint
         assert distance(row, Oracle(checkpoint).logits(tokens[:length])) < BOUND
 
 
-def test_decodes_of_unequal_length_go_on_as_if_alone(checkpoint, solo, tokens):
+def test_decodes_of_unequal_length_continue_as_if_alone(checkpoint, solo, tokens):
     lengths = (21, 0, LENGTH, 1, 63)
     sequences = [prefilled(solo, tokens[:length])[0] if length else fresh(solo) for length in lengths]
     for step in range(4):
@@ -128,15 +128,15 @@ def test_decodes_of_unequal_length_go_on_as_if_alone(checkpoint, solo, tokens):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_layer_is_reported_when_its_part_of_the_cache_is_whole(solo, tokens, count):
     """A chunk for one sequence, decodes for two."""
-    given = [tokens[64:100]] if count == 1 else [tokens[64:65], tokens[50:51]]
+    inputs = [tokens[64:100]] if count == 1 else [tokens[64:65], tokens[50:51]]
     final, watched = ([prefilled(solo, tokens[:length])[0] for length in (64, 50)[:count]] for _ in range(2))
 
     def step(sequences: list[SoloSequence], on_layer: Callable[[int], None]) -> None:
         if count == 1:
-            solo.prefill(given[0], sequences[0], on_layer)
+            solo.prefill(inputs[0], sequences[0], on_layer)
         else:
             slots = torch.tensor([sequence.slot for sequence in sequences])
-            solo.model.forward(Batch(torch.cat(given), (), Decodes(slots, torch.tensor([64, 50]), 64)), on_layer)
+            solo.model.forward(Batch(torch.cat(inputs), (), Decodes(slots, torch.tensor([64, 50]), 64)), on_layer)
 
     step(final, lambda _layer: None)
     expected = [state_and_rows(solo, final, layer) for layer in range(len(solo.model.layers))]

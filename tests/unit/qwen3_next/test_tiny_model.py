@@ -88,7 +88,7 @@ def test_special_tokens_config_and_training_agree():
 
 
 def test_text_and_chats_have_the_tokens_of_the_sibling():
-    """Else what one model has learned to be asked would be another question here."""
+    """Otherwise a question that one model has learned would be another one here."""
     ours, theirs = (load_tokenizer(model_directory(source)) for source in (SOURCE, SIBLING))
     text = "a\tb  \n\n c é \u2028 \U0001f600 <|user|> end"
     chat = Conversation([{"role": "system", "content": text}, {"role": "user", "content": "?"}])

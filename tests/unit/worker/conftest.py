@@ -1,4 +1,4 @@
-"""Real workers on loopback: each is the two processes that a pod runs, on an address of its own."""
+"""Real workers on loopback: each is the two processes that a pod runs, on its own address."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ from prfaas_worker.options import parse
 
 from ...waiting import eventually_async
 
-# Loopback addresses of this test process alone, so that several test runs can share a machine.
+# Loopback addresses of this test process, so that several test runs can share a machine.
 _ADDRESSES = (f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{n}" for n in itertools.count(2))
 START_SECONDS = 300.0  # `import torch` on a busy machine
 

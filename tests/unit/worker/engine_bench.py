@@ -66,7 +66,7 @@ class Bench:
     """An engine that is stepped by hand."""
 
     def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
-        self.said: list[ToFront] = []
+        self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
@@ -83,7 +83,7 @@ class Bench:
             kv_events=[],
             remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
             profiler=Profiler(1, 1, lambda _profile: None),
-            send=self.said.extend,
+            send=self.sent.extend,
             role="mixed",
             max_waiting=max_waiting,
         )
@@ -109,11 +109,11 @@ class Bench:
             pass
 
     def tokens(self, handle: int, choice: int = 0) -> list[int]:
-        mine = [m for m in self.said if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
+        mine = [m for m in self.sent if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
         return [token for message in mine for token in message.token_ids]
 
     def ends(self, handle: int) -> list[str]:
-        return [m.finish_reason for m in self.said if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
+        return [m.finish_reason for m in self.sent if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
 
     def assert_nothing_is_held(self) -> None:
         """Every slot is free, and every page free or only cached."""
@@ -123,7 +123,7 @@ class Bench:
         assert cache.stats().used_pages == 0
 
 
-def alone(model: Model, prompt: bytes, count: int) -> list[int]:
+def generate(model: Model, prompt: bytes, count: int) -> list[int]:
     """Greedy tokens straight from the model: one prefill, one step a token."""
     bound = model._memory if hasattr(model, "_memory") else None
     solo = Solo(model, slots=1, tokens=len(prompt) + count)

@@ -1,4 +1,4 @@
-"""A middleman before both ports of a worker, who does to bytes what a test wants."""
+"""A relay before both ports of a worker, which does to bytes what a test wants."""
 
 import asyncio
 import itertools

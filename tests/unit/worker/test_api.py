@@ -32,7 +32,7 @@ async def test_a_stream_is_the_whole_answer_in_pieces(client, pair):
     assert done == "[DONE]"
 
 
-async def test_a_chat_stream_says_whose_turn_it_is_once(client, pair):
+async def test_a_chat_stream_names_the_role_once(client, pair):
     body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}]}
     *chunks, usage, done = await stream(client, pair[1], "/v1/chat/completions", body | WITH_USAGE)
     expected = await post(client, pair[1], "/v1/chat/completions", body)
@@ -120,13 +120,13 @@ async def test_every_error_has_an_openai_body(
         assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_the_model_list_tells_the_context(client, pair):
+async def test_the_model_list_shows_the_context(client, pair):
     async with client.session.get(f"{pair[1].url}/v1/models") as answer:
         (model,) = (await answer.json())["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 131072)
 
 
-async def test_it_tells_how_prefills_are_asked_for(client, pair):
+async def test_describes_how_to_request_prefills(client, pair):
     async with client.session.get(f"{pair[1].url}/openapi.json") as answer:
         assert await answer.json() == openapi.prefill()
 

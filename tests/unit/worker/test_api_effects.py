@@ -33,7 +33,7 @@ async def test_penalties_end_repetition(client, pair):
     assert await text(client, pair[1], max_tokens=60, presence_penalty=2) != plain
 
 
-async def test_min_p_leaves_the_likeliest_alone(client, pair):
+async def test_min_p_keeps_only_the_likeliest(client, pair):
     greedy = await text(client, pair[1], max_tokens=20)
     assert await text(client, pair[1], max_tokens=20, temperature=1, seed=1, min_p=1.0) == greedy
     assert await text(client, pair[1], max_tokens=20, temperature=1, seed=1) != greedy

@@ -26,11 +26,11 @@ async def stream(client, worker, path: str, body: dict[str, Any]) -> list[Any]:
 
 async def test_several_prompts_are_answered_as_each_alone_numbered_across(client, pair):
     answer = await post(client, pair[1], "/v1/completions", SAMPLED | {"prompt": PROMPTS, "n": 2})
-    alone = [await post(client, pair[1], "/v1/completions", SAMPLED | {"prompt": one, "n": 2}) for one in PROMPTS]
+    singles = [await post(client, pair[1], "/v1/completions", SAMPLED | {"prompt": one, "n": 2}) for one in PROMPTS]
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-    assert [choice["text"] for choice in answer["choices"]] == [c["text"] for one in alone for c in one["choices"]]
+    assert [choice["text"] for choice in answer["choices"]] == [c["text"] for one in singles for c in one["choices"]]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert answer["usage"][name] == sum(one["usage"][name] for one in alone)
+        assert answer["usage"][name] == sum(one["usage"][name] for one in singles)
 
 
 async def test_one_bad_prompt_of_several_refuses_them_all_and_frees_everything(client, pair):
@@ -64,7 +64,7 @@ async def test_usage_can_grow_with_the_stream(client, pair):
     assert chunks[-1]["usage"] == usage["usage"]
 
 
-async def test_the_parts_of_the_first_tokens_time_are_told(client, pair):
+async def test_reports_the_parts_of_the_first_tokens_time(client, pair):
     async with client.open(pair[1]) as answer:
         seconds = {name: float(answer.headers[f"x-prfaas-{name}-seconds"]) for name in ("queue", "prefill", "transfer")}
     assert seconds["prefill"] > 0

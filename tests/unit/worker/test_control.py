@@ -1,4 +1,4 @@
-"""Changing a worker while it serves: what is asked over HTTP is what the engine is told, and its answer comes back."""
+"""Changing a worker while it serves: a request over HTTP becomes a message to the engine, whose answer comes back."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ def loaded(front):
     return front
 
 
-async def test_a_reset_says_how_much_it_freed(client, loaded):
+async def test_a_reset_reports_how_much_it_freed(client, loaded):
     asking = asyncio.create_task(client.session.post(f"{loaded.url}/v1/cache/reset").__aenter__())
     message = await loaded.hear()
     assert isinstance(message, ResetCache)
@@ -32,19 +32,19 @@ async def test_a_reset_says_how_much_it_freed(client, loaded):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "asked", "answered"),
+    ("name", "value", "command", "reply"),
     [
         *[("role", role, SetRole, RoleSet) for role in ("prefill", "decode", "mixed")],
         *[("egress", mbps, SetEgress, EgressSet) for mbps in (1, 800, None)],
     ],
 )
-async def test_a_setting_is_changed_once_the_engine_says_so(client, loaded, name, value, asked, answered):
+async def test_a_setting_is_changed_once_the_engine_says_so(client, loaded, name, value, command, reply):
     body = {"role" if name == "role" else "mbps": value}
     asking = asyncio.create_task(client.session.put(f"{loaded.url}/v1/{name}", json=body).__aenter__())
     message = await loaded.hear()
-    assert message == asked(message.handle, value)
+    assert message == command(message.handle, value)
     assert not asking.done()
-    await loaded.say(answered(message.handle, value))
+    await loaded.say(reply(message.handle, value))
     answer = await asking
     assert (answer.status, await answer.json()) == (200, body)
 

@@ -6,7 +6,7 @@ from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel, Failed, Sampling, Started
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, alone, fetched
+from .engine_bench import Bench, fetched, generate
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("small_chunks")]
 
@@ -17,7 +17,7 @@ def test_chunked_prefill_and_batched_decode_give_the_models_own_tokens(model: Mo
     handles = [bench.ask(prompt, max_tokens=12) for prompt in prompts]
     bench.run()
     for handle, prompt in zip(handles, prompts, strict=True):
-        expected = alone(model, prompt, 12)
+        expected = generate(model, prompt, 12)
         cut = next((at for at, token in enumerate(expected) if token in model.eos_token_ids), 12)
         assert bench.tokens(handle) == expected[:cut]
         assert bench.ends(handle) == ["length" if cut == 12 else "stop"]
@@ -26,12 +26,12 @@ def test_chunked_prefill_and_batched_decode_give_the_models_own_tokens(model: Mo
 def test_started_comes_once_before_the_first_token(model: Model):
     bench = Bench(model)
     bench.ask(b"x" * 150, choices=2)
-    assert [type(m) for m in bench.said] == []
+    assert [type(m) for m in bench.sent] == []
     bench.run()
-    kinds = [type(message) for message in bench.said]
+    kinds = [type(message) for message in bench.sent]
     assert kinds[0] is Started
     assert kinds.count(Started) == 1
-    assert bench.said[0].prefill_seconds > 0
+    assert bench.sent[0].prefill_seconds > 0
 
 
 def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(model: Model):
@@ -39,11 +39,11 @@ def test_every_choice_begins_from_its_own_prompt_whatever_is_computed_beside_it(
     bench = Bench(model)
     short, _ = bench.ask(b"def f(", choices=2, max_tokens=3), bench.ask(b"y" * 200, max_tokens=3)
     bench.run()
-    expected = alone(model, b"def f(", 3)
+    expected = generate(model, b"def f(", 3)
     assert [bench.tokens(short, choice) for choice in range(2)] == [expected] * 2
 
 
-def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
+def test_one_choice_can_be_cancelled_and_the_others_continue(model: Model):
     bench = Bench(model)
     handle = bench.ask(b"def f(", choices=2, max_tokens=9, sampling=Sampling(1.0, 1.0, 0, 7))
     while not bench.tokens(handle, 1):
@@ -55,11 +55,11 @@ def test_one_choice_can_be_cancelled_and_the_others_go_on(model: Model):
     assert bench.engine.requests.get(handle) is None
 
 
-def test_beyond_what_may_wait_a_request_is_told_so(model: Model):
+def test_refuses_a_request_beyond_what_may_wait(model: Model):
     bench = Bench(model, max_running=1, max_waiting=2)
     handles = [bench.ask(b"x", max_tokens=2) for _ in range(4)]
     bench.step()
-    failed = [message for message in bench.said if isinstance(message, Failed)]
+    failed = [message for message in bench.sent if isinstance(message, Failed)]
     assert [(message.handle, message.status, message.code) for message in failed] == [
         (handles[2], 503, "overloaded"),
         (handles[3], 503, "overloaded"),
@@ -74,11 +74,11 @@ def test_a_request_that_cannot_be_drawn_fails_alone(model: Model):
     none_left = bench.ask(b"x", sampling=Sampling(0.0, 1.0, 0, 0, logit_bias=tuple((t, -1e9) for t in range(264))))
     fine = bench.ask(b"def f(")
     bench.run()
-    failed = {message.handle: message for message in bench.said if isinstance(message, Failed)}
+    failed = {message.handle: message for message in bench.sent if isinstance(message, Failed)}
     assert failed.keys() <= {wrong, none_left}
     assert (failed[wrong].status, failed[wrong].code) == (400, "invalid_request")
     assert "token 999" in failed[wrong].message
-    assert bench.tokens(fine) == alone(model, b"def f(", 6)
+    assert bench.tokens(fine) == generate(model, b"def f(", 6)
     bench.assert_nothing_is_held()
 
 
@@ -88,14 +88,14 @@ def test_a_fetched_prompt_continues_as_a_local_one(model: Model):
     handle = bench.ask(prompt, prefill_url="http://127.0.0.1:1")
     bench.run()
     (fetch,) = bench.fetches
-    assert bench.said == []
+    assert bench.sent == []
     assert bench.engine.stats.requests_running == 1
     fetch.on_end(fetched(model, fetch.sequence))
     bench.run()
-    started = bench.said[0]
+    started = bench.sent[0]
     assert isinstance(started, Started)
     assert started == Started(handle, 0, 7, 0.5, 0.25, 0.125, started.queue_seconds)
-    assert bench.tokens(handle) == alone(model, prompt, 6)
+    assert bench.tokens(handle) == generate(model, prompt, 6)
     assert bench.engine.stats.prompt_tokens == 0
     bench.assert_nothing_is_held()
 
@@ -107,7 +107,7 @@ def test_a_failed_fetch_is_a_502_and_frees_the_memory(model: Model):
     error: PrfaasError = PeerError("the link is down")
     bench.fetches[0].on_end(error)
     bench.run()
-    assert bench.said == [Failed(handle, 502, "prefill_failed", "the link is down")]
+    assert bench.sent == [Failed(handle, 502, "prefill_failed", "the link is down")]
     assert bench.engine.requests.get(handle) is None
     bench.assert_nothing_is_held()
 
@@ -123,5 +123,5 @@ def test_a_cancelled_fetch_keeps_its_memory_until_its_thread_has_ended(model: Mo
     assert bench.engine.cache.stats().used_pages == 1, "the thread may still write into it"
     fetch.on_end(fetched(model, fetch.sequence))
     bench.run()
-    assert bench.said == []
+    assert bench.sent == []
     bench.assert_nothing_is_held()

@@ -1,4 +1,4 @@
-"""Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
+"""Ten thousand cancels, whole or by choice, at every stage of a request while others run: nothing stays held."""
 
 from collections import Counter
 from random import Random
@@ -91,13 +91,13 @@ class Crowd(Bench):
         return self.engine.step(wait=False)
 
     def preempt(self) -> None:
-        """Take the memory of somebody who runs, as the schedule does when pages are short."""
+        """Take the memory of a running sequence, as the schedule does when pages are short."""
         running = [one for one in self.engine.requests.sequences() if one.phase is Phase.RUNNING]
         if running:
             self.engine._preempt(self.chance.choice(running))
 
     def cancel(self, stages: Counter[str]) -> None:
-        """Cancel somebody at a stage that chance takes: all stages alike, however few stand there."""
+        """Cancel a request at a random stage: all stages alike, however few requests are there."""
         standing: dict[str, list[int]] = {}
         for handle in self.alive:
             standing.setdefault(stage(self, handle), []).append(handle)

@@ -16,7 +16,7 @@ from prfaas_worker.engine.sequences import Phase, Sequence
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from .engine_bench import alone
+from .engine_bench import generate
 from .engine_pair import Destination, Source
 
 pytestmark = pytest.mark.system
@@ -57,8 +57,8 @@ def teach(bench: Source | Destination, prompt: bytes) -> None:
     bench.run()
 
 
-def told(bench: Destination, handle: int) -> Started:
-    return next(one for one in bench.said if isinstance(one, Started) and one.handle == handle)
+def find_started(bench: Destination, handle: int) -> Started:
+    return next(one for one in bench.sent if isinstance(one, Started) and one.handle == handle)
 
 
 def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, models):
@@ -67,8 +67,8 @@ def test_a_prefix_of_another_engine_is_bit_by_bit_what_is_computed_here(pair, mo
     prompt = prompt_of(b"first")
     handle = destination.ask(prompt, prefix_url="http://127.0.0.1:1", logprobs=3)
     destination.run_with(lambda: bool(destination.ends(handle)))
-    assert destination.tokens(handle) == alone(models[1], prompt, 6)
-    assert told(destination, handle).cached_tokens == len(SYSTEM)
+    assert destination.tokens(handle) == generate(models[1], prompt, 6)
+    assert find_started(destination, handle).cached_tokens == len(SYSTEM)
     assert destination.engine.stats.prompt_tokens == len(prompt) - len(SYSTEM)
     # The same rows and states, as the two caches hold them.
     rows = [bench.memory.pages[pages_of(bench, prompt)] for bench in pair]
@@ -119,7 +119,7 @@ def test_a_prefix_is_less_than_the_prompt(pair):
     assert isinstance(source.ask_prefix(SYSTEM), Failed), "the state stands where the prompt ends: a token must be left"
 
 
-def test_a_prefix_takes_no_slot_that_somebody_was_promised(models):
+def test_a_prefix_takes_no_promised_slot(models):
     source = Source(models[0], max_running=2)
     teach(source, SYSTEM + b"x")
     handle = source.ask(b"some prompt", choices=3, max_tokens=3)
@@ -165,7 +165,7 @@ def test_what_is_computed_on_lossy_rows_stays_out_of_the_destinations_cache_too(
     handle = destination.ask(prompt_of(b"first"), prefill_url="http://127.0.0.1:1", max_tokens=80, ignore_eos=True)
     destination.run_with(lambda: bool(destination.ends(handle)))
     assert source.engine.cache.stats().cached_pages == 0
-    assert destination.engine.cache.stats().cached_pages == cached, "P said so"
+    assert destination.engine.cache.stats().cached_pages == cached, "P reported so"
 
 
 def test_a_prefill_that_is_on_its_way_keeps_its_pages_when_streams_want_them(models, monkeypatch: pytest.MonkeyPatch):

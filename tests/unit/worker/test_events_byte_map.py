@@ -1,6 +1,6 @@
 """The byte map: what a request teaches is what a gateway computes from the same bytes, and never too many tokens.
 
-Hashes are computed here a second time, from their description alone.
+Hashes are computed here a second time, only from their description.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ async def test_a_chat_teaches_tokens_of_its_contents(client, loaded):
 
 
 async def test_byte_blocks_before_the_first_block_of_tokens_are_taught_too(client, loaded):
-    """Else a reader could not tell them from those that nobody has asked about."""
+    """Otherwise a reader could not distinguish them from those of no request."""
     variables = {"chat_template_kwargs": {"unused": "x" * 800}}
     messages = [{"role": "user", "content": "What is there? " * 40}]
     await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages} | variables)

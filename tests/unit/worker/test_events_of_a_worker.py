@@ -1,4 +1,4 @@
-"""A router that reads a real worker's events alone knows what the worker has cached: its prediction is the worker's own
+"""A router that reads only a real worker's events knows what the worker has cached: its prediction is the worker's own
 count of cached tokens.
 """
 
@@ -44,7 +44,7 @@ class Router:
 
 
 async def read_all(worker) -> Router:
-    """Read everything that a worker has told so far."""
+    """Read all events of a worker so far."""
 
     def run() -> Router:
         router, reader = Router(), Reader(worker.host)

@@ -57,7 +57,7 @@ def state(number: int) -> BlockStored:
 
 
 class Index:
-    """What a router knows who knows vLLM's format alone: every block with all that was said of it."""
+    """What a router knows that knows only vLLM's format: every block with all its fields."""
 
     def __init__(self, events: list[KvEvent] = []):  # noqa: B006 - read only
         self.blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -79,7 +79,7 @@ class Index:
                     parent = one
 
 
-def told(events: list[KvEvent]) -> list[KvEvent]:
+def take_snapshot(events: list[KvEvent]) -> list[KvEvent]:
     kept = CacheSnapshot()
     kept.apply(events)
     return [event for batch in snapshot_batches(kept.blocks()) for event in batch]
@@ -100,7 +100,7 @@ changes = st.one_of(
 
 @given(st.lists(changes, max_size=30))
 def test_a_snapshot_leads_to_what_all_events_lead_to(events: list[KvEvent]):
-    found = told(events)
+    found = take_snapshot(events)
     assert found[0] == AllBlocksCleared()
     assert Index(found).blocks == Index(events).blocks
     # Also over whatever the reader believed before.
@@ -109,7 +109,7 @@ def test_a_snapshot_leads_to_what_all_events_lead_to(events: list[KvEvent]):
 
 @given(st.lists(changes, max_size=30))
 def test_parents_come_before_their_children_and_rows_before_states(events: list[KvEvent]):
-    found = [event for event in told(events) if isinstance(event, BlockStored)]
+    found = [event for event in take_snapshot(events) if isinstance(event, BlockStored)]
     order = [event.block_hashes[0] for event in found]
     for place, event in enumerate(found):
         assert event.parent_block_hash not in order[place:]
@@ -128,7 +128,7 @@ def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
     assert snapshot_batch_count(blocks) == len(list(snapshot_batches(blocks)))
 
 
-def test_what_is_gone_takes_no_memory():
+def test_removed_blocks_take_no_memory():
     kept = CacheSnapshot()
     kept.apply([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
     assert list(kept.blocks()) == [key(8)]

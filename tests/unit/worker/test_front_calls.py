@@ -98,10 +98,10 @@ async def test_a_request_that_is_cancelled_while_it_waits_cancels_too(ends):
 
 async def test_late_answers_go_nowhere(ends):
     client, engine = ends
-    with client.call() as gone:
-        gone.finish()
+    with client.call() as ended:
+        ended.finish()
     with client.call() as call:
-        engine.say(token(gone.handle, 1), token(call.handle, 2))
+        engine.say(token(ended.handle, 1), token(call.handle, 2))
         assert await call.next() == token(call.handle, 2)
 
 

@@ -79,7 +79,7 @@ def token(handle: int, choice: int = 0, reason=None) -> Tokens:
     return Tokens(handle, choice, [1], [], reason)
 
 
-def test_the_caches_figures_are_told():
+def test_reports_the_caches_figures():
     found = Scraped(WorkerMetrics(), STATS)
     assert found("prfaas_prefix_cache_stateless_tokens_total") == 64
     assert found("prfaas_prefix_cache_hit_tokens_total") == 640
@@ -91,7 +91,7 @@ def test_the_caches_figures_are_told():
     assert found("prfaas_prefix_fetched_tokens_total") == 1920
 
 
-def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():
+def test_reports_links_by_peer_cluster_and_no_unknown_delays():
     found = Scraped(WorkerMetrics(), STATS)
     assert found("prfaas_link_rtt_seconds", peer="hub") == 0.06
     assert found("prfaas_link_min_rtt_seconds", peer="hub") == 0.03
@@ -107,7 +107,7 @@ def test_links_are_told_by_peer_cluster_and_unknown_delays_not_at_all():
         found("prfaas_link_rtt_seconds", peer="")
 
 
-def test_the_cap_and_the_memory_of_transfers_are_told():
+def test_reports_the_cap_and_the_memory_of_transfers():
     found = Scraped(WorkerMetrics(), STATS)
     assert found("prfaas_egress_cap_mbps") == 800
     assert (found("prfaas_transfer_memory_bytes"), found("prfaas_transfer_memory_limit_bytes")) == (1 << 20, 256 << 20)
@@ -125,7 +125,7 @@ def test_the_profile_is_shown_at_fixed_lengths():
     assert found("prfaas_profile_samples") == 9
 
 
-def test_before_the_engine_is_ready_only_the_fronts_own_figures_are_told():
+def test_before_the_engine_is_ready_only_the_fronts_own_figures_are_reported():
     found = Scraped(WorkerMetrics(), None)
     assert found("prfaas_time_to_first_token_seconds_count") == 0
     assert not any("requests_running" in name or "profile" in name for name in found.names)

@@ -71,13 +71,13 @@ class Engine:
         self.memory.pages.zero_()
         staging = Staging(self.memory) if is_staged else None
         self.place = CachePlace(self.memory, 1, [n * 7 % (MODEL.pages + 3) for n in range(MODEL.pages)], staging)
-        self.said: list[ToFront] = []
+        self.sent: list[ToFront] = []
         self.posted: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         (port,) = free_ports(1)
         options = Options(model_source="", model_name="tiny", data_port=port, max_running=1)
         layout = CacheLayout(FINGERPRINT, layer_groups(MODEL.layers), len(HIDDEN))
-        self.transfers = EngineTransfers(layout, self.memory, options, self.said.extend, self.posted.put)
+        self.transfers = EngineTransfers(layout, self.memory, options, self.sent.extend, self.posted.put)
         self.transfers.start(self.answers.put)
         self.apis: list[ThreadingHTTPServer] = []
 
@@ -113,7 +113,7 @@ class Engine:
         return ended
 
     def ended(self) -> list[TransferEnded]:
-        return [message for message in self.said if isinstance(message, TransferEnded)]
+        return [message for message in self.sent if isinstance(message, TransferEnded)]
 
     def kill_mover(self) -> None:
         process = self.transfers.mover._process
@@ -212,12 +212,12 @@ def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):
     lost = take_next(waiting, "a fetch ends")
     assert isinstance(lost, PeerError)
     assert str(lost) == f"prefill at {api.url} failed: the mover ended with status -9"
-    (told,) = destination.ended()
-    assert (told.outcome, told.direction, told.subject.handle) == ("failed", "receive", 7)
-    destination.transfers.ask(AskStats(2))  # asked while there is no mover: the next one answers
+    (end,) = destination.ended()
+    assert (end.outcome, end.direction, end.subject.handle) == ("failed", "receive", 7)
+    destination.transfers.ask(AskStats(2))  # sent while there is no mover: the next one answers
     stats = take_next(destination.answers, "an answer")
     assert (stats.handle, stats.egress_mbps) == (2, 70), "the cap that was set stays"
-    source.transfers.cancel(api.offers[0][1].transfer_id)  # nobody was left to delete it
+    source.transfers.cancel(api.offers[0][1].transfer_id)  # nothing was left to delete it
     eventually(lambda: not source.transfers._handles, "the source has no open offer")
     again = take_next(destination.fetch(api_of(source, computes=True).url, handle=9), "a fetch ends")
     assert isinstance(again, Fetched)
@@ -232,8 +232,8 @@ def test_a_sources_mover_that_dies_gives_the_memory_back_and_its_engine_grants_a
     source.kill_mover()
     assert take_next(source.posted, "an offer ends") == OfferEnded(BUSY)
     assert isinstance(take_next(waiting, "a fetch ends"), PeerError)
-    (told,) = source.ended()
-    assert (told.outcome, told.reason) == ("failed", "the mover ended")
+    (end,) = source.ended()
+    assert (end.outcome, end.reason) == ("failed", "the mover ended")
 
     def granted() -> bool:
         body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * MODEL.tokens)
@@ -268,7 +268,7 @@ def test_an_engine_grants_no_more_than_it_may_and_says_how_a_grant_stands(engine
     source.transfers.grant(StartPrefill(99, body).subject, 0, 10)
 
 
-def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_hears_of_it(engines):
+def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_learns_of_it(engines):
     source, destination = engines
     api = api_of(source, computes=False)
     body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * MODEL.tokens)

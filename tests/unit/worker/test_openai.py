@@ -330,7 +330,7 @@ def test_a_parameter_of_the_other_endpoint_is_refused(function: Any, param: str)
 
 
 @pytest.mark.parametrize("function", [completion, chat])
-def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(function: Any):
+def test_ignores_any_value_of_what_no_answer_depends_on(function: Any):
     ignored = {name: {"any": [1, "thing"]} for name in IgnoredFields.__struct_fields__}
     assert function(seed=1, **ignored).prompts == function(seed=1).prompts
     options = {"include_usage": True, "include_obfuscation": False}
@@ -339,13 +339,13 @@ def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(fu
 
 @pytest.mark.parametrize("name", sorted(set(UnservedFields.__struct_fields__) - set(IgnoredFields.__struct_fields__)))
 @pytest.mark.parametrize("function", [completion, chat])
-def test_an_unserved_field_is_refused_unless_it_asks_for_what_happens_anyway(function: Any, name: str):
+def test_an_unserved_field_is_refused_unless_it_changes_nothing(function: Any, name: str):
     assert refused(function, **{name: "something else"}).param == name
     assert function(seed=1, **{name: getattr(NEUTRAL, name)}).prompts == function(seed=1).prompts
 
 
 def test_every_parameter_of_the_openai_client_and_of_ours_is_served_ignored_or_refused_by_name():
-    """Else a new release of the client would be refused for what it sends by itself."""
+    """Otherwise a new release of the client would be refused for what it sends by itself."""
     known = set(CompletionBody.__struct_fields__) | set(ChatBody.__struct_fields__)
     theirs = completion_create_params.CompletionCreateParamsBase, openai_completion.CompletionCreateParamsBase
     for params in (*theirs, Parameters):

@@ -48,7 +48,7 @@ def test_the_flags_of_the_operator_are_read():
     )
 
 
-def test_the_default_listens_on_loopback_alone():
+def test_the_default_listens_only_on_loopback():
     assert parse(NEEDED).host == "127.0.0.1"
 
 

@@ -60,11 +60,11 @@ class Gateway:
     def open(self, prompt: str, number: int, **fields):
         """Begin a request, whose answer is the caller's to read."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
-        told = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
-        return self.session.post(f"{self.url}/v1/completions", json=body, headers=told)
+        extra = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
+        return self.session.post(f"{self.url}/v1/completions", json=body, headers=extra)
 
     async def ask(self, prompt: str, number: int, **fields) -> tuple[str, int]:
-        """Return who decoded, and the tokens that it found cached, by its own word."""
+        """Return which instance decoded, and the tokens that it reports as cached."""
         async with self.open(prompt, number, **fields) as answer:
             assert answer.status == 200, await answer.text()
             return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])
@@ -104,8 +104,8 @@ def managers(monkeypatch) -> list[KvManager]:
     made: list[KvManager] = []
 
     class Shown(KvManager):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             made.append(self)
 
     monkeypatch.setattr("prfaas_gateway.server.KvManager", Shown)
@@ -145,7 +145,7 @@ async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, man
         assert await door.until("prfaas_gateway_kv_matched_tokens_total", lambda _: True) >= 6 * (SURELY_CACHED)
 
 
-async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, managers, pair, client):
+async def test_a_prompt_that_goes_elsewhere_fetches_its_beginning(gateway, managers, pair, client):
     first, second = pair
     beginning, fields = text_of(1500, "elsewhere"), {"max_tokens": 12, "logprobs": 5}
     prompt, surely = beginning + text_of(200, "its ending"), 1500 - 3 * 64
@@ -161,9 +161,9 @@ async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, ma
         await until_known(managers, prompt, lambda found: "d1" in found.profiles)
         before = await client.metrics(second)
         async with door.open(prompt, 100, **fields) as answer:
-            told, found = answer.headers, await answer.json()
-        assert told[headers.DECODE_INSTANCE] == "d1"
-        assert int(told[headers.CACHED_TOKENS]) >= surely
+            head, found = answer.headers, await answer.json()
+        assert head[headers.DECODE_INSTANCE] == "d1"
+        assert int(head[headers.CACHED_TOKENS]) >= surely
         assert await door.until("prfaas_gateway_kv_prefixes_total", lambda count: count >= 1) == 1
     after = await client.metrics(second)
     name = 'prfaas_prefix_fetches_total{outcome="fetched"}'

@@ -81,7 +81,7 @@ async def test_a_source_that_fails_costs_two_seconds_at_most(client, pair, chang
     await client.eventually(source, **IDLE)
 
 
-async def test_who_has_nothing_longer_says_so(client, pair):
+async def test_a_source_that_has_nothing_longer_says_so(client, pair):
     source, destination = pair
     before = await client.metrics(destination)
     answer = await ask(client, destination, source, prompt=text_of(300, seed=10), cache_salt="nothing")

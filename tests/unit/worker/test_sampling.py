@@ -1,4 +1,4 @@
-"""A row's draw depends on its logits and its sampler alone, and a sampler on the request and the tokens so far."""
+"""A row's draw depends only on its logits and its sampler, and a sampler on the request and the tokens so far."""
 
 import math
 
@@ -57,23 +57,23 @@ def random_logits(rows: int, seed: int) -> torch.Tensor:
 
 
 @settings(max_examples=60, deadline=None)
-@given(asked=st.lists(requests(), min_size=1, max_size=8), seed=st.integers(0, 2**32))
-def test_a_row_is_drawn_the_same_alone_and_in_any_batch(asked: list[Generate], seed: int):
-    together = [Sampler(one, row % 3, MODEL) for row, one in enumerate(asked)]
-    alone = [Sampler(one, row % 3, MODEL) for row, one in enumerate(asked)]
+@given(batch=st.lists(requests(), min_size=1, max_size=8), seed=st.integers(0, 2**32))
+def test_a_row_is_drawn_the_same_alone_and_in_any_batch(batch: list[Generate], seed: int):
+    together = [Sampler(one, row % 3, MODEL) for row, one in enumerate(batch)]
+    alone = [Sampler(one, row % 3, MODEL) for row, one in enumerate(batch)]
     for step in range(3):
-        logits = random_logits(len(asked), seed + step)
-        backward = reversed(range(len(asked)))
+        logits = random_logits(len(batch), seed + step)
+        backward = reversed(range(len(batch)))
         apart = {row: sample(logits[row : row + 1].clone(), [alone[row]])[0] for row in backward}
-        assert sample(logits, together) == [apart[row] for row in range(len(asked))]
+        assert sample(logits, together) == [apart[row] for row in range(len(batch))]
 
 
 @settings(max_examples=60, deadline=None)
-@given(asked=requests(), steps=st.integers(0, 40), seed=st.integers(0, 2**32))
-def test_a_sampler_made_anew_elsewhere_goes_on_as_the_first_would_have(asked: Generate, steps: int, seed: int):
-    first = Sampler(asked, 1, MODEL)
+@given(generate=requests(), steps=st.integers(0, 40), seed=st.integers(0, 2**32))
+def test_a_new_sampler_elsewhere_continues_as_the_first_would_have(generate: Generate, steps: int, seed: int):
+    first = Sampler(generate, 1, MODEL)
     generated = [sample(random_logits(1, seed + step), [first])[0].token for step in range(steps)]
-    second = Sampler(asked, 1, MODEL, generated)
+    second = Sampler(generate, 1, MODEL, generated)
     for step in range(steps, steps + 5):
         assert sample(random_logits(1, seed + step), [second]) == sample(random_logits(1, seed + step), [first])
 
@@ -102,8 +102,8 @@ def test_logprobs_are_those_of_the_model_whatever_changes_the_draw():
     expected = torch.log_softmax(logits, dim=-1)
     banned = int(logits[0].argmax())
     odd = Sampling(0.1, 0.9, 3, 1, repetition_penalty=2.0, logit_bias=((banned, -100.0),))
-    asked = [request(odd, logprobs=3), greedy(), greedy(logprobs=0)]
-    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in asked])
+    batch = [request(odd, logprobs=3), greedy(), greedy(logprobs=0)]
+    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in batch])
     assert drawn[0].token != banned
     assert drawn[0].logprob is not None
     assert drawn[0].logprob.logprob == pytest.approx(float(expected[0, drawn[0].token]), abs=1e-6)
@@ -127,13 +127,13 @@ def test_choices_may_share_one_row_of_logits():
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_end_their_own_row_alone(damage: float):
+def test_logits_that_are_no_numbers_end_only_their_own_row(damage: float):
     logits = random_logits(3, 3)
     expected = int(logits[2].argmax())
     logits[0, 17] = damage
     logits[1] = -math.inf
-    asked = [request(Sampling(1.0, 0.9, 0, 1)), request(Sampling(1.0, 1.0, 0, 1)), greedy()]
-    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in asked])
+    batch = [request(Sampling(1.0, 0.9, 0, 1)), request(Sampling(1.0, 1.0, 0, 1)), greedy()]
+    drawn = sample(logits, [Sampler(one, 0, MODEL) for one in batch])
     assert isinstance(drawn[0].error, InternalError)
     assert isinstance(drawn[1].error, InternalError)
     assert drawn[2] == Drawn(expected, None)

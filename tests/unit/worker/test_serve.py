@@ -1,5 +1,5 @@
 """`prfaas serve` beside a real service inside TLS: long prompts are prefilled there, short ones here, and all of them
-here once the service is dead. A process of its own that dies ends it, with the reason.
+here once the service is dead. A child process that dies ends it, with the reason.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ async def test_long_prompts_are_bought_while_the_service_lives_and_all_are_serve
     await ask_until(client, hybrid, "local")
     # The gateway decides by the update before the command has shown it.
     shown = lambda: f"{hybrid.service.url} is not used" in hybrid.output.read_text()  # noqa: E731
-    await eventually_async(shown, "the service that ended is said to be unused")
+    await eventually_async(shown, "the service that ended is reported as unused")
 
     children = Path(f"/proc/{hybrid.process.pid}/task/{hybrid.process.pid}/children").read_text().split()
     assert len(children) == 2
@@ -131,7 +131,7 @@ async def test_long_prompts_are_bought_while_the_service_lives_and_all_are_serve
 
 def test_a_worker_that_cannot_start_ends_it_with_the_reason(tmp_path: Path):
     flags = ["--model", str(tmp_path / "nothing"), "--prefill-service", "http://127.0.0.1:9", "--port", "0"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # its logs stay for whoever wants to know more
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # its logs stay for a reader
     ended = subprocess.run(
         [*COMMAND, *flags], capture_output=True, text=True, timeout=START_SECONDS, check=False, env=environment
     )

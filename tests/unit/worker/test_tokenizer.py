@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes survive exactly, special tokens come from the template alone, and streams never show
+"""Text to tokens and back: bytes survive exactly, special tokens come only from the template, and streams never show
 half a character or any part of a stop string.
 """
 

@@ -36,7 +36,7 @@ def test_the_file_wins_over_the_configuration(tmp_path: Path):
     assert rendered(tmp_path, "configuration") == "file"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path):
+def test_of_several_templates_the_default_is_used(tmp_path: Path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert rendered(tmp_path, named) == "plain"
     with pytest.raises(RequestError, match="this model has no chat template"):

@@ -106,7 +106,7 @@ def test_a_connection_serves_one_transfer_after_another(port: Port):
         taking = port.take(offer, grant, connections=connections)
         taking.whole()
         assert port.ends(handle)
-        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         kept = connections.take(taking.source)
         assert kept is not None
         assert connections.take(taking.source) is None
@@ -138,7 +138,7 @@ def test_a_stranger_gets_one_answer_whatever_is_wrong_and_harms_nothing(port: Po
     assert port.ends()
 
 
-def test_a_destination_of_another_version_is_told_so(port: Port):
+def test_a_destination_of_another_version_gets_the_reason(port: Port):
     _, grant = port.grant()
     with closing(connect(port, hello(grant, versions=(1, 77)))) as sock:
         ((_, payload),) = frames(sock)
@@ -179,7 +179,7 @@ def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
     port.assert_ended_once(failed=1)
 
 
-def test_an_acknowledgement_frees_the_source_even_if_the_destination_is_gone_the_next_moment(port: Port):
+def test_an_acknowledgement_frees_the_source_even_if_the_destination_then_leaves(port: Port):
     offer, grant = port.grant(start_token=SMALL.tokens - 1)
     offer.start_computing()
     offer.finish_computing(0.0)

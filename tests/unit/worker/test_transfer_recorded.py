@@ -1,4 +1,4 @@
-"""What is on the wire is what docs/extend/protocol.md says: a reader written from it alone gets every bit of a recorded
+"""What is on the wire is what docs/extend/protocol.md says: a reader written only from it gets every bit of a recorded
 transfer and of a fresh one, through every codec, and what is sent today is, byte for byte, what was sent when this
 version was recorded; but what zstd makes of a plane is its own.
 

@@ -159,7 +159,7 @@ async def test_a_silent_link_is_noticed_within_seconds(client, pair):
         started = time.monotonic()
         answer = await client.complete(decode, url, prompt=text_of(3000))
         seconds = time.monotonic() - started
-        await client.eventually(prefill, **IDLE)  # it was told over HTTP
+        await client.eventually(prefill, **IDLE)  # a request over HTTP ends it
     body = await answer.json()
     assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
     assert "sent no answer for " in body["error"]["message"]
@@ -180,7 +180,7 @@ async def test_twenty_requests_at_once_get_the_answers_they_get_alone(client, pa
     await client.eventually(prefill, **IDLE)
 
 
-async def test_a_prefill_that_nobody_fetches_can_be_asked_for_and_deleted(client, pair):
+async def test_a_prefill_without_a_fetch_can_be_inspected_and_deleted(client, pair):
     url = f"{pair[0].url}/v1/prefills"
     ask = {"request_id": "r1", "model": "tiny", "token_ids": [1, 2, 3], "start_token": 1}
     async with client.session.post(url, json=ask) as answer:
@@ -226,7 +226,7 @@ async def test_a_prefill_worker_whose_engine_is_killed_mid_transfer_costs_one_er
     answer = await request
     assert (answer.status, (await answer.json())["error"]["code"]) == (502, "prefill_failed")
     await client.eventually(pair[1], **IDLE)
-    assert await victim.exit_code() == 1, "the front ends too, so that the kubelet starts the pod's container anew"
+    assert await victim.exit_code() == 1, "the front ends too, so that the kubelet starts the pod's container again"
 
 
 async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(client, pair, launch):

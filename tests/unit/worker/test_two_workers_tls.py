@@ -1,5 +1,5 @@
-"""Two real workers inside TLS, of clusters hub and eu: requests go on while certificates and authorities are replaced,
-and a peer of another cluster than was named gives nothing.
+"""Two real workers inside TLS, of clusters hub and eu: requests are served while certificates and authorities are
+replaced, and a peer of another cluster than was named gives nothing.
 """
 
 import asyncio
@@ -143,11 +143,11 @@ async def test_certificates_and_their_authority_are_replaced_under_load_and_no_r
     assert_refused_with(FIRST, eu, hub)
 
 
-def assert_refused_with(gone: KeyPair, eu: Secure, hub: Secure) -> None:
-    """The control: the authority that was replaced is believed no more."""
+def assert_refused_with(former: KeyPair, eu: Secure, hub: Secure) -> None:
+    """The control: the authority that was replaced is not trusted."""
     for one in (eu, hub):
         path = one.mount.path.parent / f"{one.cluster}-of-old"
-        old = Mount(path).put(identity.issue(gone, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
+        old = Mount(path).put(identity.issue(former, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
         with pytest.raises(PeerError):
             call(PeerCredentials(old.path), one.worker.url)
 
