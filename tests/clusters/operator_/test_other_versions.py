@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.clusters.reader import RefusedError
 
 pytestmark = pytest.mark.clusters
 
@@ -241,7 +242,7 @@ def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
     newer["spec"]["engine"] = {**newer["spec"].get("engine", {}), "type": "future"}
 
     def is_taken() -> bool:
-        with contextlib.suppress(subprocess.CalledProcessError):
+        with contextlib.suppress(RefusedError):
             joined.hub.apply(newer)
         return joined.hub.exists("pfpool", "newer")
 
