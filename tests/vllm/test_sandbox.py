@@ -23,7 +23,7 @@ from prfaas_sandbox.sandbox import Sandbox
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(480, func_only=True)]
 INTERVAL_SECONDS = 1.0  # of the policy's short loop, and of Prometheus
 HIGH_PERCENT = 80
-# A scrape that fails on a busy machine takes a series out of an instant query: the most of some minutes stays.
+# The most of some minutes: a scrape that fails on a busy machine takes a series out of an instant query.
 SENT = f"sum(max_over_time(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}}[10m]))"
 RECEIVED = "sum(max_over_time(prfaas_transfer_received_bytes_total{cluster='hub'}[10m]))"
 ON_THE_LINK = f"sum(max_over_time(prfaas_link_sent_bytes_total{{cluster='{MEMBER}'}}[10m]))"
