@@ -23,9 +23,10 @@ from prfaas_sandbox.sandbox import Sandbox
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(480, func_only=True)]
 INTERVAL_SECONDS = 1.0  # of the policy's short loop, and of Prometheus
 HIGH_PERCENT = 80
-SENT = f"sum(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}})"
-RECEIVED = "sum(prfaas_transfer_received_bytes_total{cluster='hub'})"
-ON_THE_LINK = f"sum(prfaas_link_sent_bytes_total{{cluster='{MEMBER}'}})"
+# The most of some minutes: a scrape that fails on a busy machine takes a series out of an instant query.
+SENT = f"sum(max_over_time(prfaas_transfer_sent_bytes_total{{cluster='{MEMBER}'}}[10m]))"
+RECEIVED = "sum(max_over_time(prfaas_transfer_received_bytes_total{cluster='hub'}[10m]))"
+ON_THE_LINK = f"sum(max_over_time(prfaas_link_sent_bytes_total{{cluster='{MEMBER}'}}[10m]))"
 
 
 class Running:
@@ -39,18 +40,21 @@ class Running:
         self.steps = DemoSteps(installation, self.client, self.sampler, DemoDisplay(self.results, Console(quiet=True)))
 
     async def moved(self) -> tuple[float, ...]:
-        """What the connectors' own metrics say was sent, was received, and was on the link."""
-        return tuple([await self.sampler.query(query) or 0.0 for query in (SENT, RECEIVED, ON_THE_LINK)])
+        """What the connectors' own metrics say was sent, was received, and was on the link, since all began.
 
-    async def moved_in_the_end(self) -> tuple[float, ...]:
-        """Likewise, once nothing moves and Prometheus has read it."""
-        reads = [await self.moved()]
+        Prometheus reads each instance at another time, so the three agree only once nothing moves and each instance
+        was read again: all arrived that was sent, but for what was sent again, and all of that was on the link.
+        """
+        reads: list[tuple[float, ...]] = [()]
 
-        async def is_settled() -> bool:
-            reads.append(await self.moved())
-            return reads[-1] == reads[-2] and min(reads[-1]) > 0
+        async def are_settled() -> bool:
+            reads.append(tuple([await self.sampler.query(query) or 0.0 for query in (SENT, RECEIVED, ON_THE_LINK)]))
+            sent, received, on_the_link = reads[-1]
+            return reads[-1] == reads[-2] and 0.9 * sent < received <= sent < 1.1 * on_the_link
 
-        await eventually_async(is_settled, "the counters of caches stand still", poll=2 * INTERVAL_SECONDS)
+        await eventually_async(
+            are_settled, lambda: f"the counters stand still and agree: {reads[-1]}", poll=2 * INTERVAL_SECONDS
+        )
         return reads[-1]
 
     async def pod(self, pool: str) -> dict[str, Any]:
@@ -89,17 +93,14 @@ async def test_a_pool_of_vllm_starts_with_our_connector_and_our_certificate(runn
 
 
 async def test_long_prompts_are_prefilled_in_the_member_and_their_cache_crosses_by_the_connector(running: Running):
-    before = await running.moved()
     await running.steps.lengths()
-    moved = await running.moved_in_the_end()
-    sent, received, on_the_link = (now - then for now, then in zip(moved, before, strict=True))
+    _sent, received, _on_the_link = await running.moved()
     offloaded = [record for record in running.results.requests if record.decision == "offload"]
     assert [r.outcome for r in running.results.requests] == ["ok"] * len(running.results.requests)
     assert {r.prefilled_in for r in offloaded} == {MEMBER}
     assert any(r.decision == "local" for r in running.results.requests)
     assert all(r.kv_bytes > 300 * r.tokens for r in offloaded if r.tokens > 2_000), "caches crossed, not their absence"
-    assert 0.9 * sent < received <= sent, "all of it arrived, but for what was sent again"
-    assert on_the_link > 0.9 * sent
+    assert received >= sum(r.kv_bytes for r in offloaded) > 0, "and the counters know all of them"
 
 
 async def test_requests_and_caches_cross_inside_tls(running: Running):
