@@ -37,9 +37,9 @@ NOTHING = (set(), set(), set())
 class Recorder:
     """A mover that records its calls, with the values."""
 
-    def __init__(self, _options: object, _memory: object, on_offer_over: Callable, on_fetch_over: Callable):
+    def __init__(self, _options: object, _memory: object, on_offer_end: Callable, on_fetch_end: Callable):
         self.calls: list[tuple[Any, ...]] = []
-        self.on_offer_over, self.on_fetch_over = on_offer_over, on_fetch_over
+        self.on_offer_end, self.on_fetch_end = on_offer_end, on_fetch_end
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *values: self.calls.append((name, *values))
@@ -240,10 +240,10 @@ def test_a_sources_blocks_are_free_when_its_request_and_its_offer_have_ended_and
         found = side.transfers
         if is_request_first:
             assert found.results({"s", "no source"}, is_idle=True) == NOTHING
-            found.mover.on_offer_over(KEY)
+            found.mover.on_offer_end(KEY)
             assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
         else:
-            found.mover.on_offer_over(KEY)
+            found.mover.on_offer_end(KEY)
             assert found.results(set(), is_idle=True) == NOTHING
             assert found.results({"s", "no source"}, is_idle=True) == ({"s"}, set(), set())
         assert found.results({"s"}, is_idle=True) == NOTHING, "once"
@@ -263,7 +263,7 @@ def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_fa
     for reason in ("", "the source died"):
         side.step(StepPlan(fetches=[destination()]))
         assert side.transfers.results(set(), is_idle=True) == NOTHING
-        side.transfers.mover.on_fetch_over(EndedFetch("d", reason))
+        side.transfers.mover.on_fetch_end(EndedFetch("d", reason))
         assert side.transfers.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if reason else set())
         assert side.transfers.take_failed() == ({"d"} if reason else set())
         assert side.transfers.take_failed() == set()
@@ -289,11 +289,11 @@ def test_a_cache_in_slices_is_sent_when_all_of_them_have_ended():
     keys = [f"{KEY}/0", f"{KEY}/1"]
     assert [one.key for (one,) in found.mover.take("announce")] == keys
     assert [key for key, _ in found.mover.take("finish")] == keys
-    found.mover.on_offer_over(keys[1])
+    found.mover.on_offer_end(keys[1])
     assert found.results({"s"}, is_idle=True) == NOTHING
     rank.step(StepPlan(revoked={"s": "why"}))
     assert found.mover.take("fail") == [(keys[0], "why")]
-    found.mover.on_offer_over(keys[0])
+    found.mover.on_offer_end(keys[0])
     assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
     assert_nothing_is_kept(found)
 
@@ -305,10 +305,10 @@ def test_slices_come_all_or_in_vain_and_the_first_that_fails_ends_the_others():
         rank.step(StepPlan(fetches=[Fetching("d", destination(ranks=2).leg, 0, 64, ([1, 2, 3, 4],) * 4)]))
         messages = [one for (one,) in found.mover.take("fetch")]
         assert [(one.key, one.port) for one in messages] == [("d/0", 9000), ("d/1", 9001)]
-        found.mover.on_fetch_over(EndedFetch("d/0", reasons[0]))
+        found.mover.on_fetch_end(EndedFetch("d/0", reasons[0]))
         assert found.mover.take("cancel_fetch") == ([("d/1",)] if reasons[0] else [])
         assert found.results(set(), is_idle=True) == NOTHING
-        found.mover.on_fetch_over(EndedFetch("d/1", reasons[1]))
+        found.mover.on_fetch_end(EndedFetch("d/1", reasons[1]))
         is_lost = any(reasons)
         assert found.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if is_lost else set())
         assert found.take_failed() == ({"d"} if is_lost else set())

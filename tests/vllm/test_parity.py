@@ -75,7 +75,7 @@ def ours(texts: list[Text], change: tuple[str, float] | None = None) -> list[tor
     one of the parameters."""
     model, _ = load_model(MODEL, 1)
     if change:
-        model._model.get_parameter(change[0]).mul_(change[1])
+        model._decoder.get_parameter(change[0].removeprefix("model.")).mul_(change[1])
     solo = Solo(model, slots=len(texts), tokens=2048)
     sequences = [solo.new() for _ in texts]
     hidden = [solo.prefill(torch.tensor(text.prompt), one) for text, one in zip(texts, sequences, strict=True)]

@@ -123,7 +123,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, PrfaasWorkerMetadata):
             self._planner.fetches_failed(found.failed)
-        self._planner.fetches_over(connector_output.finished_recving or (), connector_output.failed_recving)
+        self._planner.end_fetches(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)

@@ -201,7 +201,7 @@ class TransferPlanner:
             if self._sources.pop(request_id, None) is not None:
                 self._plan.revoked[request_id] = "the source needed its memory for other requests"
 
-    def fetches_over(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+    def end_fetches(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Note requests whose fetch is over at all ranks."""
         for request_id in sorted(request_ids):
             fetching = self._fetching.pop(request_id, None)

@@ -87,7 +87,7 @@ class Transfers:
         self._completing: torch.Event | None = None  # After the last kernel that completes a cache.
         self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
-        self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
+        self.mover = MoverClient(options, self, self._end_offer, self._end_fetch)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the model runs: complete the caches that have come; give nothing any more of requests that lose their
@@ -340,7 +340,7 @@ class Transfers:
             self._received.add(request_id)
             self._failed.add(request_id)
 
-    def _offer_over(self, key: str) -> None:
+    def _end_offer(self, key: str) -> None:
         with self._changed:
             source = self._offers.pop(key)
             del source.open[key]
@@ -351,7 +351,7 @@ class Transfers:
             self._sent.add(source.start.request_id)
             self._changed.notify_all()
 
-    def _fetch_over(self, ended: EndedFetch) -> None:
+    def _end_fetch(self, ended: EndedFetch) -> None:
         """Note that a slice came, or that the cache will not be whole: then the other slices are in vain."""
         with self._changed:
             fetch = self._fetches.pop(ended.key)

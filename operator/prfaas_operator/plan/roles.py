@@ -146,9 +146,9 @@ class _Plan:
     def fill(self, pods: Iterable[PodFacts]) -> None:
         """Give missing roles to pods without a role: the first decode instance, then the role that lacks most."""
         for pod in pods:
-            nobody_decodes = self._missing["decode"] == self._wanted.decode
+            none_decodes = self._missing["decode"] == self._wanted.decode
             decode_lacks_most = self._missing["decode"] >= self._missing["prefill"]
-            decode = self._missing["decode"] and (nobody_decodes or decode_lacks_most)
+            decode = self._missing["decode"] and (none_decodes or decode_lacks_most)
             self.give(pod, "decode" if decode else "prefill")
 
     def convert(self, pods: Sequence[PodFacts]) -> None:

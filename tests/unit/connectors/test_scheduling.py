@@ -317,8 +317,8 @@ def test_ranks_complete_a_cache_once_in_the_step_after_it_came_and_never_one_tha
         planner.allocated(request, ([1] * 11,), 2816)
     fetching = {each.request_id: each for each in planner.take(is_idle=True).fetches}
     planner.finish(requests[2], is_whole=False)
-    planner.fetches_over({"came", "failed", "aborted late", "unknown"}, {"failed"})
+    planner.end_fetches({"came", "failed", "aborted late", "unknown"}, {"failed"})
     planner.finish(requests[3], is_whole=False)
     assert planner.take(is_idle=True).fetched == [fetching["came"]]
-    planner.fetches_over({"came"}, set())
+    planner.end_fetches({"came"}, set())
     assert planner.take(is_idle=True).fetched == []

@@ -92,7 +92,7 @@ class EngineMemory(Protocol):
 class MoverClient:
     """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
 
-    `on_offer_over(key)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each offer and
+    `on_offer_end(key)` and `on_fetch_end(EndedFetch)` are called from the client's thread, once for each offer and
     fetch, by its message's key. From then on nothing of them touches the engine's memory. `on_answer` gets the records
     of ended transfers, and the answers to `ask`, which outlive a mover. `descriptor` is that of a mapped cache, which
     has no `memory` to copy from.
@@ -102,13 +102,13 @@ class MoverClient:
         self,
         options: MoverOptions,
         memory: EngineMemory | None,
-        on_offer_over: Callable[[str], None],
-        on_fetch_over: Callable[[EndedFetch], None],
+        on_offer_end: Callable[[str], None],
+        on_fetch_end: Callable[[EndedFetch], None],
         on_answer: Callable[[TransferEnded | MoverAnswer], None] = lambda _answer: None,
         descriptor: int | None = None,
     ):
         self._options, self._memory = options, memory
-        self._on_offer_over, self._on_fetch_over, self._on_answer = on_offer_over, on_fetch_over, on_answer
+        self._on_offer_end, self._on_fetch_end, self._on_answer = on_offer_end, on_fetch_end, on_answer
         self._copiers = ThreadPoolExecutor(threads, "mover-copy") if (threads := options.copy_threads) else None
         self._asked: dict[int, Question] = {}
         self._egress: SetEgress | None = None
@@ -326,14 +326,14 @@ class MoverClient:
             known = key in self._offers
             self._offers.discard(key)
         if known:
-            self._on_offer_over(key)
+            self._on_offer_end(key)
 
     def _end_fetch(self, message: EndedFetch) -> None:
         with self._lock:
             known = message.key in self._fetches
             self._fetches.discard(message.key)
         if known:
-            self._on_fetch_over(message)
+            self._on_fetch_end(message)
 
     def _fail_open(self, reason: str) -> None:
         with self._lock:
