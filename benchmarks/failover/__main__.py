@@ -67,7 +67,7 @@ class Counts:
     """What became of all requests."""
 
     served: int = 0
-    asked_again: int = 0
+    sent_again: int = 0
     near_ties: list[str] = field(default_factory=list)
     drawn_otherwise: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -109,9 +109,9 @@ def tokens_of(choices: list[dict[str, Any]]) -> list[Any]:
 class Client:
     """Asks one request after another until it is told to stop."""
 
-    def __init__(self, stage: Stage, asked: list[Undisturbed], counts: Counts, chance: random.Random):
+    def __init__(self, stage: Stage, undisturbed_one: list[Undisturbed], counts: Counts, chance: random.Random):
         self._stage = stage
-        self._asked = asked
+        self._undisturbed = undisturbed_one
         self._counts = counts
         self._chance = chance
 
@@ -120,32 +120,32 @@ class Client:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
             while not stop.is_set():
                 began = time.monotonic()
-                await self._ask(session, self._chance.choice(self._asked))
+                await self._ask(session, self._chance.choice(self._undisturbed))
                 self._counts.slowest_seconds = max(self._counts.slowest_seconds, time.monotonic() - began)
 
-    async def _ask(self, session: aiohttp.ClientSession, asked: Undisturbed) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, undisturbed_one: Undisturbed) -> None:
         number = self._chance.randrange(2)
         while True:
             gateway, port = self._stage.gateways[number], self._stage.ports[number]
             kills = gateway.kills
             try:
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, data=asked.body, headers=JSON) as answer:
+                async with session.post(url, data=undisturbed_one.body, headers=JSON) as answer:
                     data = await answer.read()
                     status = answer.status
             except (aiohttp.ClientError, OSError) as error:
                 # Refused while it is down, or broken because it was killed: the client's own affair.
                 if isinstance(error, aiohttp.ClientConnectorError) or gateway.kills != kills:
-                    self._counts.asked_again += 1
+                    self._counts.sent_again += 1
                     number = 1 - number
                     await asyncio.sleep(0.05)
                     continue
                 self._counts.lost.append(f"{type(error).__name__}: {error}")
                 return
-            self._judge(asked, status, data)
+            self._judge(undisturbed_one, status, data)
             return
 
-    def _judge(self, asked: Undisturbed, status: int, data: bytes) -> None:
+    def _judge(self, undisturbed_one: Undisturbed, status: int, data: bytes) -> None:
         self._counts.served += 1
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
         if status != 200 or not events or events[-1] != b"[DONE]":
@@ -153,17 +153,19 @@ class Client:
             return
         choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
         tokens = tokens_of(choices)
-        if tokens == asked.tokens:
+        if tokens == undisturbed_one.tokens:
             return
-        place = next((at for at, pair in enumerate(zip(tokens, asked.tokens, strict=False)) if pair[0] != pair[1]), -1)
-        text = f"another answer from token {place} on, of {len(asked.tokens)}, got {len(tokens)}"
+        place = next(
+            (at for at, pair in enumerate(zip(tokens, undisturbed_one.tokens, strict=False)) if pair[0] != pair[1]), -1
+        )
+        text = f"another answer from token {place} on, of {len(undisturbed_one.tokens)}, got {len(tokens)}"
         if (
             place >= 0
-            and len(tokens) == len(asked.tokens)
-            and (asked.is_drawn or asked.gaps[place] < self._stage.near_tie)
+            and len(tokens) == len(undisturbed_one.tokens)
+            and (undisturbed_one.is_drawn or undisturbed_one.gaps[place] < self._stage.near_tie)
         ):
-            kind = self._counts.drawn_otherwise if asked.is_drawn else self._counts.near_ties
-            kind.append(f"{text}, gap {asked.gaps[place]:.1e}")
+            kind = self._counts.drawn_otherwise if undisturbed_one.is_drawn else self._counts.near_ties
+            kind.append(f"{text}, gap {undisturbed_one.gaps[place]:.1e}")
         else:
             self._counts.lost.append(text)
 
@@ -230,11 +232,11 @@ async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: i
     try:
         await stage.ready()
         async with aiohttp.ClientSession() as session:
-            url, asked_for = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
-            asked = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in asked_for]
+            url, wanted = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
+            undisturbed_one = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in wanted]
         stop = asyncio.Event()
         running = [
-            asyncio.create_task(Client(stage, asked, counts, random.Random(seed + number)).run(stop))
+            asyncio.create_task(Client(stage, undisturbed_one, counts, random.Random(seed + number)).run(stop))
             for number in range(clients)
         ]
         done = await kill_at_random(stage, counts, chance, kills)
@@ -283,7 +285,7 @@ def figures(
     yield Figure(name="streams that another worker went on with", value=counts.metrics[COUNTED[0]], unit="")
     yield Figure(name="tokens computed again for them", value=counts.metrics[COUNTED[1]], unit="")
     yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
-    yield Figure(name="asked again by clients of a killed gateway", value=counts.asked_again, unit="")
+    yield Figure(name="asked again by clients of a killed gateway", value=counts.sent_again, unit="")
     yield Figure(name="instances that hold cache in the end", value=counts.holding, unit="", reach=0)
     yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
 

@@ -53,9 +53,9 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
     read: list[T] = []
 
-    def command(**given: Any) -> None:
-        del given["version"]
-        read.append(options(**given))
+    def command(**value: Any) -> None:
+        del value["version"]
+        read.append(options(**value))
 
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[key])
@@ -134,12 +134,12 @@ def _run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> int:
 def whole_number(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     """Return a parser of whole numbers within bounds; a default is taken as it is."""
 
-    def parse(given: str | int) -> int:
-        if isinstance(given, int):
-            return given
-        if not given.isdecimal() or not low <= int(given) <= high:
-            raise typer.BadParameter(f"{given!r} is not a whole number from {low} to {high}")
-        return int(given)
+    def parse(value: str | int) -> int:
+        if isinstance(value, int):
+            return value
+        if not value.isdecimal() or not low <= int(value) <= high:
+            raise typer.BadParameter(f"{value!r} is not a whole number from {low} to {high}")
+        return int(value)
 
     return parse
 
@@ -152,24 +152,24 @@ def port_option(help_text: str, low: int = 1) -> Any:
 def seconds_up_to(high: float) -> Callable[[str], float]:
     """Return a parser of seconds from 0 to `high`."""
 
-    def parse(given: str | float) -> float:
+    def parse(value: str | float) -> float:
         try:
-            seconds = float(given)
+            seconds = float(value)
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds <= high:
-            raise typer.BadParameter(f"{given!r} is not a number of seconds from 0 to {high:g}")
+            raise typer.BadParameter(f"{value!r} is not a number of seconds from 0 to {high:g}")
         return seconds
 
     return parse
 
 
-def ip_address(given: str) -> str:
+def ip_address(value: str) -> str:
     """Parse an IP address."""
     try:
-        return str(ipaddress.ip_address(given))
+        return str(ipaddress.ip_address(value))
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is not an IP address; give the pod's address") from None
+        raise typer.BadParameter(f"{value!r} is not an IP address; give the pod's address") from None
 
 
 def _show_version(wanted: bool) -> None:

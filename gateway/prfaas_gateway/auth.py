@@ -79,8 +79,8 @@ class Auth:
     def client(self, http: web.Request) -> ApiClient:
         if self._keys is None:
             return ANYBODY
-        given = http.headers.get("Authorization", "")
-        key = given[len(_SCHEME) :] if given[: len(_SCHEME)].lower() == _SCHEME else http.headers.get(_KEY_HEADER)
+        header = http.headers.get("Authorization", "")
+        key = header[len(_SCHEME) :] if header[: len(_SCHEME)].lower() == _SCHEME else http.headers.get(_KEY_HEADER)
         if key is None:
             raise RequestError(
                 f"this endpoint requires a key: send `Authorization: Bearer KEY` or `{_KEY_HEADER}: KEY`",

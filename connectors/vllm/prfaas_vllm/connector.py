@@ -219,11 +219,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
 
-def _all_ranks(given: torch.Tensor) -> Sequence[torch.Tensor]:
+def _all_ranks(of_rank: torch.Tensor) -> Sequence[torch.Tensor]:
     """Give a tensor to all tensor-parallel ranks; return those of all of them. Every rank must call it."""
     ranks = get_tp_group()
-    found = given.new_empty((ranks.world_size * given.shape[0], *given.shape[1:]))
-    torch.distributed.all_gather_into_tensor(found, given, group=ranks.device_group)
+    found = of_rank.new_empty((ranks.world_size * of_rank.shape[0], *of_rank.shape[1:]))
+    torch.distributed.all_gather_into_tensor(found, of_rank, group=ranks.device_group)
     return found.chunk(ranks.world_size)
 
 

@@ -146,7 +146,7 @@ class TransferPlanner:
         self._page_tokens = page_tokens
         self._sources: dict[str, SourceStart] = {}
         self._known: set[str] = set()  # Sources of which the worker's side knows.
-        self._asked: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
+        self._tried: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
         self._fetching: dict[str, Fetching] = {}
         self._plan = StepPlan()
 
@@ -167,7 +167,7 @@ class TransferPlanner:
     def matched(self, request: VllmRequest, computed: int) -> int:
         """Return the tokens beyond the `computed` ones that a fetch brings; without side effects."""
         leg = leg_of(request)
-        if leg is None or leg.role != "destination" or request.request_id in self._asked:
+        if leg is None or leg.role != "destination" or request.request_id in self._tried:
             return 0
         return max(0, self._goal(request) - computed)
 
@@ -175,9 +175,9 @@ class TransferPlanner:
         """Note the blocks for `external` tokens, and fetch them in this step; without any, tell its source."""
         leg = leg_of(request)
         goal = self._goal(request)
-        if leg is None or leg.role != "destination" or not goal or request.request_id in self._asked:
+        if leg is None or leg.role != "destination" or not goal or request.request_id in self._tried:
             return
-        self._asked.add(request.request_id)
+        self._tried.add(request.request_id)
         if not external:
             self._decline(request)
             return
@@ -222,9 +222,9 @@ class TransferPlanner:
     def finish(self, request: VllmRequest, *, is_whole: bool) -> bool:
         """Note a request's end; return True if its blocks must stay until the worker's side reports it."""
         request_id = request.request_id
-        if request_id not in self._asked:
+        if request_id not in self._tried:
             self._decline(request)
-        self._asked.discard(request_id)
+        self._tried.discard(request_id)
         self._fetching.pop(request_id, None)
         self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
@@ -248,8 +248,10 @@ class TransferPlanner:
 
 def leg_of(request: VllmRequest) -> LegParams | None:
     """Return the gateway's word to a request, None if it is not one of ours."""
-    given = request.kv_transfer_params
-    params = given.get("prfaas") if isinstance(given, dict) else None  # vLLM passes on what a client made of it
+    transfer_params = request.kv_transfer_params
+    params = (
+        transfer_params.get("prfaas") if isinstance(transfer_params, dict) else None
+    )  # vLLM passes on what a client made of it
     if params is None:
         return None
     if request.prompt_token_ids is None:

@@ -219,13 +219,13 @@ class Transfers:
 
     def _announce(self, start: SourceStart) -> None:
         leg = start.leg
-        given = (leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
+        common = (leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
         try:
             parts = slices_of(self._groups, self._own, leg.ranks, is_source=True)
         except ConfigError as error:
             log.warning("prfaas: the cache of %s is not offered: %s", start.request_id, error)
             parts = ()
-        messages = [AnnounceCache(*given, part.wire) for part in parts]
+        messages = [AnnounceCache(*common, part.wire) for part in parts]
         with self._lock:
             # A caller that names a transfer twice: one offer answers for it, and the second request holds no blocks.
             if leg.transfer_id in self._sources:
@@ -329,10 +329,10 @@ class Transfers:
             parts = slices_of(self._groups, self._own, leg.ranks, is_source=False)
         except ConfigError:  # then nothing is offered
             return []
-        given = (request_id, leg.transfer_id, leg.epoch, leg.token, leg.host)
+        common = (request_id, leg.transfer_id, leg.epoch, leg.token, leg.host)
         ranks = [self._own.rank if part.wire is None else part.wire.rank for part in parts]
         ports = [leg.port + part.peer_rank for part in parts]
-        return [DeclineCache(*given, port, leg.cluster, rank) for port, rank in zip(ports, ranks, strict=True)]
+        return [DeclineCache(*common, port, leg.cluster, rank) for port, rank in zip(ports, ranks, strict=True)]
 
     def _refuse(self, request_id: str, reason: str) -> None:
         log.warning("prfaas: %s is computed here, its cache did not come: %s", request_id, reason)

@@ -106,7 +106,7 @@ class Section:
         if not isinstance(value, dict):
             raise ConfigError(f"{where or 'the file'} is {_shown(value)}; it must hold fields: name: value")
         self._fields = {str(key): field for key, field in cast(dict[object, Any], value).items()}
-        self._asked: dict[str, None] = {}
+        self._known: dict[str, None] = {}
 
     @property
     def keys(self) -> list[str]:
@@ -114,7 +114,7 @@ class Section:
 
     def has(self, key: str) -> bool:
         """Return whether a field that may be absent is there; another reader takes it."""
-        self._asked[key] = None
+        self._known[key] = None
         return key in self._fields
 
     def number(self, key: str, default: object = _REQUIRED) -> float:
@@ -182,20 +182,20 @@ class Section:
             raise ConfigError(
                 f"{self.where} has {' and '.join(there) or 'none'} of {', '.join(keys)}; give exactly one"
             )
-        self._asked.update(dict.fromkeys(keys))
+        self._known.update(dict.fromkeys(keys))
         return there[0]
 
     def end(self) -> None:
         """Refuse the fields that were not taken."""
         for key in self._fields:
-            if key not in self._asked:
-                raise ConfigError(f"{self._path(key)} is no field here; {_advice(key, list(self._asked))}")
+            if key not in self._known:
+                raise ConfigError(f"{self._path(key)} is no field here; {_advice(key, list(self._known))}")
 
     def _path(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
 
     def _take(self, key: str, default: object) -> object:
-        self._asked[key] = None
+        self._known[key] = None
         value = self._fields.get(key, default)
         if value is _REQUIRED:
             for other in self._fields:

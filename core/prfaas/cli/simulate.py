@@ -91,11 +91,11 @@ class SimulatedLoad:
     def notes(self) -> list[str]:
         return profile_notes(self.file.system, self.file.workload)
 
-    def _rate(self, asked: float | None) -> float:
-        if asked is not None:
-            if not 0 < asked < float("inf"):
-                raise ConfigError(f"--rate is {asked:g} requests a second; it must be above 0")
-            return asked
+    def _rate(self, rate_option: float | None) -> float:
+        if rate_option is not None:
+            if not 0 < rate_option < float("inf"):
+                raise ConfigError(f"--rate is {rate_option:g} requests a second; it must be above 0")
+            return rate_option
         if self.trace is None:
             return setups.rate(self.file, self.setup)
         seconds = self.trace[-1].at_seconds - self.trace[0].at_seconds

@@ -272,8 +272,8 @@ def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLC
 
 def with_query(path: str, query: Mapping[str, Any] | None) -> str:
     """Return a path with the parameters that have a value."""
-    given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
-    return f"{path}?{urlencode(given)}" if given else path
+    pairs = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:

@@ -199,9 +199,9 @@ def _event(raw: Any) -> KvEvent | None:
     missing = [name for name in _REQUIRED[kind] if name not in named]
     if missing:
         raise msgspec.ValidationError(f"{kind.__name__} lacks {', '.join(missing)}")
-    given = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
+    fields = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
     # msgpack has bytes of its own. Otherwise msgspec would take a text for their base64.
-    return msgspec.convert(given, kind, builtin_types=(bytes,))
+    return msgspec.convert(fields, kind, builtin_types=(bytes,))
 
 
 def _kind(tag: Any) -> type[KvEvent] | None:

@@ -36,9 +36,9 @@ class TensorRtLlmEngine:
         if route.prefill is None:
             return await self._decode(route, request, request.body)
         fields, request_id = request.every_field(), GLOBAL_ID | secrets.randbits(62)
-        asked = {"request_type": "context_only", "disagg_request_id": request_id}
+        context = {"request_type": "context_only", "disagg_request_id": request_id}
         kept = {name: value for name, value in fields.items() if name != "stream_options"}
-        body = with_fields(kept, {"stream": False, "disaggregated_params": asked})
+        body = with_fields(kept, {"stream": False, "disaggregated_params": context})
         answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
@@ -50,7 +50,7 @@ class TensorRtLlmEngine:
                 return await self._decode(route, request, request.body)
             answer.body = _whole(document, choice)
             return answer
-        params = choice["disaggregated_params"] | asked | {"request_type": "generation_only"}
+        params = choice["disaggregated_params"] | context | {"request_type": "generation_only"}
         if "ctx_usage" in params:
             params["ctx_usage"] = document.get("usage")
         added = {"disaggregated_params": params}

@@ -94,25 +94,25 @@ def question_of(path: str, fields: Fields, body: dict[str, Any]) -> bytes | None
     """
     if any(bytes(fields.get(name, _NULL)) != b"null" for name in _UNASKABLE):
         return None
-    asked = {"model": fields["model"]}
+    wanted = {"model": fields["model"]}
     if path == "/v1/completions":
         if not isinstance(body.get("prompt"), str):
             return None
         names = ("prompt", "add_special_tokens")
-        return with_fields(asked | {name: fields[name] for name in names if name in fields}, {})
+        return with_fields(wanted | {name: fields[name] for name in names if name in fields}, {})
     if path != "/v1/chat/completions" or not _is_text(body.get("messages")):
         return None
-    asked |= {name: fields[name] for name in _ASKED_OF_CHATS if name in fields}
-    return with_fields(asked, {"chat_template_kwargs": _template_arguments(body)})
+    wanted |= {name: fields[name] for name in _ASKED_OF_CHATS if name in fields}
+    return with_fields(wanted, {"chat_template_kwargs": _template_arguments(body)})
 
 
 def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template as vLLM makes them of a chat."""
-    given = body.get("chat_template_kwargs") or {}
+    template_args = body.get("chat_template_kwargs") or {}
     fields = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
-    if "reasoning_effort" in fields and "enable_thinking" not in given:
+    if "reasoning_effort" in fields and "enable_thinking" not in template_args:
         fields["enable_thinking"] = fields["reasoning_effort"] != "none"
-    return {**given, **fields}
+    return {**template_args, **fields}
 
 
 def _is_text(messages: Any) -> bool:

@@ -57,7 +57,7 @@ class Probe(NamedTuple):
 
     version: str
     date: datetime
-    asked_at: datetime
+    sent_at: datetime
     seconds: float
 
 
@@ -244,12 +244,12 @@ class ClusterClient:
 
     async def probe(self) -> Probe:
         """Return the server's version and clock, and the duration of the call."""
-        asked_at, started = datetime.now(UTC), time.monotonic()
+        sent_at, started = datetime.now(UTC), time.monotonic()
         with self._translate("version"):
             answer = await self._session.ask("GET", "/version", timeout_seconds=CALL_SECONDS)
             seconds = time.monotonic() - started
             date = parsedate_to_datetime(answer.headers["Date"])
-        return Probe(str(answer.content.get("gitVersion", "")), date, asked_at, seconds)
+        return Probe(str(answer.content.get("gitVersion", "")), date, sent_at, seconds)
 
     async def may(self, attributes: Mapping[str, str]) -> bool:
         """Ask if these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""

@@ -96,8 +96,8 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> O
 def resources(wanted: Resources) -> Object:
     """Return the `resources` field of a container, or nothing without requests and limits."""
     parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
-    given = {name: part for name, part in parts.items() if part}
-    return {"resources": given} if given else {}
+    set_parts = {name: part for name, part in parts.items() if part}
+    return {"resources": set_parts} if set_parts else {}
 
 
 def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:

@@ -256,8 +256,8 @@ def _authorise(request: web.Request) -> None:
 
 async def _send(request: web.Request, container: Container) -> web.StreamResponse:
     query = request.query
-    if asked := [name for name in UNSUPPORTED if query.get(name) not in (None, "false")]:
-        raise web.HTTPBadRequest(text=f"the process node cannot select logs by {', '.join(asked)}")
+    if unsupported := [name for name in UNSUPPORTED if query.get(name) not in (None, "false")]:
+        raise web.HTTPBadRequest(text=f"the process node cannot select logs by {', '.join(unsupported)}")
     path = container.log_file(previous=query.get("previous") == "true")
     if not path.is_file():
         raise web.HTTPNotFound(

@@ -110,7 +110,7 @@ class MoverClient:
         self._options, self._memory = options, memory
         self._on_offer_end, self._on_fetch_end, self._on_answer = on_offer_end, on_fetch_end, on_answer
         self._copiers = ThreadPoolExecutor(threads, "mover-copy") if (threads := options.copy_threads) else None
-        self._asked: dict[int, Question] = {}
+        self._questions: dict[int, Question] = {}
         self._egress: SetEgress | None = None
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -167,7 +167,7 @@ class MoverClient:
     def ask(self, question: Question) -> None:
         """Have a question of the engine's front answered, by the next mover if this one dies. An egress cap stays."""
         with self._lock:
-            self._asked[question.handle] = question
+            self._questions[question.handle] = question
             if isinstance(question, SetEgress):
                 self._egress = question
         self._send(question)
@@ -246,7 +246,7 @@ class MoverClient:
                 self._socket = ours
                 if self._closed.is_set():  # before there was a socket
                     ours.shutdown(socket.SHUT_RDWR)
-                repeated = [*([self._egress] if self._egress else []), *self._asked.values()]
+                repeated = [*([self._egress] if self._egress else []), *self._questions.values()]
             for question in repeated:
                 self._send(question)
             refusal = ""
@@ -293,8 +293,8 @@ class MoverClient:
                 self._on_answer(message)
             case PrefillAnswer(handle) | Stats(handle) | EgressSet(handle):
                 with self._lock:
-                    asked = self._asked.pop(handle, None)
-                if asked is not None:
+                    answered = self._questions.pop(handle, None)
+                if answered is not None:
                     self._on_answer(message)
             case EndedOffer(key):
                 self._end_offer(key)

@@ -47,8 +47,8 @@ async def read_role(request: web.Request) -> web.Response:
 async def set_role(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
-    answer = await state.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
+    wanted = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
+    answer = await state.engine.ask(lambda handle: SetRole(handle, wanted.role), RoleSet)
     return _answer(RoleBody(answer.role))
 
 
@@ -61,8 +61,8 @@ async def read_egress(request: web.Request) -> web.Response:
 async def set_egress(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
-    answer = await state.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
+    wanted = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
+    answer = await state.engine.ask(lambda handle: SetEgress(handle, wanted.mbps), EgressSet)
     return _answer(EgressBody(answer.mbps))
 
 

@@ -250,8 +250,8 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
 def refuse_unserved(body: CommonFields | TokenizeBody) -> None:
     """Raise RequestError for a field that would change the answer and is not served."""
     for param in _UNSERVED:
-        given = getattr(body, param, None)
-        if given is None or given == getattr(NEUTRAL, param):
+        setting = getattr(body, param, None)
+        if setting is None or setting == getattr(NEUTRAL, param):
             continue
         if param in _OF_VLLM:
             cure = "serve the model with vLLM (engine.type: vllm), or leave the field out"
@@ -303,13 +303,13 @@ def _cache_salt(body: CommonFields) -> str:
     return salt or ""
 
 
-def _biases(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
-    require(len(given) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
-    for token, bias in given.items():
+def _biases(biases: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
+    require(len(biases) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
+    for token, bias in biases.items():
         known = _TOKEN_ID.fullmatch(token) is not None and int(token) < served.vocab_size
         require(known, "logit_bias", f"holds {token[:MAX_NAME]!r}: want token ids of 0 to {served.vocab_size - 1}")
         require(-100 <= bias <= 100, "logit_bias", f"of token {token} must be -100 to 100")
-    return tuple((int(token), bias) for token, bias in given.items())
+    return tuple((int(token), bias) for token, bias in biases.items())
 
 
 def _or_default(value: float | None, default: float) -> float:

@@ -41,10 +41,10 @@ class TokenComments:
         return event + comment(index, characters, token_ids, piece.reason or "")
 
 
-def read_resume_headers(given: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:
+def read_resume_headers(http_headers: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:
     """Return the header RESUMABLE (None: not resumable) and the length of the resume document. Raises RequestError if
     the headers are invalid."""
-    fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
+    fixed, length = http_headers.get(headers.RESUMABLE), http_headers.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
     require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
     require(fixed is not None or length == "0", headers.RESUME, f"needs {headers.RESUMABLE}")

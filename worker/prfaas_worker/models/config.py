@@ -51,8 +51,8 @@ def check_fields(
 def check_plain_rope(raw: Mapping[str, Any]) -> None:
     """Raise ConfigError unless rotary embeddings are of the plain kind, without scaling."""
     for field in ROPE_FIELDS:
-        given = raw.get(field)
-        if isinstance(given, Mapping):
-            check_fields(given, {"rope_theta"}, _PLAIN_ROPE, f"{field}.")
-        elif given is not None:
-            raise ConfigError(f"{field} is {given!r}; it must be an object")
+        rope = raw.get(field)
+        if isinstance(rope, Mapping):
+            check_fields(rope, {"rope_theta"}, _PLAIN_ROPE, f"{field}.")
+        elif rope is not None:
+            raise ConfigError(f"{field} is {rope!r}; it must be an object")

@@ -51,16 +51,16 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     run(settings, Caller(tls_dir))
 
 
-def check_service_url(given: str, inside_tls: bool) -> str:
+def check_service_url(text: str, inside_tls: bool) -> str:
     """Return the service's address for a routing table; raises ConfigError unless it is one and fits --tls-dir."""
-    url = given.rstrip("/")
+    url = text.rstrip("/")
     try:
         parts = urlsplit(url)
         fits = parts.hostname and parts.port and url in (f"http://{parts.netloc}", f"https://{parts.netloc}")
     except ValueError:
         fits = False
     if not fits or "@" in url:
-        raise ConfigError(f"--prefill-service {given!r} is not of the form https://HOST:PORT; give its API port")
+        raise ConfigError(f"--prefill-service {text!r} is not of the form https://HOST:PORT; give its API port")
     if url.startswith("https:") != inside_tls:
-        raise ConfigError(f"--prefill-service {given!r}: https:// needs --tls-dir, and http:// takes none")
+        raise ConfigError(f"--prefill-service {text!r}: https:// needs --tls-dir, and http:// takes none")
     return url

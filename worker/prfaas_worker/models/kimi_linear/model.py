@@ -141,11 +141,11 @@ class KimiLinear:
         return F.linear(hidden, self._head)
 
 
-def products_type(asked: Dtype, device: str) -> torch.dtype:
+def products_type(wanted: Dtype, device: str) -> torch.dtype:
     """Return the type of matrix products: "auto" is fp32 on a CPU, which may have no instructions for bf16."""
-    if asked == "auto":
+    if wanted == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
-    return getattr(torch, asked)
+    return getattr(torch, wanted)
 
 
 def _last_of_each(x: Tensor, batch: Batch) -> Tensor:

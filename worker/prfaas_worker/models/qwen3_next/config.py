@@ -64,5 +64,5 @@ def check_read(raw: Mapping[str, Any], unread: Collection[str]) -> None:
 
 def _rope_kinds(raw: Mapping[str, Any]) -> set[str]:
     """Types of rotary embedding; old configurations name rope_scaling and type."""
-    given = [raw.get(field) or {} for field in ROPE_FIELDS]
-    return {entry[key] for entry in given for key in ("rope_type", "type") if isinstance(entry.get(key), str)}
+    ropes = [raw.get(field) or {} for field in ROPE_FIELDS]
+    return {entry[key] for entry in ropes for key in ("rope_type", "type") if isinstance(entry.get(key), str)}
