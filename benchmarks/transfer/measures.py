@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
 
 def secure() -> Iterator[Figure]:
-    """The same with mutual TLS, each end with its own certificate cluster."""
+    """The same with mutual TLS, each end with a certificate of its own cluster."""
     if not HAS_TLS:
         say("mutual TLS is not measured: the ends do not speak it")
         return
