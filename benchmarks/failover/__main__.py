@@ -109,9 +109,9 @@ def tokens_of(choices: list[dict[str, Any]]) -> list[Any]:
 class Client:
     """Asks one request after another until it is told to stop."""
 
-    def __init__(self, stage: Stage, undisturbed_one: list[Undisturbed], counts: Counts, chance: random.Random):
+    def __init__(self, stage: Stage, known: list[Undisturbed], counts: Counts, chance: random.Random):
         self._stage = stage
-        self._undisturbed = undisturbed_one
+        self._undisturbed = known
         self._counts = counts
         self._chance = chance
 
@@ -123,14 +123,14 @@ class Client:
                 await self._ask(session, self._chance.choice(self._undisturbed))
                 self._counts.slowest_seconds = max(self._counts.slowest_seconds, time.monotonic() - began)
 
-    async def _ask(self, session: aiohttp.ClientSession, undisturbed_one: Undisturbed) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, want: Undisturbed) -> None:
         number = self._chance.randrange(2)
         while True:
             gateway, port = self._stage.gateways[number], self._stage.ports[number]
             kills = gateway.kills
             try:
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, data=undisturbed_one.body, headers=JSON) as answer:
+                async with session.post(url, data=want.body, headers=JSON) as answer:
                     data = await answer.read()
                     status = answer.status
             except (aiohttp.ClientError, OSError) as error:
@@ -142,10 +142,10 @@ class Client:
                     continue
                 self._counts.lost.append(f"{type(error).__name__}: {error}")
                 return
-            self._judge(undisturbed_one, status, data)
+            self._judge(want, status, data)
             return
 
-    def _judge(self, undisturbed_one: Undisturbed, status: int, data: bytes) -> None:
+    def _judge(self, want: Undisturbed, status: int, data: bytes) -> None:
         self._counts.served += 1
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
         if status != 200 or not events or events[-1] != b"[DONE]":
@@ -153,19 +153,17 @@ class Client:
             return
         choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
         tokens = tokens_of(choices)
-        if tokens == undisturbed_one.tokens:
+        if tokens == want.tokens:
             return
-        place = next(
-            (at for at, pair in enumerate(zip(tokens, undisturbed_one.tokens, strict=False)) if pair[0] != pair[1]), -1
-        )
-        text = f"another answer from token {place} on, of {len(undisturbed_one.tokens)}, got {len(tokens)}"
+        place = next((at for at, pair in enumerate(zip(tokens, want.tokens, strict=False)) if pair[0] != pair[1]), -1)
+        text = f"another answer from token {place} on, of {len(want.tokens)}, got {len(tokens)}"
         if (
             place >= 0
-            and len(tokens) == len(undisturbed_one.tokens)
-            and (undisturbed_one.is_drawn or undisturbed_one.gaps[place] < self._stage.near_tie)
+            and len(tokens) == len(want.tokens)
+            and (want.is_drawn or want.gaps[place] < self._stage.near_tie)
         ):
-            kind = self._counts.drawn_otherwise if undisturbed_one.is_drawn else self._counts.near_ties
-            kind.append(f"{text}, gap {undisturbed_one.gaps[place]:.1e}")
+            kind = self._counts.drawn_otherwise if want.is_drawn else self._counts.near_ties
+            kind.append(f"{text}, gap {want.gaps[place]:.1e}")
         else:
             self._counts.lost.append(text)
 
@@ -233,10 +231,10 @@ async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: i
         await stage.ready()
         async with aiohttp.ClientSession() as session:
             url, wanted = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
-            undisturbed_one = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in wanted]
+            known = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in wanted]
         stop = asyncio.Event()
         running = [
-            asyncio.create_task(Client(stage, undisturbed_one, counts, random.Random(seed + number)).run(stop))
+            asyncio.create_task(Client(stage, known, counts, random.Random(seed + number)).run(stop))
             for number in range(clients)
         ]
         done = await kill_at_random(stage, counts, chance, kills)
@@ -285,7 +283,7 @@ def figures(
     yield Figure(name="streams that another worker went on with", value=counts.metrics[COUNTED[0]], unit="")
     yield Figure(name="tokens computed again for them", value=counts.metrics[COUNTED[1]], unit="")
     yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
-    yield Figure(name="asked again by clients of a killed gateway", value=counts.sent_again, unit="")
+    yield Figure(name="requests sent again by clients of a killed gateway", value=counts.sent_again, unit="")
     yield Figure(name="instances that hold cache in the end", value=counts.holding, unit="", reach=0)
     yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
 

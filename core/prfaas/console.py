@@ -53,9 +53,9 @@ def read_options(options: Callable[..., T], name: str, text: str, arguments: Seq
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
     read: list[T] = []
 
-    def command(**value: Any) -> None:
-        del value["version"]
-        read.append(options(**value))
+    def command(**flags: Any) -> None:
+        del flags["version"]
+        read.append(options(**flags))
 
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[key])

@@ -1,4 +1,4 @@
-"""Proves on two real clusters that the parts make one system: routing, scaling, conditions, healing, and a clean end.
+"""Proves on two real clusters that the parts make one system: routing, scaling and healing.
 
 The tests share one installation; each leaves it as it found it.
 """

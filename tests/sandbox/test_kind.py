@@ -1,5 +1,6 @@
 """Files, tags, and the errors of a machine without Docker: all of kind that needs no Docker."""
 
+import ipaddress
 import os
 import sys
 from pathlib import Path
@@ -8,15 +9,15 @@ import pytest
 import yaml
 
 from prfaas.api.template import PodTemplate
-from prfaas.errors import ConfigError
-from prfaas_sandbox.demo.install import example, repository_root
+from prfaas.errors import BadInputError, ConfigError
+from prfaas_sandbox.demo.install import example, operator_values, repository_root
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind import images, vllm
+from prfaas_sandbox.kind import cli, docker, images, vllm
 from prfaas_sandbox.kind.clusters import CACHE_PATH, configuration, parse_rate
 from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
 from prfaas_sandbox.kind.environment import down
 from prfaas_sandbox.kind.images import NodeImage, digest
-from prfaas_sandbox.kind.layout import Layout
+from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
 from prfaas_sandbox.vllm import environment_folder
 
 pytestmark = pytest.mark.kind
@@ -42,6 +43,18 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
     return folder
+
+
+def test_clusters_share_no_range_and_the_hub_maps_its_ports_to_this_machine_alone(layout: Layout):
+    used = []
+    for cluster in layout.clusters:
+        networking = yaml.safe_load(cluster.config.read_text())["networking"]
+        assert networking["podSubnet"] == cluster.network.range
+        used += [ipaddress.ip_network(networking[key]) for key in ("podSubnet", "serviceSubnet")]
+    assert not any(one.overlaps(other) for one in used for other in used if one is not other)
+    mappings = yaml.safe_load(layout.hub.config.read_text())["nodes"][0]["extraPortMappings"]
+    assert [mapping["containerPort"] for mapping in mappings] == [*NODE_PORTS, PROMETHEUS_NODE_PORT]
+    assert all(mapping["hostPort"] == 0 and mapping["listenAddress"] == "127.0.0.1" for mapping in mappings)
 
 
 def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
@@ -102,6 +115,15 @@ def test_an_unknown_python_and_a_missing_vllm_are_reported_with_the_cure(
     assert "images here have 3.9" in vllm.why_not()
 
 
+def test_helm_gets_the_operators_image_in_two_values_and_the_connectors_in_one():
+    values = operator_values(Images("registry.example:5000/operator:7", "", "", "registry.example:5000/connector:8"))
+    assert values == [
+        "--set", "operator.image.repository=registry.example:5000/operator", "--set", "operator.image.tag=7",
+        "--set", "connectorImage=registry.example:5000/connector:8",
+    ]  # fmt: skip
+    assert operator_values(None) == []
+
+
 @pytest.mark.parametrize(
     ("shown", "mbps"),
     [
@@ -113,6 +135,12 @@ def test_an_unknown_python_and_a_missing_vllm_are_reported_with_the_cure(
 )
 def test_the_rate_is_read_from_what_tc_shows(shown: str, mbps: float):
     assert parse_rate(shown) == pytest.approx(mbps)
+
+
+def test_a_rate_that_no_link_has_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "layout", lambda: pytest.fail("something was done before the rate was checked"))
+    with pytest.raises(BadInputError, match="a link of -5"):
+        cli.up(link_mbps=-5.0)
 
 
 async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -182,6 +210,22 @@ async def test_taking_down_what_is_not_there_removes_the_folder_and_is_no_error(
     assert not left.exists()
     with pytest.raises(ConfigError, match="images cannot be removed"):
         await down(layout, purge=True)
+
+
+async def test_what_is_removed_is_chosen_by_label_alone(monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[str, ...]] = []
+
+    async def record(*words: str) -> str:
+        calls.append(words)
+        return "one\ntwo" if words[0] == "ps" else ""
+
+    monkeypatch.setattr(docker, "docker", record)
+    await docker.remove_all(("ps -aq", "rm -fv"), "owner=us")
+    await docker.remove_all(("network ls -q", "network rm"), "owner=us")
+    assert calls == [
+        ("ps", "-aq", "--filter", "label=owner=us"), ("rm", "-fv", "one", "two"),
+        ("network", "ls", "-q", "--filter", "label=owner=us"),
+    ]  # fmt: skip
 
 
 def test_the_newest_images_of_each_kind_are_kept_and_what_others_built_is_not_ours():

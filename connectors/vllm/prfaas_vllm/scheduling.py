@@ -248,10 +248,8 @@ class TransferPlanner:
 
 def leg_of(request: VllmRequest) -> LegParams | None:
     """Return the gateway's word to a request, None if it is not one of ours."""
-    transfer_params = request.kv_transfer_params
-    params = (
-        transfer_params.get("prfaas") if isinstance(transfer_params, dict) else None
-    )  # vLLM passes on what a client made of it
+    transfer_params = request.kv_transfer_params  # a client may have made anything of it
+    params = transfer_params.get("prfaas") if isinstance(transfer_params, dict) else None
     if params is None:
         return None
     if request.prompt_token_ids is None:

@@ -37,7 +37,7 @@ def exists(place) -> bool:
 
 def follow_the_page(ground) -> None:
     """Run the commands of the page as they stand, with these clusters in the place of its contexts."""
-    found = re.search(r"gone before its objects.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.DOTALL)
+    found = re.search(r"before its objects.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.DOTALL)
     assert found, "the page tells the way out"
     script = textwrap.dedent(found[1])
     places = {"kubectl --context prefill-eu -n prfaas": ground.member, "kubectl -n prfaas": ground.hub}

@@ -90,16 +90,16 @@ class Staging:
             at = torch.arange(span.start, span.end, device=self._memory.device)
             table = self._device_index(pages)
             for spec in self._memory.geometry.layers[layer].rows:
-                received_rows = self._to_device(received[spec.name]).view(spec.torch_dtype).view(-1, *spec.shape)
-                self._memory.rows(layer)[spec.name][table[at // page_tokens], at % page_tokens] = received_rows
+                landed = self._to_device(received[spec.name]).view(spec.torch_dtype).view(-1, *spec.shape)
+                self._memory.rows(layer)[spec.name][table[at // page_tokens], at % page_tokens] = landed
             self._finish()
 
     @torch.inference_mode()
     def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None:
         with self._aside(DeviceMark(None)):
             for spec in self._memory.geometry.layers[layer].state:
-                received_rows = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
-                self._memory.states(layer)[spec.name][slot] = received_rows
+                landed = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
+                self._memory.states(layer)[spec.name][slot] = landed
             self._finish()
 
     def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":

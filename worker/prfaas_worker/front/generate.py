@@ -229,8 +229,8 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
 
 def _request_id(request: web.Request) -> str:
-    read_headers = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
-    return read_headers if read_headers and read_headers.isascii() else uuid4().hex
+    request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
+    return request_id if request_id and request_id.isascii() else uuid4().hex
 
 
 def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
