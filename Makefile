@@ -109,7 +109,7 @@ crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
 charts: $(STAMP) ## Bring the charts' schemas and READMEs in line with their values.yaml
 	$(BIN)/python charts/describe.py
 
-reference: $(STAMP) ## Write docs/reference.md, the flags and fields, from the code
+reference: $(STAMP) ## Write docs/use/reference.md, the flags and fields, from the code
 	$(BIN)/python docs/reference.py
 
 clean: ## Remove the virtual environment and the demo's state (not the tools' cache)

@@ -19,7 +19,6 @@ from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.transfer_frames import layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
@@ -67,7 +66,6 @@ def engine_of(model: Model | Instant) -> EngineLoop:
         cache=cache,
         kv_events=[],
         remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, "", transfers), inbox.put),
-        grammars=Grammars(lambda: Vocabulary([], frozenset(), (), model.vocab_size)),
         profiler=Profiler(1, 1, lambda _profile: None),
         send=lambda _messages: None,
         role="mixed",

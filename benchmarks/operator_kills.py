@@ -282,9 +282,10 @@ def _lived(stage: Stage, life: Iterator[Outcome]) -> list[Outcome]:
     try:
         for outcome in life:
             outcomes.append(outcome)
-            said = outcome.problem or "as if nothing had happened"
+            result = outcome.problem or "as if nothing had happened"
             print(
-                f"{len(outcomes)}: {outcome.step}, killed after {outcome.pause_seconds:.2f} s: {said}", file=sys.stderr
+                f"{len(outcomes)}: {outcome.step}, killed after {outcome.pause_seconds:.2f} s: {result}",
+                file=sys.stderr,
             )
     finally:
         stage.end()

@@ -9,15 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from prfaas.console import TableOrJson, echo_json, new_app, run_app
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+LOG = Path(__file__).parent / "log"
+Record = Annotated[bool, typer.Option("--record", help="Also append the figures to benchmarks/log/NAME.jsonl.")]
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One benchmark's figures, and where they come from."""
 
     bench: str
+    time: str
     commit: str
     machine: str
     figures: list[Figure]
@@ -77,11 +81,14 @@ def say(words: str) -> None:
 def run(bench: str, description: str | None, measure: Callable[..., Iterable[Figure]]) -> None:
     """Read the command line, measure, and print. The parameters of `measure` are the benchmark's own flags."""
 
-    def command(output: TableOrJson = "table", **given: Any) -> None:
-        show(bench, measure(**given), output)
+    def command(output: TableOrJson = "table", record: Record = False, **flags: Any) -> None:
+        report = make_report(bench, measure(**flags))
+        show(report, output)
+        if record:
+            append(report)
 
     signatures = inspect.signature(measure), inspect.signature(command)
-    parameters = [one for signature in signatures for one in signature.parameters.values() if one.name != "given"]
+    parameters = [one for signature in signatures for one in signature.parameters.values() if one.name != "flags"]
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     app = new_app(add_completion=False)
@@ -89,15 +96,27 @@ def run(bench: str, description: str | None, measure: Callable[..., Iterable[Fig
     run_app(app, f"prfaas bench {bench}")
 
 
-def show(bench: str, measured: Iterable[Figure], output: Literal["table", "json"]) -> None:
-    """Print the figures with where they come from."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+def make_report(bench: str, measured: Iterable[Figure]) -> Report:
+    """Return the figures with where they come from; `-dirty` marks a checkout with changes."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    report = Report(bench=bench, commit=git.stdout.strip(), machine=machine, figures=list(measured))
+    time_utc = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return Report(bench=bench, time=time_utc, commit=git.stdout.strip(), machine=machine, figures=list(measured))
+
+
+def show(report: Report, output: Literal["table", "json"]) -> None:
+    """Print the figures."""
     if output == "json":
         echo_json(report)
     else:
         Console(width=None if sys.stdout.isatty() else 120).print(table(report))
+
+
+def append(report: Report, log: Path = LOG) -> None:
+    """Append a line of JSON to the benchmark's log."""
+    log.mkdir(exist_ok=True)
+    with (log / f"{report.bench}.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(report) + b"\n")
 
 
 def table(report: Report) -> Table:

@@ -153,7 +153,7 @@ class Surroundings:
         return web.Response(body=self.table)
 
     async def get_counters(self, _: web.Request) -> web.Response:
-        counters = Counters(offloaded=1, local=1, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)
+        counters = Counters(offloaded=1, local=1, failed_offloads=0)
         return web.Response(body=msgspec.json.encode(counters))
 
     async def put_threshold(self, _: web.Request) -> web.Response:

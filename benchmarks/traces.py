@@ -4,8 +4,9 @@
 
 The hardware is that of examples/simulate.yaml, planned for the trace's lengths. The link has its declared capacity all
 the time; bursts and prefixes are the trace's own. Rates are shares of the planned rate, which ignores prefixes. Lambda
-at SLO is the highest rate at which P90 keeps slo.ttftMillis, within 2 %. --write also writes docs/traces.md. Traces are
-not part of the repository: docs/simulation.md lists the formats. Virtual time, a few minutes of one core a trace.
+at SLO is the highest rate at which P90 keeps slo.ttftMillis, within 2 %. --write also writes benchmarks/log/traces.md.
+Traces are not part of the repository: docs/understand/simulation.md lists the formats. Virtual time, a few minutes of
+one core a trace.
 """
 
 import sys
@@ -25,13 +26,13 @@ from prfaas.simulate.setup import planned
 
 ROOT = Path(__file__).parents[1]
 SYSTEM = ROOT / "examples" / "simulate.yaml"
-PAGE = ROOT / "docs" / "traces.md"
+PAGE = ROOT / "benchmarks" / "log" / "traces.md"
 LOADS = [0.5, 0.7, 0.9]
 HEAD = """# Policies on published traces
 
     prfaas bench traces mooncake_conversation.jsonl azure_2023_code.csv --write       # regenerates this page
 
-This page compares the [policies](simulation.md#policies) on two published traces.
+This page compares the [policies](../../docs/understand/simulation.md#policies) on two published traces.
 
 - The hardware is that of `examples/simulate.yaml`: the paper's case with a link of 20 Gbit/s, planned for each trace's
   lengths. `homogeneous` has the same number of instances, all in the hub.
@@ -93,7 +94,7 @@ def _within_slo(load: SimulatedLoad, policy: PolicyName, start: float) -> float:
 
 
 def page(found: Sequence[Row], slo_seconds: float) -> str:
-    """Return docs/traces.md."""
+    """Return benchmarks/log/traces.md."""
     parts = [HEAD.format(slo=slo_seconds)]
     for trace, load in dict.fromkeys((row.trace, row.load) for row in found):
         mine = [row for row in found if (row.trace, row.load) == (trace, load)]
@@ -119,7 +120,7 @@ def _cells(row: Row) -> list[str]:
 def figures(
     traces: list[Path],
     loads: Annotated[list[float], typer.Option(help="Share of the planned rate; repeat it for several.")] = LOADS,
-    write: Annotated[bool, typer.Option(help="Also write docs/traces.md.")] = False,
+    write: Annotated[bool, typer.Option(help="Also write benchmarks/log/traces.md.")] = False,
 ) -> Iterator[Figure]:
     """Compute everything."""
     found = [row for path in traces for row in rows(path, loads)]

@@ -179,8 +179,8 @@ class Peer:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        given = engine.evaluate(f"__import__('msgspec').json.encode({TRANSFERS}.mover._options)")
-        theirs = msgspec.json.decode(given, type=MoverOptions)
+        options_json = engine.evaluate(f"__import__('msgspec').json.encode({TRANSFERS}.mover._options)")
+        theirs = msgspec.json.decode(options_json, type=MoverOptions)
         own = {"data_port": 0, "egress_mbps": LINK_MBPS, "metrics_port": 0}
         self._options = msgspec.structs.replace(theirs, **own)
         self.mover = MoverClient(self._options, self, lambda _transfer: None, lambda _ended: None)

@@ -1,4 +1,4 @@
-"""Writes docs/reference.md, the flags of the four programs and the fields of the custom resources, from the code."""
+"""Writes docs/use/reference.md from the code: the flags of the four programs and the fields of the custom resources."""
 
 import enum
 import inspect
@@ -13,18 +13,31 @@ from prfaas_operator.options import OperatorOptions
 from prfaas_scheduler.options import SchedulerOptions
 from prfaas_worker.options import Options as WorkerOptions
 
-PAGE = Path(__file__).with_name("reference.md")
+PAGE = Path(__file__).parent / "use" / "reference.md"
 PROGRAMS: dict[str, Any] = {
     "prfaas-operator": OperatorOptions,
     "prfaas-gateway": GatewayOptions,
     "prfaas-scheduler": SchedulerOptions,
     "prfaas-worker": WorkerOptions,
 }
+KUBERNETES_OWN = {
+    f"template.{one}" for one in ("resources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
+}
 KINDS = ("PrfaaSPolicy", "PrefillPool", "DecodePool", "MemberCluster")
 HEAD = """# Reference: flags and fields
 
 `make reference` writes this page from the code, and a test compares the two. Every program also answers `--help`,
 and `kubectl explain` shows the fields. [Pools](pools.md) and [the gateway](gateway.md) explain how to use them.
+"""
+NOTE = """\
+Resources, tolerations, volumes, mounts and variables of `template` have fields of Kubernetes' pods. A volume is a
+Secret, ConfigMap, PersistentVolumeClaim or emptyDir; claims and mounts are read-only unless `readOnly` is false.
+`kubectl explain pfpool.spec.template --recursive` shows all of them.
+
+"""
+LIKE_PREFILL_POOL = """\
+A DecodePool has the fields of a [PrefillPool](#prefillpool) except {lacking}. These differ, or are its own:
+
 """
 PLAIN = {bool: "on or off", int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
@@ -63,18 +76,20 @@ def _values(kind: Any) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
-    if value in (None, "", ()) or isinstance(value, dict):
+    if value in (None, "") or isinstance(value, dict):
         return ""
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 
 
 def field_rows(schema: dict[str, Any], path: str = "") -> list[Row]:
-    """Return (field, type, default, description) for each field of an object, depth first."""
+    """Return (field, type, default, description) for each field of an object, depth first, without Kubernetes' own."""
     rows: list[Row] = []
     for key, field in schema.get("properties", {}).items():
         full = f"{path}.{key}".lstrip(".")
         default = "required" if key in schema.get("required", ()) else _shown(field.get("default"))
         rows.append((f"`{full}`", _type(field), default, field.get("description", "")))
+        if full in KUBERNETES_OWN:
+            continue
         rows += field_rows(field, full) + field_rows(field.get("items", {}), f"{full}[]")
     return rows
 
@@ -104,13 +119,12 @@ def page() -> str:
         kind: field_rows(schemas[kind]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"])
         for kind in KINDS
     }
-    known = set(fields["PrefillPool"])
-    fields["DecodePool"] = [row for row in fields["DecodePool"] if "." not in row[0] or row not in known]
+    ours, theirs = fields["PrefillPool"], fields["DecodePool"]
+    lacking = [row[0] for row in ours if "." not in row[0] and row[0] not in {other[0] for other in theirs}]
+    fields["DecodePool"] = [row for row in theirs if row not in ours]
+    notes = {"PrefillPool": NOTE, "DecodePool": LIKE_PREFILL_POOL.format(lacking=" and ".join(lacking))}
     for kind, rows in fields.items():
-        note = (
-            "Fields within its objects are those of a [PrefillPool](#prefillpool).\n\n" if kind == "DecodePool" else ""
-        )
-        parts.append(f"## {kind}\n\n{note}" + table("field of `spec` | type", rows))
+        parts.append(f"## {kind}\n\n{notes.get(kind, '')}" + table("field of `spec` | type", rows))
     return "\n".join(parts)
 
 

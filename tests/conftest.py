@@ -42,13 +42,13 @@ os.environ.setdefault("GOGC", "400")
 WORKER = "tests/unit/worker/test_"
 TOGETHER = {
     "a sandbox": ("tests/sandbox/",),
-    "transformers": ("tests/unit/generic/",),
+    "transformers": ("tests/unit/qwen3_next/",),
     "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
 }
 
 WAITING = ("tests/sandbox/", "tests/clusters/", "tests/unit/scheduler/")
 """These leave the CPU idle two thirds of the time."""
-LONGEST = (*WAITING, "tests/unit/worker/", "tests/unit/generic/", "tests/faults/", "tests/unit/transfer/")
+LONGEST = (*WAITING, "tests/unit/worker/", "tests/unit/qwen3_next/", "tests/faults/", "tests/unit/transfer/")
 
 
 class Scheduler(LoadFileScheduling):
@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--stage", choices=stages.STAGES, help="run the tests of one stage alone (tests/stages.py)")
+    parser.addoption("--stage", choices=stages.STAGES, help="run only the tests of one stage (tests/stages.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""What tests start of their own: an HTTP server with one handler for all requests."""
+"""What tests start themselves: an HTTP server with one handler for all requests."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -37,7 +37,7 @@ def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SEC
 
 
 def assert_freed(check: Callable[[], T], what: Text) -> None:
-    """Wait in the same way until nothing is held any more. What stays is a leak, which no second try forgives."""
+    """Wait in the same way until nothing is held. What stays is a leak, which no second try forgives."""
     try:
         eventually(check, what)
     except NotInTime as error:
@@ -69,12 +69,6 @@ def within(seconds: float, check: Callable[[], T], what: Text) -> T:
     """Return what `check` returns once that is true, which prfaas promises to happen within `seconds`."""
     refuse_beside_others("promises promptness")
     return eventually(check, what, seconds, poll=0.005)
-
-
-async def within_async(seconds: float, check: Callable[[], T | Awaitable[T]], what: Text) -> T:
-    """Do the same in an event loop."""
-    refuse_beside_others("promises promptness")
-    return await eventually_async(check, what, seconds, poll=0.005)
 
 
 def assert_prompt(seconds: float, limit_seconds: float, what: Text) -> None:

@@ -67,7 +67,7 @@ class Counts:
     """What became of all requests."""
 
     served: int = 0
-    asked_again: int = 0
+    sent_again: int = 0
     near_ties: list[str] = field(default_factory=list)
     drawn_otherwise: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -109,9 +109,9 @@ def tokens_of(choices: list[dict[str, Any]]) -> list[Any]:
 class Client:
     """Asks one request after another until it is told to stop."""
 
-    def __init__(self, stage: Stage, asked: list[Undisturbed], counts: Counts, chance: random.Random):
+    def __init__(self, stage: Stage, known: list[Undisturbed], counts: Counts, chance: random.Random):
         self._stage = stage
-        self._asked = asked
+        self._undisturbed = known
         self._counts = counts
         self._chance = chance
 
@@ -120,32 +120,32 @@ class Client:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
             while not stop.is_set():
                 began = time.monotonic()
-                await self._ask(session, self._chance.choice(self._asked))
+                await self._ask(session, self._chance.choice(self._undisturbed))
                 self._counts.slowest_seconds = max(self._counts.slowest_seconds, time.monotonic() - began)
 
-    async def _ask(self, session: aiohttp.ClientSession, asked: Undisturbed) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, want: Undisturbed) -> None:
         number = self._chance.randrange(2)
         while True:
             gateway, port = self._stage.gateways[number], self._stage.ports[number]
             kills = gateway.kills
             try:
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                async with session.post(url, data=asked.body, headers=JSON) as answer:
+                async with session.post(url, data=want.body, headers=JSON) as answer:
                     data = await answer.read()
                     status = answer.status
             except (aiohttp.ClientError, OSError) as error:
                 # Refused while it is down, or broken because it was killed: the client's own affair.
                 if isinstance(error, aiohttp.ClientConnectorError) or gateway.kills != kills:
-                    self._counts.asked_again += 1
+                    self._counts.sent_again += 1
                     number = 1 - number
                     await asyncio.sleep(0.05)
                     continue
                 self._counts.lost.append(f"{type(error).__name__}: {error}")
                 return
-            self._judge(asked, status, data)
+            self._judge(want, status, data)
             return
 
-    def _judge(self, asked: Undisturbed, status: int, data: bytes) -> None:
+    def _judge(self, want: Undisturbed, status: int, data: bytes) -> None:
         self._counts.served += 1
         events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
         if status != 200 or not events or events[-1] != b"[DONE]":
@@ -153,17 +153,17 @@ class Client:
             return
         choices = [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
         tokens = tokens_of(choices)
-        if tokens == asked.tokens:
+        if tokens == want.tokens:
             return
-        place = next((at for at, pair in enumerate(zip(tokens, asked.tokens, strict=False)) if pair[0] != pair[1]), -1)
-        text = f"another answer from token {place} on, of {len(asked.tokens)}, got {len(tokens)}"
+        place = next((at for at, pair in enumerate(zip(tokens, want.tokens, strict=False)) if pair[0] != pair[1]), -1)
+        text = f"another answer from token {place} on, of {len(want.tokens)}, got {len(tokens)}"
         if (
             place >= 0
-            and len(tokens) == len(asked.tokens)
-            and (asked.is_drawn or asked.gaps[place] < self._stage.near_tie)
+            and len(tokens) == len(want.tokens)
+            and (want.is_drawn or want.gaps[place] < self._stage.near_tie)
         ):
-            kind = self._counts.drawn_otherwise if asked.is_drawn else self._counts.near_ties
-            kind.append(f"{text}, gap {asked.gaps[place]:.1e}")
+            kind = self._counts.drawn_otherwise if want.is_drawn else self._counts.near_ties
+            kind.append(f"{text}, gap {want.gaps[place]:.1e}")
         else:
             self._counts.lost.append(text)
 
@@ -205,7 +205,7 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         "link": stage.links,
         "gateway": stage.gateways,
     }
-    told = 0
+    shown = 0
     for number in range(kills):
         kind = chance.choice(list(pairs))
         at = chance.randrange(2)
@@ -219,8 +219,8 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
             await asyncio.sleep(chance.uniform(0.1, LONGEST_CUT_SECONDS))
         await victim.come_back()
         so_far = f"{counts.served} requests, {len(counts.lost)} lost, {len(counts.near_ties)} near-ties"
-        print(f"{number + 1}: killed {victim.name}; {so_far}", *counts.lost[told:], sep="\n  ", file=sys.stderr)
-        told = len(counts.lost)
+        print(f"{number + 1}: killed {victim.name}; {so_far}", *counts.lost[shown:], sep="\n  ", file=sys.stderr)
+        shown = len(counts.lost)
     return done
 
 
@@ -230,11 +230,11 @@ async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: i
     try:
         await stage.ready()
         async with aiohttp.ClientSession() as session:
-            url, asked_for = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
-            asked = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in asked_for]
+            url, wanted = stage.urls[0], bodies(chance, requests, may_draw=stage.may_draw)
+            known = [await undisturbed(session, url, body, with_ids=not stage.may_draw) for body in wanted]
         stop = asyncio.Event()
         running = [
-            asyncio.create_task(Client(stage, asked, counts, random.Random(seed + number)).run(stop))
+            asyncio.create_task(Client(stage, known, counts, random.Random(seed + number)).run(stop))
             for number in range(clients)
         ]
         done = await kill_at_random(stage, counts, chance, kills)
@@ -272,8 +272,8 @@ def figures(
 ) -> Iterator[Figure]:
     with tempfile.TemporaryDirectory(prefix="prfaas-failover-") as folder, engines_of(engine, Path(folder)) as engines:
         counts, done = asyncio.run(measure(Stage(Path(folder), engines), kills, clients, requests, seed))
-    for told in (*counts.near_ties, *counts.drawn_otherwise):
-        print(told, file=sys.stderr)
+    for difference in (*counts.near_ties, *counts.drawn_otherwise):
+        print(difference, file=sys.stderr)
     for kind, number in sorted(done.items()):
         yield Figure(name=f"kills of a {kind}", value=number, unit="", better="higher")
     yield Figure(name="requests", value=counts.served, unit="", better="higher")
@@ -283,7 +283,7 @@ def figures(
     yield Figure(name="streams that another worker went on with", value=counts.metrics[COUNTED[0]], unit="")
     yield Figure(name="tokens computed again for them", value=counts.metrics[COUNTED[1]], unit="")
     yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
-    yield Figure(name="asked again by clients of a killed gateway", value=counts.asked_again, unit="")
+    yield Figure(name="requests sent again by clients of a killed gateway", value=counts.sent_again, unit="")
     yield Figure(name="instances that hold cache in the end", value=counts.holding, unit="", reach=0)
     yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
 

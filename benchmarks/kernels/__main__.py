@@ -3,8 +3,7 @@
     prfaas bench kernels
 
 The chunked delta rule against the torch form in transformers; a prompt of 4K tokens through 69 M parameters against the
-peak of a square matrix product; decode of the built-in model against the matrix products that its own steps make; and
-what bf16 brings, which a worker multiplies in where its own model is quicker so.
+peak of a square matrix product; and decode of the built-in model against the matrix products that its own steps make.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +22,7 @@ from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
-from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
-from prfaas_worker.models.kimi_linear.precision import instructions
+from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.solo import Solo
 
 TOKENS = 4096
@@ -35,7 +33,6 @@ RULE_REACH_TIMES = 20.0
 RULE_REACH_TOKENS = 60e3 / 170
 PREFILL_REACH_PERCENT = 65.0
 DECODE_REACH = {1: 7.0, 16: 6.0}
-COMPILED_REACH = 3.0
 # Tokens in the cache before, and room for those that are measured.
 DECODE_TOKENS, DECODE_ROOM = 1024, 256
 
@@ -84,49 +81,31 @@ def prefill_figures() -> Iterator[Figure]:
 
 
 def decode_figures() -> Iterator[Figure]:
-    """Time of a decode step of the built-in model beside that of the products it makes, eager and compiled."""
+    """Time of a decode step of the built-in model beside that of the products it makes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # nothing in this model is large enough for two
     for batch, reach in DECODE_REACH.items():
-        eager, compiled = _decode_step(batch), _decode_step(batch, is_compiled=True)
-        seconds = in_turns({"eager": eager, "compiled": compiled, "products": products_of(eager)}, 200)
-        for way, most in (("eager", reach), ("compiled", COMPILED_REACH)):
-            yield Figure(
-                name=f"decode, 1.2 M parameters, batch {batch}, {way}",
-                value=seconds[way] * 1e3,
-                unit="ms",
-                reach=most * seconds["products"] * 1e3,
-                rival="its own matrix products",
-                rival_value=seconds["products"] * 1e3,
-            )
+        step = _decode_step(batch)
+        seconds = in_turns({"step": step, "products": products_of(step)}, 200)
+        yield Figure(
+            name=f"decode, 1.2 M parameters, batch {batch}",
+            value=seconds["step"] * 1e3,
+            unit="ms",
+            reach=reach * seconds["products"] * 1e3,
+            rival="its own matrix products",
+            rival_value=seconds["products"] * 1e3,
+        )
     torch.set_num_threads(threads)
 
 
-def _decode_step(batch: int, *, is_compiled: bool = False) -> Callable[[], object]:
+def _decode_step(batch: int) -> Callable[[], object]:
     """Return one step of sequences that hold a prompt already."""
     model, _ = load_model("builtin:kimi-linear-tiny", None)
     solo = Solo(model, slots=batch, tokens=DECODE_TOKENS + DECODE_ROOM)
     sequences = [solo.new() for _ in range(batch)]
     for sequence in sequences:
         solo.prefill(torch.randint(256, (DECODE_TOKENS,)), sequence)
-    if is_compiled and isinstance(model, KimiLinear):
-        model.compile_decodes([StepShape(batch, DECODE_TOKENS + DECODE_ROOM)])
     return partial(solo.decode, torch.randint(256, (batch,)), sequences)
-
-
-def bf16_figure() -> Figure:
-    """The bf16 matrix product beside that of fp32, which is what a processor without AVX512-BF16 or AMX loses by it."""
-    # Small, because where the processor has neither it is many times slower.
-    size = 512
-    seconds = in_turns({"bf16": gemm(torch.bfloat16, size), "fp32": gemm(torch.float32, size)}, 3)
-    return Figure(
-        name=f"bf16 matrix product ({' and '.join(sorted(instructions())) or 'no AVX512-BF16 or AMX here'})",
-        value=gflops(2.0 * size**3, seconds["bf16"]),
-        unit="GFLOP/s",
-        better="higher",
-        rival="fp32 matrix product, 512 x 512",
-        rival_value=gflops(2.0 * size**3, seconds["fp32"]),
-    )
 
 
 def figures() -> Iterator[Figure]:
@@ -134,7 +113,6 @@ def figures() -> Iterator[Figure]:
     with torch.inference_mode():
         yield from rule_figures()
     yield from prefill_figures()
-    yield bf16_figure()
 
 
 if __name__ == "__main__":

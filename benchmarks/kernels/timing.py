@@ -22,9 +22,9 @@ def in_turns(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dic
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def gemm(dtype: torch.dtype = torch.float32, size: int = GEMM_SIZE) -> Callable[[], object]:
+def gemm() -> Callable[[], object]:
     """Return a square matrix product, the yardstick of what the processor can do."""
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE) for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 

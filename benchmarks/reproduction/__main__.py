@@ -2,8 +2,8 @@
 
     prfaas bench reproduction [--write] [-o json]
 
---write also writes docs/reproduction.md and its pictures. The simulation uses virtual time: other work on the machine
-does not change the figures. It takes about a minute of one core.
+--write also writes docs/understand/reproduction.md and its pictures. The simulation uses virtual time: other work on
+the machine does not change the figures. It takes about a minute of one core.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from prfaas.cli.plan import load
 
 ROOT = Path(__file__).parents[2]
 PAPER = ROOT / "examples" / "paper.yaml"
-PAGE = ROOT / "docs" / "reproduction.md"
+PAGE = ROOT / "docs" / "understand" / "reproduction.md"
 
 
 def figures(
-    write: Annotated[bool, typer.Option(help="Also write docs/reproduction.md and its pictures.")] = False,
+    write: Annotated[bool, typer.Option(help="Also write docs/understand/reproduction.md and its pictures.")] = False,
 ) -> Iterator[Figure]:
     """Compute everything: our figure is the value, the published one its rival."""
     made = sections.everything(load(PAPER), simulate=True)

@@ -1,4 +1,4 @@
-"""Writes docs/reproduction.md: the tables and the text around them."""
+"""Writes docs/understand/reproduction.md: the tables and the text around them."""
 
 from collections.abc import Sequence
 
@@ -17,17 +17,14 @@ by one in [the simulator](simulation.md), which uses no equation. Nothing here w
 PLAINLY = """## Figures that do not reproduce
 
 - **Tables 3 and 5 are measurements** on 8 H200 with SGLang 0.5.9. They are inputs here and cannot be repeated. The last
-  section checks Table 3: a public configuration gives a cache's size, and size and Φ_kv give the time of the prefill.
-  These times are plausible.
+  section checks Table 3: its prefill times are plausible.
 - **The H20 profile is not published.** Our profile has two coefficients, fitted to four figures of Table 6. The
   homogeneous column and Θ_pd-p show that these four figures agree within 1-3 %. They are no independent check.
 - **The homogeneous column contradicts itself by 4 %**: 9 instances cannot have both Θ = 2.11 and a mean prefill of
   4.44 s.
 - **+15 % at equal cost** depends on prices that are not published. Our ratio, 2 to 1, follows from the claim itself.
-- **Ring's 4.5 and 36** compare with a configuration that the paper does not name. The nearest one that we found
-  gives 4.4 and 35.6.
+- **Ring's 4.5 and 36** compare with a configuration that the paper does not name.
 - **TTFT of the two systems with offload** is 2-3 % below the published one. The paper does not give a reason.
-- **The egress** of the case study is 5 % low. Table 5 explains the difference (below).
 """
 
 IMPLIED = """## Table 3: the implied prefill times

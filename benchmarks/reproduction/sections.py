@@ -166,7 +166,7 @@ def claims(file: PlanFile, model: Comparison, served: dict[str, Served], alone: 
             model=100 * (1 - ours.ttft_p90_seconds / base.ttft_p90_seconds),
             simulated=100 * (1 - p90) if p90 else None,
             digits=1,
-            reason="both without waits; docs/capacity.md has times with waits",
+            reason="both without waits; docs/understand/capacity.md has times with waits",
         ),
         Row(
             name="mean length of offloaded prompts, tokens",

@@ -108,9 +108,9 @@ class Source:
 
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
         """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
-        asked = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
+        prefill_request = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
         grant = self._grants.make(PORT, tokens)
-        offer = self._offers.open(StartPrefill(0, asked, self._peer).subject, grant, 0)
+        offer = self._offers.open(StartPrefill(0, prefill_request, self._peer).subject, grant, 0)
         if prefill_seconds:
             threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
         else:

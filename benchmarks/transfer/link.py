@@ -93,27 +93,18 @@ def _program(pid: int) -> str:
 
 
 class Link:
-    """A link that stands, and what can be done to it."""
+    """A link that stands."""
 
     def __init__(self, source: Namespace, destination: Namespace, middle: Namespace, mbps: float | None):
         self.source = source
         self.destination = destination
         self._middle = middle
-        self._mbps = mbps
-        self.mend()
-
-    def cut(self) -> None:
-        """Lose every packet from now on, both ways, without a word to the ends."""
-        self._queue("tbf", "rate", "8kbit", "burst", "1b", "limit", "1b")  # nothing fits through such a bucket
-
-    def mend(self) -> None:
-        """Carry packets (again)."""
-        if self._mbps is None:
+        if mbps is None:
             self._queue("pfifo", "limit", "10000")
         else:
             # Above 2 Gbit/s the kernel's timer needs at least a millisecond's worth.
-            burst = max(BURST_BYTES, int(self._mbps * 1000 / 8))
-            rate = f"{round(self._mbps * 1_000_000)}bit"
+            burst = max(BURST_BYTES, int(mbps * 1000 / 8))
+            rate = f"{round(mbps * 1_000_000)}bit"
             self._queue("tbf", "rate", rate, "burst", f"{burst}b", "latency", f"{QUEUE_MILLIS}ms")
 
     def _queue(self, *discipline: str) -> None:

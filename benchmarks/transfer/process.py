@@ -1,4 +1,4 @@
-"""A source or a destination in a process of its own, inside its namespace, asked in lines of JSON.
+"""A source or a destination in its own process, inside its namespace, asked in lines of JSON.
 
     python -m benchmarks.transfer.process give|take SOURCE_ADDRESS PLAN
 

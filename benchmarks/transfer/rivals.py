@@ -51,13 +51,13 @@ def _iperf3(link: Link, seconds: float, streams: int, congestion: str) -> Carrie
         while (line := server.stdout.readline()) and "listening" not in line:
             pass
         command = ["iperf3", "-c", link.destination.address, "-J", "-l1M", f"-P{streams}", "-t", f"{seconds:g}"]
-        said = json.loads(link.source.run(*command, "-C", congestion))
+        report = json.loads(link.source.run(*command, "-C", congestion))
     except BaseException:
         server.kill()
         raise
     finally:
         server.communicate()
-    end = said["end"]
+    end = report["end"]
     received, used = end["sum_received"], end["cpu_utilization_percent"]
     cpu = (used["host_total"] + used["remote_total"]) / 100 * received["seconds"]
     mbps = received["bits_per_second"] / 1e6

@@ -51,7 +51,7 @@ def figures(
 def _reused(reuse: measures.Reuse) -> list[Figure]:
     found = []
     for name, seconds in {
-        "a prompt that goes on": reuse.continued,
+        "a prompt that continues": reuse.continued,
         "the third behind one prefix": reuse.branched,
     }.items():
         rival = {"rival": f"a new prompt of {measures.PREFIX_TOKENS:,} tokens", "rival_value": reuse.first}

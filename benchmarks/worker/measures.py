@@ -19,7 +19,7 @@ PREFIX_REPEATS = 3
 
 
 class Reuse(NamedTuple):
-    """Seconds to the first token of a prompt, of one that goes on from it, and of the third behind one prefix."""
+    """Seconds to the first token of a prompt, of one that continues from it, and of the third behind one prefix."""
 
     first: float
     continued: float

@@ -63,10 +63,10 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            asked = msgspec.json.decode(body, type=PrefillRequest)
-            grant = peer.grants.make(WORKER_DATA_PORT, len(asked.token_ids))
-            offer = peer.offers.open(StartPrefill(0, asked).subject, grant, asked.start_token)
-            peer.fill(offer, len(asked.token_ids))
+            prefill_request = msgspec.json.decode(body, type=PrefillRequest)
+            grant = peer.grants.make(WORKER_DATA_PORT, len(prefill_request.token_ids))
+            offer = peer.offers.open(StartPrefill(0, prefill_request).subject, grant, prefill_request.start_token)
+            peer.fill(offer, len(prefill_request.token_ids))
             answer = msgspec.json.encode(grant)
             self.send_response(201)
             self.send_header("content-type", "application/json")

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, cast, get_origin, get_type_hints
 
 import msgspec
 import typer
@@ -46,25 +46,19 @@ def new_app(**settings: Any) -> typer.Typer:
 def read_options(options: Callable[..., T], name: str, text: str, arguments: Sequence[str] | None = None) -> T:
     """Return the struct of flags from a command line; exit with 2 after a mistake, with 0 after --help.
 
-    Fields with a typer option are flags; a tuple of any length is a flag that may be repeated. `text` is the help, with
-    an example. Without `arguments`, the process's own command line is read.
+    Fields with a typer option are flags. `text` is the help, with an example. Without `arguments`, the process's own
+    command line is read.
     """
     annotations = get_type_hints(options, include_extras=True)
     hints = {key: hint for key, hint in annotations.items() if get_origin(hint) is Annotated}
-    repeated = {key for key, hint in hints.items() if ... in get_args(get_args(hint)[0])}
     read: list[T] = []
 
-    def command(**given: Any) -> None:
-        del given["version"]
-        read.append(options(**{key: tuple(value) if key in repeated else value for key, value in given.items()}))
+    def command(**flags: Any) -> None:
+        del flags["version"]
+        read.append(options(**flags))
 
     parameters = [
-        inspect.Parameter(
-            key,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=[] if key in repeated else field.default,
-            annotation=Annotated[list[Any], get_args(hints[key])[1]] if key in repeated else hints[key],
-        )
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[key])
         for key, field in inspect.signature(options).parameters.items()
         if key in hints
     ]
@@ -140,12 +134,12 @@ def _run(app: typer.Typer, name: str, arguments: Sequence[str] | None) -> int:
 def whole_number(low: int, high: int = 1 << 31) -> Callable[[str], int]:
     """Return a parser of whole numbers within bounds; a default is taken as it is."""
 
-    def parse(given: str | int) -> int:
-        if isinstance(given, int):
-            return given
-        if not given.isdecimal() or not low <= int(given) <= high:
-            raise typer.BadParameter(f"{given!r} is not a whole number from {low} to {high}")
-        return int(given)
+    def parse(value: str | int) -> int:
+        if isinstance(value, int):
+            return value
+        if not value.isdecimal() or not low <= int(value) <= high:
+            raise typer.BadParameter(f"{value!r} is not a whole number from {low} to {high}")
+        return int(value)
 
     return parse
 
@@ -158,24 +152,24 @@ def port_option(help_text: str, low: int = 1) -> Any:
 def seconds_up_to(high: float) -> Callable[[str], float]:
     """Return a parser of seconds from 0 to `high`."""
 
-    def parse(given: str | float) -> float:
+    def parse(value: str | float) -> float:
         try:
-            seconds = float(given)
+            seconds = float(value)
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds <= high:
-            raise typer.BadParameter(f"{given!r} is not a number of seconds from 0 to {high:g}")
+            raise typer.BadParameter(f"{value!r} is not a number of seconds from 0 to {high:g}")
         return seconds
 
     return parse
 
 
-def ip_address(given: str) -> str:
+def ip_address(value: str) -> str:
     """Parse an IP address."""
     try:
-        return str(ipaddress.ip_address(given))
+        return str(ipaddress.ip_address(value))
     except ValueError:
-        raise typer.BadParameter(f"{given!r} is not an IP address; give the pod's address") from None
+        raise typer.BadParameter(f"{value!r} is not an IP address; give the pod's address") from None
 
 
 def _show_version(wanted: bool) -> None:

@@ -13,7 +13,6 @@ from prfaas.kvindex.canonical import Canonical
 from prfaas.wire.routes import RoutingTable
 
 VLLM: Final = frozenset({"vllm-prfaas", "vllm-nixl", "vllm-mooncake"})
-_RESPONDING: Final = VLLM | {"tensorrt-llm", "dynamo"}
 _EVERY: Final = VLLM | {"prfaas", "sglang", "tensorrt-llm", "dynamo"}
 
 

@@ -2,7 +2,7 @@
 
 A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
 workers report token ids (prfaas.wire.resume). Else it ends with an error. A retry budget over all requests bounds both.
-docs/failover.md draws the states.
+docs/operate/failover.md draws the states.
 """
 
 import asyncio
@@ -61,6 +61,7 @@ class Attempts:
         if request.model != facts.table.model:
             raise model_not_found(request.model)
         if missing := not_served_by(request.api, facts.table):
+            # In `refused` as well: each wait for a returning instance sets `tried` back to it.
             request.refused |= missing
             request.tried |= missing
             facts = self._state.facts(request)
@@ -162,6 +163,7 @@ class Attempts:
                 response = await self._follow(route)
             except LegFailedError as again:
                 failure = again
+            # A late worker. The request's deadline is no TimeoutError in here, it cancels.
             except TimeoutError as error:
                 failure = LegFailedError(str(error), leg="decode", eject=False)
             else:
@@ -230,6 +232,7 @@ class Attempts:
             try:
                 decision = choose(self._state.facts(request))
             except CapacityError:
+                # Before the first byte a full fleet is a 429 now. A begun stream has no status left, so it waits.
                 if request.stream is None:
                     raise
                 decision = Refusal(reason="NoDecodeInstance")
@@ -237,6 +240,7 @@ class Attempts:
             if is_final or self._state.clock() >= until_seconds or not self._state.decode_instances():
                 return decision
             await asyncio.sleep(self._limits.poll_seconds)
+            # What failed before may be the instance that comes back.
             request.tried = set(request.refused)
 
     def _learn(self, route: Route, answer: Answer) -> None:

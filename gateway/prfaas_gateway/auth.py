@@ -79,14 +79,15 @@ class Auth:
     def client(self, http: web.Request) -> ApiClient:
         if self._keys is None:
             return ANYBODY
-        given = http.headers.get("Authorization", "")
-        key = given[len(_SCHEME) :] if given[: len(_SCHEME)].lower() == _SCHEME else http.headers.get(_KEY_HEADER)
+        header = http.headers.get("Authorization", "")
+        key = header[len(_SCHEME) :] if header[: len(_SCHEME)].lower() == _SCHEME else http.headers.get(_KEY_HEADER)
         if key is None:
             raise RequestError(
                 f"this endpoint requires a key: send `Authorization: Bearer KEY` or `{_KEY_HEADER}: KEY`",
                 status=401,
                 code="missing_api_key",
             )
+        # aiohttp decodes headers so: these are the client's own bytes again.
         client = self._keys.client(key.strip().encode(errors="surrogateescape"))
         if client is None:
             raise RequestError("the API key is unknown", status=401, code="invalid_api_key")
@@ -216,6 +217,7 @@ class KeyRing:
         found: dict[str, Stamp | None] = {}
         with os.scandir(self._folder) as entries:
             for entry in entries:
+                # A mounted Secret has `..data` and a dated folder beside its files.
                 if entry.name.startswith(".") or not _may_be_file(entry):
                     continue
                 found[entry.name] = file_stamp(entry)
@@ -253,6 +255,7 @@ def _read(path: Path) -> _KeyFile:
         except msgspec.ValidationError as error:
             raise ConfigError(f"{error}") from None
         except UNREADABLE:
+            # Without its cause, which quotes the file.
             raise ConfigError("it begins like JSON, but is not valid JSON") from None
     else:
         found = _KeyFile([line.strip().decode("ascii", "replace") for line in content.splitlines() if line.strip()])

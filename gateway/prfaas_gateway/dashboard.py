@@ -195,13 +195,13 @@ def _instances(state: GatewayState, table: RoutingTable, cluster: str) -> list[P
 
 def _number(request: web.Request, name: str) -> float:
     """Return a number of the query, 0 if it is missing. Raises RequestError for other texts."""
-    given = request.query.get(name, "0")
+    text = request.query.get(name, "0")
     try:
-        found = float(given)
+        found = float(text)
     except ValueError:
         found = math.nan
     if not 0 <= found < 1e15:
-        raise RequestError(f"{name} must be a number of zero or more, not {given[:40]!r}", param=name)
+        raise RequestError(f"{name} must be a number of zero or more, not {text[:40]!r}", param=name)
     return found
 
 

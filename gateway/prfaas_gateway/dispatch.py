@@ -31,6 +31,7 @@ class Dispatcher:
             response = await self._admit(http, request)
         except (asyncio.CancelledError, ClientGoneError) as error:
             request.outcome = "aborted"
+            # Nobody is left to get a response, and aiohttp takes a cancelled handler for one without.
             raise asyncio.CancelledError from error
         except Exception as error:
             request.outcome = _outcome_of(error)
@@ -65,6 +66,7 @@ class Dispatcher:
             async with asyncio.timeout_at(request.deadline_seconds) as timer:
                 return await Attempts(self._parts, request, http).serve()
         except TimeoutError as error:
+            # A worker's own time-out: it has another status, and its own outcome.
             if not timer.expired():
                 raise
             request.outcome, request.reason = "failed", "the request's deadline has passed"

@@ -118,6 +118,7 @@ def error_response(error: Exception, path: str = "") -> web.Response:
         case BadInputError():
             status, body = 400, error_body(str(error), "invalid_request_error", "invalid_request")
         case SaturatedError():
+            # Unlike 503, which says that nothing serves: all is well, and clients back off.
             status, body = 429, error_body(str(error), "server_error", "saturated")
             retry_after_seconds = 1.0
         case LateError():

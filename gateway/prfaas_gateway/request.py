@@ -179,8 +179,8 @@ class GatewayRequest:
         self.deadline_seconds = _read_deadline(http)
         self.preferences = read_preferences(_only_once(http))
         self.body = await _read_body(http, limits, self.deadline_seconds)
-        given_id = http.headers.get(headers.REQUEST_ID, "")
-        self.request_id = given_id if _REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
+        client_id = http.headers.get(headers.REQUEST_ID, "")
+        self.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         self.headers = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
         self.headers[headers.REQUEST_ID] = self.request_id
         self.has_every_field = every_field
@@ -200,6 +200,7 @@ class GatewayRequest:
             document = self.stream.log.document()
             sent[headers.RESUME], body = str(len(document)), document + body
         if self.deadline_seconds is not None:
+            # MIN_DEADLINE_SECONDS of the worker: with 0 it would answer 400 to a request that is merely late.
             left_seconds = max(0.001, self.deadline_seconds - asyncio.get_running_loop().time())
             sent[headers.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
         return sent, body

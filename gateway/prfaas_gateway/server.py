@@ -74,6 +74,7 @@ async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
     """Serve new connections while peers learn of the drain; then serve the open ones until traffic stops."""
     running.state.draining = True
     await asyncio.sleep(config.limits.drain_lead_seconds)
+    # The listening sockets alone: the runner's `cleanup` would end the open connections, too.
     for site in running.runner.sites:
         await site.stop()
     now = asyncio.get_running_loop().time
@@ -185,6 +186,7 @@ class PublicApp:
         for path in API_ROUTES:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
+        # Names of models have slashes; and without `s` an encoded line feed would be no part of a path.
         app.router.add_get("/v1/models/{model:(?s:.+)}", self._for_clients(self._model))
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/healthz", self._healthz)

@@ -54,7 +54,8 @@ class GatewayState:
         self._in_flight: Tally[str] = Tally()
         self._queued_tokens: Tally[str] = Tally()
         self._backlog = Backlog()
-        self._in_flight_decisions: Tally[RouteKind] = Tally()
+        self.in_flight = 0
+        """Requests being served."""
         self._decided: Tally[RouteKind] = Tally()
         self._lengths = Lengths()
         self._failed_offloads = 0
@@ -63,6 +64,7 @@ class GatewayState:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
         self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
+        # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
 
@@ -75,6 +77,7 @@ class GatewayState:
     def _learn(self) -> None:
         if self.table is None:
             return
+        # The later one counts: what was measured, before what a pool's spec says.
         found = (*self.table.profiles, *(self._update.profiles if self._update else ()))
         known = {(one.cluster, one.pool): one.profile for one in found if one.profile.samples}
         self._learned = {
@@ -116,6 +119,7 @@ class GatewayState:
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,
             ejected_until_seconds=self.ejections.until_seconds,
+            # A decision passes over a full instance as over one that was tried.
             tried=request.tried | full if full else request.tried,
             no_hand_off=request.no_hand_off,
         )
@@ -132,11 +136,11 @@ class GatewayState:
         """Count one request, and its length, under its first decision."""
         self._decided[began.kind] += 1
         self._lengths.add(began.incremental_tokens)
-        self._in_flight_decisions[began.kind] += 1
+        self.in_flight += 1
         try:
             yield
         finally:
-            self._in_flight_decisions[began.kind] -= 1
+            self.in_flight -= 1
 
     @contextmanager
     def occupied(
@@ -197,17 +201,11 @@ class GatewayState:
         return [one for one in instances if one.role == "decode" and one.state == "Ready"]
 
     @property
-    def in_flight(self) -> int:
-        return self._in_flight_decisions.total()
-
-    @property
     def counters(self) -> Counters:
         return Counters(
             offloaded=self._decided["offload"],
             local=self._decided["local"],
             failed_offloads=self._failed_offloads,
-            in_flight_offloads=self._in_flight_decisions["offload"],
-            in_flight_local=self._in_flight_decisions["local"],
             lengths=self._lengths.counts,
         )
 
@@ -249,6 +247,7 @@ class LegLoad:
 
     def done(self) -> None:
         self._computed()
+        # A copy, since `_release` takes from the list.
         self._release(self._held[:])
 
     def _computed(self) -> None:

@@ -164,6 +164,7 @@ class AnswerStream:
                     if log is not None and log.has_enough:
                         return
         except (OSError, aiohttp.ClientError, BadInputError) as error:  # TimeoutError is an OSError
+            # The client's side failed; `relay` says so.
             if not awaiting_worker:
                 raise
             if log is None or not log.is_whole:
@@ -184,6 +185,7 @@ async def begin_answer(
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)
+    # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
     http[STARTED] = response
@@ -303,11 +305,11 @@ class StreamLog:
         """Return the document of everything that the client has; raises as `document` does."""
         self._shorten()
         choices: dict[int, SentChoice] = {}
-        for told in read_comments(b"".join(self._comments)):
-            before = choices.get(told.choice)
+        for comment in read_comments(b"".join(self._comments)):
+            before = choices.get(comment.choice)
             token_ids = before.token_ids if before else []
-            token_ids += told.token_ids
-            choices[told.choice] = SentChoice(token_ids, told.characters, told.reason)
+            token_ids += comment.token_ids
+            choices[comment.choice] = SentChoice(token_ids, comment.characters, comment.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
 
     def _shorten(self) -> None:

@@ -81,7 +81,7 @@ async def follow_file(path: Path, on_table: OnTable, interval_seconds: float = 0
         await asyncio.sleep(interval_seconds)
 
 
-class _Told(NamedTuple):
+class _SentRole(NamedTuple):
     role: str
     url: str
     until_seconds: float
@@ -98,7 +98,7 @@ class RolePublisher:
     def __init__(self, state: GatewayState, upstream: Upstream):
         self._state = state
         self._upstream = upstream
-        self._told: dict[str, _Told] = {}
+        self._sent: dict[str, _SentRole] = {}
         self._failures = LogOnce(log)
 
     async def run(self) -> None:
@@ -111,17 +111,17 @@ class RolePublisher:
         table = self._state.table
         own = [one for one in table.instances if one.convertible and one.engine == "prfaas"] if table else []
         instances = [one for one in own if one.state == "Ready"]
-        self._told = {one.name: self._told[one.name] for one in instances if one.name in self._told}
+        self._sent = {one.name: self._sent[one.name] for one in instances if one.name in self._sent}
         self._failures.keep_only(one.name for one in instances)
         turn = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(self._tell(one, turn) for one in instances if self._is_due(one)))
 
     def _is_due(self, one: Instance) -> bool:
-        told = self._told.get(one.name)
-        return told is None or (told.role, told.url) != (one.role, one.url) or told.until_seconds <= self._state.clock()
+        sent = self._sent.get(one.name)
+        return sent is None or (sent.role, sent.url) != (one.role, one.url) or sent.until_seconds <= self._state.clock()
 
     async def _tell(self, one: Instance, turn: asyncio.Semaphore) -> None:
-        known, body = self._told.get(one.name), msgspec.json.encode({"role": one.role})
+        known, body = self._sent.get(one.name), msgspec.json.encode({"role": one.role})
         async with turn:
             try:
                 status = await self._upstream.put(one, "/v1/role", body, WAIT_SECONDS)
@@ -136,4 +136,4 @@ class RolePublisher:
             if known is None or known.role != one.role:
                 log.info("instance %s took its role: %s", one.name, one.role)
         pause_seconds = RETRY_SECONDS if failure else ROLE_RESEND_SECONDS
-        self._told[one.name] = _Told(one.role, one.url, self._state.clock() + pause_seconds)
+        self._sent[one.name] = _SentRole(one.role, one.url, self._state.clock() + pause_seconds)

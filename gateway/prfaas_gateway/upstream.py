@@ -106,6 +106,7 @@ class Upstream:
         except (aiohttp.ClientError, OSError) as error:
             if wait.given_up:
                 raise UnreachableError(f"{url}: it accepts connections, but does not answer") from error
+            # The class itself is our timer. aiohttp's own are subclasses: nobody answered the connection.
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
             raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
@@ -132,11 +133,11 @@ class Upstream:
         Raises UnreachableError as `post` does, TimeoutError without an answer within `wait_seconds`.
         """
         url, tls = worker.url + path, self._tls(worker)
-        told = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
         try:
             async with (
                 asyncio.timeout(wait_seconds),
-                self._session.put(url, data=body, headers=told, allow_redirects=False, ssl=tls) as answer,
+                self._session.put(url, data=body, headers=headers, allow_redirects=False, ssl=tls) as answer,
             ):
                 await answer.read()
                 return answer.status
@@ -183,6 +184,8 @@ def worker_socket(address: Any) -> socket.socket:
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # 2 s of silence, then probes a second apart. Sent data stops keep-alive; TCP_USER_TIMEOUT bounds its
+    # acknowledgement.
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_SECONDS - 2)
@@ -252,6 +255,7 @@ class LivenessProbes:
                     for wait in waits:
                         if not wait.timer.expired():
                             wait.given_up = True
+                            # A moment that is past: the timer ends the wait now.
                             wait.timer.reschedule(0)
                     return
                 await asyncio.sleep(self._limits.liveness_interval_seconds)
@@ -263,6 +267,7 @@ class _Proof(ssl.SSLObject):
     """A connection whose handshake succeeds only with the intended cluster."""
 
     def do_handshake(self) -> None:
+        # It raises SSLWantReadError until it is whole, so what follows comes once, before the first byte of a request.
         super().do_handshake()
         context = self.context
         if isinstance(context, _Context):

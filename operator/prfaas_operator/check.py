@@ -98,7 +98,8 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
         probe = await there.probe()
         yield Finding("from here", "ok", f"answered in {probe.seconds * 1000:.0f} ms")
         yield version_finding(probe.version)
-        yield clock_finding(hub_probe.date, probe.date - (probe.asked_at - hub_probe.asked_at))
+        # The hub was asked earlier: the time in between is no difference of clocks.
+        yield clock_finding(hub_probe.date, probe.date - (probe.sent_at - hub_probe.sent_at))
         yield rights_finding(await _rights(there))
         yield await _namespace(there)
     except PrfaasError as error:
@@ -110,21 +111,21 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
 def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
     """Return the finding for a member that this machine cannot reach: failed if the operator cannot either."""
     reached = any(one.type == REACHABLE and one.status == "True" for one in member.status.conditions)
-    told = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
-    return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", told)
+    text = f"{error}; the operator {'reaches it' if reached else 'does not reach it either'}"
+    return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", text)
 
 
 async def _rights(there: ClusterClient) -> dict[str, bool]:
     (role,) = [one for one in service_account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
-    asked: list[tuple[str, dict[str, str]]] = []
+    reviews: list[tuple[str, dict[str, str]]] = []
     for rule in role["rules"]:
         group, resource = rule["apiGroups"][0], rule["resources"][0]
         resource, _, subresource = resource.partition("/")
         name = rule.get("resourceNames", [""])[0]
         attributes = {"group": group, "resource": resource, "subresource": subresource, "name": name}
-        asked += [(f"{verb} {rule['resources'][0]}", {**attributes, "verb": verb}) for verb in rule["verbs"]]
-    answers = await asyncio.gather(*(there.may(attributes) for _, attributes in asked))
-    return {words: answer for (words, _), answer in zip(asked, answers, strict=True)}
+        reviews += [(f"{verb} {rule['resources'][0]}", {**attributes, "verb": verb}) for verb in rule["verbs"]]
+    answers = await asyncio.gather(*(there.may(attributes) for _, attributes in reviews))
+    return {words: answer for (words, _), answer in zip(reviews, answers, strict=True)}
 
 
 async def _namespace(there: ClusterClient) -> Finding:
@@ -219,13 +220,13 @@ def clock_finding(hub: datetime, member: datetime) -> Finding:
     return Finding("clock", level, f"{apart.total_seconds():.0f} s between hub and member{advice}")
 
 
-def rights_finding(asked: Mapping[str, bool]) -> Finding:
+def rights_finding(reviews: Mapping[str, bool]) -> Finding:
     """Return the missing rights among those required, each as `VERB RESOURCE`."""
-    missing = sorted(right for right, granted in asked.items() if not granted)
+    missing = sorted(right for right, granted in reviews.items() if not granted)
     if missing:
         advice = "`prfaas cluster join` again, or upgrade the chart prfaas-member"
         return Finding("rights", "failed", f"missing: {', '.join(missing)}; {advice}")
-    return Finding("rights", "ok", f"all {len(asked)} granted: {', '.join(sorted(asked))}")
+    return Finding("rights", "ok", f"all {len(reviews)} granted: {', '.join(sorted(reviews))}")
 
 
 def data_path_finding(links: Sequence[Condition], reached: Mapping[str, bool]) -> Finding:

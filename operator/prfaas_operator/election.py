@@ -4,7 +4,7 @@ The hard part is to stop in time. A replica that was frozen or cut off still bel
 replica has taken over. Three deadlines after the last renewal keep the two from writing at once:
 
     10 s  every call that writes is refused (`may_write`, asked right before each write)
-    14 s  a thread of its own ends the process if its work has not ended: kopf writes finalizers with its own client,
+    14 s  a separate thread ends the process if its work has not ended: kopf writes finalizers with its own client,
           which does not ask `may_write`
     15 s  another replica may take the Lease; a call under way has ended by then, because its timeout is 5 s
 
@@ -56,7 +56,7 @@ class Shutdown:
     """Handles SIGTERM and SIGINT; `term` is the event that stops the present work."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.term = asyncio.Event()
 
     def listen(self) -> None:
@@ -65,9 +65,9 @@ class Shutdown:
             asyncio.get_running_loop().add_signal_handler(each, self._ask)
 
     def _ask(self) -> None:
-        if not self.asked.is_set():
+        if not self.requested.is_set():
             asyncio.get_running_loop().call_later(GRACE_SECONDS, self._end_hard)
-        self.asked.set()
+        self.requested.set()
         self.term.set()
 
     def _end_hard(self) -> None:
@@ -109,14 +109,14 @@ class Election:
     async def _stand_by(self, shutdown: Shutdown) -> bool:
         """Wait until this replica leads; False if the process is asked to end before."""
         once = LogOnce(log)
-        while not shutdown.asked.is_set():
+        while not shutdown.requested.is_set():
             if await self._renew():
                 return True
             self._ready.set()
             once.failed("lease", f"standing by: another replica holds the Lease {LEASE}", level=logging.INFO)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STANDBY_SECONDS):
-                    await shutdown.asked.wait()
+                    await shutdown.requested.wait()
         return False
 
     async def _lead(self, work: LeaderWork, shutdown: Shutdown) -> bool:

@@ -112,7 +112,7 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
             named = ", ".join(f"PrefillPool {user}" for user in users)
             raise ConfigError(f"MemberCluster {name} is used by {named}: delete these first, then leave")
         await here.cluster.delete(kinds.MEMBER_CLUSTER, name)
-        await _until_gone(here.cluster, name, wait_seconds)
+        await _await_removal(here.cluster, name, wait_seconds)
         await _delete_own(here.cluster, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
     if member is not None:
         async with open_context(member) as there:
@@ -121,7 +121,7 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
                     await _delete_own(there.cluster, kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
 
 
-async def _until_gone(hub: ClusterClient, name: str, wait_seconds: float) -> None:
+async def _await_removal(hub: ClusterClient, name: str, wait_seconds: float) -> None:
     deadline = Deadline(wait_seconds)
     while (live := await hub.get(kinds.MEMBER_CLUSTER, name)) is not None:
         if deadline.is_over:

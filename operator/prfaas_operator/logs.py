@@ -1,6 +1,6 @@
 """The operator's log lines: each names the object that it is about.
 
-A context variable holds the object. Every object has a task of its own, so no function passes the object along. The
+A context variable holds the object. Every object has its own task, so no function passes the object along. The
 lines of kopf carry their object themselves, and get the same keys.
 """
 

@@ -12,6 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.longloop import LongLoopDecision
 
+# They would add a series to each counter and histogram.
 prometheus_client.disable_created_metrics()
 
 RECONCILE_SECONDS = Histogram(

@@ -51,7 +51,7 @@ class OperatorOptions(NamedTuple):
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")
     ] = DEFAULT_SETTLE_SECONDS
     connector_image: Annotated[
-        str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/engines.md.")
+        str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/use/engines.md.")
     ] = CONNECTOR_IMAGE
     log_format: LogFormatOption = "text"
 

@@ -39,8 +39,8 @@ async def _read(target: KubeContext, policy: str | None) -> PlanFile:
 
 
 async def _facts(hub: ClusterClient, name: str | None) -> PolicyFacts:
-    asked = (kinds.POLICY, kinds.DECODE_POOL, kinds.PREFILL_POOL, kinds.MEMBER_CLUSTER)
-    policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in asked))
+    kinds_read = (kinds.POLICY, kinds.DECODE_POOL, kinds.PREFILL_POOL, kinds.MEMBER_CLUSTER)
+    policies, decode, prefill, members = await asyncio.gather(*(hub.list_all(kind) for kind in kinds_read))
     policy = _chosen([reading.read(PrfaaSPolicy, one) for one in policies], name, hub.namespace)
     decode_pools = {one.metadata.name: one for one in (reading.read(DecodePool, one) for one in decode)}
     prefill_pools = resolved([reading.read(PrefillPool, one) for one in prefill], decode_pools)

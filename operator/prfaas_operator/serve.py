@@ -135,6 +135,7 @@ async def _operate(
     """Let kopf watch our kinds until `stop` is set."""
     registry = handlers.register(operator.controller, operator.members.close)
     kopf.on.login(registry=registry)(login)
+    # What runs before kopf is not kopf's to cancel.
     others = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
         registry=registry,
@@ -160,7 +161,7 @@ async def serve(options: OperatorOptions) -> None:
             metrics.LEADER.set(1)
             await lead(options, always, queue, health, shutdown, shutdown.term)
             return
-        # The Lease has connections of its own, so that it waits behind no other call.
+        # The Lease has its own connections, so that it waits behind no other call.
         async with hub_session() as session:
             election = Election(session, options.namespace, health.ready)
             await election.run(partial(lead, options, election.may_write, queue, health, shutdown), shutdown)

@@ -177,10 +177,11 @@ def _failing(one: Resource) -> Iterable[FailingCondition]:
     if not _conditions(one):
         message = "no operator has reconciled it; see `kubectl get deploy prfaas-operator`"
         yield FailingCondition(one.kind_name, one.metadata.name, READY, NOT_SEEN, message, "")
-    said: set[tuple[str, str]] = set()
+    shown: set[tuple[str, str]] = set()
+    # Ready first: it repeats the words of the condition that it follows from, which is not shown again.
     for condition in sorted(_conditions(one), key=lambda condition: condition.type != READY):
-        if condition.status == "False" and (condition.reason, condition.message) not in said:
-            said.add((condition.reason, condition.message))
+        if condition.status == "False" and (condition.reason, condition.message) not in shown:
+            shown.add((condition.reason, condition.message))
             what = (condition.type, condition.reason, condition.message, condition.last_transition_time)
             yield FailingCondition(one.kind_name, one.metadata.name, *what)
 

@@ -50,7 +50,7 @@ def build() -> None:
 
 @app.command()
 def vllm() -> None:
-    """Install a vLLM that runs without a GPU, once, in an environment of its own. Example: prfaas sandbox vllm."""
+    """Install a vLLM that runs without a GPU, once, in its own environment. Example: prfaas sandbox vllm."""
     with progress() as report:
         python = ensure_vllm(report)
     typer.echo(python)

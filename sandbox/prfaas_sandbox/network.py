@@ -2,7 +2,7 @@
 
 Every address of a cluster's /16 is local to its namespace (AnyIP: one route of type local). So a pod gets an address
 without an interface, can bind to it, and the other cluster reaches it. A pod whose program takes ports of all addresses
-gets a namespace of its own. The functions return commands as data; `prfaas_sandbox.supervisor` and the node run them.
+gets its own namespace. The functions return commands as data; `prfaas_sandbox.supervisor` and the node run them.
 """
 
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def _own_side(namespace: Path, own: ClusterNetwork, other: ClusterNetwork) -> li
 
 
 def join_pod(namespace: Path, cluster: ClusterNetwork, address: str) -> list[list[str]]:
-    """Return the commands that give a pod a network of its own, for a process in the cluster's.
+    """Return the commands that give a pod its own network, for a process in the cluster's.
 
     Its address is no longer local there: a route in the local table, which is asked first, leads to the pod.
     """

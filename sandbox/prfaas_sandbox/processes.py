@@ -61,8 +61,8 @@ async def run(command: Command, stdin: bytes | None = None) -> str:
         PeerError: it failed; the message carries what it wrote to stderr.
         UnreachableError: it did not end in time.
     """
-    given = subprocess.DEVNULL if stdin is None else subprocess.PIPE
-    async with _running(command, stdin=given, stderr=subprocess.PIPE) as process:
+    source = subprocess.DEVNULL if stdin is None else subprocess.PIPE
+    async with _running(command, stdin=source, stderr=subprocess.PIPE) as process:
         output, errors = await process.communicate(stdin)
     if process.returncode:
         raise PeerError(f"{command}: {errors.decode(errors='replace').strip()}")

@@ -25,7 +25,7 @@ _STARTING: Final = ConditionState("Unknown", "Starting", "nothing measured yet")
 
 
 def caches_fit(table: RoutingTable, measured: Measurements, before: ConditionState | None) -> ConditionState:
-    """Return whether instances take the caches of others; `before` is what was said last."""
+    """Return whether instances take the caches of others; `before` is the last answer."""
     if not table.prometheus_url:
         return _NOT_CONFIGURED
     if measured.errors:
@@ -42,7 +42,7 @@ class LoopCondition:
     """The condition LoopMeasured, and since when another one would be true."""
 
     def __init__(self) -> None:
-        self._said = _STARTING
+        self._shown = _STARTING
         self._next = _STARTING
         self._next_since_seconds = 0.0
 
@@ -51,13 +51,13 @@ class LoopCondition:
         if not table.prometheus_url:
             return _NOT_CONFIGURED
         if measured.errors:
-            return self._said
+            return self._shown
         found = _condition(list(lacking(table, measured)))
         if found != self._next:
             self._next, self._next_since_seconds = found, now_seconds
         if now_seconds - self._next_since_seconds >= table.stale_after_seconds:
-            self._said = found
-        return self._said
+            self._shown = found
+        return self._shown
 
 
 def _condition(sentences: list[str]) -> ConditionState:

@@ -69,6 +69,7 @@ LINK: Final[Mapping[str, str]] = {
     "backlogged_mbps": "sum by (cluster) (rate(prfaas_link_backlogged_bytes_total{$link}[$window])) * 8 / 1e6",
     # The share of time in which at least one instance had data waiting, were they independent: 1 - prod(1 - share).
     # A sum would count time that they share twice, and take the link for narrower than it is.
+    # PromQL has no product, but sums of logarithms; 0.999999 keeps ln 0 out.
     "backlogged_fraction": (
         "1 - exp(sum by (cluster) (ln(1 - clamp_max("
         "rate(prfaas_link_backlogged_seconds_total{$link}[$window]), 0.999999))))"
@@ -106,7 +107,7 @@ PRFAAS: Final = EngineQueries(
         "decode_seconds": "sum(rate(prfaas_decode_seconds_total{$decode}[$window]))",
         "decode_steps": "sum(rate(prfaas_decode_steps_total{$decode}[$window]))",
         "tokens": "sum(rate(prfaas_generation_tokens_total{$decode}[$window]))",
-        "answers": 'sum(rate(vllm:request_success_total{$decode, finished_reason=~"stop|length"}[$window]))',
+        "answers": 'sum(rate(prfaas_answers_total{$decode, reason=~"stop|length"}[$window]))',
         "batch": "min(prfaas_requests_running_limit{$decode})",
         "first_token_seconds": first_token_p90("prfaas_time_to_first_token_seconds"),
         "waiting": BY_POOL + " (prfaas_prefills_waiting{$pools})",

@@ -213,6 +213,7 @@ def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ..
 
 def update_of(table: RoutingTable, step: Step, measured: Measurements) -> ThresholdUpdate:
     """Return the update for the gateway, which expires when metrics of that age would be stale."""
+    # At least three rounds, so that one or two that fail do not end a threshold that still holds.
     update = step.update(max(table.stale_after_seconds, 3 * table.short_interval_seconds))
     profiles = tuple(
         PoolProfile(cluster=cluster, pool=pool, profile=profile)

@@ -181,6 +181,7 @@ def _sample(values: Mapping[str, float], now_seconds: float, traffic: LinkTraffi
     names = ("sampled_at_seconds", "instances_sampled_at_seconds")
     instances_at_seconds = max((values[name] for name in names if name in values), default=None)
     sampled_at_seconds = values.get("sampled_at_seconds")
+    # A link that nobody counts: the sample is as old as what its query reads, or says only that instances live.
     if sampled_at_seconds is None:
         sampled_at_seconds = traffic.sampled_at_seconds if traffic else instances_at_seconds
     if sampled_at_seconds is None:

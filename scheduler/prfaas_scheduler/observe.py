@@ -54,6 +54,7 @@ class CounterHistory:
         self._latest = (now_seconds, lengths)
         if not self._lengths or now_seconds - self._lengths[-1][0] >= LENGTHS_STEP_SECONDS:
             self._lengths.append((now_seconds, lengths))
+        # The oldest one kept is at the window's edge or just beyond, so that the window is never short.
         while len(self._lengths) > 1 and self._lengths[1][0] <= now_seconds - LENGTHS_WINDOW_SECONDS:
             self._lengths.popleft()
 

@@ -118,5 +118,5 @@ def _cache_sizes(measured: Measurements, seeds: Mapping[PoolKey, Profile]) -> Ca
     """Return the measured size of a cache, or what a pool says; None where nobody does."""
     if measured.cache_sizes:
         return measured.cache_sizes[min(measured.cache_sizes)]
-    said = [CacheSizes(one.state_bytes, one.token_bytes) for _, one in sorted(seeds.items())]
-    return next((one for one in said if one.token_bytes or one.state_bytes), None)
+    declared = [CacheSizes(one.state_bytes, one.token_bytes) for _, one in sorted(seeds.items())]
+    return next((one for one in declared if one.token_bytes or one.state_bytes), None)

@@ -62,6 +62,7 @@ class Prometheus:
         form = {"query": query, "timeout": f"{self._timeout_seconds:g}s"}
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         try:
+            # POST: the joined query of a large policy is longer than what servers take as a URL.
             async with self._http.post(self._endpoint, data=form, timeout=timeout) as response:
                 return parse(response.status, await _read(response), query)
         except TimeoutError as error:

@@ -1,8 +1,8 @@
 """Joins the adapters of a table's engines into one query, whose elements a label `figure` tells apart.
 
-One query, so that all figures belong to one moment. Each engine's facts are asked of its own pools only: our worker
-exports vLLM's names as well. The label `namespace` separates two installations under one Prometheus. It is matched
-where the table knows the namespace of every cluster, and where targets have that label.
+One query, so that all figures belong to one moment. Each engine's facts are asked of its own pools only. The label
+`namespace` separates two installations under one Prometheus. It is matched where the table knows the namespace of every
+cluster, and where targets have that label.
 """
 
 import re
@@ -24,24 +24,24 @@ def short_query(table: RoutingTable, window_seconds: int) -> str:
     window = f"{window_seconds}s"
     clusters = _in_clusters(table, [HUB, *(one.name for one in table.clusters)])
     link = f"{clusters}, {matcher('peer', [HUB, ''])}"
-    asked = [_filled(LINK, {"$window": window, "$link": link, "$in": clusters})]
+    parts = [_filled(LINK, {"$window": window, "$link": link, "$in": clusters})]
     if pools := sorted({one.pool for one in table.instances}):
-        asked.append(_filled(MISMATCHES, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
+        parts.append(_filled(MISMATCHES, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     for engine, pools in _pools_by_engine(table).items():
-        asked.append(_filled(ENGINES[engine].short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
-    return _joined(asked)
+        parts.append(_filled(ENGINES[engine].short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
+    return _joined(parts)
 
 
 def long_query(table: RoutingTable, window_seconds: int) -> str:
     """Return the one query of a summary."""
-    asked: list[Mapping[str, str]] = []
+    parts: list[Mapping[str, str]] = []
     for engine, pools in _pools_by_engine(table).items():
         decoding = {one.pool for one in table.instances if one.role == "decode" and one.engine == engine}
         # Instances that two pools share carry one pool's name, whatever their role is.
         decode = f'{_in_clusters(table, [HUB])}, {matcher("pool", sorted(decoding))}, role!="prefill"'
         own = {"$decode": decode, "$pools": f"{_namespace(table)}{matcher('pool', pools)}"}
-        asked.append(_filled(ENGINES[engine].long, {**own, "$window": f"{window_seconds}s"}))
-    return _joined(asked)
+        parts.append(_filled(ENGINES[engine].long, {**own, "$window": f"{window_seconds}s"}))
+    return _joined(parts)
 
 
 def sample_time_query(query: str) -> str:
@@ -53,6 +53,7 @@ def sample_time_query(query: str) -> str:
 def matcher(label: str, values: Sequence[str]) -> str:
     """Return a PromQL matcher of exactly these values, whatever characters they hold."""
     pattern = "|".join(re.escape(value) for value in values)
+    # PromQL matches whole values, so the pattern needs no anchors; a string's backslashes are escaped once more.
     escaped = pattern.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'{label}=~"{escaped}"'
 
@@ -82,8 +83,10 @@ def _filled(expressions: Mapping[str, str], values: Mapping[str, str]) -> dict[s
     return filled
 
 
-def _joined(asked: Iterable[Mapping[str, str]]) -> str:
+def _joined(parts: Iterable[Mapping[str, str]]) -> str:
+    # A source label that nobody has is empty, and matches the empty pattern: so `label_replace` only adds a label.
     named = [
-        f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for one in asked for name, text in one.items()
+        f'label_replace({text}, "{FIGURE_LABEL}", "{name}", "", "")' for one in parts for name, text in one.items()
     ]
+    # `or` drops elements whose labels stand on its left already, hence a label for each figure.
     return " or ".join(named)

@@ -30,6 +30,7 @@ METRICS_FRESH: Final = "MetricsFresh"
 LINK_HEALTHY: Final = "LinkHealthy"
 MAX_MESSAGE_CHARS: Final = 1000
 POLL_SECONDS = 0.5
+# A fifth of the Lease, so that four renewals may fail before another replica takes it.
 RENEW_SECONDS = 3.0
 LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
@@ -137,11 +138,12 @@ def busiest_percent(step: Step) -> int | None:
     return round(max(known)) if known else None
 
 
-def body_of(said: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
+def body_of(report: Report, known: Sequence[Mapping[str, Any]], now: str) -> dict[str, Any]:
     """Return the status to apply; `known` are the conditions as they stand in the object, `now` in RFC 3339."""
+    # By type and status: a time of transition stays as long as the status does, whatever its reason.
     since = {(one.get("type", ""), one.get("status", "")): one.get("lastTransitionTime", "") for one in known}
-    conditions = conditions_body(said.conditions, since, said.generation, now, MAX_MESSAGE_CHARS)
-    return {**{name: value for name, value in said.figures.items() if value is not None}, "conditions": conditions}
+    conditions = conditions_body(report.conditions, since, report.generation, now, MAX_MESSAGE_CHARS)
+    return {**{name: value for name, value in report.figures.items() if value is not None}, "conditions": conditions}
 
 
 class Publisher:
@@ -190,9 +192,9 @@ class Publisher:
         """Renew the Lease and write the status, where either is due. Failures are logged and tried again."""
         try:
             await self._keep_lease()
-            said = self._latest()
-            if self._lease.is_holder and said is not None and self._due(said):
-                await self._write(said)
+            report = self._latest()
+            if self._lease.is_holder and report is not None and self._due(report):
+                await self._write(report)
         except PrfaasError as error:
             what = f"writing the status of {self._policy}"
             self._failures.failed(what, f"{what} failed: {error}", reason=type(error))
@@ -205,17 +207,17 @@ class Publisher:
         if await self._lease.acquire_or_renew(TIMEOUT_SECONDS) and not was_holder:
             self._conditions = self._written = None  # another replica may have written meanwhile
 
-    def _due(self, said: Report) -> bool:
+    def _due(self, report: Report) -> bool:
         age_seconds = self._clock() - self._written_at
         if age_seconds >= MAX_WRITE_SECONDS:
             return True
-        turned = self._written is None or self._written.turning_points != said.turning_points
+        turned = self._written is None or self._written.turning_points != report.turning_points
         return turned and age_seconds >= MIN_WRITE_SECONDS
 
-    async def _write(self, said: Report) -> None:
+    async def _write(self, report: Report) -> None:
         self._written_at = self._clock()  # also when it fails: a server in trouble is not asked twice a second
         known = await self._read_conditions() if self._conditions is None else self._conditions
-        body = body_of(said, known, rfc3339(datetime.now(UTC)))
+        body = body_of(report, known, rfc3339(datetime.now(UTC)))
         try:
             await apply_status(
                 self._session,
@@ -227,7 +229,7 @@ class Publisher:
         except PeerError:
             self._conditions = None  # it may have been written all the same
             raise
-        self._conditions, self._written = body["conditions"], said
+        self._conditions, self._written = body["conditions"], report
         self._failures.worked(f"writing the status of {self._policy}")
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:

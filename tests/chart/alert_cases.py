@@ -32,7 +32,7 @@ def of_total(series: str, bad: str, good: str) -> Case:
 
 
 def by_leader(series: str, fires: str, silent: str) -> Case:
-    """Return the case of an alert that asks the leader alone: what a standby still tells never fires."""
+    """Return the case of an alert that reads only the leader: what a standby still tells never fires."""
     leads = {'prfaas_operator_leader{instance="a"}': "1x30", 'prfaas_operator_leader{instance="b"}': "0x30"}
     return Case(
         leads | {series.format("a"): fires, series.format("b"): silent},
@@ -107,9 +107,6 @@ CASES = {
             'vllm:num_requests_running{cluster="eu",pool="far"}': "1x30",
         },
     ),
-    "PrfaasCacheCorrupt": one(
-        'prfaas_prefix_cache_corrupt_entries_total{cluster="hub",pool="decode"}', "0x10 1x30", "1x40"
-    ),
 }
 
 
@@ -128,10 +125,10 @@ def as_promtool(rules: str) -> dict:
 
 def _test(alert: str, series: dict[str, str], minutes: int, firing: int) -> dict:
     query = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}}) or vector(0)'
-    asked = {"expr": query, "eval_time": f"{minutes}m", "exp_samples": [{"labels": "{}", "value": firing}]}
+    promql_test = {"expr": query, "eval_time": f"{minutes}m", "exp_samples": [{"labels": "{}", "value": firing}]}
     return {
         "name": f"{alert} {'fires' if firing else 'is silent'}",
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [asked],
+        "promql_expr_test": [promql_test],
     }

@@ -196,7 +196,7 @@ def test_only_the_operators_pod_gets_the_accounts_token(hub):
     assert pod(hub)["automountServiceAccountToken"] is True
 
 
-def test_no_token_without_an_end_is_made_and_the_account_may_renew_its_own_alone(member):
+def test_makes_no_token_without_an_end_and_the_account_may_renew_only_its_own(member):
     assert not of_kind(member, "Secret")
     (rule,) = [rule for rule in only(member, "Role")["rules"] if "serviceaccounts/token" in rule["resources"]]
     assert (rule["verbs"], rule["resourceNames"]) == (["create"], ["prfaas-operator"])
@@ -209,7 +209,7 @@ def test_crds_are_the_generated_ones(hub):
     assert rendered == {each["metadata"]["name"]: each["spec"] for each in generated.values()}
 
 
-def test_crds_are_kept_unless_told_otherwise(render, hub):
+def test_keeps_crds_by_default(render, hub):
     policies = [each["metadata"]["annotations"] for each in of_kind(hub, "CustomResourceDefinition")]
     assert policies == [{"helm.sh/resource-policy": "keep"}] * 4
     dropped = of_kind(render("prfaas", "--set", "crds.keep=false"), "CustomResourceDefinition")
@@ -217,11 +217,11 @@ def test_crds_are_kept_unless_told_otherwise(render, hub):
     assert not any("annotations" in each["metadata"] for each in dropped)
 
 
-def test_crds_can_be_left_to_somebody_else(render):
+def test_crds_can_be_left_out(render):
     assert of_kind(render("prfaas", "--set", "crds.enabled=false"), "CustomResourceDefinition") == []
 
 
-def test_image_follows_the_chart_unless_told_otherwise(render, hub):
+def test_image_follows_the_chart_by_default(render, hub):
     version = yaml.safe_load((ROOT / "charts/prfaas/Chart.yaml").read_text())["appVersion"]
     assert container(hub)["image"] == f"prfaas/operator:{version}"
     chosen = render("prfaas", "--set", "operator.image.repository=registry.example/op,operator.image.tag=v9")

@@ -1,4 +1,4 @@
-"""Proves what the Dockerfile claims, by reading it: targets that run as nobody and are made of what the lock binds.
+"""Proves what the Dockerfile claims, by reading it: targets without root, made of what the lock binds.
 
 That they build and run is shown where there is a Docker daemon, on kind.
 """
@@ -132,18 +132,18 @@ def test_the_builder_is_not_sent_what_no_image_is_made_of():
     assert not sources & ignored
 
 
-def test_what_the_pages_build_is_what_charts_and_objects_ask_for():
-    """README.md once built :latest, and the chart asked for :0.1.0."""
+def test_the_pages_build_the_images_that_charts_and_objects_name():
+    """README.md once built :latest, and the chart named :0.1.0."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     charts = [
         yaml.safe_load((ROOT / "charts" / name / "Chart.yaml").read_text()) for name in ("prfaas", "prfaas-member")
     ]
     built = [
         tag
-        for page in ("README.md", "docs/install.md")
+        for page in ("README.md", "docs/use/install.md")
         for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
     ]
-    asked = [Engine().image, GatewaySpec().image, CONNECTOR_IMAGE]
+    named = [Engine().image, GatewaySpec().image, CONNECTOR_IMAGE]
     assert len(built) == 5
     assert {chart["appVersion"] for chart in charts} == {version}
-    assert {image.partition(":")[2] for image in (*built, *asked)} == {version}
+    assert {image.partition(":")[2] for image in (*built, *named)} == {version}

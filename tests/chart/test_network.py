@@ -89,7 +89,7 @@ def ports_reached(policy: dict[str, Any]) -> set[int]:
     return {number for rule in policy["egress"] for port in rule["ports"] for number in numbers(port)}
 
 
-def test_operator_hears_prometheus_and_the_helm_test_alone(hub):
+def test_only_prometheus_and_the_helm_test_reach_the_operator(hub):
     policy = policies(hub)["prfaas-operator"]
     (test,) = (each for each in hub if each["kind"] == "Pod")
     assert ports_open_to_namespace(policy, "monitoring") == {names.OPERATOR_METRICS_PORT}
@@ -98,7 +98,7 @@ def test_operator_hears_prometheus_and_the_helm_test_alone(hub):
     assert ports_open_to(policy, WORKER) == ports_open_to(policy, GATEWAY) == set()
 
 
-def test_operator_reaches_names_and_api_servers_alone(hub):
+def test_operator_reaches_only_names_and_api_servers(hub):
     assert ports_reached(policies(hub)["prfaas-operator"]) == {53, 443, 6443}
 
 
@@ -149,10 +149,10 @@ def test_every_policy_denies_both_ways_and_every_rule_names_its_ports(render, va
         rules = [*policy["ingress"], *policy["egress"]]
         assert rules
         assert all(rule["ports"] for rule in rules)
-        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would mean everybody"
+        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would admit all"
 
 
-def test_nobody_scrapes_where_nobody_is_named(render):
+def test_admits_no_scraper_where_none_is_named(render):
     found = policies(render("prfaas", "--set-json", "networkPolicy.metricsFrom=[]"))
     assert ports_open_to_namespace(found["prfaas-operator"], "monitoring") == set()
     assert ports_open_to(found["prfaas-workers"], {"app": "neighbour"}) == set()
@@ -166,7 +166,7 @@ def test_nobody_scrapes_where_nobody_is_named(render):
         ("prfaas-member", "networkPolicy.enabled=false", []),
     ],
 )
-def test_policies_can_be_left_to_somebody_else(render, chart, off, left):
+def test_policies_can_be_left_out(render, chart, off, left):
     assert sorted(policies(render(chart, "--set", off))) == left
 
 

@@ -133,7 +133,7 @@ def test_every_value_says_what_it_is_for(chart):
 
 
 @both_charts
-def test_no_object_of_a_schema_takes_what_nobody_named(chart):
+def test_no_object_of_a_schema_takes_an_unknown_name(chart):
     _, schema = of_chart(chart)
 
     def open_objects(node: Any, path: str) -> list[str]:

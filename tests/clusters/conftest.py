@@ -1,8 +1,8 @@
 """Real control planes for the tests of this folder: `hub`, and `member` for what spans two clusters.
 
 Each is one etcd, API server and controller manager on loopback, started on first use, once for all processes of a run,
-and kept by a process of its own (keeper.py). So files may meet in it: each has namespaces of its own, and one that
-changes what a whole cluster shares, such as a CRD, starts a cluster of its own. There is no node and no scheduler; a
+and kept by a separate process (keeper.py). So files may meet in it: each has its own namespaces, and one that
+changes what a whole cluster shares, such as a CRD, starts its own cluster. There is no node and no scheduler; a
 test that wants a pod's status writes it.
 """
 
@@ -75,7 +75,7 @@ class Planes:
 
     def __init__(self, tools: Tools):
         self._tools = tools
-        # A loop of its own: planes outlive the loops that pytest-asyncio makes for tests.
+        # Its own loop: planes outlive the loops that pytest-asyncio makes for tests.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._started: list[AbstractAsyncContextManager[ControlPlane]] = []
         self._keepers: list[subprocess.Popen[bytes]] = []

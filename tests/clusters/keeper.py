@@ -39,16 +39,16 @@ def start_lock(folder: Path) -> Path:
 
 
 async def keep(name: str, folder: Path) -> None:
-    """Run the plane while somebody uses it."""
+    """Run the plane while a process uses it."""
     inside = Path(tempfile.mkdtemp(dir=folder))
     async with ControlPlane.start(name, ensure_tools(print), inside, scheduler=False) as plane:
         replace_file(shown_path(folder), str(plane.kubeconfig).encode())
-        while not is_given_up(folder):  # noqa: ASYNC110  # the locks are other processes'
+        while not is_unused(folder):  # noqa: ASYNC110  # the locks are other processes'
             await asyncio.sleep(POLL_SECONDS)
 
 
-def is_given_up(folder: Path) -> bool:
-    """Return whether nobody uses the plane; from then on nobody finds it."""
+def is_unused(folder: Path) -> bool:
+    """Return whether no process uses the plane; from then on none finds it."""
     with locked(start_lock(folder)), use_lock(folder).open("a") as use:
         try:
             fcntl.flock(use, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -173,7 +173,7 @@ class Reader:
                 continue
             if answer.status < 300:
                 return json.loads(text)
-            # A path that is not served is told as text, an object that is not there as a Status.
+            # A path that is not served is reported as text, an object that is not there as a Status.
             if answer.status == NOT_FOUND and text.startswith(b"{"):
                 return None
             # An apply with two entries of one key is a fault inside the server.

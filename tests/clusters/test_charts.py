@@ -64,7 +64,7 @@ class Installed:
 
 @pytest.fixture(scope="module")
 def installed(start_cluster: Callable[[str], Any]) -> Installed:
-    """A cluster of this module's own, because Helm adopts no CRDs that somebody else has applied."""
+    """This module's own cluster, because Helm adopts no CRDs that others have applied."""
     cluster = start_cluster("charts")
     both = Installed(cluster, yaml.safe_load(cluster.kubeconfig.read_text()))
     for name in (HUB, MEMBER):
@@ -262,7 +262,7 @@ def test_a_pool_that_shares_its_nodes_ports_needs_a_namespace_that_allows_it(ins
     assert 'violates PodSecurity "restricted' in refused.value.stderr
 
 
-def test_uninstall_leaves_custom_resources_alone(installed):
+def test_uninstall_keeps_custom_resources(installed):
     """Last, because it takes the operator away."""
     pool = {
         "apiVersion": "prfaas.io/v1alpha1",

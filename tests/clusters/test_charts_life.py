@@ -108,13 +108,13 @@ def older_chart(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
-def test_every_variant_is_taken_by_the_server_and_its_pods_are_admitted(releases, values):
+def test_the_server_accepts_every_variant_and_admits_its_pods(releases, values):
     chart, namespace = values.parts[-3], releases.namespace(f"{values.parts[-3]}-{values.stem.removesuffix('-values')}")
     options = ("--namespace", namespace, "--values", values)
     crds = ("--set", "crds.enabled=false") if chart == "prfaas" and values.stem != "minimal-values" else ()
     objects = [each for each in rendered(releases, chart, *options, *crds) if each["kind"] != "Namespace"]
     releases.helm("install", "it", CHARTS / chart, *options, *crds)
-    applied = [each for each in objects if each["kind"] != "Pod"]  # that of `helm test` comes when it is asked for
+    applied = [each for each in objects if each["kind"] != "Pod"]  # that of `helm test` comes on request
     text = "\n---\n".join(yaml.safe_dump(each) for each in applied)
     differences = releases.kubectl("diff", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
     assert differences == ""
@@ -190,7 +190,7 @@ def is_served(releases: Releases, kind: str) -> bool:
     return True
 
 
-def test_kept_crds_are_taken_over_by_the_next_release_and_go_when_told(releases):
+def test_the_next_release_takes_over_kept_crds_and_removes_them_if_configured(releases):
     """CRDs that a former release kept do not stand in the way of the next; one with keep=false takes them along."""
     namespace = releases.namespace("again")
     if own_crds(releases) == 0:
@@ -198,12 +198,12 @@ def test_kept_crds_are_taken_over_by_the_next_release_and_go_when_told(releases)
     releases.helm(
         "install", "prfaas", CHARTS / "prfaas", "-n", namespace, "--take-ownership", "--set", "crds.keep=false"
     )
-    # An API server that is told to delete a CRD before it ever served the kind tries again with growing pauses, for
+    # An API server that has to delete a CRD before it ever served the kind tries again with growing pauses, for
     # up to 5 minutes ("could not list instances: storage is (re)initializing").
     for kind in KINDS:
         eventually(lambda kind=kind: is_served(releases, kind), f"{kind} is served", poll=0.3)
     releases.helm("uninstall", "prfaas", "-n", namespace, "--wait")
-    eventually(lambda: own_crds(releases) == 0, "our CRDs are gone", poll=0.3)
+    eventually(lambda: own_crds(releases) == 0, "our CRDs are removed", poll=0.3)
 
 
 def test_a_pod_that_is_not_restricted_is_refused(releases):

@@ -240,18 +240,6 @@ def test_status_and_spec_are_written_apart(crds):
     assert read(crds, "PrfaaSPolicy", "apart")["status"] == {"thresholdTokens": 4096}
 
 
-def test_two_writers_share_the_conditions_of_a_policy(crds):
-    create(crds, "PrfaaSPolicy", "shared", POLICY)
-    for manager, kind in (("prfaas-operator", "Ready"), ("prfaas-scheduler", "LinkHealthy")):
-        body = json.loads(manifest("PrfaaSPolicy", "shared", {}))
-        del body["spec"]
-        body["status"] = {"conditions": [condition() | {"type": kind}]}
-        apply = ("apply", "--server-side", "--subresource=status", f"--field-manager={manager}", "-f", "-")
-        crds.kubectl("-n", "crds", *apply, stdin=json.dumps(body))
-    status = PrfaaSPolicy.model_validate(read(crds, "PrfaaSPolicy", "shared")).status
-    assert sorted(each.type for each in status.conditions) == ["LinkHealthy", "Ready"]
-
-
 @pytest.mark.parametrize(
     ("status", "where"),
     [

@@ -30,7 +30,7 @@ def refusal(place, name: str, **spec) -> str:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ({"shareWith": "decode", "model": MODEL}, "leave out model, engine, template"),
         ({"shareWith": "decode", "engine": {}}, "leave out model, engine, template"),
@@ -45,8 +45,8 @@ def refusal(place, name: str, **spec) -> str:
     ],
     ids=str,
 )
-def test_a_contradiction_is_refused_with_what_to_do(place, spec, said):
-    assert said in refusal(place, "bad", **spec)
+def test_a_contradiction_is_refused_with_what_to_do(place, spec, message):
+    assert message in refusal(place, "bad", **spec)
 
 
 def test_sharing_neither_begins_nor_ends_nor_changes_and_all_else_may(place):

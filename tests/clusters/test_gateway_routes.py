@@ -102,7 +102,7 @@ async def test_a_watch_outlives_its_windows(hub, session):
     assert len(set(versions)) == 4
 
 
-async def test_the_account_reads_that_one_object_alone(session):
+async def test_the_account_reads_only_that_object(session):
     async with session:
         for path in (f"/api/v1/namespaces/{NAMESPACE}/configmaps/other", f"/api/v1/namespaces/{NAMESPACE}/secrets"):
             with pytest.raises(StatusError) as refused:

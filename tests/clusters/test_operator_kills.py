@@ -1,4 +1,4 @@
-"""Proves that an operator killed at any moment of a life goes on where it was, and restarts no instance for nothing.
+"""Proves that an operator killed at any moment of a life continues where it was, and restarts no instance for nothing.
 
 One life with a kill in each of its steps, at moments of a fixed seed; `prfaas bench operator_kills` has more of them.
 """

@@ -165,7 +165,7 @@ def accepted(cluster, kind: str, spec: dict[str, Any]) -> dict[str, Any] | None:
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(spec=specs, is_decode=st.booleans(), is_remote=st.booleans(), tls=st.booleans())
-def test_a_pool_that_is_taken_is_rendered_into_objects_that_are_taken(crds, spec, is_decode, is_remote, tls):
+def test_an_accepted_pool_is_rendered_into_accepted_objects(crds, spec, is_decode, is_remote, tls):
     stored = accepted(crds, "DecodePool" if is_decode else "PrefillPool", spec)
     if stored is None:
         return
@@ -184,7 +184,7 @@ def test_a_pool_that_is_taken_is_rendered_into_objects_that_are_taken(crds, spec
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES_OF_ENGINES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_example_of_an_engine_is_taken_and_so_is_what_is_rendered_of_it(crds, path):
+def test_an_engines_example_and_its_rendered_objects_are_accepted(crds, path):
     for body in yaml.safe_load_all(path.read_text()):
         body["metadata"]["namespace"] = NAMESPACE
         stored = crds.reader.create(body, is_dry_run=True)
@@ -197,7 +197,7 @@ def test_an_example_of_an_engine_is_taken_and_so_is_what_is_rendered_of_it(crds,
         crds.reader.apply(NAMESPACE, deployment, is_dry_run=True)
 
 
-def test_enough_pools_of_every_engine_were_taken():
+def test_enough_pools_of_every_engine_were_accepted():
     """Without this the test above could pass because the server refused every pool."""
     assert len(taken) >= LEAST_TAKEN
     assert set(taken) == {"prfaas", "vllm", "sglang", "tensorrt-llm", "dynamo"}

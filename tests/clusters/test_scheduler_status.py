@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.clocks import Clock
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.conditions import ConditionState
@@ -28,15 +29,6 @@ pytestmark = pytest.mark.clusters
 CRDS = Path(__file__).parents[2] / "crds"
 NAMESPACE = "scheduler-status"
 SPEC = {"model": "m", "decodePool": "d", "prefillPools": ["p"], "threshold": {"mode": "Fixed"}}
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +64,7 @@ def session(hub, policy, tmp_path) -> KubeSession:
     return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), tls=tls)
 
 
-def said(tokens: int, offloaded: int | None, healthy: str = "True") -> Report:
+def make_report(tokens: int, offloaded: int | None, healthy: str = "True") -> Report:
     return Report(
         generation=1,
         figures={
@@ -99,7 +91,7 @@ async def test_two_writers_share_a_status_and_transition_times_survive_a_new_hol
     hub.kubectl("-n", NAMESPACE, "apply", *as_operator, stdin=json.dumps(patch | {"status": operators}))
 
     clock = Clock()
-    report = said(4096, 37)
+    report = make_report(4096, 37)
     async with session:
         first = Publisher(session, policy_ref(NAMESPACE, "kimi"), "pod-a", lambda: report, clock)
         await first.once()
@@ -109,15 +101,15 @@ async def test_two_writers_share_a_status_and_transition_times_survive_a_new_hol
         assert written["readyPrefill"] == 2
         assert {one["type"] for one in written["conditions"]} == {"Ready", "MetricsFresh", "LinkHealthy"}
 
-        rival = Publisher(session, policy_ref(NAMESPACE, "kimi"), "pod-b", lambda: said(1, 1), clock)
+        rival = Publisher(session, policy_ref(NAMESPACE, "kimi"), "pod-b", lambda: make_report(1, 1), clock)
         await rival.once()
         assert current() == written, "one holder at a time"
 
-        report = said(8192, None, healthy="False")
-        clock.now += 3
+        report = make_report(8192, None, healthy="False")
+        clock.seconds += 3
         await first.once()
         narrowed = current()
-        assert "offloadedPercent" not in narrowed, "what is not known any more is gone"
+        assert "offloadedPercent" not in narrowed, "what is unknown is removed"
         assert narrowed["thresholdTokens"] == 8192
         assert narrowed["readyPrefill"] == 2
 
@@ -125,8 +117,8 @@ async def test_two_writers_share_a_status_and_transition_times_survive_a_new_hol
         await asyncio.sleep(0)
         ending.cancel()
         await asyncio.gather(ending, return_exceptions=True)
-        await asyncio.sleep(1.1)  # so that a time taken anew would differ
-        report = said(8192, 50, healthy="False")
+        await asyncio.sleep(1.1)  # so that a new time would differ
+        report = make_report(8192, 50, healthy="False")
         second = Publisher(session, policy_ref(NAMESPACE, "kimi"), "pod-c", lambda: report, clock)
         await second.once()
         assert current()["offloadedPercent"] == 50

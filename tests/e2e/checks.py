@@ -15,7 +15,7 @@ from prfaas_sandbox.demo.records import RequestRecord
 
 _numbers = itertools.count()
 
-# More than the waits of a test together. The fixtures have limits of their own: images take long to build.
+# More than the waits of a test together. The fixtures have their own limits: images take long to build.
 TIMEOUT = pytest.mark.timeout(900, func_only=True)
 only_in_the_sandbox = pytest.mark.parametrize(
     "installation", [pytest.param("sandbox", marks=TIMEOUT)], indirect=True, scope="session"

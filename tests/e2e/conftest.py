@@ -1,6 +1,6 @@
 """One installation of prfaas in each environment, which all whole-system tests there share: a start takes long.
 
-The sandbox runs on any machine. kind needs Docker: where that cannot be had, its tests say so in a section of their own
+The sandbox runs on any machine. kind needs Docker: where that cannot be had, its tests say so in their own section
 at the end of the run, and count as skipped.
 """
 
@@ -61,7 +61,7 @@ async def created(environment: Environment, report: Callable[[str], None]) -> Ex
 
 
 async def require_docker(layout: Layout, config: pytest.Config) -> None:
-    """Skip, and have it told at the end, when this machine cannot run kind."""
+    """Skip, and report it at the end, when this machine cannot run kind."""
     layout.logs.mkdir(parents=True)
     try:
         await ensure_daemon(layout, lambda line: print(line, file=sys.stderr))
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if why:
         terminalreporter.section("THE TESTS ON KIND DID NOT RUN", sep="!", red=True, bold=True)
         terminalreporter.line(why)
-        terminalreporter.line("Nothing was tested in real containers. `make test-kind` runs these tests alone.")
+        terminalreporter.line("Nothing was tested in real containers. `make test-kind` runs only these tests.")
     why = config.stash.get(WHY_NOT_VLLM, "")
     if why:
         terminalreporter.section("THE TESTS OF vLLM ON KIND DID NOT RUN", sep="!", red=True, bold=True)

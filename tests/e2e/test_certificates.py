@@ -1,4 +1,4 @@
-"""Proves that the authority of all certificates is replaced while requests go on: none fails, and none falls back.
+"""Proves that the authority of all certificates is replaced while requests continue: none fails, and none falls back.
 
 What the charts install is inside TLS without a word of configuration; here only the waiting between steps is shortened.
 """
@@ -61,8 +61,8 @@ async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_
     try:
         patch = ("patch", "secret", "prfaas-ca", "--type=merge", "-p", '{"data": {"tls.key": null}}')
         await environment.kubectl(environment.hub, "-n", NAMESPACE, *patch)
-        await eventually(is_replaced, "both clusters trust a new authority alone", CHANGE_SECONDS)
-        # What was judged by the former authority is judged by the new one alone now, also where it is kept open.
+        await eventually(is_replaced, "both clusters trust only a new authority", CHANGE_SECONDS)
+        # What was judged by the former authority is judged only by the new one now, also where it is kept open.
         await asyncio.sleep(settle_seconds)
     finally:
         done.set()

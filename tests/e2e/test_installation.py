@@ -1,7 +1,7 @@
 """Proves on the running system that `helm test` finds an installation in order, that its alerts are quiet, and that the
-dashboards show what goes on.
+dashboards show what happens.
 
-Alerts and queries are asked of the environment's own Prometheus, which scrapes as docs/metrics.md says.
+Alerts and queries come from the environment's own Prometheus, which scrapes as docs/operate/metrics.md says.
 """
 
 import json
@@ -46,8 +46,8 @@ async def ask(prometheus: httpx.AsyncClient, query: str) -> list[dict]:
 
 async def test_helm_test_finds_everything_in_place(installation: ExampleInstallation):
     environment = installation.environment
-    said = await environment.helm(environment.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
-    assert "Succeeded" in said
+    output = await environment.helm(environment.hub, "test", "prfaas", "-n", NAMESPACE, "--timeout", "90s")
+    assert "Succeeded" in output
     left = await environment.kubectl(environment.hub, "-n", NAMESPACE, "get", "pods", "-o", "name")
     assert "pod/prfaas-test" not in left
 

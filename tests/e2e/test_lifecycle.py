@@ -1,6 +1,6 @@
 """Proves that an installation outlives what happens to it: an upgrade of the release, a member cluster cut off.
 
-Requests go on all the while, and each must be answered.
+Requests continue all the while, and each must be answered.
 """
 
 import pytest
@@ -22,7 +22,7 @@ def failed(records: list[RequestRecord]) -> list[RequestRecord]:
 async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installation: ExampleInstallation):
     environment = installation.environment
 
-    async def asked_memory() -> str:
+    async def read_memory() -> str:
         operator = await get(installation, "deployment", "prfaas-operator")
         return operator["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["memory"]
 
@@ -31,16 +31,16 @@ async def test_an_upgrade_and_a_rollback_of_the_release_lose_no_request(installa
             environment.hub, "-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s"
         )
 
-    before = await asked_memory()
+    before = await read_memory()
     workers = await worker_pods(installation)
     async with asking(installation) as records:
         values = ("--set", "operator.resources.requests.memory=100Mi")
         await installation.helm_install(environment.hub, "prfaas", *operator_values(environment.images), *values)
         await settled()
-        assert await asked_memory() == "100Mi"
+        assert await read_memory() == "100Mi"
         await environment.helm(environment.hub, "rollback", "prfaas", "-n", NAMESPACE)
         await settled()
-    assert await asked_memory() == before
+    assert await read_memory() == before
     assert await worker_pods(installation) == workers, "no worker was replaced"
     assert records
     assert failed(records) == []
@@ -65,12 +65,12 @@ async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_it
 
     await environment.cut_link()
     try:
-        alone = await client.ask(fresh_text(9_000), act="cut off")
+        answer = await client.ask(fresh_text(9_000), act="cut off")
 
-        async def is_told() -> bool:
+        async def is_reported() -> bool:
             return await ready() != "True"
 
-        await eventually(is_told, "the MemberCluster says that it is not reachable", 180.0)
+        await eventually(is_reported, "the MemberCluster says that it is not reachable", 180.0)
         pool = await condition(installation, "pfpool", OFFLOAD_POOL)
     finally:
         await environment.restore_link()
@@ -85,5 +85,5 @@ async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_it
 
     await eventually(offloads_again, "a long prompt is offloaded again", 180.0)
     await client.close()
-    assert (alone.prefilled_in, alone.output_tokens) == ("hub", 24)
-    assert pool["status"] != "True" or pool["message"], "the pool tells what is known of it"
+    assert (answer.prefilled_in, answer.output_tokens) == ("hub", 24)
+    assert pool["status"] != "True" or pool["message"], "the pool reports what is known of it"

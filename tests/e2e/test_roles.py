@@ -24,7 +24,7 @@ NAME = "swing"
 
 
 class Answer(NamedTuple):
-    """One request: when it was sent, what came, and who served it."""
+    """One request: when it was sent, what came, and which instances served it."""
 
     sent_seconds: float
     status: int
@@ -128,14 +128,14 @@ async def test_an_instance_converts_under_load_without_loss_and_without_loading_
         async with asking(url) as answers:
             await there_are(answers, 10)
             await scale(installation, prefill=1, decode=1)
-            asked_seconds = time.monotonic()
+            began_seconds = time.monotonic()
             converted = await first_leg(installation, answers, before)
             leg = next(one for one in answers if one.prefill == converted != one.decode)
             await there_are(answers, len(answers) + 10)
             await scale(installation, prefill=0, decode=2)
             await eventually(lambda: decodes(answers, converted), "the instance decodes again")
         after = await instances(installation)
-    print(f"first leg in the new role after {leg.sent_seconds - asked_seconds:.2f} s; {len(answers)} requests")
+    print(f"first leg in the new role after {leg.sent_seconds - began_seconds:.2f} s; {len(answers)} requests")
     assert {one.status for one in answers} == {200}, "no request failed"
     assert after == before, "the same containers, none restarted, in the roles that they had"
 
@@ -156,11 +156,11 @@ async def test_a_policy_converts_an_instance_when_prompts_are_long_and_answers_s
         before = await instances(installation)
         async with asking(url, tokens=2000, answer_tokens=2) as answers:
             await eventually(lambda: prefills(installation, 2), "the policy converts an instance", 240)
-            said = await condition(installation, "prfaas", NAME, "Balanced")
+            balanced = await condition(installation, "prfaas", NAME, "Balanced")
             await there_are(answers, len(answers) + 10)
         after = await instances(installation)
         plan = (await get(installation, "prfaas", NAME))["status"]["plan"]
-    print(f"converted after {len(answers)} requests: {said['message']}")
+    print(f"converted after {len(answers)} requests: {balanced['message']}")
     assert {one.status for one in answers} == {200}, "no request failed"
     assert (plan["prefill"], plan["decode"]) == (2, 1)
     assert {name: facts[1:] for name, facts in after.items()} == {name: facts[1:] for name, facts in before.items()}

@@ -80,10 +80,10 @@ async def test_every_pool_and_the_gateway_roll_under_load_without_a_failed_reque
         await roll(installation)
         served = len(records)
 
-        async def goes_on() -> bool:
+        async def continues() -> bool:
             after = records[served:]
             return len(after) >= len(STREAMS) and any(one.prefilled_in == installation.member_name for one in after)
 
-        await eventually(goes_on, "requests are answered after the update, in both clusters")
+        await eventually(continues, "requests are answered after the update, in both clusters")
     assert [record for record in records if not record.outcome.startswith(("ok", "fallback"))] == []
     assert [record for record in records if record.output_tokens != int(record.act)] == []

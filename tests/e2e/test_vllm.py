@@ -164,7 +164,7 @@ class OnVllm:
         await eventually(is_there, "the access log has the request")
         return found[0]
 
-    async def alone(self, prompt: str) -> Answer:
+    async def answer_alone(self, prompt: str) -> Answer:
         """Return the answer that the decode instance computes without another. A salt keeps what it caches apart."""
         answer = await self.ask(prompt, "never", cache_salt="alone")
         assert (answer.decision, answer.cluster) == ("local", names.HUB)
@@ -186,7 +186,7 @@ def _objects(installation: ExampleInstallation) -> list[dict[str, Any]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def on_vllm(installation: ExampleInstallation, request: pytest.FixtureRequest) -> AsyncIterator[OnVllm]:
-    """Start the pools of vLLM, and remove them in the end; skip where no vLLM can be had, and have it told."""
+    """Start the pools of vLLM, and remove them in the end; skip where no vLLM can be had, and report it."""
     if why := vllm.why_not():
         request.config.stash[WHY_NOT_VLLM] = why
         pytest.skip(f"vLLM cannot run on kind here: {why}")
@@ -220,7 +220,7 @@ async def test_a_pool_of_vllm_starts_as_rendered_and_may_nothing_that_it_should_
 
 async def test_a_long_prompt_is_prefilled_by_vllm_in_the_member_and_a_short_one_at_home(on_vllm: OnVllm):
     long, short = text_of(LONG_TOKENS), text_of(SHORT_TOKENS, start=40_000)
-    long_alone, short_alone = await on_vllm.alone(long), await on_vllm.alone(short)
+    long_alone, short_alone = await on_vllm.answer_alone(long), await on_vllm.answer_alone(short)
     before = await on_vllm.moved(RECEIVED)
     offloaded, at_home = await on_vllm.ask(long, "always"), await on_vllm.ask(short)
     assert (offloaded.decision, offloaded.cluster) == ("offload", MEMBER)
@@ -230,7 +230,7 @@ async def test_a_long_prompt_is_prefilled_by_vllm_in_the_member_and_a_short_one_
     assert "outcome=ok" in line
     assert offloaded.is_as(long_alone)
     assert at_home.is_as(short_alone)
-    assert not (await on_vllm.alone(long[-SHORT_TOKENS:])).is_as(long_alone), "a missing cache would be seen"
+    assert not (await on_vllm.answer_alone(long[-SHORT_TOKENS:])).is_as(long_alone), "a missing cache would be seen"
 
     async def has_crossed() -> bool:
         return await on_vllm.moved(RECEIVED) - before > 300 * LONG_TOKENS
@@ -254,7 +254,7 @@ async def _is_deleted_in_the_middle(on_vllm: OnVllm, choice: DrillChoice, start:
     Return False, and delete nothing, if the answer was whole by then: a longer cache has to cross.
     """
     prompt = text_of(choice.tokens, start=start)
-    alone, before = await on_vllm.alone(prompt), await on_vllm.moved(RECEIVED)
+    expected, before = await on_vllm.answer_alone(prompt), await on_vllm.moved(RECEIVED)
     await on_vllm.environment.shape_link(choice.mbps)
     try:
         asking = asyncio.create_task(on_vllm.ask(prompt, "always"))
@@ -270,5 +270,5 @@ async def _is_deleted_in_the_middle(on_vllm: OnVllm, choice: DrillChoice, start:
     finally:
         await on_vllm.environment.shape_link(LINK_MBPS)
     assert answer.decision == "offload"
-    assert answer.is_as(alone)
+    assert answer.is_as(expected)
     return is_in_the_middle

@@ -24,7 +24,7 @@ def port(small_port: Port) -> Iterator[Port]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count connections that broke for what a test did to them alone: a busy machine breaks none."""
+    """Count connections that broke only for what a test did to them: a busy machine breaks none."""
     be_patient(monkeypatch.setattr)
 
 

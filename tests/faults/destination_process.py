@@ -1,4 +1,4 @@
-"""A destination in a process of its own, for tests that kill or freeze it.
+"""A destination in a separate process, for tests that kill or freeze it.
 
     python -m tests.faults.destination_process PORT < GRANT
 

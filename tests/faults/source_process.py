@@ -1,4 +1,4 @@
-"""A source in a process of its own, for tests that kill or freeze it.
+"""A source in a separate process, for tests that kill or freeze it.
 
     python -m tests.faults.source_process MBPS
 

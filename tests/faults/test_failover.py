@@ -19,23 +19,17 @@ from prfaas_gateway.limits import Limits
 from ..unit.gateway.conftest import World
 from ..unit.worker.conftest import Client, Worker
 
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "minLength": 60, "maxLength": 90}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+ONLY_AB = {"97": 100, "98": 100}
 LONG = {"prompt": "def main(", "max_tokens": 400, "ignore_eos": True}
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "greedy": (COMPLETION, LONG | {"temperature": 0, "stream_options": {"include_usage": True}}),
     "drawn": (COMPLETION, LONG | {"seed": 11}),
     "two choices with log probabilities": (COMPLETION, LONG | {"seed": 5, "n": 2, "logprobs": 1, "max_tokens": 150}),
-    "up to a stop string": (COMPLETION, LONG | {"guided_regex": "[ab]{200}b{30}", "stop": "b" * 20, "seed": 1}),
-    "a call of a tool": (
+    "up to a stop string": (COMPLETION, LONG | {"logit_bias": ONLY_AB, "stop": "babbabba", "seed": 1}),
+    "a chat": (
         CHAT,
-        {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "tool_choice": "required", "seed": 3},
+        {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 400, "ignore_eos": True},
     ),
 }
 PATIENT = Limits(stall_seconds=3, recover_seconds=60, eject_seconds=0.1, eject_max_seconds=0.4, drain_lead_seconds=0)
@@ -111,26 +105,25 @@ class Reading:
             self.data += await self.answer.content.read()
         return self
 
-    def said(self) -> dict[int | str, Any]:
-        """Return what the client reads: text, calls, tokens and reasons by choice, and the usage."""
+    def parse(self) -> dict[int | str, Any]:
+        """Return what the client reads: text, tokens and reasons by choice, and the usage."""
         lines = [line[6:] for line in self.data.split(b"\n") if line.startswith(b"data: ")]
         assert lines[-1] == b"[DONE]", self.data[-500:]
         found: dict[int | str, Any] = {}
         for event in map(json.loads, lines[:-1]):
             found["usage"] = {name: event.get("usage") and event["usage"][name] for name in ("completion_tokens",)}
             for choice in event["choices"]:
-                own = found.setdefault(choice["index"], {"text": "", "arguments": "", "reason": None, "tokens": []})
+                own = found.setdefault(choice["index"], {"text": "", "reason": None, "tokens": []})
                 delta = choice.get("delta", {})
                 own["text"] += choice.get("text") or delta.get("content") or ""
-                own["arguments"] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
                 own["tokens"] += (choice["logprobs"] or {}).get("tokens", ())
                 own["reason"] = choice["finish_reason"] or own["reason"]
         return found
 
 
 async def open_stream(client: Client, url: str, kind: str) -> Reading:
-    path, asked = STREAMS[kind]
-    return Reading(await client.session.post(f"{url}{path}", json={"model": "tiny", "stream": True, **asked}))
+    path, body = STREAMS[kind]
+    return Reading(await client.session.post(f"{url}{path}", json={"model": "tiny", "stream": True, **body}))
 
 
 @pytest.fixture
@@ -146,7 +139,7 @@ def undisturbed(workers: dict[str, Worker]) -> dict[str, dict[int | str, Any]]:
     async def ask() -> dict[str, dict[int | str, Any]]:
         async with aiohttp.ClientSession() as session:
             opened = [await open_stream(Client(session), workers["d3"].url, kind) for kind in STREAMS]
-            return {kind: (await one.rest()).said() for kind, one in zip(STREAMS, opened, strict=True)}
+            return {kind: (await one.rest()).parse() for kind, one in zip(STREAMS, opened, strict=True)}
 
     return asyncio.run(ask())
 
@@ -162,7 +155,7 @@ async def test_streams_of_a_worker_that_is_lost_come_out_as_undisturbed_ones(
     end(workers[victim])
     await asyncio.gather(*(stream.rest() for stream in opened))
     for kind, stream in zip(STREAMS, opened, strict=True):
-        assert stream.said() == undisturbed[kind], kind
+        assert stream.parse() == undisturbed[kind], kind
     assert await world.metric("prfaas_gateway_resumes_total") >= 2, "or nothing was in the middle when it was lost"
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 0
 

@@ -2,7 +2,6 @@
 makes. The destination refuses the transfer, uses nothing of it, and takes no more memory than its own tensors explain.
 """
 
-import random
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -127,43 +126,16 @@ def with_scale(value: float) -> Payload:
     return payload
 
 
-def elements(rows: int) -> int:
-    return rows * CHANNELS
-
-
 LIES: dict[str, tuple[int, Payload]] = {
-    "lossless: cut": (1, lambda rows, raw: lossless(rows, raw)[:-5]),
-    "lossless: half": (1, lambda rows, raw: lossless(rows, raw)[: FRAME_BYTES // 2]),
-    "lossless: a byte": (1, lambda _rows, _raw: b"\0"),
-    "lossless: noise": (1, lambda rows, _raw: random.Random(1).randbytes(elements(rows))),
-    "lossless: no planes": (1, lambda _rows, _raw: bytes(12)),
-    "lossless: lengths beyond the payload": (1, lambda rows, raw: b"\xff" * 12 + lossless(rows, raw)[12:]),
-    "lossless: a bomb that tells": (1, lambda rows, _raw: planes(2 * elements(rows), bomb(BOMB_BYTES), b"")),
-    "lossless: a bomb that says it is a plane": (
-        1,
-        lambda rows, _raw: planes(2 * elements(rows), bomb(elements(rows)), bomb(elements(rows))),
-    ),
-    "lossless: a plane of less than it states": (
-        1,
-        lambda rows, _raw: planes(2 * elements(rows), zstd_frame(elements(rows), run_block(9, last=True)), b"x"),
-    ),
-    "int8: cut": (2, lambda rows, raw: int8(rows, raw)[:-1]),
-    "int8: longer": (2, lambda rows, raw: int8(rows, raw) + b"\0"),
-    "int8: scales alone": (2, lambda rows, raw: int8(rows, raw)[: 4 * CHANNELS]),
+    "lossless: a bomb that states its size": (1, lambda rows, _raw: planes(2 * rows * CHANNELS, bomb(BOMB_BYTES), b"")),
     "int8: a scale that is no number": (2, with_scale(float("nan"))),
-    "int8: a scale of zero": (2, with_scale(0.0)),
-    "int8: a scale beyond the type": (2, with_scale(3e38)),
-    "int8: made by the other": (2, lossless),
-    "lossless: made by the other": (1, int8),
-    "as large as without": (1, lambda _rows, raw: bytes(raw)),
-    "nothing": (2, lambda _rows, _raw: b""),
-    "a codec that nobody knows": (3, lossless),
+    "an unknown codec": (3, lossless),
     "none: half": (0, lambda _rows, raw: bytes(raw[: len(raw) // 2])),
 }
 
 
-def over(port: Port, liar: Liar, budget: MemoryBudget) -> Iterator[Taking]:
-    """A transfer from this source; its destination may use so much memory beside its cache."""
+def open_transfer(port: Port, liar: Liar, budget: MemoryBudget) -> Iterator[Taking]:
+    """Start a transfer from this source; its destination may use so much memory beside its cache."""
     with Proxy(port.address, liar) as proxy:
         offer, grant = port.grant()
         compute(MODEL, offer, CACHE)
@@ -176,12 +148,12 @@ def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port:
     liar, budget = Liar(*LIES[name]), MemoryBudget(LIMIT_BYTES)
     tracemalloc.start()
     try:
-        for taking in over(port, liar, budget):
+        for taking in open_transfer(port, liar, budget):
             error = taking.failure()
             assert isinstance(error, ProtocolError), error
             assert liar.lied == 1
             assert not taking.ledger.whole
-            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+            eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -195,31 +167,11 @@ def test_what_no_encoder_makes_ends_the_transfer_and_nothing_of_it_is_used(port:
 def test_the_same_source_is_believed_when_it_does_not_lie(port: Port, codec: int, payload: Payload):
     """The control: what is refused above is refused for its payload."""
     liar, budget = Liar(codec, payload), MemoryBudget(LIMIT_BYTES)
-    for taking in over(port, liar, budget):
+    for taking in open_transfer(port, liar, budget):
         taking.whole()
         assert liar.lied == 1
         assert codec in taking.state.codecs
         assert taking.ledger.is_exact == (codec == Codec.LOSSLESS)
         if codec == Codec.LOSSLESS:
             assert_same_bits(MODEL, taking.place, CACHE)
-    assert budget.used_bytes == 0
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_payloads_changed_anywhere_are_refused_or_give_numbers_in_their_places(port: Port, seed: int):
-    """Who seals a changed payload anew and counts on lies in content alone, which no reader can tell."""
-    rng = random.Random(seed)
-
-    def changed(rows: int, raw: memoryview) -> bytes:
-        made = bytearray((lossless if seed % 2 else int8)(rows, raw))
-        for _ in range(rng.randint(1, 4)):
-            made[rng.randrange(len(made) if rng.random() < 0.5 else 100)] ^= 1 << rng.randrange(8)
-        return bytes(made)
-
-    budget = MemoryBudget(LIMIT_BYTES)
-    for taking in over(port, Liar(1 if seed % 2 else 2, changed), budget):
-        try:
-            taking.whole()
-        except ProtocolError:
-            assert not taking.ledger.whole
     assert budget.used_bytes == 0

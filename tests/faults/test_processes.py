@@ -1,5 +1,5 @@
 """Real processes that die or freeze in the middle of a transfer: the other side notices in seconds, frees what it held
-for this one, and goes on serving.
+for this one, and continues to serve.
 """
 
 import os
@@ -94,11 +94,11 @@ def test_a_source_that_freezes_is_given_up_and_serves_again_when_it_thaws_and_on
     source.send(signal.SIGKILL)
     assert isinstance(taking.failure(), UnreachableError)
     assert not taking.ledger.whole
-    eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+    eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_destination_that_is_killed_or_freezes_costs_its_own_transfer_alone(
+def test_a_destination_that_is_killed_or_freezes_costs_only_its_transfer(
     ending: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(leases_module, "RESUME_SECONDS", 0.5)

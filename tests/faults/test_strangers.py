@@ -1,5 +1,5 @@
 """Who talks to a data port without being the destination that it waits for: strangers, copies of what a destination
-said, and fuzzed frames. Each learns nothing and costs nobody anything.
+sent, and fuzzed frames. Each learns nothing and costs others nothing.
 """
 
 import random
@@ -14,7 +14,7 @@ from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 from prfaas.wire.transfer import message_frame
 from prfaas_transfer.leases import Offer
-from prfaas_worker.cache.transfer_frames import hidden_frame, layer_groups
+from prfaas_worker.cache.transfer_frames import hidden_frame
 
 from ..unit.worker.transfer_bench import (
     HIDDEN,
@@ -40,7 +40,7 @@ FUZZED_TRANSFERS = 150
 CACHE = SMALL.filled()
 
 
-def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_goes_on(port: Port):
+def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_continues(port: Port):
     offer, grant = port.grant()
     taking = port.take(offer, grant)
     eventually(lambda: offer.connected, "the destination is connected")
@@ -85,36 +85,6 @@ def test_a_token_of_one_transfer_opens_no_other(port: Port):
     assert not one.connected
     for offer in (one, other):
         port.offers.cancel(offer.manifest.transfer_id)
-
-
-@pytest.mark.parametrize("wrong", ["fingerprint", "axes", "layers"])
-def test_a_cache_of_another_model_is_refused_before_any_of_it_is_placed(port: Port, wrong: str):
-    offer, grant = port.grant()
-    compute(SMALL, offer, CACHE)
-    manifest, groups = offer.manifest, layer_groups(SMALL.layers)
-    if wrong == "fingerprint":
-        ours = msgspec.structs.replace(manifest, fingerprint="e" * 64)
-    elif wrong == "axes":
-        state = groups[0].tensors[0]
-        swapped = msgspec.structs.replace(state, axes=("head", "value", "key"))
-        tensors = (swapped, *groups[0].tensors[1:])
-        ours = msgspec.structs.replace(
-            manifest, groups=(msgspec.structs.replace(groups[0], tensors=tensors), *groups[1:])
-        )
-    else:
-        ours = msgspec.structs.replace(
-            manifest, groups=(msgspec.structs.replace(groups[0], layers=(0, 3, 1)), *groups[1:])
-        )
-    offer_as_expected = type("Expected", (), {"manifest": ours})()
-    taking = port.take(offer_as_expected, grant)
-    error = taking.failure()
-    assert isinstance(error, ProtocolError)
-    assert "this instance needs" in str(error)
-    assert taking.ledger.received == ()
-    assert not taking.place.memory.pages.any()
-    assert not taking.place.memory.slots.any()
-    port.offers.cancel(grant.transfer_id)
-    assert port.ends()
 
 
 def fuzzed(rng: random.Random, honest: bytes) -> bytes:
@@ -210,12 +180,10 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
     print(ends)
     assert ends["whole"]
     assert ends["refused"]
-    eventually(
-        lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives any more"
-    )
+    eventually(lambda: not [name for name in transfer_threads() if name == "fetch-data"], "no destination receives")
 
 
-def test_what_a_connected_destination_may_not_say_ends_its_transfer_alone(port: Port):
+def test_a_message_that_a_destination_may_not_send_ends_only_its_transfer(port: Port):
     for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK}):
         offer, grant = port.grant(int(kind))
         with closing(connect(port, hello(grant))) as sock:

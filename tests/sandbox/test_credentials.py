@@ -1,24 +1,14 @@
-"""Certificates are what Kubernetes reads them as, kubeconfigs hold everything inline, and private keys stay private."""
+"""Servers are trusted under their names, kubeconfigs hold everything inline, and private keys stay private."""
 
 import base64
 import ssl
 
 import pytest
 import yaml
-from cryptography import x509
-from cryptography.x509.oid import NameOID
 
 from prfaas.errors import ConfigError
 from prfaas.identity import KeyPair
 from prfaas_sandbox.credentials import ClusterAuthority, Kubeconfig, read_kubeconfig, write_pair
-
-
-def test_a_client_is_a_user_in_groups():
-    certificate = x509.load_pem_x509_certificate(
-        ClusterAuthority("ca").client("system:node:n", "system:nodes").certificate
-    )
-    values = {each.oid: each.value for each in certificate.subject}
-    assert values == {NameOID.COMMON_NAME: "system:node:n", NameOID.ORGANIZATION_NAME: "system:nodes"}
 
 
 def handshake(server: KeyPair, authority: bytes, name: str, folder) -> None:

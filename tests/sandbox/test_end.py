@@ -1,6 +1,6 @@
 """A sandbox leaves nothing behind, however it ends, and needs no rights that an ordinary user lacks.
 
-Each test runs `prfaas sandbox up` as a process of its own and looks at the host: processes, interfaces, mounts.
+Each test runs `prfaas sandbox up` as a separate process and looks at the host: processes, interfaces, mounts.
 """
 
 import json
@@ -29,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Running:
-    """A sandbox that runs as a process of its own."""
+    """A sandbox that runs as a separate process."""
 
     process: subprocess.Popen[bytes]
     state: Path
@@ -97,7 +97,7 @@ def descendants(pid: int) -> set[tuple[int, str]]:
 
 
 def alive(processes: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """Return those of the processes that have not ended; a pid used anew is not one of them."""
+    """Return those of the processes that have not ended; a reused pid is not one of them."""
 
     def is_alive(pid: int, start_time: str) -> bool:
         try:
@@ -125,9 +125,9 @@ def network_namespaces(processes: set[tuple[int, str]]) -> set[str]:
     return {str(Path(f"/proc/{pid}/ns/net").readlink()) for pid, _ in processes}
 
 
-def nothing_is_left(running: Running, processes: set[tuple[int, str]]) -> None:
+def assert_nothing_is_left(running: Running, processes: set[tuple[int, str]]) -> None:
     """Wait until all processes of a sandbox have ended; nothing of it is seen from the host then."""
-    eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
+    eventually(lambda: not alive(processes), "all processes have ended", poll=0.1)
     assert seen_from_host(running.state) == []
     assert not any((running.state / "run").iterdir())
 
@@ -142,7 +142,7 @@ def test_nothing_is_left_when_the_parent_is_killed(up):
     assert seen_from_host(running.state) == []  # nor while it runs
     running.process.kill()
     running.process.wait(GONE_SECONDS)
-    nothing_is_left(running, processes)
+    assert_nothing_is_left(running, processes)
 
 
 def test_nothing_is_left_of_a_start_that_is_interrupted(tmp_path):
@@ -155,17 +155,17 @@ def test_nothing_is_left_of_a_start_that_is_interrupted(tmp_path):
     process.send_signal(signal.SIGINT)
     process.wait(GONE_SECONDS)
     assert "Traceback" not in (tmp_path / "up.log").read_text()
-    nothing_is_left(Running(process, state), processes)
+    assert_nothing_is_left(Running(process, state), processes)
 
 
-def test_when_a_part_breaks_all_ends_and_the_reason_is_told(up, tmp_path):
+def test_when_a_part_breaks_all_ends_and_the_reason_is_printed(up, tmp_path):
     running = up()
     processes = descendants(running.process.pid)
     servers = api_servers(processes)
     assert len(servers) == 2
     os.kill(servers[0], signal.SIGKILL)
     assert running.process.wait(GONE_SECONDS) == 1
-    eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
+    eventually(lambda: not alive(processes), "all processes have ended", poll=0.1)
     assert "kube-apiserver was killed by signal 9" in (tmp_path / "up.log").read_text()
 
 
@@ -183,11 +183,11 @@ def test_one_state_folder_holds_one_sandbox_and_the_commands_speak_of_it_and_end
     assert run("status", running, "-o", "json")["link_mbps"] == 7
     subprocess.run(prfaas("down", "--state", str(running.state)), check=True, timeout=120)
     assert running.process.wait(GONE_SECONDS) == 0
-    nothing_is_left(running, processes)
-    gone = subprocess.run(
+    assert_nothing_is_left(running, processes)
+    status = subprocess.run(
         prfaas("status", "--state", str(running.state)), capture_output=True, text=True, timeout=120, check=False
     )
-    assert (gone.returncode, "no sandbox runs" in gone.stderr) == (1, True)
+    assert (status.returncode, "no sandbox runs" in status.stderr) == (1, True)
 
 
 def run(command: str, running: Running, *arguments: str) -> dict:
@@ -201,10 +201,10 @@ def run(command: str, running: Running, *arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def as_nobody(needed: list[Path], work: Path) -> tuple[str, ...]:
+def drop_to_nobody(needed: list[Path], work: Path) -> tuple[str, ...]:
     """Return a command prefix that drops to an unprivileged user, who sees `needed` even where /root is closed to all.
 
-    In a mount namespace of its own, each folder that only root may enter is covered by one with what is needed of it.
+    In its own mount namespace, each folder that only root may enter is covered by one with what is needed of it.
     """
     closed = {parent for path in needed for parent in path.parents if not parent.stat().st_mode & 0o001}
     script, binds = ["set -e"], []
@@ -235,13 +235,13 @@ def test_an_unprivileged_user_gets_the_same(up, tmp_path):
     os.chown(state, NOBODY, NOBODY)
     needed = [Path(sys.base_prefix), Path(sys.prefix), REPOSITORY, cache_folder()]
     try:
-        running = up(state, as_nobody(needed, tmp_path))
+        running = up(state, drop_to_nobody(needed, tmp_path))
         running.run_pod("member")
         processes = descendants(running.process.pid)
         owners = {Path(f"/proc/{pid}").stat().st_uid for pid, _ in processes}
         assert owners == {NOBODY}
         running.process.kill()
-        eventually(lambda: not alive(processes), "all processes are gone", poll=0.1)
+        eventually(lambda: not alive(processes), "all processes have ended", poll=0.1)
     finally:
         subprocess.run(["rm", "-r", str(state)], check=True)
 

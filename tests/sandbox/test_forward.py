@@ -1,4 +1,4 @@
-"""The relay passes bytes both ways, resolves anew for each connection, and ends what cannot be joined."""
+"""The relay passes bytes both ways, resolves again for each connection, and ends what cannot be joined."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ async def exchange(port: int, data: bytes) -> bytes:
         writer.close()
 
 
-async def test_megabytes_go_both_ways_and_each_connection_is_resolved_anew(tmp_path):
+async def test_megabytes_go_both_ways_and_each_connection_is_resolved_again(tmp_path):
     data = bytes(range(256)) * 20_000
     targets: list[tuple[str, int]] = []
 

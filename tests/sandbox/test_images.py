@@ -52,7 +52,7 @@ def test_the_connectors_image_has_the_packages_that_vllm_imports(tmp_path: Path)
     assert {each.name for each in Path(mount.source).iterdir()} == {"prfaas", "prfaas_transfer", "prfaas_vllm"}
 
 
-def test_a_pod_with_a_network_of_its_own_leaves_no_device():
+def test_a_pod_with_its_own_network_leaves_no_device():
     joined, left = join_pod(Path("/n"), HUB, "10.244.3.17"), leave_pod(Path("/n"), "10.244.3.17")
     (added,) = [command for command in joined if command[:3] == ["ip", "link", "add"]]
     assert left[0] == ["ip", "link", "delete", added[3]]

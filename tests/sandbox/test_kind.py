@@ -1,4 +1,4 @@
-"""Files, tags, routes, and what a machine without Docker is told: all of kind that needs no Docker."""
+"""Files, tags, and the errors of a machine without Docker: all of kind that needs no Docker."""
 
 import ipaddress
 import os
@@ -12,7 +12,7 @@ from prfaas.api.template import PodTemplate
 from prfaas.errors import BadInputError, ConfigError
 from prfaas_sandbox.demo.install import example, operator_values, repository_root
 from prfaas_sandbox.environment import Images
-from prfaas_sandbox.kind import cli, docker, images, prometheus, vllm
+from prfaas_sandbox.kind import cli, docker, images, vllm
 from prfaas_sandbox.kind.clusters import CACHE_PATH, configuration, parse_rate
 from prfaas_sandbox.kind.docker import daemon_answers, ensure_daemon, lacks_resource_capability, our_daemon, stop_daemon
 from prfaas_sandbox.kind.environment import down
@@ -45,16 +45,13 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_files_give_the_clusters_the_ranges_that_the_link_connects(layout: Layout):
+def test_clusters_share_no_range_and_the_hub_maps_its_ports_to_this_machine_alone(layout: Layout):
     used = []
     for cluster in layout.clusters:
         networking = yaml.safe_load(cluster.config.read_text())["networking"]
         assert networking["podSubnet"] == cluster.network.range
         used += [ipaddress.ip_network(networking[key]) for key in ("podSubnet", "serviceSubnet")]
     assert not any(one.overlaps(other) for one in used for other in used if one is not other)
-
-
-def test_the_hubs_file_maps_the_ports_of_gateway_and_prometheus_to_free_ones_of_this_machine_alone(layout: Layout):
     mappings = yaml.safe_load(layout.hub.config.read_text())["nodes"][0]["extraPortMappings"]
     assert [mapping["containerPort"] for mapping in mappings] == [*NODE_PORTS, PROMETHEUS_NODE_PORT]
     assert all(mapping["hostPort"] == 0 and mapping["listenAddress"] == "127.0.0.1" for mapping in mappings)
@@ -67,13 +64,6 @@ def test_only_our_own_node_image_brings_a_network_for_pods(layout: Layout):
         assert document["networking"].get("disableDefaultCNI", False) is not published
         (mount,) = document["nodes"][0]["extraMounts"]
         assert mount == {"hostPath": str(layout.images), "containerPath": "/here", "readOnly": True}
-
-
-def test_two_pairs_share_no_name(tmp_path: Path):
-    first, second = (Layout(tmp_path, tmp_path / prefix, prefix) for prefix in ("a", "b"))
-    assert {each.node for each in first.clusters}.isdisjoint({each.node for each in second.clusters})
-    assert first.network != second.network
-    assert first.label != second.label
 
 
 def test_a_tag_changes_with_content_and_name_and_with_nothing_else(tmp_path: Path):
@@ -100,15 +90,6 @@ def test_everything_that_images_are_built_from_is_there(layout: Layout):
     assert {name.rstrip("/") for names in copied for name in names} <= set(images.PRODUCT_SOURCES)
 
 
-def test_the_example_gets_the_images_that_were_built_and_keeps_the_rest():
-    text = (repository_root() / "examples" / "two-clusters.yaml").read_text()
-    objects = {each["metadata"]["name"]: each for each in yaml.safe_load_all(example(text, IMAGES))}
-    assert objects["kimi"]["spec"]["gateway"]["image"] == IMAGES.gateway
-    assert {objects[name]["spec"]["engine"]["image"] for name in ("offload", "local", "decode")} == {IMAGES.worker}
-    assert objects["offload"]["spec"]["engine"]["args"] == ["--threads", "1"]
-    assert example(text, None) == text
-
-
 def test_pools_of_vllm_get_its_image_and_vllm_from_a_claim_that_binds_the_folder_of_this_checkouts():
     text = (repository_root() / "examples" / "two-clusters-vllm.yaml").read_text()
     for pool in (each for each in yaml.safe_load_all(example(text, IMAGES)) if each["kind"] != "PrfaaSPolicy"):
@@ -124,7 +105,7 @@ def test_pools_of_vllm_get_its_image_and_vllm_from_a_claim_that_binds_the_folder
     assert folder["spec"]["hostPath"]["path"] == f"{CACHE_PATH}/{environment_folder().name}"
 
 
-def test_a_python_that_no_release_of_debian_has_and_a_missing_vllm_are_told_with_the_cure(
+def test_an_unknown_python_and_a_missing_vllm_are_reported_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PRFAAS_CACHE_DIR", str(tmp_path))
@@ -143,14 +124,6 @@ def test_helm_gets_the_operators_image_in_two_values_and_the_connectors_in_one()
     assert operator_values(None) == []
 
 
-def test_prometheus_runs_the_image_that_was_built(layout: Layout):
-    parts = prometheus.manifests((layout.configs / "prometheus.yaml").read_text(), "prometheus:1")
-    deployment = next(part for part in parts if part["kind"] == "Deployment")
-    service = next(part for part in parts if part["kind"] == "Service")
-    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "prometheus:1"
-    assert service["spec"]["ports"][0]["nodePort"] == PROMETHEUS_NODE_PORT
-
-
 @pytest.mark.parametrize(
     ("shown", "mbps"),
     [
@@ -165,10 +138,7 @@ def test_the_rate_is_read_from_what_tc_shows(shown: str, mbps: float):
 
 
 def test_a_rate_that_no_link_has_is_refused_before_anything_is_done(monkeypatch: pytest.MonkeyPatch):
-    def work() -> Layout:
-        raise AssertionError("something was done before the rate was checked")
-
-    monkeypatch.setattr(cli, "layout", work)
+    monkeypatch.setattr(cli, "layout", lambda: pytest.fail("something was done before the rate was checked"))
     with pytest.raises(BadInputError, match="a link of -5"):
         cli.up(link_mbps=-5.0)
 
@@ -179,7 +149,9 @@ async def test_without_docker_the_reader_learns_how_to_get_it(tmp_path: Path, mo
         await daemon_answers()
 
 
-async def test_a_closed_socket_is_told_from_a_daemon_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_distinguishes_a_closed_socket_from_a_daemon_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = only(tmp_path, monkeypatch)
     program(folder, "docker", "echo 'Cannot connect to the Docker daemon' >&2; exit 1")
     assert not await daemon_answers()
@@ -196,9 +168,7 @@ async def test_a_daemon_that_is_not_ours_to_start_is_named_with_how_to_start_it(
         await ensure_daemon(layout, print)
 
 
-async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_skips_a_client_that_cannot_build_for_one_that_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = only(tmp_path, monkeypatch)
     program(folder, "docker", '[ "$1" = version ] && echo 28.2.2 || exit 1')
     with pytest.raises(ConfigError, match="docker-buildx"):
@@ -213,12 +183,12 @@ async def test_a_client_that_cannot_build_is_passed_over_for_one_that_can(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="asks what root lacks")
-def test_a_root_that_lacks_the_capability_is_known_by_its_mask():
+def test_recognizes_a_root_without_the_capability_by_its_mask():
     assert lacks_resource_capability("Name:\tx\nCapEff:\t000001fffeffffff\n")
     assert not lacks_resource_capability("Name:\tx\nCapEff:\t000001ffffffffff\n")
 
 
-def test_a_process_id_that_belongs_to_something_else_by_now_is_left_alone(layout: Layout):
+def test_ends_no_other_process_that_has_the_same_id_by_now(layout: Layout):
     layout.state.mkdir()
     assert our_daemon(layout) is None
     layout.daemon_pid.write_text(str(os.getpid()))
@@ -243,16 +213,16 @@ async def test_taking_down_what_is_not_there_removes_the_folder_and_is_no_error(
 
 
 async def test_what_is_removed_is_chosen_by_label_alone(monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[str, ...]] = []
+    calls: list[tuple[str, ...]] = []
 
     async def record(*words: str) -> str:
-        asked.append(words)
+        calls.append(words)
         return "one\ntwo" if words[0] == "ps" else ""
 
     monkeypatch.setattr(docker, "docker", record)
     await docker.remove_all(("ps -aq", "rm -fv"), "owner=us")
     await docker.remove_all(("network ls -q", "network rm"), "owner=us")
-    assert asked == [
+    assert calls == [
         ("ps", "-aq", "--filter", "label=owner=us"), ("rm", "-fv", "one", "two"),
         ("network", "ls", "-q", "--filter", "label=owner=us"),
     ]  # fmt: skip

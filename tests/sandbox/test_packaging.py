@@ -1,4 +1,4 @@
-"""The sandbox is a distribution of its own: neither the wheel nor the images that users install hold it."""
+"""The sandbox is a separate distribution: neither the wheel nor the images that users install hold it."""
 
 import tomllib
 from importlib.metadata import entry_points

@@ -58,13 +58,6 @@ async def test_pods_of_both_clusters_are_scraped_with_their_labels(sandbox, hub,
     }
 
 
-async def test_pods_of_both_clusters_reach_prometheus(sandbox, hub, member):
-    url = f"{sandbox.prometheus_internal_url}/api/v1/query?query=1"
-    fetch = f"import urllib.request; print(urllib.request.urlopen({url!r}).status)"
-    for pods in (hub, member):
-        assert await pods.output("ask", "python3", "-c", fetch) == "200\n"
-
-
 async def query(url: str, expression: str) -> list[dict[str, str]]:
     async with (
         aiohttp.ClientSession() as session,

@@ -1,4 +1,4 @@
-"""A proxy in the environment, as companies set it, is not asked for what runs on this machine."""
+"""A proxy in the environment, as companies set it, is not used for what runs on this machine."""
 
 import asyncio
 from collections.abc import AsyncIterator

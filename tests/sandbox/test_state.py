@@ -22,7 +22,7 @@ def test_holding_empties_and_names_the_owner(tmp_path):
     assert state.root.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path):
+def test_keeps_a_folder_with_other_things(tmp_path):
     (tmp_path / "thesis.txt").write_text("years")
     with pytest.raises(ConfigError, match="not a state folder of a sandbox"), StateFolder(tmp_path).hold():
         pass

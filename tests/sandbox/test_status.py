@@ -93,7 +93,7 @@ def test_conditions_keep_their_time_while_they_hold():
     assert unready["Ready"]["lastTransitionTime"] == NOW
 
 
-def test_a_container_tells_its_state_and_how_it_ended_before():
+def test_a_container_reports_its_state_and_how_it_ended_before():
     status = pod_status(pod(), [replace(LOOPING, restarts=2)], PLACE, NOW)["containerStatuses"][0]
     assert status["state"] == {"waiting": {"reason": "CrashLoopBackOff", "message": ""}}
     assert status["lastState"]["terminated"]["exitCode"] == 1

@@ -17,12 +17,12 @@ def test_files_are_written_replaced_and_removed(tmp_path):
     held = (tmp_path / "a").open("rb")
     with held:
         write_files(tmp_path, {"a": (b"longer", 0o644)})
-        assert held.read() == b"1"  # who reads the old file reads all of it
+        assert held.read() == b"1"  # a reader of the old file reads all of it
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {"a"}
     assert (tmp_path / "a").read_bytes() == b"longer"
 
 
-def test_an_unchanged_file_is_left_alone(tmp_path):
+def test_keeps_an_unchanged_file(tmp_path):
     write_files(tmp_path, {"a": (b"1", 0o644)})
     before = (tmp_path / "a").stat().st_ino
     write_files(tmp_path, {"a": (b"1", 0o644)})
@@ -49,9 +49,12 @@ def test_items_choose_and_rename():
 
 def test_what_the_node_lacks_is_listed():
     spec = {
+        "initContainers": [{"name": "first", "restartPolicy": "Always"}],
         "containers": [{"name": "c", "livenessProbe": {"grpc": {"port": 1}}}],
         "volumes": [{"name": "ok", "emptyDir": {}}, {"name": "disk", "persistentVolumeClaim": {"claimName": "x"}}],
     }
     assert unsupported_volumes({"spec": spec}) == ["disk (persistentVolumeClaim)"]
-    assert unsupported({"spec": spec}).endswith("volumes disk (persistentVolumeClaim); gRPC probes of c")
+    assert unsupported({"spec": spec}).endswith(
+        "sidecars first; volumes disk (persistentVolumeClaim); gRPC probes of c"
+    )
     assert unsupported({"spec": {"containers": [{"name": "c"}]}}) == ""

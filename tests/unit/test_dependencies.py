@@ -52,10 +52,10 @@ def closure(wanted: list[str]) -> set[str]:
             needed = requires(name) or []
         except PackageNotFoundError:  # for another platform
             continue
-        asked = {one.strip() for one in (extras or "").split(",")}
+        chosen = {one.strip() for one in (extras or "").split(",")}
         for line in needed:
             extra = re.search(r"""extra\s*==\s*["']([^"']+)""", line)
-            if extra is None or extra[1] in asked:
+            if extra is None or extra[1] in chosen:
                 wanted.append(line)
     return found
 

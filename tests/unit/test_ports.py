@@ -1,4 +1,4 @@
-"""Ports that are told to a process before it listens: different, free, and none that an outgoing connection takes."""
+"""Ports that a process gets before it listens: different, free, and none that an outgoing connection takes."""
 
 import errno
 import socket
@@ -30,7 +30,7 @@ def test_processes_with_different_parts_choose_different_ones(monkeypatch):
     assert sum(map(len, chosen)) == len(set.union(*chosen))
 
 
-def test_one_that_is_taken_is_left_out(monkeypatch):
+def test_skips_a_port_that_is_taken(monkeypatch):
     monkeypatch.delenv(PART_VARIABLE, raising=False)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_ports(1)[0]))
@@ -42,7 +42,7 @@ def test_one_that_is_taken_is_left_out(monkeypatch):
         assert refused.value.errno == errno.EADDRINUSE
 
 
-def test_an_address_of_another_machine_is_said_at_once():
+def test_reports_an_address_of_another_machine_at_once():
     with pytest.raises(OSError, match="assign"):
         free_ports(1, "192.0.2.1")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
+from prfaas_vllm.scheduling import WHOLE_PAGES_FROM
 
 from ..waiting import assert_freed
 from .engines import Answer, Engine, EngineHost, Running, reference_of
@@ -22,7 +23,6 @@ CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 TRANSFERS = "__import__('vllm.distributed.kv_transfer', fromlist=['x']).get_kv_transfer_group()._transfers"
-WHOLE_PAGES_FROM = 4
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
         time.sleep(1.5)
 
     def assert_nothing_is_held(self, free: tuple[int, int]) -> None:
-        """Fail unless both sides' memory comes back: at once, or where nobody told the source, after its lease. What
+        """Fail unless both sides' memory comes back: at once, or where the source hears nothing, after its lease. What
         never comes is a leak, and no question of time."""
         left = lambda: (self.source.free_pages(), self.destination.free_pages())  # noqa: E731
         assert_freed(
@@ -76,7 +76,7 @@ def start(
 
 
 def parallel(ranks: int) -> dict[str, Any]:
-    """Return an engine's options for so many tensor-parallel ranks; several are processes of their own."""
+    """Return an engine's options for so many tensor-parallel ranks; several are separate processes."""
     return {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp"} if ranks > 1 else {}
 
 
@@ -136,6 +136,6 @@ def reference(engine: Engine, pair: Pair, length: int) -> tuple[list[int], list[
     return ids, answer.tokens, answer.logprobs
 
 
-def alone(engine: Engine, ids: list[int], count: int = TOKENS) -> Answer:
+def answer_alone(engine: Engine, ids: list[int], count: int = TOKENS) -> Answer:
     engine.forget_prefixes()
     return engine.generate(ids, count)

@@ -1,7 +1,7 @@
 """vLLM's own check of disaggregated hybrids, on three OpenAI ports: the source, the destination, and what joins them.
 
 The claims and bounds are those of tests/v1/kv_connector/nixl_integration/test_hybrid_pd_consistency.py of the vLLM
-project (Apache-2.0, commit 1468ac9), written anew here. For hybrids the source stops one token short, and the
+project (Apache-2.0, commit 1468ac9), rewritten here. For hybrids the source stops one token short, and the
 destination computes that token with another kernel. So log probabilities need only be close, and a lost or stale state
 moves them by several nats.
 """

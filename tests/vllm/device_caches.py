@@ -75,7 +75,7 @@ def blocks_written_after_the_step() -> bool:
 
 
 def fetch_after_a_cache_was_completed() -> list[str]:
-    """What happens, in order, when a cache is completed and another one is asked for: an accelerator may still write
+    """What happens, in order, when a cache is completed and another one is requested: an accelerator may still write
     the first, whose blocks the second may have."""
     side, happened = Side("hub"), list[str]()
 
@@ -133,7 +133,7 @@ def layers_beside_a_draft() -> tuple[int, ...]:
 
 
 def ranks_alike_beside_a_draft() -> list[int]:
-    """How many of four ranks hold the same of a group: of a model with two heads alone, and with a draft of four."""
+    """How many of four ranks hold the same of a group: of a model with two heads only, and with a draft of four."""
 
     class Model(NamedTuple):
         heads: int
@@ -154,7 +154,7 @@ def ranks_alike_beside_a_draft() -> list[int]:
 
 
 def unlike_layers() -> str:
-    """What is said of a group that holds layers of two sizes, as sparse attention's indexer makes one."""
+    """What is reported of a group that holds layers of two sizes, as sparse attention's indexer makes one."""
     names = ["model.layers.0.attn", "model.layers.0.attn.indexer"]
     specs = [
         FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=8, dtype=torch.bfloat16) for heads in (2, 4)
@@ -169,7 +169,7 @@ def unlike_layers() -> str:
 
 
 def too_few_blocks() -> str:
-    """What is said of a part with more tokens than the request's blocks have."""
+    """What is reported of a part with more tokens than the request's blocks have."""
     (group,) = attention_groups(KVCacheLayout.LBNHC, ["model.layers.0.attn"])
     assert group.blocks_of([3, 1, 2], 16, 32) == [1, 2]
     try:
@@ -180,7 +180,7 @@ def too_few_blocks() -> str:
 
 
 def main() -> None:
-    said = {
+    results = {
         "written after the step": blocks_written_after_the_step(),
         "fetched after": fetch_after_a_cache_was_completed(),
         "waited for": devices_waited_for(),
@@ -190,7 +190,7 @@ def main() -> None:
         "unlike layers": unlike_layers(),
         "too few blocks": too_few_blocks(),
     }
-    print(json.dumps(said))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

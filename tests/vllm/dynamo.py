@@ -1,6 +1,6 @@
 """A Dynamo for tests: frontends and a mocker, which answers as an engine of vLLM would, without a model.
 
-Its packages are those of dynamo.lock.txt, in an environment of their own in the cache.
+Its packages are those of dynamo.lock.txt, in their own environment in the cache.
 """
 
 import asyncio

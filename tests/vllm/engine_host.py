@@ -1,4 +1,4 @@
-"""Runs in vLLM's own environment: imports vLLM once, then forks an engine or a server for everybody who asks.
+"""Runs in vLLM's own environment: imports vLLM once, then forks an engine or a server for each request.
 
 An import takes 20 s, a fork and a tiny model 3 s. The one argument is the number of a Unix socket. Each message on it
 is a JSON object:
@@ -33,8 +33,8 @@ def import_vllm() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # vLLM 0.32 multiplies by AMX tiles in its attention before anybody has asked the kernel for them: SIGILL when the
-    # first prompt has four tokens or fewer, as a destination's has. Children inherit what is asked for here.
+    # vLLM 0.32 multiplies by AMX tiles in its attention before any process has requested them: SIGILL when the
+    # first prompt has four tokens or fewer, as a destination's has. Children inherit what is requested here.
     torch.cpu._init_amx()
     import vllm.entrypoints.cli.main
     import vllm.entrypoints.llm
@@ -50,8 +50,8 @@ def import_vllm() -> None:
 def fork_engines_of_servers() -> None:
     """Have a server fork its engine, as it does for a GPU, and the engine compute.
 
-    For CPUs vLLM would spawn both an engine and a process that computes, to bind threads to cores, which nobody wants
-    here. Each would import vLLM anew: a server would take a minute of a core to start.
+    For CPUs vLLM would spawn both an engine and a process that computes, to bind threads to cores, which is not wanted
+    here. Each would import vLLM again: a server would take a minute of a core to start.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -73,8 +73,8 @@ def hold_streams(from_tokens: int, until: Path, *, dies: bool) -> None:
 
     update = Scheduler.update_from_output
 
-    def update_and_hold(scheduler: Any, *given: Any) -> Any:
-        found = update(scheduler, *given)
+    def update_and_hold(scheduler: Any, *arguments: Any) -> Any:
+        found = update(scheduler, *arguments)
         begun = [one for one in scheduler.requests.values() if one.num_output_tokens >= from_tokens]
         if dies and len(begun) > 1:
             until.touch()
@@ -96,7 +96,7 @@ def end_with(parent: int) -> None:
 def main(control: socket.socket) -> None:
     import_vllm()
     fork_engines_of_servers()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an engine ended but by its socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # only its socket shows how an engine ended
     host, started = os.getpid(), dict[str, int]()
     control.sendall(b"ready\n")
     while True:
@@ -120,7 +120,7 @@ def main(control: socket.socket) -> None:
 
 
 def be_child(wanted: dict[str, Any], descriptors: list[int]) -> None:
-    """Be what was asked for; never return."""
+    """Be the wanted child; never return."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(wanted["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -189,7 +189,7 @@ def serve(connection: Connection, engine: Any) -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     connection.send(("ready", {"page_tokens": engine.vllm_config.cache_config.block_size}))
     while True:
-        # Blocks whose transfer has not ended yet are given back in a step, which a server makes in its loop.
+        # Blocks whose transfer has not ended yet are freed in a step, which a server makes in its loop.
         busy = engine.has_unfinished_requests() or scheduler.has_requests()
         pinned = bool(scheduler.requests)
         while connection.poll(0 if busy else IDLE_SECONDS if pinned else None):
@@ -202,7 +202,7 @@ def serve(connection: Connection, engine: Any) -> None:
         for output in engine.step():
             connection.send(("tokens", output.request_id, describe(output)))
         if not scheduler.running and time.monotonic() - began < IDLE_SECONDS / 10:
-            time.sleep(IDLE_SECONDS / 10)  # all wait for caches: leave the core to whoever computes them
+            time.sleep(IDLE_SECONDS / 10)  # all wait for caches: leave the core to those that compute them
 
 
 def answer(connection: Connection, engine: Any, message: tuple) -> None:

@@ -1,4 +1,4 @@
-"""vLLM engines for tests: each in a process that `engine_host.py` forks, and asked over a socket of its own."""
+"""vLLM engines for tests: each in a process that `engine_host.py` forks, and used over its own socket."""
 
 import itertools
 import json
@@ -87,7 +87,7 @@ class Running:
                 raise NotInTime(f"{self.key} has no {count} tokens after {seconds:g} s")
 
     def abort(self) -> None:
-        """Tell the engine that nobody waits any more; the answer stays as it is."""
+        """Tell the engine that no caller waits; the answer stays as it is."""
         self.engine.tell("abort", self.key)
         self.engine.forget(self.key)
         self.done.cancel()
@@ -110,7 +110,7 @@ class Engine:
         self._sending = threading.Lock()
         self._keys = (f"{name}-{number}" for number in itertools.count())
         self._running: dict[str, Running] = {}
-        self._asked: dict[str, Future[Any]] = {}
+        self._values: dict[str, Future[Any]] = {}
         self._ready: Future[dict[str, Any]] = Future()
         threading.Thread(target=self._read, name=f"reads {name}", daemon=True).start()
 
@@ -137,9 +137,9 @@ class Engine:
     def evaluate(self, expression: str, seconds: float = ANSWER_SECONDS) -> Any:
         """The value of an expression over `engine` (LLMEngine), `core` (EngineCore) and `os`, between two steps."""
         key = next(self._keys)
-        asked = self._asked[key] = Future()
+        future = self._values[key] = Future()
         self.tell("evaluate", key, expression)
-        return in_time(asked, f"{self.name}'s value of {expression}", seconds)
+        return in_time(future, f"{self.name}'s value of {expression}", seconds)
 
     def free_pages(self) -> int:
         return self.evaluate("core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()")
@@ -171,7 +171,7 @@ class Engine:
             error = self._ended()
         except EngineError as found:
             error = found
-        for waiting in (self._ready, *self._asked.values(), *(one.done for one in self._running.values())):
+        for waiting in (self._ready, *self._values.values(), *(one.done for one in self._running.values())):
             if not waiting.done():
                 waiting.set_exception(error)
 
@@ -186,10 +186,10 @@ class Engine:
             if running is not None:  # else it was aborted
                 running.extend(new)
         elif kind == "value":
-            self._asked.pop(rest[0]).set_result(rest[1])
+            self._values.pop(rest[0]).set_result(rest[1])
         else:
             key, text = rest
-            waiting = self._asked.pop(key, None) or self._running.pop(key).done
+            waiting = self._values.pop(key, None) or self._running.pop(key).done
             waiting.set_exception(EngineError(f"{self.name}: {text}"))
 
     def _ended(self) -> EngineError:
@@ -246,7 +246,7 @@ class EngineHost:
 
     def serve(self, name: str, flags: Sequence[str], variables: Mapping[str, str] | None = None) -> Path:
         """Fork `vllm serve` for the model, with these flags besides; return its log."""
-        # Its engine is a process of its own, as it always is; what it forks has imported vLLM, too.
+        # Its engine is a separate process, as it always is; what it forks has imported vLLM, too.
         processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
         return self._start({"name": name, "flags": [str(self._model), *flags]}, processes | dict(variables or {}), [])
 
@@ -255,10 +255,10 @@ class EngineHost:
         ours, theirs = socket.socketpair()
         with theirs:
             log = self._start({"name": script, "script": str(HOST.with_name(script))}, {}, [theirs.fileno()])
-        with ours, ours.makefile() as said:
+        with ours, ours.makefile() as output:
             ours.settimeout(START_SECONDS)
             try:
-                lines = said.readlines()
+                lines = output.readlines()
             except TimeoutError as error:
                 raise NotInTime(f"{script} has no result after {START_SECONDS:g} s") from error
         if not lines:

@@ -1,4 +1,4 @@
-"""Runs in vLLM's own environment: caches of Kimi Linear's kinds (KDA and MLA), which vLLM computes on GPUs alone.
+"""Runs in vLLM's own environment: caches of Kimi Linear's kinds (KDA and MLA), which vLLM computes only on GPUs.
 
 Their groups are made by vLLM's own classes, their memory as vLLM lays it out: one buffer, padded pages, states as
 strided views. Random bytes cross from one to the other through two movers. Prints JSON: what was compared.

@@ -3,7 +3,7 @@
 Each rank's memory is cut out of one model's by its axes, as vLLM lays it out on GPUs: KDA, GDN with channels first in
 its convolution, attention with the heads inside a row and fewer of them than ranks, and MLA, which all ranks hold.
 Prints JSON: of each pair of numbers the groups that arrived otherwise than the destination's engine would have them,
-before the ranks have given each other their shares and after, and how often each layer has crossed.
+before the ranks have exchanged their shares and after, and how often each layer has crossed.
 """
 
 import json
@@ -151,18 +151,18 @@ class Gathering:
     """Stands for the library of a GPU's ranks: each gives a tensor, and gets those of all."""
 
     def __init__(self, ranks: int):
-        self._given: list[torch.Tensor | None] = [None] * ranks
+        self._tensors: list[torch.Tensor | None] = [None] * ranks
         self._all_gave, self._all_took = threading.Barrier(ranks, timeout=10), threading.Barrier(ranks, timeout=10)
 
-    def gather(self, rank: int, given: torch.Tensor) -> Sequence[torch.Tensor]:
-        self._given[rank] = given
+    def gather(self, rank: int, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+        self._tensors[rank] = tensor
         self._all_gave.wait()
-        found = torch.stack(self._given).unbind()
+        found = torch.stack(self._tensors).unbind()
         self._all_took.wait()
         return found
 
 
-def nobody(_given: torch.Tensor) -> Sequence[torch.Tensor]:
+def refuse_exchange(_tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     raise AssertionError("a source, or one rank alone, has nothing to exchange")
 
 
@@ -179,8 +179,8 @@ def count_landed(taker: Rank, crossed: Counter[tuple[int, int]]) -> None:
 
 def cross(sources: int, destinations: int) -> dict[str, object]:
     gathering, crossed = Gathering(destinations), Counter[tuple[int, int]]()
-    gather = (lambda at: partial(gathering.gather, at)) if destinations > 1 else lambda _: nobody
-    givers = [Rank(RankOf(at, sources), nobody, is_empty=False) for at in range(sources)]
+    gather = (lambda at: partial(gathering.gather, at)) if destinations > 1 else lambda _: refuse_exchange
+    givers = [Rank(RankOf(at, sources), refuse_exchange, is_empty=False) for at in range(sources)]
     takers = [Rank(RankOf(at, destinations), gather(at), is_empty=True) for at in range(destinations)]
     assert all(one.wrong() == list(KINDS) for one in takers)
     leg = {"transfer_id": secrets.token_hex(16), "epoch": 7, "token": "secret", "host": "127.0.0.1"}

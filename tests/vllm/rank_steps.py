@@ -1,4 +1,4 @@
-"""Runs in vLLM's own environment: the transfers of one rank, with a mover that only writes down what it is told.
+"""Runs in vLLM's own environment: the transfers of one rank, with a mover that only records its calls.
 
 Prints JSON: of each test below how it failed, empty if it did not.
 """
@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 from kda_caches import DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
-from rank_caches import Rank, nobody
+from rank_caches import Rank, refuse_exchange
 
 from prfaas.errors import PeerError
 from prfaas_transfer.mover.messages import CopyPart, EndedFetch
@@ -34,24 +34,24 @@ STATES = [CopyPart(LINEAR, layer) for layer in (0, 1, 2, 4)]
 NOTHING = (set(), set(), set())
 
 
-class Told:
-    """A mover that writes down what it is told, with the values."""
+class Recorder:
+    """A mover that records its calls, with the values."""
 
-    def __init__(self, _options: object, _memory: object, on_offer_over: Callable, on_fetch_over: Callable):
+    def __init__(self, _options: object, _memory: object, on_offer_end: Callable, on_fetch_end: Callable):
         self.calls: list[tuple[Any, ...]] = []
-        self.on_offer_over, self.on_fetch_over = on_offer_over, on_fetch_over
+        self.on_offer_end, self.on_fetch_end = on_offer_end, on_fetch_end
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *given: self.calls.append((name, *given))
+        return lambda *values: self.calls.append((name, *values))
 
-    def said(self, name: str) -> list[tuple[Any, ...]]:
+    def take(self, name: str) -> list[tuple[Any, ...]]:
         """The values of all calls of one name; they are forgotten."""
         found = [call[1:] for call in self.calls if call[0] == name]
         self.calls = [call for call in self.calls if call[0] != name]
         return found
 
 
-transfers.MoverClient = Told  # type: ignore[misc]
+transfers.MoverClient = Recorder  # type: ignore[misc]
 
 
 def source(goal: int = GOAL, request_id: str = "s", **leg: Any) -> SourceStart:
@@ -67,16 +67,16 @@ def begun(goal: int = GOAL) -> Side:
     """A source whose request has come."""
     side = Side("eu")
     side.step(StepPlan(starts=[source(goal)]))
-    assert len(side.transfers.mover.said("announce")) == 1
+    assert len(side.transfers.mover.take("announce")) == 1
     return side
 
 
 def put(side: Side, before: int, computed: int) -> tuple[list[CopyPart], bool]:
     """The parts that a step hands on, and whether they were the last ones."""
     side.step(StepPlan(steps=[SourceStep("s", before, computed, BLOCKS)]))
-    told = side.transfers.mover.said("put")
-    assert {key for key, _ in told} <= {KEY}
-    return [part for _, parts in told for part in parts], bool(side.transfers.mover.said("finish"))
+    puts = side.transfers.mover.take("put")
+    assert {key for key, _ in puts} <= {KEY}
+    return [part for _, parts in puts for part in parts], bool(side.transfers.mover.take("finish"))
 
 
 def rows(start_token: int, end_token: int) -> list[CopyPart]:
@@ -128,15 +128,15 @@ def test_a_step_across_the_goal_has_no_state_there_and_ends_the_offer_with_both_
     side = begun(goal=192)
     put(side, 0, 128)
     assert put(side, 128, 193) == ([], False)
-    assert side.transfers.mover.said("fail") == [(KEY, "no state at token 192: a step went from 128 to 193")]
+    assert side.transfers.mover.take("fail") == [(KEY, "no state at token 192: a step went from 128 to 193")]
 
 
 def test_a_state_whose_block_vllm_took_back_ends_the_offer():
     side = begun()
-    gone = ([*SOURCE_BLOCKS["kda"][:-1], 0], SOURCE_BLOCKS["mla"])
-    side.step(StepPlan(steps=[SourceStep("s", 0, GOAL, gone)]))
-    assert side.transfers.mover.said("fail") == [(KEY, "no state at token 256: a step went from 0 to 256")]
-    assert side.transfers.mover.said("finish") == []
+    blocks = ([*SOURCE_BLOCKS["kda"][:-1], 0], SOURCE_BLOCKS["mla"])
+    side.step(StepPlan(steps=[SourceStep("s", 0, GOAL, blocks)]))
+    assert side.transfers.mover.take("fail") == [(KEY, "no state at token 256: a step went from 0 to 256")]
+    assert side.transfers.mover.take("finish") == []
 
 
 def test_many_blocks_leave_in_frames_of_a_bounded_size():
@@ -165,7 +165,7 @@ def test_a_part_is_read_from_the_blocks_of_its_tokens_and_a_state_as_it_was_at_t
 def test_a_part_lands_in_the_blocks_of_its_tokens_and_nowhere_else():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination()]))
-    assert [(one.key, one.start_token, one.end_token) for (one,) in side.transfers.mover.said("fetch")] == [
+    assert [(one.key, one.start_token, one.end_token) for (one,) in side.transfers.mover.take("fetch")] == [
         ("d", 64, GOAL)
     ]
     before = {kind: [side.bytes_of(kind, block) for block in range(12)] for kind in ("kda", "mla")}
@@ -180,7 +180,7 @@ def test_a_part_lands_in_the_blocks_of_its_tokens_and_nowhere_else():
 
 def test_nothing_lands_where_a_request_has_no_block():
     side = Side("hub")
-    side.step(StepPlan(fetches=[destination(goal=192)]))  # its state's block is 0, which is nobody's
+    side.step(StepPlan(fetches=[destination(goal=192)]))  # its state's block is 0, which is of no request
     state = memoryview(bytearray(side.groups[LINEAR].layout.nbytes))
     assert fails(lambda: side.transfers.land("d", CopyPart(LINEAR, 4), state)) == (
         "rows from token 192 have no block here"
@@ -220,12 +220,12 @@ def test_only_a_request_that_is_revoked_waits_for_its_copy_and_gives_nothing_aft
         may_end.set()
         revoking.result(10)
         copy.result(10)
-    assert side.transfers.mover.said("fail") == [(KEY, "its memory is needed")]
+    assert side.transfers.mover.take("fail") == [(KEY, "its memory is needed")]
     for part in (CopyPart(ATTENTION, 3, 0, 64), CopyPart(LINEAR, 0)):
         assert fails(lambda part=part: loaded(side, part)) == "the request has lost its blocks"
 
 
-def test_a_copy_that_fails_holds_up_nobody():
+def test_a_copy_that_fails_delays_no_other():
     side = begun()
     put(side, 0, GOAL)
     assert fails(lambda: loaded(side, CopyPart(ATTENTION, 3, 192, 128)))
@@ -233,37 +233,37 @@ def test_a_copy_that_fails_holds_up_nobody():
         pool.submit(side.step, StepPlan(revoked={"s": "why"})).result(10)
 
 
-def test_a_sources_blocks_are_free_when_its_request_and_its_offer_are_over_and_not_before():
+def test_a_sources_blocks_are_free_when_its_request_and_its_offer_have_ended_and_not_before():
     for is_request_first in (True, False):
         side = begun()
         put(side, 0, GOAL)
         found = side.transfers
         if is_request_first:
             assert found.results({"s", "no source"}, is_idle=True) == NOTHING
-            found.mover.on_offer_over(KEY)
+            found.mover.on_offer_end(KEY)
             assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
         else:
-            found.mover.on_offer_over(KEY)
+            found.mover.on_offer_end(KEY)
             assert found.results(set(), is_idle=True) == NOTHING
             assert found.results({"s", "no source"}, is_idle=True) == ({"s"}, set(), set())
         assert found.results({"s"}, is_idle=True) == NOTHING, "once"
         assert_nothing_is_kept(found)
 
 
-def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_goes_on():
+def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_continues():
     side = begun()
     side.step(StepPlan(starts=[source(request_id="again")]))
-    assert side.transfers.mover.said("announce") == []
+    assert side.transfers.mover.take("announce") == []
     assert side.transfers.results({"again"}, is_idle=True) == ({"again"}, set(), set())
     assert put(side, 0, GOAL) == (rows(0, GOAL) + STATES, True)
 
 
-def test_a_fetch_that_came_and_one_that_failed_are_told_once_each_and_the_failure_to_all_ranks():
+def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_failure_to_all_ranks():
     side = Side("hub")
     for reason in ("", "the source died"):
         side.step(StepPlan(fetches=[destination()]))
         assert side.transfers.results(set(), is_idle=True) == NOTHING
-        side.transfers.mover.on_fetch_over(EndedFetch("d", reason))
+        side.transfers.mover.on_fetch_end(EndedFetch("d", reason))
         assert side.transfers.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if reason else set())
         assert side.transfers.take_failed() == ({"d"} if reason else set())
         assert side.transfers.take_failed() == set()
@@ -271,65 +271,65 @@ def test_a_fetch_that_came_and_one_that_failed_are_told_once_each_and_the_failur
         assert_nothing_is_kept(side.transfers)
 
 
-def test_a_fetch_is_cancelled_when_its_request_is_over_or_another_rank_has_failed():
+def test_a_fetch_is_cancelled_when_its_request_has_ended_or_another_rank_has_failed():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination(), destination(request_id="other")]))
     side.transfers.results({"s"}, is_idle=True)
-    assert side.transfers.mover.said("cancel_fetch") == []
+    assert side.transfers.mover.take("cancel_fetch") == []
     side.transfers.results({"d"}, is_idle=True)
-    assert side.transfers.mover.said("cancel_fetch") == [("d",)]
+    assert side.transfers.mover.take("cancel_fetch") == [("d",)]
     side.step(StepPlan(in_vain={"other"}))
-    assert side.transfers.mover.said("cancel_fetch") == [("other",)]
+    assert side.transfers.mover.take("cancel_fetch") == [("other",)]
 
 
-def test_a_cache_in_slices_is_sent_when_all_of_them_are_over():
-    rank = Rank(RankOf(0, 1), nobody, is_empty=False)
+def test_a_cache_in_slices_is_sent_when_all_of_them_have_ended():
+    rank = Rank(RankOf(0, 1), refuse_exchange, is_empty=False)
     rank.step(StepPlan(starts=[source(64, ranks=2)], steps=[SourceStep("s", 0, 64, ([1, 2, 3, 4],) * 4)]))
     found = rank.transfers
     keys = [f"{KEY}/0", f"{KEY}/1"]
-    assert [one.key for (one,) in found.mover.said("announce")] == keys
-    assert [key for key, _ in found.mover.said("finish")] == keys
-    found.mover.on_offer_over(keys[1])
+    assert [one.key for (one,) in found.mover.take("announce")] == keys
+    assert [key for key, _ in found.mover.take("finish")] == keys
+    found.mover.on_offer_end(keys[1])
     assert found.results({"s"}, is_idle=True) == NOTHING
     rank.step(StepPlan(revoked={"s": "why"}))
-    assert found.mover.said("fail") == [(keys[0], "why")]
-    found.mover.on_offer_over(keys[0])
+    assert found.mover.take("fail") == [(keys[0], "why")]
+    found.mover.on_offer_end(keys[0])
     assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
     assert_nothing_is_kept(found)
 
 
 def test_slices_come_all_or_in_vain_and_the_first_that_fails_ends_the_others():
-    rank = Rank(RankOf(0, 1), nobody, is_empty=True)
+    rank = Rank(RankOf(0, 1), refuse_exchange, is_empty=True)
     found = rank.transfers
     for reasons in (("", ""), ("", "lost"), ("lost", ""), ("lost", "cancelled")):
         rank.step(StepPlan(fetches=[Fetching("d", destination(ranks=2).leg, 0, 64, ([1, 2, 3, 4],) * 4)]))
-        messages = [one for (one,) in found.mover.said("fetch")]
+        messages = [one for (one,) in found.mover.take("fetch")]
         assert [(one.key, one.port) for one in messages] == [("d/0", 9000), ("d/1", 9001)]
-        found.mover.on_fetch_over(EndedFetch("d/0", reasons[0]))
-        assert found.mover.said("cancel_fetch") == ([("d/1",)] if reasons[0] else [])
+        found.mover.on_fetch_end(EndedFetch("d/0", reasons[0]))
+        assert found.mover.take("cancel_fetch") == ([("d/1",)] if reasons[0] else [])
         assert found.results(set(), is_idle=True) == NOTHING
-        found.mover.on_fetch_over(EndedFetch("d/1", reasons[1]))
+        found.mover.on_fetch_end(EndedFetch("d/1", reasons[1]))
         is_lost = any(reasons)
         assert found.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if is_lost else set())
         assert found.take_failed() == ({"d"} if is_lost else set())
         assert_nothing_is_kept(found)
 
 
-def test_a_source_that_is_not_wanted_hears_it_at_each_port_for_the_rank_that_it_offers():
-    for own, ranks, told in (
+def test_declines_an_unwanted_source_at_each_port_for_the_rank_that_it_offers():
+    for own, ranks, expected in (
         (RankOf(0, 1), 0, [(9000, 0)]),
         (RankOf(1, 2), 2, [(9001, 1)]),
         (RankOf(1, 2), 4, [(9002, 2), (9003, 3)]),
         (RankOf(3, 4), 2, [(9001, 3)]),
         (RankOf(0, 2), 3, []),
     ):
-        rank = Rank(own, nobody, is_empty=True)
+        rank = Rank(own, refuse_exchange, is_empty=True)
         rank.step(StepPlan(declined=[DeclineFetch("d", destination(ranks=ranks).leg)]))
-        assert [(one.port, one.rank) for (one,) in rank.transfers.mover.said("decline")] == told, own
+        assert [(one.port, one.rank) for (one,) in rank.transfers.mover.take("decline")] == expected, own
 
 
 def test_ranks_that_do_not_divide_keep_no_blocks_and_bring_nothing():
-    rank = Rank(RankOf(0, 2), nobody, is_empty=False)
+    rank = Rank(RankOf(0, 2), refuse_exchange, is_empty=False)
     fetching = Fetching("d", destination(ranks=3).leg, 0, 64, ([1, 2, 3, 4],) * 4)
     rank.step(StepPlan(starts=[source(64, ranks=3)], fetches=[fetching]))
     assert rank.transfers.mover.calls == []
@@ -340,21 +340,21 @@ def test_ranks_that_do_not_divide_keep_no_blocks_and_bring_nothing():
 def test_steps_of_an_accelerator_are_handed_on_one_after_another_when_their_kernels_are_done():
     done = [threading.Event(), threading.Event()]
     waiting = [SimpleNamespace(synchronize=lambda event=event: event.wait(10)) for event in done]
-    told = threading.Event()
+    finished = threading.Event()
     side = begun()
-    side.transfers.mover.finish = lambda *_: told.set()
+    side.transfers.mover.finish = lambda *_: finished.set()
     with patch.object(transfers, "started_kernels", lambda _: waiting.pop(0)):
         side.step(StepPlan(steps=[SourceStep("s", 0, 64, BLOCKS)]))
         side.step(StepPlan(steps=[SourceStep("s", 64, GOAL, BLOCKS)]))
     done[1].set()
-    assert not told.wait(0.3)
-    assert side.transfers.mover.said("put") == []
+    assert not finished.wait(0.3)
+    assert side.transfers.mover.take("put") == []
     done[0].set()
-    assert told.wait(10)
-    assert [parts for _, parts in side.transfers.mover.said("put")] == [rows(0, 64), rows(64, GOAL) + STATES]
+    assert finished.wait(10)
+    assert [parts for _, parts in side.transfers.mover.take("put")] == [rows(0, 64), rows(64, GOAL) + STATES]
 
 
-def test_all_ranks_get_what_each_has_given_in_the_order_of_ranks():
+def test_all_ranks_get_the_tensors_of_all_in_the_order_of_ranks():
     """By the library with which vLLM's ranks compute together on CPUs."""
     fork = multiprocessing.get_context("fork")
     with tempfile.NamedTemporaryFile() as store:
@@ -371,9 +371,9 @@ def test_all_ranks_get_what_each_has_given_in_the_order_of_ranks():
 def give(rank: int, store: str, answer: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, device_group=torch.distributed.group.WORLD)
-    given = torch.arange(10 * (rank + 1), 10 * (rank + 1) + 4, dtype=torch.uint8).view(2, 2)
+    tensor = torch.arange(10 * (rank + 1), 10 * (rank + 1) + 4, dtype=torch.uint8).view(2, 2)
     with patch.object(connector, "get_tp_group", lambda: group):
-        answer.send([part.tolist() for part in connector._all_ranks(given)])
+        answer.send([part.tolist() for part in connector._all_ranks(tensor)])
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ def outcome(url: str, path: str, body: dict[str, Any]) -> tuple[str, str, str]:
     request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=120) as answer:
-            told = answer.headers
-            return told[headers.DECISION], told[headers.OUTCOME], answer.read().decode()
+            head = answer.headers
+            return head[headers.DECISION], head[headers.OUTCOME], answer.read().decode()
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{path}: {error.code}: {error.read().decode()}") from error
 

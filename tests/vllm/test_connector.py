@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from prfaas.ports import free_ports
+from prfaas_vllm.scheduling import goal_of
 
 from ..waiting import eventually
-from .connected import TOKENS, TRANSFERS, WHOLE_PAGES_FROM, Pair, alone, prompt_of, reference, started
+from .connected import TOKENS, TRANSFERS, Pair, answer_alone, prompt_of, reference, started
 from .engines import Engine, EngineHost
 
 (METRICS_PORT,) = free_ports(1)
@@ -36,9 +37,7 @@ def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()
     free = pair.source.free_pages(), pair.destination.free_pages()
-    page = pair.destination.page_tokens
-    pages = (length - 1) // page
-    goal = pages * page if pages >= WHOLE_PAGES_FROM else length - 1
+    goal = goal_of(length, pair.destination.page_tokens)
     for forgets in ((), (pair.source,), (pair.destination,), ()):
         for engine in forgets:
             engine.forget_prefixes()
@@ -84,7 +83,7 @@ def test_a_stale_epoch_or_a_wrong_token_brings_nothing_and_the_prompt_is_compute
     reference_engine: Engine, pair: Pair
 ):
     ids = prompt_of(700, 1)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     free = pair.source.free_pages(), pair.destination.free_pages()
     for wrong in ({"epoch": 5}, {"token": "other"}, {"transfer_id": "0" * 32}, {"port": 1}):
         pair.destination.forget_prefixes()
@@ -93,14 +92,14 @@ def test_a_stale_epoch_or_a_wrong_token_brings_nothing_and_the_prompt_is_compute
         answer = pair.destination.generate(ids, TOKENS, {"prfaas": destination["prfaas"] | wrong})
         assert (answer.tokens, answer.logprobs) == (wanted.tokens, wanted.logprobs), wrong
         assert answer.cached_tokens == 0, wrong
-        assert pair.source.free_pages() < free[0], "the offer stands, for who has the right words"
+        assert pair.source.free_pages() < free[0], "the offer stands, for a request with the right words"
         pair.destination.generate(ids, 1, destination)  # declines it: by now its own cache has all of it
     pair.assert_nothing_is_held(free)
 
 
 def test_a_cache_of_other_tokens_is_refused_also_where_they_are_as_many(reference_engine: Engine, pair: Pair):
     theirs, ids = prompt_of(1500, 11), prompt_of(1500, 12)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()
     free = pair.source.free_pages(), pair.destination.free_pages()
@@ -128,7 +127,7 @@ def test_a_destination_that_leaves_in_the_middle_gives_the_memory_back_on_both_s
 
 def test_a_source_that_is_aborted_in_the_middle_costs_the_destination_only_time(reference_engine: Engine, pair: Pair):
     ids = prompt_of(3500, 3)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()
     free = pair.source.free_pages(), pair.destination.free_pages()
@@ -142,7 +141,7 @@ def test_a_source_that_is_aborted_in_the_middle_costs_the_destination_only_time(
 
 def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(reference_engine: Engine, pair: Pair):
     ids = prompt_of(1500, 4)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     pair.source.forget_prefixes()
     pair.destination.forget_prefixes()
     free = pair.source.free_pages(), pair.destination.free_pages()
@@ -151,7 +150,7 @@ def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(r
         before = sent_bytes()
         source, destination = pair.offload(ids)
         source.result()
-        # A source that nobody asked keeps its cache longer.
+        # A source without a request keeps its cache longer.
         eventually(lambda before=before: sent_bytes() > before, "a part has crossed")
         side.evaluate(f"{TRANSFERS}.mover._process.kill()")
         answer = destination.result()

@@ -11,7 +11,7 @@ from prfaas.wire.frames import DATA_KINDS
 
 from ..unit.tls.mounts import Mount
 from ..unit.worker.transfer_proxy import CutError, Proxy, Seen
-from .connected import TOKENS, TRANSFERS, Pair, alone, prompt_of, reference, started
+from .connected import TOKENS, TRANSFERS, Pair, answer_alone, prompt_of, reference, started
 from .engines import Engine, EngineHost
 
 YEAR = identity.valid_for(datetime.datetime.now(datetime.UTC), 365)
@@ -44,7 +44,7 @@ def test_caches_cross_inside_mutual_tls_and_only_from_the_cluster_that_was_named
     answer = secured.offload(ids, cluster="eu")[1].result()
     assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
     assert answer.cached_tokens > 0
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     for cluster in ("us", "hub"):
         secured.destination.forget_prefixes()
         answer = secured.offload(ids, cluster=cluster)[1].result()
@@ -52,11 +52,11 @@ def test_caches_cross_inside_mutual_tls_and_only_from_the_cluster_that_was_named
     assert "the peer is of cluster 'eu' and 'us' was expected" in secured.destination.log.read_text()
 
 
-def test_a_destination_without_a_certificate_gets_nothing_and_hears_what_to_do(
+def test_a_destination_without_a_certificate_gets_nothing_and_learns_what_to_do(
     reference_engine: Engine, secured: Pair, plain: Pair
 ):
     ids = prompt_of(LENGTH, 7)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     source, destination = secured.legs()
     secured.source.submit(ids, 1, source)
     answer = plain.destination.generate(ids, TOKENS, destination)
@@ -91,7 +91,7 @@ def damage_once(number: int):
 
 
 @pytest.mark.parametrize("trouble", [cut_once(1), cut_once(5), damage_once(3)], ids=["cut at once", "cut", "damaged"])
-def test_a_broken_or_damaged_connection_goes_on_where_it_was(reference_engine: Engine, plain: Pair, trouble):
+def test_a_broken_or_damaged_connection_continues_where_it_was(reference_engine: Engine, plain: Pair, trouble):
     ids, tokens, logprobs = reference(reference_engine, plain, LENGTH)
     plain.source.forget_prefixes()
     plain.destination.forget_prefixes()
@@ -106,7 +106,7 @@ def test_a_broken_or_damaged_connection_goes_on_where_it_was(reference_engine: E
 
 def test_models_that_differ_refuse_each_other_by_name(engine_host: EngineHost, reference_engine: Engine, plain: Pair):
     ids = prompt_of(LENGTH, 8)
-    wanted = alone(reference_engine, ids)
+    wanted = answer_alone(reference_engine, ids)
     plain.destination.forget_prefixes()
     mover = f"{TRANSFERS}.mover"
     plain.source.evaluate(

@@ -9,44 +9,44 @@ from .engines import EngineHost
 
 
 @pytest.fixture(scope="module")
-def said(engine_host: EngineHost) -> dict[str, Any]:
+def facts(engine_host: EngineHost) -> dict[str, Any]:
     return json.loads(engine_host.run("device_caches.py"))
 
 
-def test_blocks_leave_when_the_kernels_that_write_them_are_done(said):
-    assert said["written after the step"]
+def test_blocks_leave_when_the_kernels_that_write_them_are_done(facts):
+    assert facts["written after the step"]
 
 
-def test_no_cache_comes_while_another_is_completed(said):
+def test_no_cache_comes_while_another_is_completed(facts):
     """An aborted request's blocks may be the next one's while the kernels that complete its cache still run."""
-    assert said["fetched after"] == ["first", "completed", "second", "third"]
+    assert facts["fetched after"] == ["first", "completed", "second", "third"]
 
 
-def test_a_landed_part_is_waited_for_on_its_own_device(said):
-    assert said["waited for"] == ["meta"]
+def test_a_landed_part_is_waited_for_on_its_own_device(facts):
+    assert facts["waited for"] == ["meta"]
 
 
-def test_a_layout_for_gpus_is_taken_and_is_not_that_of_cpus(said):
+def test_a_layout_for_gpus_is_accepted_and_is_not_that_of_cpus(facts):
     """Tokens before heads is what vLLM chooses first where its kernels want nothing else."""
-    assert said["layouts"] == {
+    assert facts["layouts"] == {
         "LBHNC": "FullAttentionSpec 2 heads of 8 bfloat16 2x16x16 cuda",
         "LBNHC": "FullAttentionSpec 2 heads of 8 bfloat16 16x2x16 cuda",
     }
 
 
-def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(said):
-    assert said["beside a draft"] == [0, 1, 2, 3]
+def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(facts):
+    assert facts["beside a draft"] == [0, 1, 2, 3]
 
 
-def test_ranks_that_share_a_models_head_may_each_have_one_of_its_draft(said):
+def test_ranks_that_share_a_models_head_may_each_have_one_of_its_draft(facts):
     """vLLM puts layers of one form into one group. A layer that crossed as if two ranks held the same would have one
     rank's heads on both."""
-    assert said["ranks alike"] == [2, 2, 1]
+    assert facts["ranks alike"] == [2, 2, 1]
 
 
-def test_a_group_of_unlike_layers_is_refused_by_name(said):
-    assert said["unlike layers"].startswith("the caches of model.layers.0.attn and model.layers.0.attn.indexer differ")
+def test_a_group_of_unlike_layers_is_refused_by_name(facts):
+    assert facts["unlike layers"].startswith("the caches of model.layers.0.attn and model.layers.0.attn.indexer differ")
 
 
-def test_a_part_of_which_blocks_are_missing_ends_its_transfer(said):
-    assert said["too few blocks"] == "the request has 2 of 3 blocks from token 16 on"
+def test_a_part_of_which_blocks_are_missing_ends_its_transfer(facts):
+    assert facts["too few blocks"] == "the request has 2 of 3 blocks from token 16 on"

@@ -12,11 +12,10 @@ from prfaas_worker.assets import model_directory
 
 from ..waiting import assert_freed
 from .conftest import MODEL
-from .engines import Engine, EngineError, EngineHost, reference_of
-from .servers import StartServer
+from .engines import Engine, EngineHost, reference_of
 
 ROOT = Path(__file__).parents[2]
-# Started by a test as pytest would start it, with a process of its own to be killed.
+# Started by a test as pytest would start it, with its own process to be killed.
 SESSION = """
 import sys, time
 from pathlib import Path
@@ -55,25 +54,6 @@ def test_a_request_is_aborted_and_its_pages_come_back(other: Engine):
     assert other.generate(prompt_of(5), 2).finish_reason == "length"
     other.forget_prefixes()
     assert other.free_pages() == free
-
-
-def test_what_vllm_refuses_is_told(other: Engine):
-    with pytest.raises(EngineError, match="maximum"):
-        other.generate(prompt_of(5000), 1)
-
-
-def test_a_killed_engine_fails_what_it_was_asked(engine_host: EngineHost):
-    engine = engine_host.start("killed").wait_ready()
-    running = engine.submit(prompt_of(300), 3000)
-    running.wait_tokens(1)
-    engine_host.kill(engine)
-    with pytest.raises(EngineError, match="killed has ended"):
-        running.result(10)
-
-
-def test_a_server_that_cannot_start_says_why_at_once(start_server: StartServer):
-    with pytest.raises(AssertionError, match="no-such-flag"):
-        start_server("--no-such-flag").wait_ready()
 
 
 def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path: Path):

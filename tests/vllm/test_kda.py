@@ -9,10 +9,10 @@ from .engines import EngineHost
 
 
 def test_kda_states_and_mla_pages_cross_into_other_blocks_and_nothing_else_changes(engine_host: EngineHost):
-    said = json.loads(engine_host.run("kda_caches.py"))
-    assert (said["received"], said["failed"]) == (["d"], [])
-    assert said["same"] == {"state": True, "pages": [False, True, True, True], "others": False}
-    (_, state, state_types), (_, page, page_types) = said["groups"]
+    result = json.loads(engine_host.run("kda_caches.py"))
+    assert (result["received"], result["failed"]) == (["d"], [])
+    assert result["same"] == {"state": True, "pages": [False, True, True, True], "others": False}
+    (_, state, state_types), (_, page, page_types) = result["groups"]
     assert state.startswith("MambaSpec")
     assert page == "MLAAttentionSpec 1 heads of 576 bfloat16 64x576 cpu"
     assert (state_types, page_types) == (["bfloat16", "float32"], ["bfloat16"])

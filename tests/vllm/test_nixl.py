@@ -60,15 +60,15 @@ def test_an_offloaded_prompt_is_answered_as_by_one_server(pair: Pair, length: in
     """As for `reference_of`, the prompt's last token is the first of an answer."""
     ids = [random.Random(length).randrange(256) for _ in range(length - 1)]
     sampling = {"temperature": 0, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
-    alone = pair.source.post("/v1/completions", prompt=ids, max_tokens=TOKENS + 1, **sampling)["choices"][0]
-    first, *tokens = alone["token_ids"]
+    expected = pair.source.post("/v1/completions", prompt=ids, max_tokens=TOKENS + 1, **sampling)["choices"][0]
+    first, *tokens = expected["token_ids"]
     before = transferred_tokens(pair.destination)
 
     body = {"prompt": [*ids, first], "max_tokens": TOKENS} | sampling
     answer = offloaded(pair.url, body)["choices"][0]
 
     assert answer["token_ids"] == tokens
-    assert answer["logprobs"]["token_logprobs"] == alone["logprobs"]["token_logprobs"][1:]
+    assert answer["logprobs"]["token_logprobs"] == expected["logprobs"]["token_logprobs"][1:]
     assert transferred_tokens(pair.destination) - before == length - 1
 
 

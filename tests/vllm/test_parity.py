@@ -25,7 +25,7 @@ MOST_TIMES_ROUNDING = 1.5
 
 
 class Text(NamedTuple):
-    """A prompt and what vLLM has said to it, with its log probabilities."""
+    """A prompt and vLLM's answer to it, with its log probabilities."""
 
     prompt: list[int]
     tokens: list[int]
@@ -75,7 +75,7 @@ def ours(texts: list[Text], change: tuple[str, float] | None = None) -> list[tor
     one of the parameters."""
     model, _ = load_model(MODEL, 1)
     if change:
-        model._model.get_parameter(change[0]).mul_(change[1])
+        model._decoder.get_parameter(change[0].removeprefix("model.")).mul_(change[1])
     solo = Solo(model, slots=len(texts), tokens=2048)
     sequences = [solo.new() for _ in texts]
     hidden = [solo.prefill(torch.tensor(text.prompt), one) for text, one in zip(texts, sequences, strict=True)]
@@ -104,7 +104,7 @@ def rounding(texts: list[Text], exact: list[torch.Tensor]) -> Noise:
     return noise_of(found, exact)
 
 
-def test_vllm_says_what_our_worker_does_but_for_rounding(texts, exact, rounding):
+def test_vllm_answers_as_our_worker_does_but_for_rounding(texts, exact, rounding):
     noise = noise_of([text.logprobs for text in texts], exact)
     print(f"vLLM {noise}, rounding {rounding}")
     assert noise.is_within(rounding)

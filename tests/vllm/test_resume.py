@@ -1,4 +1,4 @@
-"""A server of vLLM that dies in the middle of streams: they go on at the other one, and nothing shows where.
+"""A server of vLLM that dies in the middle of streams: they continue at the other one, and nothing shows where.
 
 In bf16 two batches may choose differently between tokens that are about as likely. So an answer is compared with the
 model itself: given the tokens before it, each one is the most likely, and usage and text fit the tokens.
@@ -69,15 +69,15 @@ class Streamed(NamedTuple):
 
 def requests() -> list[tuple[str, dict[str, Any]]]:
     """Return completions and chats of several lengths, some with stop strings that never come."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     for number in range(8):
         text = f"The number {number} is " * (5 + 20 * number)
         more = {"stop": ["\0never", "\0at all"]} if number % 3 == 0 else {}
         if number % 2:
-            asked.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | more))
+            calls.append(("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]} | more))
         else:
-            asked.append(("/v1/completions", {"prompt": text} | more))
-    return asked
+            calls.append(("/v1/completions", {"prompt": text} | more))
+    return calls
 
 
 def stream(url: str, path: str, body: dict[str, Any]) -> Streamed:
@@ -105,8 +105,8 @@ def stream(url: str, path: str, body: dict[str, Any]) -> Streamed:
 
 def worst_gap(server: VllmServer, prompt_ids: list[int], ids: list[int]) -> float:
     """Return by how much a token of an answer was less likely than the best one at its place."""
-    told = server.post("/v1/completions", prompt=prompt_ids + ids, max_tokens=1, prompt_logprobs=1)
-    places = told["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
+    reply = server.post("/v1/completions", prompt=prompt_ids + ids, max_tokens=1, prompt_logprobs=1)
+    places = reply["choices"][0]["prompt_logprobs"][len(prompt_ids) :]
     gaps = []
     for token, place in zip(ids, places, strict=True):
         likely = {int(name): one["logprob"] for name, one in place.items()}
@@ -120,10 +120,10 @@ def resumed(url: str) -> float:
     return next(float(one.split()[1]) for one in lines if one.startswith("prfaas_gateway_resumes_total "))
 
 
-def test_streams_of_a_killed_server_go_on_at_the_other(servers: Servers):
-    asked = requests()
-    with ThreadPoolExecutor(len(asked)) as pool:
-        got = [one.result() for one in [pool.submit(stream, servers.url, *each) for each in asked]]
+def test_streams_of_a_killed_server_continue_at_the_other(servers: Servers):
+    calls = requests()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        got = [one.result() for one in [pool.submit(stream, servers.url, *each) for each in calls]]
     if not servers.dead.exists():
         raise NotInTime("the server never had two streams at once")
 

@@ -5,11 +5,6 @@ import pytest
 from .servers import StartServer, VllmServer, post
 from .workers import StartWorker
 
-# With a description: vLLM gives the template `"description": null` where a request has none.
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {}}}},
-}
 TEXTS = ("", "def main(", "Gr\u00fc\u00dfe, \u65e5\u672c \U0001f600\r\n\t  end", "x" * 3000, "\u0000\u007f<|us er|>")
 CHATS = (
     [{"role": "user", "content": "What does textwrap.dedent do?"}],
@@ -42,7 +37,7 @@ def test_text_has_the_same_tokens(server: VllmServer, worker: str, text: str, ad
 
 
 @pytest.mark.parametrize("messages", CHATS)
-@pytest.mark.parametrize("more", [{}, {"add_generation_prompt": False}, {"tools": [TOOL]}], ids=["", "open", "tools"])
+@pytest.mark.parametrize("more", [{}, {"add_generation_prompt": False}], ids=["", "open"])
 def test_a_chat_has_the_same_tokens(server: VllmServer, worker: str, messages: list[dict], more: dict):
     body = {"messages": messages} | more
     theirs, ours = (post(f"{url}/tokenize", **body)["tokens"] for url in (server.url, worker))

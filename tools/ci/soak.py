@@ -37,11 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if strange := [str(path) for path in paths if not path.is_relative_to(ROOT) or not path.is_file()]:
         parser.error(f"no test file of this checkout: {', '.join(strange)}")
     files = sorted(str(path.relative_to(ROOT)) for path in paths)
-    asked = [name for name in SOAKED if not files or any(name in stages_of(file) for file in files)]
+    wanted = [name for name in SOAKED if not files or any(name in stages_of(file) for file in files)]
     key = {"commit": commit(), "files": files}
     for number in range(1, options.rounds + 1):
         done = {line["stage"] for line in lines(key) if line["round"] == number}
-        for stage in (name for name in asked if name not in done):
+        for stage in (name for name in wanted if name not in done):
             print(f"\n===== round {number} of {options.rounds}, stage {stage} =====", flush=True)
             if commit() != key["commit"] or is_changed():
                 print(f"The files are no longer those of {key['commit']}: commit, and begin again", file=sys.stderr)

@@ -121,6 +121,7 @@ class Packer:
         now = time.monotonic()
         with self._lock:
             link = self._links.get(peer) or _Link(Codec.NONE, 0.0)
+            # Instances of one cluster may differ in what they read, in a rollout.
             if now < link.renew_at and link.codec in decodable:
                 return link.codec
             facts = CodecFacts(
@@ -137,8 +138,10 @@ class Packer:
 
     def pack(self, codec: Codec, layouts: Sequence[TensorLayout], items: int, payload: Sequence[memoryview]) -> Encoded:
         """Encode one frame, and measure the codec."""
+        # CPU time: a wait for a core or for the interpreter's lock says nothing of the codec.
         began = time.thread_time()
         packed = encode(codec, layouts, items, payload)
+        # `auto` chooses between this codec and none, so no other one's speed is of use.
         if packed.codec is Codec.LOSSLESS:
             seconds, raw_bytes = time.thread_time() - began, sum(len(part) for part in payload)
             with self._lock:

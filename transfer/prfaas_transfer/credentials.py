@@ -38,6 +38,7 @@ _WRONG_WITH_US: Final = {
 }
 _NO_TLS: Final = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG"}
 _ALERT: Final = "_ALERT_"
+# RFC 8446, B.1: from change_cipher_spec to heartbeat. The byte behind is 3 in every version of TLS.
 _TLS_RECORDS: Final = range(20, 25)
 
 MIXED: Final = "give --tls-dir to both instances, or to none"
@@ -109,7 +110,10 @@ class PeerCredentials:
         def use_current(tls: ssl.SSLSocket | ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
             tls.context = self.now().api
 
+        # OpenSSL calls this in each handshake: the one moment at which a listener's context can be exchanged.
         lasting.sni_callback = use_current
+        # A connection copies it when it is made, before the callback, and keeps it: the exchanged context's does not
+        # count.
         lasting.verify_mode = ssl.CERT_OPTIONAL
         return lasting
 

@@ -130,6 +130,7 @@ class DataPort:
                 raise ProtocolError(
                     f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
                 )
+            # A kept connection was proven in an earlier handshake; certificates and authorities may have changed since.
             self._traffic.auth.check(stream)
             self._await_announced(stream, address, hello.rank)
             cluster = stream.peer.cluster if stream.peer else ""

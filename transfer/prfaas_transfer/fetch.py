@@ -92,7 +92,7 @@ class CacheFetch(Protocol):
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None: ...
 
     def cancel(self) -> None:
-        """End the fetch at once; its end is told all the same."""
+        """End the fetch at once; its end is reported all the same."""
         ...
 
 
@@ -133,6 +133,7 @@ class RemoteFetch:
         self._cut()
 
     def _cut(self) -> None:
+        # First: who sets the socket or the pull afterwards looks at this behind it, so one of the two sees the other.
         self._over.set()
         sock, pull = self._socket, self._pull
         if pull is not None:
@@ -161,8 +162,9 @@ class RemoteFetch:
             result = PeerError(f"{self._what} at {self._api.url} failed: {error!r}")
         self._over.set()
         if outcome is not None:
-            told = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
-            self._shared.counters.count_end(told)
+            ended = self._log.end("cancelled" if self._cancelled else outcome, reason, self._totals)
+            self._shared.counters.count_end(ended)
+        # Before `_release`: its call to a source that is gone would delay the request by its time-outs.
         on_end(result)
         if outcome != "delivered" and self._grant is not None:
             self._release(self._grant)
@@ -221,6 +223,7 @@ class RemoteFetch:
             raise PeerError(f"refused with HTTP {status}: {text}")
         grant = decode_json(answer, PrefillGrant, "the answer is no prefill grant")
         count = len(body.token_ids)
+        # A prefix leaves the last token, which is always computed: its logits are what the answer begins with.
         if not (body.start_token < grant.end_token < count if self._is_prefix else grant.end_token == count):
             raise ProtocolError(f"granted up to token {grant.end_token} of {count}, from {body.start_token}")
         return grant

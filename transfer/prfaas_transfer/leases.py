@@ -133,6 +133,7 @@ class Offer:
                 raise ProtocolError(f"the destination asks from token {start_token} of {self.manifest.end_token}")
             self.subject = self.subject._replace(peer=peer)
             self.manifest = msgspec.structs.replace(self.manifest, start_token=start_token)
+            # Under the lock, so that a frame that is put meanwhile comes behind these.
             for frame in self._held:
                 self._put(frame)
             self._held = None
@@ -259,7 +260,7 @@ class Offers:
         epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames,
         and to who declines: the offer is over then."""
         with self._lock:
-            offer = self._known(address, hello, peer)
+            offer = self._find(address, hello, peer)
             stale = [] if hello.declines else _bind(offer, hello, peer, stream)
         if hello.declines:
             self.end(offer, "cancelled", UNWANTED)
@@ -270,11 +271,13 @@ class Offers:
         offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
 
-    def _known(self, address: Address, hello: Hello, peer: str) -> Offer:
+    def _find(self, address: Address, hello: Hello, peer: str) -> Offer:
         offer = self._offers.get((address.transfer_id, hello.rank))
+        # As bytes: of text compare_digest takes ASCII alone, and a stranger may have chosen this.
         known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
         if offer is None or not known or offer.manifest.epoch != address.epoch:
             raise _unknown(address)
+        # An announced offer has no peer before its first HELLO; that one binds it (`start_at`).
         if not offer.is_announced and offer.subject.peer != peer:
             raise _unknown(address)
         return offer
@@ -297,6 +300,7 @@ class Offers:
             self._ended.append(_place(offer.manifest))
             self._announced.notify_all()
             released = not offer.streams
+        # From here on without the lock: `on_end` may take one under which offers are opened (the mover's `OpenOffers`).
         reason = "" if outcome == "delivered" else offer.send_state.failure or reason
         self.counters.count_end(offer.log.end(outcome, reason, offer.send_state.totals))
         offer.fail(f"the prefill was {outcome}")  # its connections send ABORT and end
@@ -305,6 +309,7 @@ class Offers:
 
     def cancel(self, transfer_id: str) -> None:
         with self._lock:
+            # Calls by id are those of our worker's API, whose engine is of one rank.
             offer = self._offers.get((transfer_id, 0))
         if offer is not None:
             self.end(offer, "cancelled", UNWANTED)

@@ -122,6 +122,7 @@ class Fifo:
         while True:
             if stop.is_set:
                 raise StoppedError("the transfer was ended here")
+            # Who is not first needs no timer: every departure wakes the new first one.
             pause_seconds = delay_seconds() if self._places[0] is place else math.inf
             if pause_seconds <= 0:
                 return
@@ -177,6 +178,7 @@ class EgressCredit(RateBucket):
 
     def __init__(self, rate_bytes_per_second: float, now_seconds: float):
         depth_bytes = max(MIN_GRANT_BYTES, rate_bytes_per_second * DEPTH_SECONDS)
+        # A change of the cap makes a new bucket. If it were full, each change would be a burst.
         super().__init__(rate_bytes_per_second, depth_bytes, now_seconds, level=0.0)
 
     def grant_bytes(self, waiting: int) -> int:

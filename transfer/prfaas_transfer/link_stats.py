@@ -25,6 +25,7 @@ from prfaas.wire.stats import LinkStats
 # u32 tcpi_rtt 68 (us), total_retrans 100; u64 bytes_acked 120, bytes_received 128; u32 notsent_bytes 144, min_rtt 148
 # (us); u64 delivery_rate 160 (bytes/s), busy_time 168, rwnd_limited 176, sndbuf_limited 184 (us).
 _LAYOUT: Final = struct.Struct("=68xI28xI16xQQ8xII8xQQQQ")
+# The kernel's tcpi_min_rtt before the first round trip: ~0.
 _UNKNOWN_MICROS: Final = 0xFFFFFFFF
 _MICRO: Final = 1e-6
 SAMPLE_SECONDS: Final = 0.02
@@ -158,6 +159,7 @@ class _Peer:
         self.connections.remove(connection)
         if not self.connections:
             self._stats = msgspec.structs.replace(self._stats, unsent_bytes=0)
+            # Otherwise the pause until the next connection, which may be full at once, would count as backlogged.
             self._last = self._last._replace(unsent_bytes=0)
 
     def stats(self, now_seconds: float) -> LinkStats:
@@ -176,7 +178,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 class LinkMonitor:
-    """Samples the data connections, in a thread of its own, while there are any. The hub and the unnamed peer exist
+    """Samples the data connections, in its own thread, while there are any. The hub and the unnamed peer exist
     from the start, so that a rate sees the first transfer too."""
 
     def __init__(self) -> None:
@@ -194,6 +196,7 @@ class LinkMonitor:
         """
         with self._changed:
             found = self._peer(peer)
+            # What passed until now is that of the earlier connections alone.
             found.sample(time.monotonic())
             connection = _Connection(info, queued_bytes)
             found.connections.append(connection)
@@ -203,6 +206,7 @@ class LinkMonitor:
             yield
         finally:
             with self._changed:
+                # The last reading of a connection that closes: what it carried since the latest sample would be lost.
                 found.sample(time.monotonic())
                 found.leave(connection)
                 self._connections -= 1

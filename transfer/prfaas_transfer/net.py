@@ -129,6 +129,7 @@ class DataStream:
         # Monotonic seconds of the last received byte, later by the time since then in which this process did not run.
         self.heard_at = time.monotonic()
         self.late_seconds = 0.0  # That time, in all waits.
+        # Python's own time-out would poll before each call. The kernel's ends a call with EAGAIN, a BlockingIOError.
         sock.settimeout(None)
         for which in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             sock.setsockopt(socket.SOL_SOCKET, which, _SOCKET_TIMEOUT)
@@ -209,7 +210,7 @@ class DataStream:
 
         The kernel wakes us for many bytes at once, half the CPU on a slow link, as long as that many are due. It does
         not count bytes that it has already given us, so in the middle of a call it would wait for bytes beyond the
-        frame. So the end of a large frame is taken in a call of its own, once all of it is there.
+        frame. So the end of a large frame is taken in its own call, once all of it is there.
         """
         pieces, flags = left[:_MAX_PIECES], 0
         if left_bytes >= 2 * LOW_WATER_BYTES:
@@ -289,8 +290,8 @@ class TlsChannel:
 
     def _flush(self) -> None:
         """Send what the handshake says: less than any socket's buffer has room for."""
-        if said := self._encrypted.read():
-            self.socket.sendall(said)
+        if sent := self._encrypted.read():
+            self.socket.sendall(sent)
 
 
 class TlsStream(DataStream):
@@ -309,6 +310,7 @@ class TlsStream(DataStream):
                 encrypted = self.channel.encrypt(piece)
             except (OSError, ValueError) as error:
                 raise explain(error, "while sending") from error
+            # Callers count payload, and the kernel takes ciphertext.
             share = SentShare(len(piece), len(encrypted))
             super().send([encrypted], lambda sent, share=share: on_sent(share.add(sent)), on_wait)
 
@@ -325,6 +327,7 @@ class TlsStream(DataStream):
         """Decrypt what came; without any, wait for more, and return None."""
         room, received = left[0], 0
         try:
+            # A read returns one record at most: 16 KiB.
             while received < len(room):
                 received += self.channel.tls.read(len(room) - received, room[received:])  # type: ignore[arg-type]
         except ssl.SSLWantReadError:
@@ -338,6 +341,7 @@ class TlsStream(DataStream):
         """Receive ciphertext, for a frame that has so many bytes left, of which OpenSSL may have a part of a record."""
         if not self._room:
             self._room = memoryview(bytearray(READ_BYTES))
+        # At least so much ciphertext is still on its way. To wait for more would be to wait for the next frame.
         due_bytes = left_bytes - MAX_RECORD_BYTES
         is_large = due_bytes >= 2 * LOW_WATER_BYTES
         room = self._room[: min(len(self._room), due_bytes - LOW_WATER_BYTES)] if is_large else self._room
@@ -357,9 +361,9 @@ class TlsStream(DataStream):
         try:
             self.channel.add(self.socket.recv(READ_BYTES, socket.MSG_DONTWAIT))
             self.channel.tls.read(1)
-        except (OSError, ValueError) as said:
-            if is_alert(said):
-                return explain(said, "while sending")
+        except (OSError, ValueError) as answer:
+            if is_alert(answer):
+                return explain(answer, "while sending")
         return error
 
     def _pieces(self, parts: Sequence[Buffer]) -> Iterator[memoryview]:

@@ -179,6 +179,7 @@ class Pull:
         self._start_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._whole or self._failure)
+            # Other connections may still wait for FREED; nothing is left for them to write.
             if self._whole:
                 return
             self._state.stop.set()
@@ -207,12 +208,12 @@ class Pull:
 
     def _carry(self) -> None:
         connected = False
-        while not self._over:
+        while not self._has_ended:
             try:
                 stream = self._connections.take(self._source) or self._connections.open(self._source)
             except PeerError as error:
                 # Without this stripe the others do, unless something was lost on it that only a HELLO brings back.
-                if connected or self._alone or not isinstance(error, UnreachableError):
+                if connected or self._is_unconnected or not isinstance(error, UnreachableError):
                     self._fail(error)
                 return
             except Exception as error:  # a bug here must end this transfer, never leave it waiting
@@ -250,6 +251,7 @@ class Pull:
                 if self._welcomed.pop(number, None) is None:  # else its own time of the last byte is later by that
                     late_seconds = stream.late_seconds - late_before
                     self._heard_at = min(time.monotonic(), self._heard_at + late_seconds)
+                # Last: `run` waits for this, and then the memory may be another sequence's.
                 del self._streams[number]
                 self._changed.notify_all()
 
@@ -288,11 +290,11 @@ class Pull:
 
     def _check_progress(self, silent_seconds: float) -> None:
         """Limit the wait for a WELCOME, and end it after a cancel."""
-        if self._over or silent_seconds > NO_PROGRESS_SECONDS:
+        if self._has_ended or silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError(f"the source sent no answer for {silent_seconds:.1f} s: given up")
 
     @property
-    def _over(self) -> bool:
+    def _has_ended(self) -> bool:
         return self._whole or self._failure is not None
 
     @property
@@ -301,7 +303,7 @@ class Pull:
         return max([self._heard_at, *(stream.heard_at for stream in self._welcomed.values())])
 
     @property
-    def _alone(self) -> bool:
+    def _is_unconnected(self) -> bool:
         with self._changed:
             return not self._streams
 
@@ -317,7 +319,7 @@ class Pull:
             patience_over = self._breaks > MAX_BREAKS or silent_seconds > GONE_SECONDS
         if patience_over:
             self._fail(error)
-        elif not self._over:
+        elif not self._has_ended:
             self._on_broken(self._breaks, str(error))
 
     def _fail(self, error: PrfaasError) -> None:
@@ -327,14 +329,15 @@ class Pull:
 
 
 def decline(connections: Connections, source: SourceAddress, token: str, address: Address, rank: int = 0) -> None:
-    """Tell a source that nobody wants this part of its cache any more. Raises PeerError: it was not told, and keeps it
-    for its lease. One that does not know of it yet shows life until it does, or will not."""
+    """Tell a source that this part of its cache is not wanted. Raises PeerError if that fails: it keeps the part for
+    its lease. A source that does not know the part yet keeps the connection alive until it does, or refuses."""
     patience = Deadline(DECLINE_SECONDS)
 
     def check_patience(silent_seconds: float = 0.0) -> None:
         if patience.is_over or silent_seconds > NO_PROGRESS_SECONDS:
-            raise UnreachableError("the source sent no answer to what it is told")
+            raise UnreachableError("the source did not answer the message that its cache is not wanted")
 
+    # A fresh one: the source answers with ABORT, and that closes the connection.
     stream = connections.open(source)
     try:
         stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True, rank=rank))])

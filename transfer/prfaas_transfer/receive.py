@@ -108,6 +108,7 @@ class ReceiveLoop:
             raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes where a message was due")
         payload = bytearray(header.payload_bytes)
         self._stream.receive_into(payload, on_wait=self._wait)
+        # On a kept connection the FREED of the transfer before may still come.
         if header.kind == Kind.FREED and self._state.ledger.whole and header.address == self._address:
             verify(header, [payload])
             return True
@@ -172,6 +173,7 @@ class ReceiveLoop:
         """Send a heartbeat; raise if the source shows no life."""
         if self._state.stop.is_set:
             raise UnreachableError("cancelled")
+        # A source that is busy on another connection lives, so only a long silence of this one counts.
         source_silent_seconds = min(silent_seconds, self._state.source_silent_seconds())
         if source_silent_seconds > NO_PROGRESS_SECONDS or silent_seconds > STARVED_SECONDS:
             raise UnreachableError(f"the peer sent no byte for {silent_seconds:.1f} s: given up")

@@ -254,6 +254,7 @@ class SendLoop:
     def _codec(self, sequence: int) -> Codec:
         """Return a frame's codec, the same each time that it is sent."""
         chosen = self._traffic.packer.codec(self._channel.peer, self._channel.codecs)
+        # The digest in DONE is over the bytes on the wire, so a repeated frame must have the same ones.
         return self._state.codecs.setdefault(sequence, chosen)
 
     def _send_loaded(self, sequence: int, frame: Frame, codec: Codec) -> None:
@@ -299,6 +300,7 @@ class SendLoop:
         except StoppedError as error:
             raise UnreachableError(f"given up in the middle of a frame: {self._state.failure}") from error
         finally:
+            # What broke off goes back into the queue, which counts it again.
             self._state.add_paced(-left_bytes)
 
     def _on_data(self, count_bytes: int) -> None:
@@ -332,6 +334,7 @@ class SendLoop:
         match header.kind:
             case Kind.KEEP_ALIVE:
                 self._state.note_life()
+            # An earlier ACK cannot be true: the peer would have what was never sent.
             case Kind.ACK if self._state.queue.all_left:
                 self._state.acknowledge()
             case Kind.ABORT:

@@ -79,6 +79,7 @@ def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsSocket], 
 def _tell_plain(sock: socket.socket) -> None:
     """Send a peer without TLS an alert, which OpenSSL does not; the peer's `is_tls` recognises it."""
     with suppress(OSError):
+        # An SSLSocket's own `recv` and `send` would go through TLS, which has failed.
         socket.socket.recv(sock, _DRAIN_BYTES)  # closing with bytes unread would be a reset, which overtakes the alert
     with suppress(OSError):
         socket.socket.send(sock, _ALERT_PROTOCOL_VERSION)

@@ -27,14 +27,6 @@ Example:
 """
 
 
-def _step_shape(given: str) -> tuple[int, int]:
-    sequences, _, tokens = given.partition("x")
-    try:
-        return whole_number(1)(sequences), whole_number(1)(tokens)
-    except typer.BadParameter:
-        raise typer.BadParameter(f"{given!r} is not like 16x1024, sequences and tokens of each") from None
-
-
 def _count(help_text: str, *names: str, low: int = 1, shown: str | bool = True) -> Any:
     """Return the option of a whole number from `low`; `shown` is what the help says of its default."""
     return typer.Option(*names, parser=whole_number(low), metavar="N", help=help_text, show_default=shown)
@@ -62,23 +54,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         Device, typer.Option(help="Device of the model; auto is a GPU that can run it, else the CPU.")
     ] = "auto"
     dtype: Annotated[
-        Dtype,
-        typer.Option(
-            help="Type of matrix products; auto is bfloat16 on a GPU, and on a CPU if measured quicker, and close."
-        ),
+        Dtype, typer.Option(help="Type of matrix products; auto is float32 on a CPU and bfloat16 on a GPU.")
     ] = "auto"
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
     max_running: Annotated[int, _count("Sequences computed at once.")] = 32
-    compile: Annotated[
-        tuple[tuple[int, int], ...],
-        typer.Option(
-            parser=_step_shape,
-            metavar="NxTOKENS",
-            show_default="none",
-            help="Compile decode steps of up to N sequences of TOKENS tokens: CPU only, 20 s each, needs g++.",
-        ),
-    ] = ()
     step_tokens: Annotated[
         int,
         _count("Most tokens of a step; twice as many with the role prefill.", shown="measured at the start, else 1024"),
@@ -90,11 +70,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             shown="1024; on a GPU nine tenths of what the weights leave",
         ),
     ] = 0
-    host_cache_mib: Annotated[int, _count("Host memory for evicted prefixes.", low=0)] = 0
-    disk_cache: Annotated[
-        str, typer.Option(metavar="DIR", help="Keep evicted prefixes here, over restarts too.", show_default="nowhere")
-    ] = ""
-    disk_cache_mib: Annotated[int, _count("MiB to keep in DIR.")] = 4096
     tls_dir: Annotated[
         str,
         typer.Option(

@@ -47,7 +47,7 @@ capabilities:
 
 {{- /*
 Ports of other engines beside 8000 and 8001, by the label prfaas.io/engine of their pods: first and last. Ports that an
-engine chooses for itself are in none of these; see docs/engines.md.
+engine chooses for itself are in none of these; see docs/use/engines.md.
 */ -}}
 {{- define "prfaas.enginePorts" -}}
 vllm-prfaas: [[8002, 8033], [5557, 5588]]

@@ -29,7 +29,7 @@ from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf, copies_of
-from prfaas_vllm.scheduling import GoalRule, StepPlan, TransferPlanner
+from prfaas_vllm.scheduling import StepPlan, TransferPlanner
 from prfaas_vllm.settings import data_port, read_settings, refusals_in_status, require_parallelism, require_supported
 from prfaas_vllm.transfers import Transfers, device_kind
 
@@ -75,7 +75,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
                 self._kv_transfer_config.kv_load_failure_policy,
             )
-        self._planner = TransferPlanner(_goal_rule(vllm_config, kv_cache_config, self._settings.whole_pages_from))
+        self._planner = TransferPlanner(_page_tokens(vllm_config, kv_cache_config))
         self._requests: dict[str, Request] = {}  # Sources, by id.
         self._transfers: Transfers | None = None
 
@@ -90,23 +90,28 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def on_new_request(self, request: Request) -> None:
+        # vLLM's only call before it plans a request. It keeps a prompt's tokens in three places, and none may lag
+        # behind.
         dropped = self._planner.add(request)
         if dropped and request.prompt_token_ids is not None:
             del request.prompt_token_ids[-dropped:]
             del request._all_token_ids[-dropped:]
             request.num_prompt_tokens -= dropped
         if self._planner.is_source(request.request_id):
+            # What would follow is of no use: the prompt was cut, and its answer is read by nobody.
             request.max_tokens = 1
             self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         external = self._planner.matched(request, num_computed_tokens)
+        # True has vLLM park the request until its fetch is reported, instead of waiting for it within a step.
         return external, external > 0
 
     def update_state_after_alloc(self, request: Request, blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        # First: a source that loses its blocks in this step is none any more, and gives nothing of it.
         self._planner.preempted(scheduler_output.preempted_req_ids or ())
         state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
@@ -118,7 +123,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, PrfaasWorkerMetadata):
             self._planner.fetches_failed(found.failed)
-        self._planner.fetches_over(connector_output.finished_recving or (), connector_output.failed_recving)
+        self._planner.end_fetches(connector_output.finished_recving or (), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
@@ -130,6 +135,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _finish(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
+        # True delays the release of the blocks until `get_transfer_results` names the request as sent.
         return self._planner.finish(request, is_whole=request.status in WHOLE), None
 
     # The worker's side.
@@ -180,6 +186,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._transfers is not None:
             self._transfers.fetch(self._plan)
 
+    # A request is in no step before its whole cache has come, so no layer has to be waited for.
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
@@ -194,6 +201,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         if self._transfers is None:
             return KVConnectorTransferResults()
         sent, received, failed = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        # A whole request as failed: vLLM's reports of single blocks end an engine with several cache groups.
         return KVConnectorTransferResults(sent, received, failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -211,11 +219,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata.plan
 
 
-def _all_ranks(given: torch.Tensor) -> Sequence[torch.Tensor]:
+def _all_ranks(of_rank: torch.Tensor) -> Sequence[torch.Tensor]:
     """Give a tensor to all tensor-parallel ranks; return those of all of them. Every rank must call it."""
     ranks = get_tp_group()
-    found = given.new_empty((ranks.world_size * given.shape[0], *given.shape[1:]))
-    torch.distributed.all_gather_into_tensor(found, given, group=ranks.device_group)
+    found = of_rank.new_empty((ranks.world_size * of_rank.shape[0], *of_rank.shape[1:]))
+    torch.distributed.all_gather_into_tensor(found, of_rank, group=ranks.device_group)
     return found.chunk(ranks.world_size)
 
 
@@ -232,9 +240,9 @@ def _fingerprint(config: VllmConfig) -> str:
     return fingerprint_of(config.model_config, cache_dtype, config.load_config.download_dir)
 
 
-def _goal_rule(config: VllmConfig, caches: KVCacheConfig, whole_pages_from: int) -> GoalRule:
-    """Return the rule of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
+def _page_tokens(config: VllmConfig, caches: KVCacheConfig) -> int:
+    """Return the unit of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
     linear = any(isinstance(group.kv_cache_spec, MambaSpec) for group in caches.kv_cache_groups)
     if linear and config.cache_config.mamba_cache_mode != "align":
-        return GoalRule(1, 0)
-    return GoalRule(config.cache_config.block_size, whole_pages_from)
+        return 1
+    return config.cache_config.block_size

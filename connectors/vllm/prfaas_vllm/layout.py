@@ -154,6 +154,7 @@ def write_slice(
 def blocks_of_bytes(tensors: Sequence[torch.Tensor], state: bytes) -> list[torch.Tensor]:
     """Return what `read_blocks` wrote of one block as tensors of one block each."""
     ends = list(itertools.accumulate(tensor.shape[1] for tensor in tensors))
+    # A copy that can be written: torch warns of tensors on read-only memory.
     whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
     return [whole[first:end].unsqueeze(0) for first, end in itertools.pairwise([0, *ends])]
 
@@ -279,6 +280,7 @@ def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
     tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
     found: list[torch.Tensor] = []
     for tensor in tensors:
+        # Some of vLLM's backends put keys and values behind one another on a first axis of two.
         if tensor.shape[0] == 2 and tensor.dim() > 2 and tensor.shape[0] != num_blocks:
             found += list(tensor.unbind(0))  # keys and values apart
         else:
@@ -328,8 +330,8 @@ def _describe(spec: KVCacheSpec, tensors: Sequence[HeadMap], view: torch.Tensor,
         kind = f"{type(spec).__name__} {spec.mamba_type.name}"
         parts = ", ".join(rows.text for tensor in tensors for rows in tensor)
         shapes = " ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True))
-        told = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
-        return f"{kind} {told} {device_kind}".replace("torch.", "")
+        described = f"{parts} bytes {' '.join(map(str, spec.dtypes))}" if tensors else shapes
+        return f"{kind} {described} {device_kind}".replace("torch.", "")
     is_divided = tensors and not isinstance(spec, MLAAttentionSpec)
     count = part.heads(tensors[0][0].sections[0].heads)[1] if is_divided else 0
     heads = f"{count or getattr(spec, 'num_kv_heads', 1)} heads of {getattr(spec, 'head_size', 0)}"

@@ -1,7 +1,7 @@
 """How heads of a cache divide among tensor-parallel ranks, and where those of one rank lie in another's memory.
 
 The side with more ranks sets the slices: slice s of n holds what its rank s of n holds. A rank of the other side holds
-several slices, and gives or takes each in a transfer of its own. Heads divide into equal shares; of fewer heads than
+several slices, and gives or takes each in its own transfer. Heads divide into equal shares; of fewer heads than
 ranks, neighbouring ranks hold the same one. A memory that all ranks hold whole, as MLA's latents, has one head here.
 What several ranks hold crosses once: each of its layers in one of their slices.
 

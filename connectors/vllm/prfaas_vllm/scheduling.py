@@ -16,7 +16,7 @@ import logging
 from array import array
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -24,8 +24,11 @@ from msgspec import Meta
 log = logging.getLogger("vllm.prfaas")
 
 BlockIds = tuple[list[int], ...]
+WHOLE_PAGES_FROM: Final = 4
+"""From so many pages on a prompt's whole pages cross; all but the last token of a shorter one."""
 DIGEST_CHARS: Final = 32
 MAX_RANKS: Final = 64
+# 253: the longest name in DNS (RFC 1035 allows 255 bytes with its lengths).
 _Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 
@@ -111,17 +114,11 @@ class StepPlan:
     is_idle: bool = False
 
 
-class GoalRule(NamedTuple):
-    """The unit of goals in tokens, and from how many of them on a goal is whole pages."""
-
-    page_tokens: int
-    whole_pages_from: int
-
-    def goal(self, prompt_tokens: int) -> int:
-        """Return the tokens of a prompt that cross; 0 if there is nothing to save."""
-        most = max(0, prompt_tokens - 1)
-        pages = most // self.page_tokens
-        return pages * self.page_tokens if pages >= self.whole_pages_from else most
+def goal_of(prompt_tokens: int, page_tokens: int) -> int:
+    """Return the tokens of a prompt that cross; 0 if there is nothing to save."""
+    most = max(0, prompt_tokens - 1)
+    pages = most // page_tokens
+    return pages * page_tokens if pages >= WHOLE_PAGES_FROM else most
 
 
 def kept_prompt(goal: int, prompt_tokens: int) -> int:
@@ -143,13 +140,13 @@ def token_digest(ids: list[int]) -> str:
 
 
 class TransferPlanner:
-    """Follows the requests of one scheduler."""
+    """Follows the requests of one scheduler. `page_tokens` is the unit of goals."""
 
-    def __init__(self, rule: GoalRule):
-        self._rule = rule
+    def __init__(self, page_tokens: int):
+        self._page_tokens = page_tokens
         self._sources: dict[str, SourceStart] = {}
-        self._known: set[str] = set()  # Sources of which the worker's side was told.
-        self._asked: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
+        self._known: set[str] = set()  # Sources of which the worker's side knows.
+        self._tried: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
         self._fetching: dict[str, Fetching] = {}
         self._plan = StepPlan()
 
@@ -158,7 +155,7 @@ class TransferPlanner:
         leg = leg_of(request)
         if leg is None or leg.role != "source":
             return 0
-        goal = self._rule.goal(request.num_prompt_tokens)
+        goal = self._goal(request)
         if not goal:
             log.info("prfaas: %s has %d tokens, too few to cross", request.request_id, request.num_prompt_tokens)
             return 0
@@ -170,17 +167,17 @@ class TransferPlanner:
     def matched(self, request: VllmRequest, computed: int) -> int:
         """Return the tokens beyond the `computed` ones that a fetch brings; without side effects."""
         leg = leg_of(request)
-        if leg is None or leg.role != "destination" or request.request_id in self._asked:
+        if leg is None or leg.role != "destination" or request.request_id in self._tried:
             return 0
-        return max(0, self._rule.goal(request.num_prompt_tokens) - computed)
+        return max(0, self._goal(request) - computed)
 
     def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
-        """Note the blocks for `external` tokens, and fetch them in this step; without any its source is told."""
+        """Note the blocks for `external` tokens, and fetch them in this step; without any, tell its source."""
         leg = leg_of(request)
-        goal = self._rule.goal(request.num_prompt_tokens)
-        if leg is None or leg.role != "destination" or not goal or request.request_id in self._asked:
+        goal = self._goal(request)
+        if leg is None or leg.role != "destination" or not goal or request.request_id in self._tried:
             return
-        self._asked.add(request.request_id)
+        self._tried.add(request.request_id)
         if not external:
             self._decline(request)
             return
@@ -204,7 +201,7 @@ class TransferPlanner:
             if self._sources.pop(request_id, None) is not None:
                 self._plan.revoked[request_id] = "the source needed its memory for other requests"
 
-    def fetches_over(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+    def end_fetches(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Note requests whose fetch is over at all ranks."""
         for request_id in sorted(request_ids):
             fetching = self._fetching.pop(request_id, None)
@@ -225,9 +222,9 @@ class TransferPlanner:
     def finish(self, request: VllmRequest, *, is_whole: bool) -> bool:
         """Note a request's end; return True if its blocks must stay until the worker's side reports it."""
         request_id = request.request_id
-        if request_id not in self._asked:
+        if request_id not in self._tried:
             self._decline(request)
-        self._asked.discard(request_id)
+        self._tried.discard(request_id)
         self._fetching.pop(request_id, None)
         self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
@@ -239,17 +236,20 @@ class TransferPlanner:
             self._plan.revoked[request_id] = "the prefill was aborted"
         return True
 
+    def _goal(self, request: VllmRequest) -> int:
+        return goal_of(request.num_prompt_tokens, self._page_tokens)
+
     def _decline(self, request: VllmRequest) -> None:
         """Tell the source of a destination, if it offers something, that it is not wanted."""
         leg = leg_of(request)
-        if leg is not None and leg.role == "destination" and self._rule.goal(request.num_prompt_tokens):
+        if leg is not None and leg.role == "destination" and self._goal(request):
             self._plan.declined.append(DeclineFetch(request.request_id, leg))
 
 
 def leg_of(request: VllmRequest) -> LegParams | None:
     """Return the gateway's word to a request, None if it is not one of ours."""
-    given = request.kv_transfer_params
-    params = given.get("prfaas") if isinstance(given, dict) else None  # vLLM passes on what a client made of it
+    transfer_params = request.kv_transfer_params  # a client may have made anything of it
+    params = transfer_params.get("prfaas") if isinstance(transfer_params, dict) else None
     if params is None:
         return None
     if request.prompt_token_ids is None:

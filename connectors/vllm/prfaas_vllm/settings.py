@@ -30,9 +30,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     egress_mbps: int = 0
     transfer_memory_mib: int = 256
     compression: WireCodec = "auto"
-    whole_pages_from: int = 4
-    """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one. The same on both
-    sides."""
     metrics_port: int = 0
     """Port of the transfers' metrics; 0 is none."""
     movers: int = 0

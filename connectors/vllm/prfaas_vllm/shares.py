@@ -44,8 +44,8 @@ def _complete_blocks(
     copies = copies_of(group.heads, own.ranks)
     alike = [rank for rank in range(own.ranks) if rank // copies == own.rank // copies and rank != own.rank]
     for turn in range(max(map(len, shares))):
-        given = (shares[own.rank][turn:] or group.layout.layers)[0]
-        for at, tensor in enumerate(group.tensors[given]):
+        shared = (shares[own.rank][turn:] or group.layout.layers)[0]
+        for at, tensor in enumerate(group.tensors[shared]):
             index = torch.tensor(blocks, device=tensor.device)
             gathered = all_ranks(tensor.index_select(0, index))
             for rank in alike:

@@ -87,7 +87,7 @@ class Transfers:
         self._completing: torch.Event | None = None  # After the last kernel that completes a cache.
         self._hand_overs: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
         threading.Thread(target=self._hand_over, name="hand-over", daemon=True).start()
-        self.mover = MoverClient(options, self, self._offer_over, self._fetch_over)
+        self.mover = MoverClient(options, self, self._end_offer, self._end_fetch)
 
     def begin(self, plan: StepPlan) -> None:
         """Before the model runs: complete the caches that have come; give nothing any more of requests that lose their
@@ -196,6 +196,7 @@ class Transfers:
             fetching, cuts = fetch.fetching, fetch.open[key].cuts
         start_token = part.start_token if part.tokens else fetching.goal
         blocks = group.blocks_of(fetching.block_ids[group.number], start_token, part.tokens)
+        # Block 0 is vLLM's null block: it stands for one that was taken back, or never given.
         if 0 in blocks:
             raise PeerError(f"rows from token {start_token} have no block here")
         if cuts:
@@ -210,6 +211,7 @@ class Transfers:
             source = self._sources.get(self._transfer_of.get(request_id, ""))
             if source is None:
                 return []
+            # `load` looks at this under the same lock, so no copy begins any more. Only one that runs is waited for.
             source.block_ids = ()
             source.states.clear()
             self._copied.wait_for(lambda: not source.copies)
@@ -217,17 +219,19 @@ class Transfers:
 
     def _announce(self, start: SourceStart) -> None:
         leg = start.leg
-        given = (leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
+        common = (leg.transfer_id, leg.epoch, leg.token, start.request_id, start.goal, start.prompt)
         try:
             parts = slices_of(self._groups, self._own, leg.ranks, is_source=True)
         except ConfigError as error:
             log.warning("prfaas: the cache of %s is not offered: %s", start.request_id, error)
             parts = ()
-        messages = [AnnounceCache(*given, part.wire) for part in parts]
+        messages = [AnnounceCache(*common, part.wire) for part in parts]
         with self._lock:
+            # A caller that names a transfer twice: one offer answers for it, and the second request holds no blocks.
             if leg.transfer_id in self._sources:
                 log.warning("prfaas: transfer of %s has begun before, under another request", start.request_id)
                 parts = ()
+            # Without an offer the blocks of the request are free as soon as it ends.
             if not parts:
                 self._sent.add(start.request_id)
                 return
@@ -325,10 +329,10 @@ class Transfers:
             parts = slices_of(self._groups, self._own, leg.ranks, is_source=False)
         except ConfigError:  # then nothing is offered
             return []
-        given = (request_id, leg.transfer_id, leg.epoch, leg.token, leg.host)
+        common = (request_id, leg.transfer_id, leg.epoch, leg.token, leg.host)
         ranks = [self._own.rank if part.wire is None else part.wire.rank for part in parts]
         ports = [leg.port + part.peer_rank for part in parts]
-        return [DeclineCache(*given, port, leg.cluster, rank) for port, rank in zip(ports, ranks, strict=True)]
+        return [DeclineCache(*common, port, leg.cluster, rank) for port, rank in zip(ports, ranks, strict=True)]
 
     def _refuse(self, request_id: str, reason: str) -> None:
         log.warning("prfaas: %s is computed here, its cache did not come: %s", request_id, reason)
@@ -336,7 +340,7 @@ class Transfers:
             self._received.add(request_id)
             self._failed.add(request_id)
 
-    def _offer_over(self, key: str) -> None:
+    def _end_offer(self, key: str) -> None:
         with self._changed:
             source = self._offers.pop(key)
             del source.open[key]
@@ -347,7 +351,7 @@ class Transfers:
             self._sent.add(source.start.request_id)
             self._changed.notify_all()
 
-    def _fetch_over(self, ended: EndedFetch) -> None:
+    def _end_fetch(self, ended: EndedFetch) -> None:
         """Note that a slice came, or that the cache will not be whole: then the other slices are in vain."""
         with self._changed:
             fetch = self._fetches.pop(ended.key)

@@ -31,7 +31,9 @@ class Transfer(ApiModel):
     """How a foreign engine transfers caches between its instances."""
 
     connector: Literal["Prfaas", "Nixl", "Mooncake"] | None = None
-    """Connector of vLLM; Prfaas, the project's own, if unset. All instances of a policy need the same."""
+    """Connector of vLLM; Prfaas, the project's own, if unset. All instances of a policy need the same. Mooncake is
+    experimental: its fields follow its documentation.
+    """
     protocol: Literal["Tcp", "Rdma"] | None = None
     """Network protocol of caches; Tcp if unset. Rdma needs one RDMA fabric for all instances of the policy, which does
     not exist between datacenters. The container gets IPC_LOCK.
@@ -50,9 +52,9 @@ class Parallelism(ApiModel):
     tensor: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
     """GPUs that compute each layer together."""
     pipeline: Annotated[int, Field(ge=1, le=MAX_GPUS)] = 1
-    """Groups of layers, each on GPUs of its own."""
+    """Groups of layers, each on its own GPUs."""
     data: Annotated[int, Field(ge=1, le=16)] = 1
-    """Copies of the model, each with requests and a cache of its own."""
+    """Copies of the model, each with its own requests and cache."""
 
     @property
     def gpus(self) -> int:
@@ -142,7 +144,8 @@ class Engine(ApiModel):
 
     type: Literal["prfaas", "vllm", "sglang", "tensorrt-llm", "dynamo"] = "prfaas"
     """Kind of engine: prfaas is the project's own worker. The pools of a policy have one kind. dynamo is the frontend
-    of a Dynamo deployment, for a DecodePool only.
+    of a Dynamo deployment, for a DecodePool only. sglang, tensorrt-llm and dynamo are experimental: their
+    fields follow their documentation.
     """
     transfer: Transfer | None = None
     image: Image = "prfaas/worker:0.1.0"

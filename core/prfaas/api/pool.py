@@ -144,7 +144,8 @@ class PoolSpec(ApiModel):
     """Highest permitted value of replicas; no bound if unset."""
     template: PodTemplate = PodTemplate()
     profile: ProfileSpec | None = None
-    """Prefill times and cache sizes until they are measured; an engine may need them for good. See docs/engines.md."""
+    """Prefill times and cache sizes until they are measured; an engine may need them for good. See
+    docs/use/engines.md."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 30
     """Seconds that a leaving instance has to finish its requests; 0 cuts them off."""
     rollout: Rollout = Rollout()
@@ -162,6 +163,12 @@ POOL_COLUMNS = (
     Column("Wanted", ".spec.replicas", "integer", "Instances that should exist"),
     Column("Cluster", ".spec.clusterName", description="MemberCluster of the pool; empty is the hub"),
     Column("Model", ".spec.model.name", description="Model it serves", priority=1),
+    Column(
+        "Proven",
+        '.status.conditions[?(@.type=="EngineProven")].reason',
+        description="Experimental if prfaas was not run against its engine",
+        priority=1,
+    ),
     Column("Why", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the Ready condition"),
     Column("Age", ".metadata.creationTimestamp", "date", "Time since it was created"),
 )

@@ -194,8 +194,8 @@ def _cheapest(
     decode = min(range(len(decodes)), key=lambda place: prices[place] * decodes[place])
     column[decode] += decodes[decode]
     costs = [_costs(option, prices) for option in options]
-    for place, (weight, asked) in enumerate(zip(weights, zip(*costs, strict=True), strict=True)):
-        option = options[asked.index(min(asked))]
+    for place, (weight, uses) in enumerate(zip(weights, zip(*costs, strict=True), strict=True)):
+        option = options[uses.index(min(uses))]
         for resource, shares in zip(option.resources, option.shares, strict=True):
             column[resource] += weight * shares[place]
     return column

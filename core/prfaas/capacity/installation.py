@@ -96,7 +96,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
     counts: dict[str, int]
     plan: Plan | None = None
-    """None: nobody decodes."""
+    """None if no instance decodes."""
     prefill_per_second: float = 0.0
     """At which the first kind of prefill is full."""
     decode_per_second: float = 0.0

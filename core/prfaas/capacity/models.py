@@ -15,6 +15,8 @@ from typing import Final, NamedTuple
 ATTENTION_BYTES: Final = 2
 RECURRENT_BYTES: Final = 4
 CONVOLUTION_BYTES: Final = 2
+KERNEL: Final = 4
+"""Tokens that a convolution reads."""
 
 
 class ModelCache(NamedTuple):
@@ -37,15 +39,15 @@ class ModelCache(NamedTuple):
         return self.linear_layers * state
 
 
-def _kda(mla_layers: int, kda_layers: int, heads: int, kernel: int = 4) -> ModelCache:
+def _kda(mla_layers: int, kda_layers: int, heads: int) -> ModelCache:
     """Kimi's: MLA with a latent of 512 and a key of 64, and KDA heads of 128."""
-    return ModelCache(mla_layers, 512 + 64, kda_layers, heads * 128 * 128, (kernel - 1) * 3 * heads * 128)
+    return ModelCache(mla_layers, 512 + 64, kda_layers, heads * 128 * 128, (KERNEL - 1) * 3 * heads * 128)
 
 
-def _gdn(attention_layers: int, linear_layers: int, value_heads: int, kernel: int = 4) -> ModelCache:
+def _gdn(attention_layers: int, linear_layers: int, value_heads: int) -> ModelCache:
     """Qwen's: two key-value heads of 256, and Gated DeltaNet with 16 key heads and value heads of 128."""
     inputs = (2 * 16 + value_heads) * 128
-    return ModelCache(attention_layers, 2 * 2 * 256, linear_layers, value_heads * 128 * 128, (kernel - 1) * inputs)
+    return ModelCache(attention_layers, 2 * 2 * 256, linear_layers, value_heads * 128 * 128, (KERNEL - 1) * inputs)
 
 
 MODEL_CACHES: Final = {

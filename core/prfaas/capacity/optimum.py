@@ -81,11 +81,6 @@ def plan_for(system: System, workload: Workload, split: Split) -> Plan:
     return _highest(plan_at(system, workload, t, split) for t in thresholds)
 
 
-def at_threshold(system: System, workload: Workload, threshold_tokens: int) -> Plan:
-    """Return the best plan of whole instances for a threshold that is given."""
-    return _serving(_highest(plan_at(system, workload, threshold_tokens, split) for split in _splits(system)))
-
-
 def plan_at(system: System, workload: Workload, threshold_tokens: int, split: Split) -> Plan:
     above, below = workload.above(threshold_tokens), workload.below(threshold_tokens)
     arrivals = equations.lambda_max(system, workload, threshold_tokens, split)

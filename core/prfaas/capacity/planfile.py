@@ -1,8 +1,9 @@
 """Reads the file that describes a system to a planner or a simulator: parsed YAML in, typed facts out.
 
-docs/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no field is
-ignored, and every message names field, value and fix. A number with its unit is answered with the number to write, an
-unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; the rest are errors.
+docs/understand/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no
+field is ignored, and every message names field, value and fix. A number with its unit is answered with the number to
+write, an unknown field with the field probably meant. A reader takes the fields of its `Section` one by one; the rest
+are errors.
 """
 
 import difflib
@@ -101,11 +102,11 @@ class Section:
     def __init__(self, where: str, value: object) -> None:
         self.where = where
         if value is None and not where:
-            raise ConfigError("the file is empty; it must describe a system, see docs/capacity.md")
+            raise ConfigError("the file is empty; it must describe a system, see docs/understand/capacity.md")
         if not isinstance(value, dict):
             raise ConfigError(f"{where or 'the file'} is {_shown(value)}; it must hold fields: name: value")
         self._fields = {str(key): field for key, field in cast(dict[object, Any], value).items()}
-        self._asked: dict[str, None] = {}
+        self._known: dict[str, None] = {}
 
     @property
     def keys(self) -> list[str]:
@@ -113,7 +114,7 @@ class Section:
 
     def has(self, key: str) -> bool:
         """Return whether a field that may be absent is there; another reader takes it."""
-        self._asked[key] = None
+        self._known[key] = None
         return key in self._fields
 
     def number(self, key: str, default: object = _REQUIRED) -> float:
@@ -181,20 +182,20 @@ class Section:
             raise ConfigError(
                 f"{self.where} has {' and '.join(there) or 'none'} of {', '.join(keys)}; give exactly one"
             )
-        self._asked.update(dict.fromkeys(keys))
+        self._known.update(dict.fromkeys(keys))
         return there[0]
 
     def end(self) -> None:
         """Refuse the fields that were not taken."""
         for key in self._fields:
-            if key not in self._asked:
-                raise ConfigError(f"{self._path(key)} is no field here; {_advice(key, list(self._asked))}")
+            if key not in self._known:
+                raise ConfigError(f"{self._path(key)} is no field here; {_advice(key, list(self._known))}")
 
     def _path(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
 
     def _take(self, key: str, default: object) -> object:
-        self._asked[key] = None
+        self._known[key] = None
         value = self._fields.get(key, default)
         if value is _REQUIRED:
             for other in self._fields:

@@ -5,7 +5,7 @@ link at the link's rate. Nothing waits.
 
 With queueing (`queued`) arrivals are Poisson, and
 
-- each prefill instance has a queue of its own, and a request joins the one with the fewest. A request waits with the
+- each prefill instance has its own queue, and a request joins the one with the fewest. A request waits with the
   probability C of Erlang's formula for c instances. Those that do wait for
 
       E[W | W > 0] = E[T] (1 + cv^2) / 2 * (1 / (c (1 - rho)) + (c - 1) / (2 c))

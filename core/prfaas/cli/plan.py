@@ -49,7 +49,8 @@ PLAN_SOURCES = "prfaas.plan_sources"
 
 def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="The system; see docs/capacity.md.", show_default=False)
+        Path | None,
+        typer.Option("--file", "-f", help="The system; see docs/understand/capacity.md.", show_default=False),
     ] = None,
     output: TableOrJson = "table",
     plot: Annotated[Path | None, typer.Option(help="Also draw it, as PNG or HTML.", show_default=False)] = None,

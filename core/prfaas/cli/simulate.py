@@ -54,7 +54,7 @@ class SimulatedLoad:
     """A system's file and its arrivals: random ones, or a trace at its own times or at a rate.
 
     A trace's lengths are the workload that is planned for. `rate_per_second` and `requests` replace the file's own; a
-    trace has a rate of its own.
+    trace has its own rate.
     """
 
     def __init__(self, file: Path, trace: Path | None, rate_per_second: float | None, requests: int | None = None):
@@ -91,11 +91,11 @@ class SimulatedLoad:
     def notes(self) -> list[str]:
         return profile_notes(self.file.system, self.file.workload)
 
-    def _rate(self, asked: float | None) -> float:
-        if asked is not None:
-            if not 0 < asked < float("inf"):
-                raise ConfigError(f"--rate is {asked:g} requests a second; it must be above 0")
-            return asked
+    def _rate(self, rate_option: float | None) -> float:
+        if rate_option is not None:
+            if not 0 < rate_option < float("inf"):
+                raise ConfigError(f"--rate is {rate_option:g} requests a second; it must be above 0")
+            return rate_option
         if self.trace is None:
             return setups.rate(self.file, self.setup)
         seconds = self.trace[-1].at_seconds - self.trace[0].at_seconds

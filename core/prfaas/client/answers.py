@@ -215,8 +215,8 @@ class ChunkReader:
             if data == b"[DONE]":
                 self.is_done = True
                 return
-            if (told := _error_of(data)) is not None:
-                raise error_in_stream(told)
+            if (reported := _error_of(data)) is not None:
+                raise error_in_stream(reported)
             yield read_answer(data, self._kind)
 
     def end(self) -> None:

@@ -40,29 +40,29 @@ class BrokenStreamError(PeerError):
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> PrfaasError:
     """Return the error that an answer with a status of 400 or more is."""
-    told = _told(body)
-    message = str(told.get("message") or f"HTTP {status}")
-    code = str(told.get("code") or "")
+    error = _read_error(body)
+    message = str(error.get("message") or f"HTTP {status}")
+    code = str(error.get("code") or "")
     if status in (429, 503):
         return BusyError(message, code, retry_after_seconds(headers.get("retry-after")))
     if status == 504:
         return DeadlinePassedError(message)
     if status >= 500:
         return PeerError(f"HTTP {status}: {message}")
-    param = told.get("param")
+    param = error.get("param")
     return RequestError(message, status=status, code=code or "invalid_request", param=str(param) if param else None)
 
 
-def error_in_stream(told: object) -> PrfaasError:
-    fields = cast(dict[str, Any], told) if isinstance(told, dict) else {}
+def error_in_stream(error: object) -> PrfaasError:
+    fields = cast(dict[str, Any], error) if isinstance(error, dict) else {}
     message = str(fields.get("message") or "the stream ended with an error")
     is_late = fields.get("code") == "deadline_exceeded"
     return DeadlinePassedError(message) if is_late else BrokenStreamError(message)
 
 
-def _told(body: bytes) -> dict[str, Any]:
+def _read_error(body: bytes) -> dict[str, Any]:
     try:
-        told = msgspec.json.decode(body)["error"]
+        error = msgspec.json.decode(body)["error"]
     except (*UNREADABLE, KeyError, TypeError):
         return {}
-    return cast(dict[str, Any], told) if isinstance(told, dict) else {}
+    return cast(dict[str, Any], error) if isinstance(error, dict) else {}

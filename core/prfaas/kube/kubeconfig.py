@@ -52,6 +52,7 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
         authorization, certificate, key = _credentials(user)
         tls = client_tls(ca_pem, certificate, key) if server.startswith("https") else None
         if tls is not None and cluster.get("insecure-skip-tls-verify"):
+            # In this order: ssl refuses CERT_NONE while it checks host names.
             tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         named = path or "of $KUBECONFIG or ~/.kube/config"
@@ -169,6 +170,7 @@ class _ExecPlugin:
 
     def __init__(self, config: Entry, folder: Path):
         command = str(config["command"])
+        # As kubectl: a bare name is looked up in $PATH, a path begins at the kubeconfig's folder.
         self._command = [str(folder / command) if "/" in command else command, *(config.get("args") or ())]
         self._api_version = config["apiVersion"]
         self._variables = {each["name"]: each["value"] for each in config.get("env") or ()}
@@ -182,8 +184,12 @@ class _ExecPlugin:
 
     def run(self) -> Entry:
         """Run the command and return the status in its ExecCredential."""
-        asked = {"apiVersion": self._api_version, "kind": "ExecCredential", "spec": {"interactive": sys.stdin.isatty()}}
-        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(asked)}
+        credential = {
+            "apiVersion": self._api_version,
+            "kind": "ExecCredential",
+            "spec": {"interactive": sys.stdin.isatty()},
+        }
+        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(credential)}
         try:
             ended = subprocess.run(
                 self._command, env=environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True

@@ -61,6 +61,7 @@ class LeaseHolder:
             self._held_until = float("-inf")
             return False
         if await self._write(lease, timeout_seconds):
+            # From before the call: the others may have seen the new record from any moment since.
             self._held_until = started + self._duration_seconds * 2 / 3
         return self.is_holder
 
@@ -73,6 +74,7 @@ class LeaseHolder:
             lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)
             spec = _spec(lease)
             if spec.get("holderIdentity") == self._identity:
+                # As client-go: a duration of 0 is not valid, and without a holder nobody waits for it.
                 released = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
                 await self._session.call("PUT", self._ref.path, body=released, timeout_seconds=timeout_seconds)
         except (PeerError, ConfigError):
@@ -94,6 +96,7 @@ class LeaseHolder:
 
     async def _write(self, lease: dict[str, Any] | None, timeout_seconds: float) -> bool:
         """Write the Lease in our name; return False if another replica was faster."""
+        # A MicroTime, which has exactly six digits behind the second.
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old = _spec(lease)
         ours = old.get("holderIdentity") == self._identity

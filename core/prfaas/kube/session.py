@@ -48,7 +48,7 @@ def encode_body(body: Mapping[str, Any]) -> bytes:
 class StatusError(PeerError):
     """The API server refused a call.
 
-    `status` is the HTTP status, `answer` the Status object (empty if missing), `headers` the answer's, `said` the
+    `status` is the HTTP status, `answer` the Status object (empty if missing), `headers` the answer's, `message` the
     server's sentence.
     """
 
@@ -57,8 +57,8 @@ class StatusError(PeerError):
             self.answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
         except UNREADABLE:
             self.answer = {}
-        self.said = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
-        super().__init__(f"{what}: {status} {self.said}")
+        self.message = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
+        super().__init__(f"{what}: {status} {self.message}")
         self.status = status
         self.reason = str(self.answer.get("reason", ""))
         self.headers = headers
@@ -272,8 +272,8 @@ def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLC
 
 def with_query(path: str, query: Mapping[str, Any] | None) -> str:
     """Return a path with the parameters that have a value."""
-    given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
-    return f"{path}?{urlencode(given)}" if given else path
+    pairs = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+    return f"{path}?{urlencode(pairs)}" if pairs else path
 
 
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
@@ -310,5 +310,6 @@ async def apply_status(
         "metadata": {"name": ref.name, "namespace": ref.namespace},
         "status": status,
     }
+    # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
     path = with_query(f"{ref.path}/status", {"fieldManager": field_manager, "force": "true"})
     return await session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=timeout_seconds)

@@ -91,6 +91,8 @@ async def watch_events(
         path,
         {
             "watch": "1",
+            # They renew the version of a quiet watch. An API server forgets versions after five minutes, and then all
+            # is listed again.
             "allowWatchBookmarks": "true",
             **query,
             "resourceVersion": version,

@@ -71,8 +71,8 @@ class ByteMap:
         """Move the first `count` blocks of a chain to the newer generation if the last of them is in the older one."""
         if not len(self._old) or self._new.keys.find(key_of(chain[count - 1])):
             return
-        told = [(one, block) for one in chain.all()[:count] if (block := self.get(one)) is not None]
-        self.learn([one for one, _ in told], [block for _, block in told])
+        known = [(one, block) for one in chain.all()[:count] if (block := self.get(one)) is not None]
+        self.learn([one for one, _ in known], [block for _, block in known])
 
 
 class _Generation:

@@ -97,64 +97,78 @@ _SORTED: Final = msgspec.json.Encoder(order="sorted")
 def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
     """Return the canonical bytes of a JSON body of POST /v1/completions; None for an invalid one."""
     try:
-        asked = msgspec.convert(body, _Completion)
+        parsed = msgspec.convert(body, _Completion)
     except msgspec.ValidationError:
         return None
-    prompt: str | list[Any] = asked.prompt
+    prompt: str | list[Any] = parsed.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = cast(str | list[Any], prompt[0])  # a batch of one
     if isinstance(prompt, str):
         data = prompt.encode()
         text = Text(0, data, b"")
-        return Canonical(_root("text", asked.model, asked.cache_salt), data, (text,), bool(asked.cache_salt))
+        return Canonical(_root("text", parsed.model, parsed.cache_salt), data, (text,), bool(parsed.cache_salt))
     try:
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError):
         return None
-    return Canonical(_root("tokens", asked.model, asked.cache_salt), data, None, bool(asked.cache_salt))
+    return Canonical(_root("tokens", parsed.model, parsed.cache_salt), data, None, bool(parsed.cache_salt))
 
 
 def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
     """Return the canonical bytes of a JSON body of POST /v1/chat/completions; None for an invalid one."""
     try:
-        asked = msgspec.convert(body, _Chat)
+        parsed = msgspec.convert(body, _Chat)
     except msgspec.ValidationError:
         return None
-    before = [asked.tools or [], asked.documents or [], asked.chat_template_kwargs or {}, asked.reasoning_effort or ""]
+    before = [
+        parsed.tools or [],
+        parsed.documents or [],
+        parsed.chat_template_kwargs or {},
+        parsed.reasoning_effort or "",
+    ]
     lines = [_SORTED.encode(before), b"\n"]
     texts: list[Text] = []
     at = len(lines[0]) + 1
-    for message in asked.messages:
+    for message in parsed.messages:
         others = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
+        # The list stays open for the content, which comes last as in the prompt.
         head = _SORTED.encode([message.get("role"), others])[:-1] + b","
         content = _SORTED.encode(message.get("content"))
         texts += _texts_in(message.get("content"), content, at + len(head))
         lines += head, content, b"]\n"
         at += len(head) + len(content) + 2
-    root = _root("chat", asked.model, asked.cache_salt)
-    return Canonical(root, b"".join(lines), tuple(texts), bool(asked.cache_salt))
+    root = _root("chat", parsed.model, parsed.cache_salt)
+    return Canonical(root, b"".join(lines), tuple(texts), bool(parsed.cache_salt))
 
 
 def canonical_response(body: Mapping[str, Any]) -> Canonical | None:
     """Return the canonical bytes of a JSON body of POST /v1/responses; None for an invalid one."""
     try:
-        asked = msgspec.convert(body, _Response)
+        parsed = msgspec.convert(body, _Response)
     except msgspec.ValidationError:
         return None
-    before = [asked.tools, asked.instructions, asked.reasoning, asked.chat_template_kwargs, asked.previous_response_id]
-    items = [asked.input] if isinstance(asked.input, str) else asked.input
-    return _in_lines(_root("response", asked.model, asked.cache_salt), before, items, is_salted=bool(asked.cache_salt))
+    before = [
+        parsed.tools,
+        parsed.instructions,
+        parsed.reasoning,
+        parsed.chat_template_kwargs,
+        parsed.previous_response_id,
+    ]
+    items = [parsed.input] if isinstance(parsed.input, str) else parsed.input
+    return _in_lines(
+        _root("response", parsed.model, parsed.cache_salt), before, items, is_salted=bool(parsed.cache_salt)
+    )
 
 
 def canonical_messages(body: Mapping[str, Any]) -> Canonical | None:
     """Return the canonical bytes of a JSON body of POST /v1/messages; None for an invalid one."""
     try:
-        asked = msgspec.convert(body, _Messages)
+        parsed = msgspec.convert(body, _Messages)
     except msgspec.ValidationError:
         return None
-    before = [asked.tools, asked.system, asked.thinking, asked.output_config, asked.chat_template_kwargs]
-    root = _root("messages", asked.model, asked.cache_salt)
-    return _in_lines(root, before, asked.messages, is_salted=bool(asked.cache_salt))
+    before = [parsed.tools, parsed.system, parsed.thinking, parsed.output_config, parsed.chat_template_kwargs]
+    root = _root("messages", parsed.model, parsed.cache_salt)
+    return _in_lines(root, before, parsed.messages, is_salted=bool(parsed.cache_salt))
 
 
 def _in_lines(root: bytes, before: Any, items: Sequence[Any], *, is_salted: bool) -> Canonical:

@@ -25,6 +25,7 @@ from prfaas.kvindex.bytes import ByteChain
 from prfaas.kvindex.keys import NONE
 from prfaas.kvindex.tree import ROOT, BlockTree
 
+# 400 MB: 24 bytes a block in its tree, and about 16 in the table of keys.
 MAX_BLOCKS: Final = 10_000_000
 MAX_PAIRS: Final = 10_000_000
 MIN_PAIRS: Final = 1 << 16
@@ -38,6 +39,7 @@ class InstanceIndex:
 
     def __init__(self, max_blocks: int, max_pairs: int):
         self.tree = BlockTree(max_blocks)
+        # A map holds two generations.
         self.bytes = ByteMap(max(1, max_pairs // 2))
         self.block_tokens = BLOCK_TOKENS
 
@@ -149,8 +151,8 @@ def _reference_map(chain: ByteChain, maps: Sequence[ByteMap]) -> ByteMap:
     """Return the map that knows most of a prompt and is not outvoted at its end."""
     ends = [last_where(len(chain), lambda at, one=one: one.get(chain[at]) is not None) for one in maps]
     for end, candidate in sorted(zip(ends, maps, strict=True), key=lambda pair: -pair[0]):
-        said = candidate.get(chain[end])
+        last = candidate.get(chain[end])
         votes = [vote for one in maps if (vote := one.get(chain[end])) is not None]
-        if 2 * sum(vote == said for vote in votes) >= len(votes):
+        if 2 * sum(vote == last for vote in votes) >= len(votes):
             return candidate
     return maps[0]

@@ -101,6 +101,7 @@ class Keys:
         """Move a part to a table of twice the size, or of the same size if half of its entries are removed ones."""
         old = np.frombuffer(self._parts[which], np.uint32)
         live = old[old > _GONE]
+        # Two thirds are filled when this is called, so a third of the table is half of its entries.
         size = len(old) * (2 if 3 * len(live) > len(old) else 1)
         first_slots = np.frombuffer(self._keys, np.int64)[live] >> 8 & size - 1
         order, steps = np.argsort(first_slots), np.arange(len(live))

@@ -177,7 +177,7 @@ class BlockTree:
                 self._without_rows += 1
                 self._rows[number] = 0
             else:
-                depth = depths[number]  # where it was first told to be
+                depth = depths[number]  # where it was first reported
             behind = number
 
     def _few(self, keys: Sequence[int], behind: int, parent_unknown: bool) -> list[int]:
@@ -217,6 +217,7 @@ class BlockTree:
             parent = self._parents[number]
             self._keys.remove(number)
             self._depths[number] = 0
+            # Freed: the run before it ends here, and no search takes it for a gap.
             self._rows[number] = self._heads[number] = 1
             self._without_rows -= 1
             self._children[parent] -= 1

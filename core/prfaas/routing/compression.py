@@ -70,10 +70,10 @@ def choose_codec(facts: CodecFacts) -> CodecChoice:
         return CodecChoice(Codec.NONE, "the link is not measured yet")
     share = time_share(facts.lossless, facts.delivery_mbps, facts.cores)
     limit = 1.0 if facts.current is Codec.LOSSLESS else 1.0 - ADOPT_GAIN
-    said = f"lossless takes {share:.2f} of the time at {facts.delivery_mbps:.0f} Mbit/s"
+    reason = f"lossless takes {share:.2f} of the time at {facts.delivery_mbps:.0f} Mbit/s"
     if share < limit:
-        return CodecChoice(Codec.LOSSLESS, said)
-    return CodecChoice(Codec.NONE, f"{said}, want less than {limit:.2f}")
+        return CodecChoice(Codec.LOSSLESS, reason)
+    return CodecChoice(Codec.NONE, f"{reason}, want less than {limit:.2f}")
 
 
 def time_share(speed: CodecSpeed, delivery_mbps: float, cores: float) -> float:

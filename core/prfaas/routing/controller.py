@@ -97,6 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def target_share(self) -> float:
         """Share of its effective capacity that a link is planned to carry."""
+        # The middle between the two, of percents.
         return (self.watermarks.high_percent + self.watermarks.low_percent) / 200.0
 
 
@@ -300,6 +301,7 @@ def _local_wait_seconds(offered: Offered | None, threshold_tokens: float) -> flo
     waiting = offered.local_waiting_prefills
     if instances < 1 or not math.isfinite(waiting):
         return 0.0
+    # What is not offloaded.
     below = DemandAbove(*map(sub, offered.demand.above(0.0), offered.demand.above(threshold_tokens)))
     seconds = sum(pool.ready_instances * _mean_seconds(pool, below) for pool in pools) / instances
     return waiting * seconds / instances

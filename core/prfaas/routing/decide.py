@@ -71,6 +71,7 @@ def _cheapest(facts: RoutingFacts, clusters: Sequence[Cluster]) -> Decision | No
     away = _preferred(facts, clusters, [one for one in costs if one.cluster in reachable])
     there = _cheapest_of(facts, costs, away)
     destination = _decode_for(facts, there)
+    # Equal costs stay in the hub: nothing can break on a link that is not used.
     if there is None or destination is None or costs[there] >= costs[local]:
         return _local_route(facts, "Cheaper", decode, local if local is not decode else None)
     return Route(
@@ -111,6 +112,7 @@ def _cheapest_of(
 
 
 def _work(facts: RoutingFacts, price: Price, instance: Instance) -> Work:
+    # All that the hub lacks crosses, also what the instance has cached and need not compute.
     crossing_tokens = max(0, facts.total_tokens - facts.cached_tokens.get(HUB, 0))
     return work_of(price, lacking_tokens(facts, instance), crossing_tokens)
 
@@ -209,7 +211,7 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
     if not facts.profiles:
         return route
-    fetches = facts.cached_on and prefiller.engine == "prfaas"  # no other engine is told where to fetch a prefix
+    fetches = facts.cached_on and prefiller.engine == "prfaas"  # no other engine fetches a prefix
     source = _prefix_source(facts, prefiller) if fetches else None
     if route.work is None:
         lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)

@@ -29,6 +29,7 @@ MIN_PROMPTS: Final = 200
 """Fewer prompts say too little of a distribution: its quantiles would wander by more than the search is worth."""
 ACCURACY: Final = 0.001
 """Share of the threshold, or one token, to which it is found. The lengths that it follows from are not known better."""
+# In place of 0 where a part of the demand asks for nothing: a rate without bound, and no division by 0.
 IDLE: Final = 1e-12
 
 
@@ -69,9 +70,11 @@ def optimum(
         above = demand.above(threshold_tokens)
         rate = 0.0
         for bits_per_second, found in offload:
+            # Equation (3), for each link.
             rate += min(_rate(found, above), bits_per_second / max(IDLE, _bits(above, found)))
         if not local:
             return arrivals_per_second is None or rate >= arrivals_per_second
+        # Equation (7) as an inequality; the search finds where it becomes true.
         return rate >= _rate(local, DemandAbove(*map(sub, everything, above)))
 
     low, high = bounds

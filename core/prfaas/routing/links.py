@@ -189,6 +189,7 @@ def effective_capacity_mbps(sample: LinkSample, declared_mbps: float, held_mbps:
         seen_mbps = held_mbps  # data waits, but the window has not seen it move yet
     else:
         seen_mbps = max(held_mbps * PROBE_FACTOR, traffic_mbps)
+    # Never 0, since utilisation and drain divide by it; and an estimate of 0 could not be probed upward.
     return min(declared_mbps, max(seen_mbps, declared_mbps / 1000))
 
 

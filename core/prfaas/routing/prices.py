@@ -162,6 +162,7 @@ def cost_seconds(price: Price, work: Work, instance: str, backlog: Backlog, now_
     if work.link:
         bits_per_second = work.mbps * 1e6
         before = backlog.waiting_bits(work.link, now_seconds, work.mbps)
+        # Rows cross while the rest computes, states only after the last token.
         last = done + 8.0 * price.profile.state_bytes / bits_per_second
         done = max(last, (before + work.bits) / bits_per_second)
     return done + work.seconds * backlog.waiting_requests(instance)

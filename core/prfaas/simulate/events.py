@@ -19,17 +19,17 @@ from typing import Any, Generic, TypeVar
 class EventQueue:
     """The one clock of a run. `now` is in seconds of virtual time since its start."""
 
-    __slots__ = ("_heap", "_said", "now")
+    __slots__ = ("_count", "_heap", "now")
 
     def __init__(self) -> None:
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._said = 0
+        self._count = 0
 
     def at(self, seconds: float, action: Callable[[Any], None], subject: Any = None) -> None:
         """Have `action(subject)` called at this time; a time that has passed means now."""
-        self._said += 1
-        heappush(self._heap, (seconds if seconds > self.now else self.now, self._said, action, subject))
+        self._count += 1
+        heappush(self._heap, (seconds if seconds > self.now else self.now, self._count, action, subject))
 
     def after(self, seconds: float, action: Callable[[Any], None], subject: Any = None) -> None:
         self.at(self.now + seconds, action, subject)
@@ -61,7 +61,7 @@ class FairShare(Generic[_Job]):
         self._done = done
         self._ends: dict[_Job, float] = {}
         self._heap: list[tuple[float, int, _Job]] = []
-        self._said = 0
+        self._count = 0
         self._each = 0.0  # units that every job present got since the resource was last idle
         self._rate = 0.0
         self._sum_of_ends = 0.0
@@ -143,8 +143,8 @@ class FairShare(Generic[_Job]):
                 self._busy_seconds += seconds
 
     def _push(self, job: _Job) -> None:
-        self._said += 1
-        heappush(self._heap, (self._ends[job], self._said, job))
+        self._count += 1
+        heappush(self._heap, (self._ends[job], self._count, job))
 
     def _plan(self) -> None:
         """Schedule a wake-up at the next end. An earlier one finds nothing to do, and plans anew."""

@@ -106,7 +106,7 @@ class Gateway:
             self.leave(route.prefill.name, request)
 
     def _facts(self, request: Request) -> RoutingFacts:
-        found = self._caches.found(request)  # of which nothing is said where there is nothing, as a gateway does
+        found = self._caches.found(request)  # names no instance without a match, as in a gateway
         return RoutingFacts(
             now_seconds=self._events.now,
             request_id=str(request.index),

@@ -96,12 +96,12 @@ def tell(log: logging.Logger, text: str) -> None:
 
 def line(words: str, /, **fields: Value) -> str:
     """Return a message: words, then the fields that are not empty, in order. Floats have four digits."""
-    told = {
+    shown = {
         name: f"{value:.4f}" if isinstance(value, float) else str(value)[:MAX_VALUE_CHARACTERS]
         for name, value in fields.items()
         if value is not None and value != ""
     }
     # In most lines all are plain; a look at each value costs a third more.
-    if not _PLAIN.fullmatch("".join(told.values())):
-        told = {name: text if _PLAIN.fullmatch(text) else json.dumps(text) for name, text in told.items()}
-    return words + "".join([f" {name}={text}" for name, text in told.items()])
+    if not _PLAIN.fullmatch("".join(shown.values())):
+        shown = {name: text if _PLAIN.fullmatch(text) else json.dumps(text) for name, text in shown.items()}
+    return words + "".join([f" {name}={text}" for name, text in shown.items()])

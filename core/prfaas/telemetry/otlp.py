@@ -43,7 +43,7 @@ class OtlpTracer:
 
     def start(self, name: str, parent: TraceContext, kind: str, at: int | None) -> tuple[SdkSpan, TraceContext]:
         """Begin a span, now or at a moment in unix nanoseconds; return it and the context of its children."""
-        # An empty context of its own: nothing that another library has made current is our parent.
+        # Its own empty context: nothing that another library has made current is our parent.
         above = _PROPAGATOR.extract(parent.headers(), Context())
         span = self._tracer.start_span(name, above, SpanKind[kind.upper()], start_time=at)
         carrier: dict[str, str] = {}

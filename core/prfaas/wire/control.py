@@ -55,12 +55,10 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway's counters since its start: decisions, and requests still in flight by decision."""
+    """The gateway's counters since its start."""
 
     offloaded: int
     local: int
     failed_offloads: int
-    in_flight_offloads: int
-    in_flight_local: int
     lengths: tuple[int, ...] = ()
     """Prompts by incremental length, in the bins of `prfaas.routing.lengths.EDGES`; empty: not counted."""

@@ -46,13 +46,6 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The required form of an answer: a JSON schema, a regular expression or a Lark grammar, as text."""
-
-    kind: Literal["json_schema", "regex", "lark"]
-    text: str
-
-
 # front -> engine
 
 
@@ -72,7 +65,6 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """No token that would end the answer is drawn before this many."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    grammar: Grammar | None = None
     cache_salt: str = ""
     """Only prompts with the same salt share cached prefixes."""
     prefix_url: str = ""
@@ -113,7 +105,7 @@ class StartPrefix(StartOffer[PrefixRequest], frozen=True, array_like=True, tag=T
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget every cached prefix that no running request uses, in all tiers. Answered by CacheReset."""
+    """Forget every cached prefix that no running request uses. Answered by CacheReset."""
 
     handle: int
 
@@ -202,7 +194,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     first_byte_seconds: float
     queue_seconds: float = 0.0
     transfer_id: str = ""
-    """Fingerprint of the fetched cache; empty without one."""
+    """The transfer that brought the cache; empty without one."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

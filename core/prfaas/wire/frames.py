@@ -3,7 +3,7 @@
 A frame proves two things by itself. `check` covers the header, so that a damaged length or position is detected before
 it is used. `digest` covers header and payload as they travelled. Both are xxh3, which detects damage; TLS protects
 against forgery. A frame names its transfer and epoch, so a frame of another life is never placed. It also names its own
-position. So frames may arrive in any order over any number of connections. docs/protocol.md has the bytes.
+position. So frames may arrive in any order over any number of connections. docs/extend/protocol.md has the bytes.
 """
 
 import struct
@@ -49,7 +49,8 @@ class Kind(IntEnum):
 class Codec(IntEnum):
     """How a payload's bytes on the wire differ from its tensors' bytes; the value is the one on the wire.
 
-    A frame names its codec, so a source may change it from frame to frame. docs/compression.md specifies the codecs.
+    A frame names its codec, so a source may change it from frame to frame. docs/understand/compression.md specifies
+    the codecs.
     """
 
     NONE = 0
@@ -164,7 +165,7 @@ def verify(header: FrameHeader, payload: Iterable[Buffer] = ()) -> None:
 
 
 def whole_digest(digests: Iterable[int]) -> str:
-    """Digest of a whole direction: xxh3_128 over its data frames' digests (u64, big endian) in order of sequence."""
+    """Digest of a whole transfer: xxh3_128 over its data frames' digests (u64, big endian) in order of sequence."""
     state = xxhash.xxh3_128()
     for digest in digests:
         state.update(_DIGEST.pack(digest))

@@ -8,7 +8,7 @@ from typing import Final
 
 REQUEST_ID: Final = "x-request-id"
 
-# client -> gateway; preferences.py reads and writes them, docs/gateway.md tells users
+# client -> gateway; preferences.py reads and writes them, docs/use/gateway.md tells users
 DATACENTERS: Final = "x-prfaas-datacenters"  # prefer eu-west, eu-north; forbid us
 OFFLOAD: Final = "x-prfaas-offload"  # auto | never | always
 DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"

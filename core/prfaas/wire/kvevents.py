@@ -8,7 +8,7 @@ are the 32 bytes of a SHA-256 chain.
 A hybrid cache has two groups. ATTENTION_GROUP lists the blocks of tokens with attention rows here. STATE_GROUP lists
 the blocks with a state checkpoint at their end. A hash means another thing in each group: readers key by group.
 
-Routers without a tokenizer match bytes. A `ByteMapBatch` has a topic of its own. It names the block of tokens that
+Routers without a tokenizer match bytes. A `ByteMapBatch` has its own topic. It names the block of tokens that
 surely lies within a prefix of a request's canonical bytes.
 """
 
@@ -32,6 +32,7 @@ MEDIUM_HOST: Final = "CPU"
 MEDIUM_DISK: Final = "STORAGE"
 
 
+# gc=False: events hold no cycles, and come in numbers that would lengthen each collection.
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """Blocks that can be matched from now on, in chain order after `parent_block_hash` (None: the beginning).
 
@@ -93,7 +94,7 @@ class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 def attention_stored(
-    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind, medium: str
+    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind
 ) -> BlockStored:
     """Return the event of attention blocks that became matchable; `token_ids` are those of all blocks."""
     return BlockStored(
@@ -101,20 +102,20 @@ def attention_stored(
         parent_block_hash=parent,
         token_ids=token_ids,
         block_size=len(token_ids) // len(block_hashes),
-        medium=medium,
+        medium=MEDIUM_DEVICE,
         group_idx=ATTENTION_GROUP,
         kv_cache_spec_kind=kind,
     )
 
 
-def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int], medium: str) -> BlockStored:
+def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int]) -> BlockStored:
     """Return the event of a checkpoint at the end of one block; `token_ids` are that block's."""
     return BlockStored(
         block_hashes=[block_hash],
         parent_block_hash=parent,
         token_ids=token_ids,
         block_size=len(token_ids),
-        medium=medium,
+        medium=MEDIUM_DEVICE,
         group_idx=STATE_GROUP,
         kv_cache_spec_kind=STATE_SPEC_KIND,
     )
@@ -198,8 +199,9 @@ def _event(raw: Any) -> KvEvent | None:
     missing = [name for name in _REQUIRED[kind] if name not in named]
     if missing:
         raise msgspec.ValidationError(f"{kind.__name__} lacks {', '.join(missing)}")
-    given = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
-    return msgspec.convert(given, kind, builtin_types=(bytes,))
+    fields = [kind.__name__, *(named.get(name) for name in kind.__struct_fields__)]
+    # msgpack has bytes of its own. Otherwise msgspec would take a text for their base64.
+    return msgspec.convert(fields, kind, builtin_types=(bytes,))
 
 
 def _kind(tag: Any) -> type[KvEvent] | None:

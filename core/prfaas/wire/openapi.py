@@ -97,8 +97,12 @@ def gateway() -> Document:
     def generating(operation: str, prompt: Document, described: str = "") -> Document:
         body = {"type": "object", "required": ["model", *prompt], "properties": {**_COMMON_FIELDS, **prompt}}
         answer = {**_json({"type": "object"}), "text/event-stream": {"schema": {"type": "string"}}}
-        told = {name: {"description": text, "schema": {"type": "string"}} for name, text in _ANSWER_HEADERS.items()}
-        served = {"200": {"description": "The answer, whole or as a stream", "headers": told, "content": answer}}
+        answer_headers = {
+            name: {"description": text, "schema": {"type": "string"}} for name, text in _ANSWER_HEADERS.items()
+        }
+        served = {
+            "200": {"description": "The answer, whole or as a stream", "headers": answer_headers, "content": answer}
+        }
         return {
             "operationId": operation,
             **({"description": described} if described else {}),

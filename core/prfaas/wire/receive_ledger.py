@@ -111,6 +111,7 @@ class ReceiveLedger:
         for a wrong digest, where the claim stays until `lost` frees it; ProtocolError for a last one that contradicts
         the source's account.
         """
+        # Both without the lock: they take long, and the claim keeps other connections away.
         verify(header, payload)
         land()
         with self._breaking_on_error():
@@ -294,7 +295,7 @@ class ReceiveLedger:
             case Kind.DONE:
                 done = decode_message(header, payload, Done)
                 if self.done is not None and self.done != done:  # a repetition may come after a break
-                    raise ProtocolError(f"{header.describe()} was sent before, and said something else")
+                    raise ProtocolError(f"{header.describe()} was sent before with other content")
                 self.done = done
             case Kind.ABORT if self._missing():
                 raise PeerError(f"the other side gave up: {decode_message(header, payload, Abort).message}")

@@ -15,8 +15,8 @@ end, so `;\n\n` occurs at these places only, and a relay finds them without pars
 
 To resume, the gateway calls the same path with a `Resume` document before the same body. The header RESUME has the
 document's length. The next worker renders the prompt again and computes prompt and sent tokens. The worker replays the
-sent tokens for the state of the text. That is a held-back beginning of a character or stop string, and the open tool
-call. It checks that it gets the same number of characters.
+sent tokens for the state of the text. That is a held-back beginning of a character or stop string. It checks that it
+gets the same number of characters.
 """
 
 import re
@@ -72,7 +72,7 @@ class StreamComment(NamedTuple):
 
 
 class SentChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The client's part of one choice: the tokens, the characters of text and of arguments, and its finish reason."""
+    """The client's part of one choice: the tokens, the characters of text, and its finish reason."""
 
     token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
     characters: ResumeCount

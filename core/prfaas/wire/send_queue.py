@@ -38,7 +38,7 @@ class NumberedItem(NamedTuple, Generic[Item]):
 
 
 class SendQueue(Generic[Item]):
-    """The frames of one direction of one transfer; `guard` is a lock, if several threads call."""
+    """The frames of one transfer; `guard` is a lock, if several threads call."""
 
     def __init__(self, guard: AbstractContextManager[object] = NO_GUARD):
         self._lock = guard
@@ -76,13 +76,14 @@ class SendQueue(Generic[Item]):
             if connection in self._carried or not 0 <= connection < MAX_CONNECTIONS:
                 raise ProtocolError(f"connection {connection} was used before, or is beyond {MAX_CONNECTIONS}")
             if any(end - 1 not in self._sealed for _, end in received):
-                raise ProtocolError(f"frames {received} are said to have arrived, but were never sent")
+                raise ProtocolError(f"frames {received} were acknowledged, but never sent")
             again: list[int] = []
             for other in broken:
                 self._lose(other)
                 again += [number for number in self._carried.get(other, ()) if not in_ranges(number, received)]
                 self._carried[other] = []
             self._carried[connection] = []
+            # In front, the oldest first: `extendleft` turns the order round.
             self._pending.extendleft(sorted(again, reverse=True))
             self.queued_bytes += sum(self._items[number][1] for number in again)
 

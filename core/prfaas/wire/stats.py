@@ -8,7 +8,7 @@ class CacheStats(msgspec.Struct, frozen=True, array_like=True):
 
     Requests hold `used_pages`. Only the prefix cache holds `cached_pages`, which are evicted on demand. Of
     `query_tokens` looked up, `hit_tokens` were found with a state; `stateless_tokens` more had attention rows but no
-    state there. `disk_failures` are entries that could not be written or read; while it is `disk_paused` it takes none.
+    state there.
     """
 
     page_bytes: int = 0
@@ -19,13 +19,6 @@ class CacheStats(msgspec.Struct, frozen=True, array_like=True):
     hit_tokens: int = 0
     stateless_tokens: int = 0
     evicted_pages: int = 0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    host_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
-    corrupt_entries: int = 0
-    disk_failures: int = 0
-    disk_paused: bool = False
 
 
 class LinkStats(msgspec.Struct, frozen=True, array_like=True):

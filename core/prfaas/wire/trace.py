@@ -1,6 +1,6 @@
 """W3C trace context: passes a request's place in a trace from process to process.
 
-A process with tracing makes a span of its own and passes that one on. A process without tracing passes the received one
+A process with tracing makes its own span and passes that one on. A process without tracing passes the received one
 on, so a hop without tracing breaks no trace. Malformed contexts (https://www.w3.org/TR/trace-context/) are dropped.
 """
 
@@ -43,6 +43,7 @@ def read_trace(headers: Mapping[str, str]) -> TraceContext:
     """Return the context that a request came with; `headers` finds names in lower case."""
     parent = headers.get(TRACEPARENT, "")
     found = _PARENT.fullmatch(parent) if len(parent) <= _MAX_PARENT else None
+    # Version 00 ends behind the flags.
     if found is None or (found[1] == "00" and found[3]):
         return NO_TRACE
     state = headers.get(TRACESTATE, "")

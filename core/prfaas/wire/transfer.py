@@ -86,7 +86,7 @@ class LayerGroup(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a transfer: rows of tokens `start_token` up to (excluding) `end_token`, and all states there; and
     the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix instead of a prompt. Of an engine
-    with several ranks, each has a transfer of its own: `rank` of `ranks` holds a part of every tensor. `prompt` is a
+    with several ranks, each has its own transfer: `rank` of `ranks` holds a part of every tensor. `prompt` is a
     digest of the tokens before `end_token`, where the two sides made token ids of a prompt by themselves.
     """
 
@@ -147,7 +147,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The source's answer: the connection's version and codecs, and the manifest."""
+    """The source's answer: the connection's version, and the manifest."""
 
     version: int
     manifest: Manifest

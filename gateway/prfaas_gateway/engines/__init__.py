@@ -30,6 +30,7 @@ class Engines:
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
         prefill, decode = route.prefill, route.decode
         if request.stream is None:
+            # The log of an attempt that failed before its first byte, perhaps at another engine.
             request.resumable = None
         if prefill is not None and prefill.engine != decode.engine:
             message = (

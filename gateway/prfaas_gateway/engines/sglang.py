@@ -16,6 +16,7 @@ from prfaas_gateway.engines.shared import Leg, bootstrap_host, call_both, prompt
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
+# SGLang keeps rooms as signed 64-bit integers, and its own router draws them from 0 to 2^63 - 1.
 ROOM_BITS = 63
 _FEW = re.compile(rb"[1-9]\d?")
 

@@ -31,6 +31,7 @@ _ALONE: Final = frozenset[EngineName]({"dynamo"})
 ERROR_EVENT: Final = b'data: {"error"'
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
+# Engines answer 400 to stream_options without a stream, and to more min_tokens than max_tokens, which is one here.
 _OF_DECODING: Final = ("stream_options", "min_tokens", "return_token_ids")
 _NULL: Final = msgspec.Raw(b"null")
 _BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
@@ -147,6 +148,7 @@ async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> 
 async def _drop(decoding: asyncio.Task[Answer], filling: asyncio.Task[Answer | None]) -> None:
     decoding.cancel()
     filling.cancel()
+    # A cancelled call may have ended a moment before, with an answer whose connection nobody else closes.
     (answer, _) = await asyncio.gather(decoding, filling, return_exceptions=True)
     if isinstance(answer, Answer):
         answer.close()
@@ -218,6 +220,7 @@ def for_prefill(fields: Fields, added: Mapping[str, Any], answer_limit: str = "m
     """Return the body of a leg that only prefills: one token and no stream."""
     kept = {name: value for name, value in fields.items() if name not in _OF_DECODING}
     kept |= {"stream": _FALSE, answer_limit: _ONE}
+    # In a chat it comes before max_tokens.
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = _ONE
     return with_fields(kept, added)

@@ -36,26 +36,26 @@ class TensorRtLlmEngine:
         if route.prefill is None:
             return await self._decode(route, request, request.body)
         fields, request_id = request.every_field(), GLOBAL_ID | secrets.randbits(62)
-        asked = {"request_type": "context_only", "disagg_request_id": request_id}
+        context = {"request_type": "context_only", "disagg_request_id": request_id}
         kept = {name: value for name, value in fields.items() if name != "stream_options"}
-        body = with_fields(kept, {"stream": False, "disaggregated_params": asked})
+        body = with_fields(kept, {"stream": False, "disaggregated_params": context})
         answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
-        told = _read(route.prefill.name, answer)
-        choice = told["choices"][0]
+        document = _read(route.prefill.name, answer)
+        choice = document["choices"][0]
         if choice.get("finish_reason") not in UNFINISHED:
             if bytes(fields.get("stream", b"")) == b"true":
                 return await self._decode(route, request, request.body)
-            answer.body = _whole(told, choice)
+            answer.body = _whole(document, choice)
             return answer
-        params = choice["disaggregated_params"] | asked | {"request_type": "generation_only"}
+        params = choice["disaggregated_params"] | context | {"request_type": "generation_only"}
         if "ctx_usage" in params:
-            params["ctx_usage"] = told.get("usage")
+            params["ctx_usage"] = document.get("usage")
         added = {"disaggregated_params": params}
-        if told.get("prompt_token_ids"):
-            added["prompt" if "prompt" in fields else "prompt_token_ids"] = told["prompt_token_ids"]
+        if document.get("prompt_token_ids"):
+            added["prompt" if "prompt" in fields else "prompt_token_ids"] = document["prompt_token_ids"]
         return await self._decode(route, request, with_fields(fields, added))
 
     async def _decode(self, route: Route, request: GatewayRequest, body: bytes) -> Answer:
@@ -66,17 +66,17 @@ class TensorRtLlmEngine:
 def _read(name: str, answer: Answer) -> dict[str, Any]:
     """Return a prefill instance's answer; raise LegFailedError if it does not tell the cache's place."""
     try:
-        told = msgspec.json.decode(answer.body or b"", type=dict[str, Any])
-        if isinstance(told["choices"][0]["disaggregated_params"], Mapping):
-            return told
+        document = msgspec.json.decode(answer.body or b"", type=dict[str, Any])
+        if isinstance(document["choices"][0]["disaggregated_params"], Mapping):
+            return document
     except (*UNREADABLE, KeyError, IndexError, TypeError):
         pass
     message = f"{name} gave no disaggregated_params; does it run with a cache_transceiver_config?"
     raise LegFailedError(message, leg="prefill", eject=True)
 
 
-def _whole(told: dict[str, Any], choice: dict[str, Any]) -> bytes:
+def _whole(document: dict[str, Any], choice: dict[str, Any]) -> bytes:
     """Return an answer that the prefill instance gave alone, without what concerns the hand-off."""
     rest = {name: value for name, value in choice.items() if name != "disaggregated_params"}
-    kept = {name: value for name, value in told.items() if name != "prompt_token_ids"}
+    kept = {name: value for name, value in document.items() if name != "prompt_token_ids"}
     return msgspec.json.encode(kept | {"choices": [rest]})

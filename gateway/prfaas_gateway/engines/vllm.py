@@ -2,7 +2,7 @@
 
 Our connector gets both legs at once. The gateway names the transfer for each attempt anew: an id, an epoch and a token,
 and to the decode instance the place of the source. If the source dies, the decode instance computes the prompt itself,
-so its answer goes on. If the source refuses, only the gateway knows, and aborts the decode leg.
+so its answer continues. If the source refuses, only the gateway knows, and aborts the decode leg.
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
@@ -67,20 +67,22 @@ class _VllmEngine(ABC):
         self._upstream = upstream
 
     async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        asked = await prepare(self._upstream, route.decode, request)
+        vllm_call = await prepare(self._upstream, route.decode, request)
         if route.prefill is not None:
-            return await self._offloaded(route.prefill, route.decode, request, asked)
-        answer = await call(self._upstream, request, Leg("decode", route.decode, asked.body, path=asked.path))
+            return await self._offloaded(route.prefill, route.decode, request, vllm_call)
+        answer = await call(self._upstream, request, Leg("decode", route.decode, vllm_call.body, path=vllm_call.path))
         return check_begun(answer, with_prefill=False)
 
     @abstractmethod
     async def _offloaded(
-        self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall
+        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
     ) -> Answer: ...
 
 
 class VllmPrfaasEngine(_VllmEngine):
-    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
+    async def _offloaded(
+        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+    ) -> Answer:
         transfer = {
             "transfer_id": uuid.uuid4().hex,
             "epoch": secrets.randbits(EPOCH_BITS),
@@ -92,18 +94,18 @@ class VllmPrfaasEngine(_VllmEngine):
             "cluster": prefill.cluster,
         }
         request.transfer_id = transfer["transfer_id"]
-        # Without that mark vLLM refuses a Messages request whose thinking budget exceeds its one token.
         source = {"role": "source", **transfer}
         if prefill.rank_ports != decode.rank_ports:  # each learns how many tensor-parallel ranks the other has
             source["ranks"], place["ranks"] = decode.rank_ports, prefill.rank_ports
-        given = {"do_remote_decode": True, "prfaas": source}
-        filled = for_prefill(asked.fields, _params(given), asked.answer_limit)
-        decoded = with_fields(asked.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
+        # Without `do_remote_decode` vLLM refuses a Messages request whose thinking budget exceeds its one token.
+        source_params = {"do_remote_decode": True, "prfaas": source}
+        filled = for_prefill(vllm_call.fields, _params(source_params), vllm_call.answer_limit)
+        decoded = with_fields(vllm_call.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
         answer = await call_both(
             self._upstream,
             request,
-            Leg("prefill", prefill, filled, path=asked.path),
-            Leg("decode", decode, decoded, path=asked.path),
+            Leg("prefill", prefill, filled, path=vllm_call.path),
+            Leg("decode", decode, decoded, path=vllm_call.path),
             may_recompute=request.may_recompute,
         )
         return check_begun(answer, with_prefill=True)
@@ -117,15 +119,17 @@ _prefilled = msgspec.json.Decoder(_Prefilled)
 
 
 class VllmNixlEngine(_VllmEngine):
-    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
-        body = for_prefill(asked.fields, {"kv_transfer_params": ASKS_FOR_CACHE}, asked.answer_limit)
-        answer = await call(self._upstream, request, Leg("prefill", prefill, body, path=asked.path))
+    async def _offloaded(
+        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+    ) -> Answer:
+        body = for_prefill(vllm_call.fields, {"kv_transfer_params": ASKS_FOR_CACHE}, vllm_call.answer_limit)
+        answer = await call(self._upstream, request, Leg("prefill", prefill, body, path=vllm_call.path))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
         params = self._where(prefill.name, answer)
-        body = with_fields(asked.fields, {"kv_transfer_params": params})
-        answer = await call(self._upstream, request, Leg("decode", decode, body, path=asked.path))
+        body = with_fields(vllm_call.fields, {"kv_transfer_params": params})
+        answer = await call(self._upstream, request, Leg("decode", decode, body, path=vllm_call.path))
         return check_begun(answer, with_prefill=True)
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
@@ -160,7 +164,9 @@ class VllmMooncakeEngine(_VllmEngine):
         super().__init__(upstream)
         self._known: dict[str, _Known] = {}
 
-    async def _offloaded(self, prefill: Instance, decode: Instance, request: GatewayRequest, asked: VllmCall) -> Answer:
+    async def _offloaded(
+        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+    ) -> Answer:
         ranks = await self._ranks(prefill)
         chosen = str(request.ranks.get(prefill.name, ""))
         rank = chosen if chosen in ranks else random.choice(list(ranks))  # noqa: S311 - spreads load, guards nothing
@@ -173,14 +179,14 @@ class VllmMooncakeEngine(_VllmEngine):
             "remote_engine_id": ranks[rank].engine_id,
             "transfer_id": transfer_id,
         }
-        filled = for_prefill(asked.fields, _params(source), asked.answer_limit)
-        decoded = with_fields(asked.fields, _params(destination))
+        filled = for_prefill(vllm_call.fields, _params(source), vllm_call.answer_limit)
+        decoded = with_fields(vllm_call.fields, _params(destination))
         try:
             answer = await call_both(
                 self._upstream,
                 request,
-                Leg("prefill", prefill, filled, {headers.DATA_RANK: rank}, path=asked.path),
-                Leg("decode", decode, decoded, path=asked.path),
+                Leg("prefill", prefill, filled, {headers.DATA_RANK: rank}, path=vllm_call.path),
+                Leg("decode", decode, decoded, path=vllm_call.path),
             )
             return check_begun(answer, with_prefill=True)
         except LegFailedError:
@@ -193,10 +199,10 @@ class VllmMooncakeEngine(_VllmEngine):
         known = self._known.get(instance.url)
         if known is None or known.until_seconds <= now:
             self._known = {url: one for url, one in self._known.items() if one.until_seconds > now}
-            known = self._known[instance.url] = _Known(await self._asked(instance), now + KNOWN_SECONDS)
+            known = self._known[instance.url] = _Known(await self._read_ranks(instance), now + KNOWN_SECONDS)
         return known.ranks
 
-    async def _asked(self, instance: Instance) -> dict[str, _Rank]:
+    async def _read_ranks(self, instance: Instance) -> dict[str, _Rank]:
         bootstrap = msgspec.structs.replace(instance, url=bootstrap_url(instance))
         try:
             async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:

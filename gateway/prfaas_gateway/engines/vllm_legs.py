@@ -43,7 +43,7 @@ class VllmCall(NamedTuple):
 
 
 async def prepare(upstream: Upstream, decode: Instance, request: GatewayRequest) -> VllmCall:
-    """Return the request that serves the client, or goes on with its broken stream.
+    """Return the request that serves the client, or continues its broken stream.
 
     Raises LegFailedError if that instance cannot go on.
     """
@@ -64,7 +64,7 @@ async def prepare(upstream: Upstream, decode: Instance, request: GatewayRequest)
 
 
 class _Asking(NamedTuple):
-    """Small questions to the instance that goes on."""
+    """Small questions to the instance that continues."""
 
     upstream: Upstream
     instance: Instance
@@ -128,7 +128,7 @@ async def _go_on(asking: _Asking, log: VllmStreamLog, answered: SentAnswer) -> V
     if most is None:
         most = await asking.context_tokens() - len(answered.prompt_ids)
     fields = continued(log.fields, answered, most - len(answered.sent_ids))
-    log.goes_on(answered.sent, AnswerWriter(answered, log.fields, text))
+    log.expect_rest(answered.sent, AnswerWriter(answered, log.fields, text))
     return VllmCall("/v1/completions", fields, with_fields(fields, {}))
 
 

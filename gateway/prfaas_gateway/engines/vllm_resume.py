@@ -52,7 +52,9 @@ _CHAT_FIELDS: Final = {
     "media_io_kwargs",
     "mm_processor_kwargs",
 }
+# The prompt is token ids now, stop strings are looked for here, and a prompt may not be cut again.
 _DONE_ALREADY: Final = {"prompt", "stop", "truncate_prompt_tokens", "truncation_side", "kv_transfer_params"}
+# The range of logit_bias in OpenAI's API, which vLLM clamps to.
 _MAX_BIAS: Final = 100.0
 DRAWN_AFRESH: Final = b": from here on tokens are drawn with fresh random numbers\n\n"
 DEFAULT_MAX_TOKENS: Final = 16
@@ -121,27 +123,27 @@ def _sampling(fields: Fields) -> _Sampling:
 
 
 def stops_of(fields: Fields) -> Stops:
-    asked = _sampling(fields)
-    texts = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    return Stops(tuple(filter(None, texts)), bool(asked.include_stop_str_in_output), asked.min_tokens or 0)
+    sampling = _sampling(fields)
+    texts = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop or ())
+    return Stops(tuple(filter(None, texts)), bool(sampling.include_stop_str_in_output), sampling.min_tokens or 0)
 
 
 def most_tokens(fields: Fields, *, is_chat: bool) -> int | None:
     """Return how many tokens the whole answer may have; None: as many as fit into the model's context."""
-    asked = _sampling(fields)
+    sampling = _sampling(fields)
     if is_chat:
-        return asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
-    return DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+        return sampling.max_tokens if sampling.max_completion_tokens is None else sampling.max_completion_tokens
+    return DEFAULT_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens
 
 
 def continued(fields: Fields, answered: SentAnswer, left_tokens: int) -> Fields:
-    """Return the fields of the request to /v1/completions that goes on with an answer.
+    """Return the fields of the request to /v1/completions that continues an answer.
 
     Raises BadInputError if no token is left to generate.
     """
     if left_tokens < 1:
         raise BadInputError("the answer has all the tokens that it may have")
-    asked, sent_ids = _sampling(fields), answered.sent_ids
+    sampling, sent_ids = _sampling(fields), answered.sent_ids
     kept = {name: raw for name, raw in fields.items() if name not in _CHAT_FIELDS | _DONE_ALREADY}
     ids = b",".join(filter(None, (answered.prompt, answered.sent)))
     added: dict[str, Any] = {
@@ -150,17 +152,17 @@ def continued(fields: Fields, answered: SentAnswer, left_tokens: int) -> Fields:
         "stream": True,
         "return_token_ids": True,
     }
-    if asked.min_tokens:
-        added["min_tokens"] = max(0, asked.min_tokens - len(sent_ids))
-    if bias := _bias(asked, sent_ids):
+    if sampling.min_tokens:
+        added["min_tokens"] = max(0, sampling.min_tokens - len(sent_ids))
+    if bias := _bias(sampling, sent_ids):
         added["logit_bias"] = bias
     return kept | {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in added.items()}
 
 
-def _bias(asked: _Sampling, sent_ids: Sequence[int]) -> dict[str, float]:
+def _bias(sampling: _Sampling, sent_ids: Sequence[int]) -> dict[str, float]:
     """Return the request's logit bias with the penalties of the tokens that were sent."""
-    bias = dict(asked.logit_bias or {})
-    frequency, presence = asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0
+    bias = dict(sampling.logit_bias or {})
+    frequency, presence = sampling.frequency_penalty or 0.0, sampling.presence_penalty or 0.0
     if frequency or presence:
         for token_id, count in Counter(sent_ids).items():
             biased = bias.get(str(token_id), 0.0) - frequency * count - presence
@@ -180,7 +182,7 @@ def _numbers(ids: bytes) -> list[int]:
 
 
 class AnswerWriter:
-    """Turns the stream of an instance that goes on into the rest of the client's stream.
+    """Turns the stream of an instance that continues into the rest of the client's stream.
 
     Args:
         answered: what the client has.
@@ -190,10 +192,10 @@ class AnswerWriter:
     """
 
     def __init__(self, answered: SentAnswer, fields: Fields, text: str):
-        asked = _sampling(fields)
-        options = asked.stream_options or _StreamOptions()
+        sampling = _sampling(fields)
+        options = sampling.stream_options or _StreamOptions()
         self._includes_usage = bool(options.include_usage)
-        self._shows_ids = bool(asked.return_token_ids)
+        self._shows_ids = bool(sampling.return_token_ids)
         self._is_chat = answered.is_chat
         self._head = _head_of(answered.first)
         self._prompt_tokens = len(answered.prompt_ids)
@@ -202,7 +204,7 @@ class AnswerWriter:
         self._text = text[-self._stops.seen_characters :] if self._stops.seen_characters else ""
         self._shown = max(0, len(self._text) - self._stops.held_characters)
         self._new_ids: list[int] = []
-        self._note = b"" if asked.temperature == 0 else DRAWN_AFRESH
+        self._note = b"" if sampling.temperature == 0 else DRAWN_AFRESH
         self.has_stopped = False
         """A stop string was found, and the stream is at its end."""
         self.has_finished = False
@@ -233,7 +235,7 @@ class AnswerWriter:
             choices = chunk["choices"]
             written = self._choice(choices[0]) if choices else None
         except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise BadInputError(f"an instance goes on with an event that is no chunk: {error}") from error
+            raise BadInputError(f"an instance continues with an event that is no chunk: {error}") from error
         if choices and written is None:
             return b""
         chunk |= self._head | {"choices": [written] if written else []}

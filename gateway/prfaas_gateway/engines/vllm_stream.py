@@ -32,6 +32,7 @@ _IDS: Final = b'token_ids":['
 _PROMPT: Final = b'"prompt_'
 _FINISHED: Final = b'"finish_reason":"'
 _USAGE: Final = b'"choices":[],'
+# A chunk of vLLM that names no ids although they were asked for: what the client has is not known any more.
 _HIDDEN: Final = b',"token_ids":null'
 _PARSED: Final = (b'"reasoning":"', b'"reasoning_content":"', b'"tool_calls":[')
 _NULL: Final = b"null"
@@ -48,7 +49,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
     "tools": (None, []),
     "functions": (None, []),
 }
-"""What a request may say of these fields if its stream is to go on elsewhere; all else has a state of its own."""
+"""What a request may say of these fields if its stream is to go on elsewhere; all else has its own state."""
 
 
 def can_resume(path: str, fields: Fields) -> bool:
@@ -203,8 +204,8 @@ class VllmStreamLog:
             return b""
         return DONE if self._has_usage else AnswerWriter(answered, self.fields, "").end()
 
-    def goes_on(self, sent: bytes, writer: AnswerWriter) -> None:
-        """Expect the stream of an instance that goes on after the tokens `sent`, given to `writer`."""
+    def expect_rest(self, sent: bytes, writer: AnswerWriter) -> None:
+        """Expect the stream of an instance that continues after the tokens `sent`, given to `writer`."""
         self._sent = bytearray(sent)
         self._writer = writer
 

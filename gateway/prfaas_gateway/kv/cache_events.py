@@ -115,11 +115,13 @@ class CacheEvents:
         All attention groups of an engine hold the same prompts, so the first one represents the others.
         """
         if event.kv_cache_spec_kind == STATE_SPEC_KIND:
+            # An instance may name as many groups as it likes; a model has a few.
             if len(self._state_groups) < PORTION_BLOCKS:
                 self._state_groups.add(event.group_idx)
             return "state"
         if event.kv_cache_spec_kind not in ATTENTION_KINDS or not 1 <= event.block_size <= LARGEST_BLOCK_TOKENS:
             return None
+        # Only an empty tree may change its unit: its blocks would mean other tokens.
         if not len(self._index.tree):
             self._attention_group, self._index.block_tokens = event.group_idx, event.block_size
         known = event.group_idx == self._attention_group and event.block_size == self._index.block_tokens

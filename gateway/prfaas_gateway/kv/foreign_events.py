@@ -38,6 +38,7 @@ ASK_AGAIN_SECONDS: Final = 0.1
 NUMBER_BYTES: Final = 8
 LIFE_BYTES: Final = 16
 _END: Final = (-1).to_bytes(8, "big", signed=True)
+# In ZMTP 3.0 a subscription is a message: a 1, then how topics begin.
 _SUBSCRIBE_TO_ALL: Final = b"\x01"
 _NOWHERE: Final = -1
 """A parent that no tree has: Python's hash is never -1."""
@@ -96,6 +97,7 @@ class ForeignEventStream:
             due, pause_seconds = reader.next_number, ASK_AGAIN_SECONDS
             try:
                 async with connected(self._host, self._log_port, "DEALER") as log:
+                    # A DEALER does not add the empty part that a REQ sends first, and the engines' ROUTER expects it.
                     await log.send(b"", reader.question().to_bytes(NUMBER_BYTES, "big"))
                     while (message := await log.receive(LOG_SECONDS)) is not None:
                         if message[-2:] == [_END, b""]:
@@ -157,6 +159,7 @@ class ForeignEventReader:
     def question(self) -> int:
         """Return the number to ask the log from; pass its answer to `logged`, then call `log_ended`."""
         self._proving = self._has_any
+        # One further back: the last batch that is known proves that it is the same engine.
         return max(0, (self._next or 0) - self._has_any)
 
     def logged(self, batch: NumberedBatch) -> Iterator[None] | None:
@@ -278,7 +281,7 @@ class ForeignEvents(CacheEvents):
             return
         size = event.block_size
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
-        # Some engines send only the names of blocks in other tiers, which is enough for known blocks.
+        # Some engines send only the names of blocks in other mediums, which is enough for known blocks.
         has_tokens = len(event.token_ids) == size * len(event.block_hashes)
         if not has_tokens or _is_apart(event) or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):

@@ -6,7 +6,7 @@ gateway matches the prompts that it sent before. These expire after a while, and
 cache. An instance's part of the index is forgotten when the instance leaves the table, changes its address, or
 restarts. It stays while the instance is unreachable, since ejections keep requests away.
 
-A data-parallel rank of an engine has a cache of its own. So each rank is followed and matched as an instance would be.
+A data-parallel rank of an engine has its own cache. So each rank is followed and matched as an instance would be.
 """
 
 import asyncio
@@ -45,6 +45,7 @@ SILENT_PAUSE_SECONDS: Final = 60.0
 PROFILE_SECONDS: Final = 60.0
 PROFILE_BYTES: Final = 64 << 10
 TURN_SECONDS: Final = 0.002
+# So events take a quarter of the event loop at most, and a turn holds up a relayed piece for a few milliseconds.
 REST_FACTOR: Final = 3
 POLL_SECONDS: Final = 0.25
 MAX_BODY_BYTES: Final = 4 << 20
@@ -156,14 +157,14 @@ class KvManager:
     def _by_tokens(self, token_data: bytes) -> dict[str, tuple[int, bool]]:
         """Return the matches of token ids in foreign engines, and whether they are complete."""
         chains: dict[int, ByteChain] = {}
-        told: dict[str, tuple[int, bool]] = {}
+        matches: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
             if isinstance(follower.stream, ForeignEventStream) and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
-                told[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
-        return told
+                matches[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
+        return matches
 
     def note_placed(self, request: GatewayRequest, route: Route) -> None:
         prefiller = route.prefill or route.decode
@@ -185,6 +186,7 @@ class KvManager:
         shrunk = self.index.set_instances(parts)
         for name, (follower, _) in list(self._followers.items()):
             known = parts.get(name)
+            # The tree is beyond its new share, and only the instance could say which blocks to give up: it is asked.
             if known is None or not _is_same(known, follower.part) or name in shrunk:
                 self._drop(name)
         for name, part in parts.items():
@@ -211,6 +213,7 @@ class KvManager:
     def _apply_news(self, follower: "Follower") -> None:
         """Apply a follower's news to sent prompts and the index."""
         name, stream = follower.part.name, follower.stream
+        # A dropped follower, cancelled and not yet ended, would bring back what was forgotten.
         if follower is not self._followers.get(name, (None,))[0]:
             return
         counters = (self._metrics.batches, self._metrics.snapshots, self._metrics.gaps)
@@ -329,8 +332,8 @@ class Follower:
         try:
             async with asyncio.timeout(2), self._upstream.reading(self.instance, PROFILE_PATH) as answer:
                 size = min(answer.content_length or 0, PROFILE_BYTES)
-                told = read_profile(await answer.content.readexactly(size), self.instance.url).profile
-            self.profile = told if told.samples else None  # a profile without measurements would promise anything
+                profile = read_profile(await answer.content.readexactly(size), self.instance.url).profile
+            self.profile = profile if profile.samples else None  # a profile without measurements would promise anything
         except (PrfaasError, TimeoutError) as error:
             log.debug("instance %s has no profile: %s", self.instance.name, error)
 

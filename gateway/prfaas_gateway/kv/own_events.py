@@ -112,12 +112,12 @@ class OwnEventReader:
         self._epoch, self._greeted = epoch, True
 
     def _snapshot(self, payload: bytes) -> None:
-        told = _read(payload, _Snapshot)
-        place = self._places.get(told.topic.partition("@")[0])
+        snapshot = _read(payload, _Snapshot)
+        place = self._places.get(snapshot.topic.partition("@")[0])
         if place is None:
             return
         self.snapshots += 1
-        place.begin_snapshot(told)
+        place.begin_snapshot(snapshot)
         if place is self._places["kv"]:
             self._index.tree.clear()
         else:
@@ -160,11 +160,11 @@ class _Place:
         self._snapshot_seq = 0
         self._snapshot_batches = 0
 
-    def begin_snapshot(self, told: _Snapshot) -> None:
+    def begin_snapshot(self, snapshot: _Snapshot) -> None:
         """Expect a snapshot; an interrupted one must be requested again."""
-        self.next_seq, self._snapshot_seq, self._snapshot_batches = _AHEAD, told.seq, told.batches
-        if told.batches < 1:
-            self.next_seq = told.seq + 1
+        self.next_seq, self._snapshot_seq, self._snapshot_batches = _AHEAD, snapshot.seq, snapshot.batches
+        if snapshot.batches < 1:
+            self.next_seq = snapshot.seq + 1
 
     def is_due(self, seq: int) -> bool:
         """Return whether to apply a batch; False for a repeated one. Raises ProtocolError for a gap."""

@@ -94,25 +94,25 @@ def question_of(path: str, fields: Fields, body: dict[str, Any]) -> bytes | None
     """
     if any(bytes(fields.get(name, _NULL)) != b"null" for name in _UNASKABLE):
         return None
-    asked = {"model": fields["model"]}
+    wanted = {"model": fields["model"]}
     if path == "/v1/completions":
         if not isinstance(body.get("prompt"), str):
             return None
         names = ("prompt", "add_special_tokens")
-        return with_fields(asked | {name: fields[name] for name in names if name in fields}, {})
+        return with_fields(wanted | {name: fields[name] for name in names if name in fields}, {})
     if path != "/v1/chat/completions" or not _is_text(body.get("messages")):
         return None
-    asked |= {name: fields[name] for name in _ASKED_OF_CHATS if name in fields}
-    return with_fields(asked, {"chat_template_kwargs": _template_arguments(body)})
+    wanted |= {name: fields[name] for name in _ASKED_OF_CHATS if name in fields}
+    return with_fields(wanted, {"chat_template_kwargs": _template_arguments(body)})
 
 
 def _template_arguments(body: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template as vLLM makes them of a chat."""
-    given = body.get("chat_template_kwargs") or {}
-    told = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
-    if "reasoning_effort" in told and "enable_thinking" not in given:
-        told["enable_thinking"] = told["reasoning_effort"] != "none"
-    return {**given, **told}
+    template_args = body.get("chat_template_kwargs") or {}
+    fields = {name: body[name] for name in ("documents", "reasoning_effort") if body.get(name) is not None}
+    if "reasoning_effort" in fields and "enable_thinking" not in template_args:
+        fields["enable_thinking"] = fields["reasoning_effort"] != "none"
+    return {**template_args, **fields}
 
 
 def _is_text(messages: Any) -> bool:
@@ -153,18 +153,19 @@ class EngineTokenizer:
         key = xxhash.xxh3_128_digest(question)
         if kept := self._kept.get(key):
             self._kept.move_to_end(key)
-            return self._told("kept", PromptTokens(kept.data))
+            return self._count("kept", PromptTokens(kept.data))
         beginning = self._beginning(chain)
         call = self._calls.get(key) or self._call(key, question, request, chain, instances)
         if call is not None and (beginning is None or beginning.share < ENOUGH):
+            # `wait_for` would cancel a late call; this leaves it, and its answer is kept.
             await asyncio.wait({call}, timeout=wait_seconds(len(chain.data)))
             if call.done() and (data := call.result()) is not None:
-                return self._told("asked", PromptTokens(data))
+                return self._count("asked", PromptTokens(data))
         if beginning is not None:
-            return self._told("beginning", beginning)
-        return self._told("late" if call is not None and not call.done() else "none", None)
+            return self._count("beginning", beginning)
+        return self._count("late" if call is not None and not call.done() else "none", None)
 
-    def _told(self, answer: str, tokens: PromptTokens | None) -> PromptTokens | None:
+    def _count(self, answer: str, tokens: PromptTokens | None) -> PromptTokens | None:
         self._answers.labels(answer).inc()
         return tokens
 

@@ -30,6 +30,7 @@ MAX_COMMANDS: Final = 16
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _SIZE: Final = struct.Struct("!Q")
 _MECHANISM: Final = b"NULL"
+# RFC 23: signature 10, version 2, mechanism 20, as-server 1 and filler 31 bytes.
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + _MECHANISM.ljust(20, b"\0") + bytes(32)
 
 SocketType = Literal["SUB", "DEALER"]
@@ -96,9 +97,9 @@ class ZmtpConnection:
         ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
         self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
         (flags,) = await self._reader.readexactly(1)
-        said = await self._body(flags, 4096)
-        if not flags & _COMMAND or not said.startswith(b"\x05READY"):
-            raise ProtocolError(f"the peer refused a {kind} socket: {said[:80]!r}")
+        answer = await self._body(flags, 4096)
+        if not flags & _COMMAND or not answer.startswith(b"\x05READY"):
+            raise ProtocolError(f"the peer refused a {kind} socket: {answer[:80]!r}")
 
 
 @asynccontextmanager
@@ -127,4 +128,5 @@ async def connected(host: str, port: int, kind: SocketType) -> AsyncIterator[Zmt
         raise UnreachableError(f"cache events at {host}:{port}: {type(error).__name__}: {error}") from error
     finally:
         if writer is not None:
+            # `close` would first try to send the rest to a peer that may read nothing.
             writer.transport.abort()

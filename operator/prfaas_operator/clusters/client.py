@@ -57,7 +57,7 @@ class Probe(NamedTuple):
 
     version: str
     date: datetime
-    asked_at: datetime
+    sent_at: datetime
     seconds: float
 
 
@@ -160,9 +160,9 @@ class ClusterClient:
         for kind in kinds:
             await self.try_list(kind)
         answer = await self._call("GET", f"/apis/{API_VERSION}", API_VERSION, at_once=True)
-        told = {each["name"] for each in answer["resources"]}
+        served = {each["name"] for each in answer["resources"]}
         for kind in kinds:
-            if kind.plural not in told:
+            if kind.plural not in served:
                 raise errors.KindNotServedError(f"{self._label} does not list {kind.plural} in its discovery yet")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
@@ -244,12 +244,12 @@ class ClusterClient:
 
     async def probe(self) -> Probe:
         """Return the server's version and clock, and the duration of the call."""
-        asked_at, started = datetime.now(UTC), time.monotonic()
+        sent_at, started = datetime.now(UTC), time.monotonic()
         with self._translate("version"):
             answer = await self._session.ask("GET", "/version", timeout_seconds=CALL_SECONDS)
             seconds = time.monotonic() - started
             date = parsedate_to_datetime(answer.headers["Date"])
-        return Probe(str(answer.content.get("gitVersion", "")), date, asked_at, seconds)
+        return Probe(str(answer.content.get("gitVersion", "")), date, sent_at, seconds)
 
     async def may(self, attributes: Mapping[str, str]) -> bool:
         """Ask if these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
@@ -268,6 +268,7 @@ class ClusterClient:
             async with self._throttle.under_way(at_once=at_once) as may_call:
                 if not may_call:
                     raise self._overdue(what)
+                # Here and not before the queue, where a call may wait for longer than the Lease lasts.
                 if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
                 with contextlib.suppress(_BusyError):
@@ -297,6 +298,7 @@ class ClusterClient:
             yield answer
         except StatusError as error:
             answer["code"] = str(error.status)
+            # A refusal has a date, too.
             self._clock.set_from(error.headers)
             raise
         finally:
@@ -330,8 +332,8 @@ class ClusterClient:
         pause_seconds = requested_pause_seconds(error.status, error.headers)
         if pause_seconds is not None:
             self._throttle.rest(pause_seconds)
-            return _BusyError(f"{self._label} is too busy: {error.said} ({what})")
-        message = f"{self._label}, {what}: {error.said}"
+            return _BusyError(f"{self._label} is too busy: {error.message} ({what})")
+        message = f"{self._label}, {what}: {error.message}"
         if error.status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
         if error.status == NOT_FOUND:

@@ -51,11 +51,11 @@ def hub_session() -> KubeSession:
 
 
 @asynccontextmanager
-async def open_context(given: KubeContext) -> AsyncIterator[Terminal]:
+async def open_context(kube_context: KubeContext) -> AsyncIterator[Terminal]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
-    access = await asyncio.to_thread(kubeconfig.load, given.kubeconfig, given.context, CONNECTIONS)
-    where = f"context {given.context or 'current'} of {given.kubeconfig or 'the kubeconfig'}"
-    cluster = ClusterClient(access.session, given.namespace, where, FIELD_MANAGER_CLI)
+    access = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
+    where = f"context {kube_context.context or 'current'} of {kube_context.kubeconfig or 'the kubeconfig'}"
+    cluster = ClusterClient(access.session, kube_context.namespace, where, FIELD_MANAGER_CLI)
     try:
         yield Terminal(cluster, access.server, access.ca_pem)
     finally:

@@ -81,6 +81,7 @@ class Informer(Generic[T]):
     def learn(self, written: Object) -> None:
         """Store an object that we have just written, without waiting for the watch."""
         name, item = written["metadata"]["name"], self._project(written)
+        # An unknown one may have been deleted meanwhile, and no watch would take it away again.
         if name not in self.items or not self._is_news(name, written):
             return
         self._versions[name] = _version(written)
@@ -106,6 +107,7 @@ class Informer(Generic[T]):
         while True:
             found |= {one["metadata"]["name"]: _Known(self._project(one), _version(one)) for one in page.items}
             if not page.next_page:
+                # All pages are of one moment, so the last one's version is that of the whole list.
                 return found, page.resource_version
             page = await self._cluster.page(self._kind, selector=self._selector, after=page.next_page)
 

@@ -51,7 +51,7 @@ class EditLimiter:
             self._held_back_at = now
         return may
 
-    def holds_back(self) -> bool:
+    def is_holding_back(self) -> bool:
         """Return true while any child waits for its revert, which no watch will announce."""
         return self._clock() - self._held_back_at <= 2 * EDIT_WINDOW_SECONDS
 
@@ -135,6 +135,7 @@ class Children:
             if needs_apply(child.live, child.manifest, child.last):
                 changes += [child] if self._may_write(child) else []
             elif child.live is not None and child.last is not None:
+                # Only its version or status is new: so that the next reconcile knows it again.
                 child.last.live = drift.keep(child.live)
         if len(changes) > 1:  # a single one is refused or written whole anyway
             for child in changes:
@@ -158,14 +159,14 @@ class Children:
         if seen and last is not None and last.version == seen and last.is_of(manifest):
             return _Child(manifest, dict(last.live), last, is_as_left=True)
         live = await cluster.get(kind, name)
-        if live is not None and not is_ours(live, manifest) and not self._given_away(owner, live):
+        if live is not None and not is_ours(live, manifest) and not self._may_adopt(owner, live):
             raise ChildConflictError(
                 f"{kind.name} {name} exists in namespace {cluster.namespace} and belongs to somebody else; "
                 f"delete it, rename {owner}, or annotate either with {ownership.ADOPT}=true to have it taken over"
             )
         return _Child(manifest, live, last)
 
-    def _given_away(self, owner: Ref, live: Object) -> bool:
+    def _may_adopt(self, owner: Ref, live: Object) -> bool:
         """Return true if an annotation on the owner or on the object allows the takeover."""
         annotated = (self._hub.get(owner) or {}, live)
         return any(ownership.says_yes(one, ownership.ADOPT) for one in annotated)
@@ -195,6 +196,7 @@ async def remove(cluster: ClusterClient, kinds: Iterable[ObjectKind], selector: 
             remaining += 1
             metadata = child["metadata"]
             if "deletionTimestamp" not in metadata:
+                # By uid: since the list, another object may have got the name.
                 await cluster.delete(kind, metadata["name"], uid=metadata["uid"])
     return remaining
 

@@ -56,6 +56,7 @@ def settings() -> kopf.OperatorSettings:
     chosen.persistence.finalizer = FINALIZER
     chosen.persistence.progress_storage = ProgressStorage(prefix=ANNOTATION_PREFIX)
     chosen.persistence.diffbase_storage = DiffBaseStorage(prefix=ANNOTATION_PREFIX)
+    # kopf would post each of its log lines as an Event; ours are posted by events.py.
     chosen.posting.enabled = False
     chosen.scanning.disabled = True
     chosen.networking.request_timeout = REQUEST_SECONDS
@@ -86,6 +87,7 @@ def _register_kind(registry: kopf.OperatorRegistry, controller: Controller, kind
 
     @kopf.index(*resource, registry=registry, id="store")
     async def _(body: kopf.Body, **_: Any) -> None:
+        # It returns nothing, so that kopf's own index stays empty: the hub's store is the index.
         hub.put(kind, dict(body))
 
     @kopf.on.event(*resource, registry=registry, id="gone")

@@ -68,6 +68,7 @@ class HubView:
         ref = Ref(kind, name)
         known = self._objects.get(ref)
         if known is not None and known["metadata"]["uid"] == uid:
+            # Before the sharer goes: its DecodePool is looked up by it.
             self._wake(ref, changed=True)
             del self._objects[ref]
             if kind == PREFILL_POOL:

@@ -35,7 +35,7 @@ MIN_INTERVAL_SECONDS: Final[Mapping[ObjectKind, float]] = {POLICY: 1.0, MEMBER_C
 """A routing table is written, and a member probed, at most once a second, whatever the rate of events."""
 
 FIRST_PAUSE_SECONDS: Final[Mapping[ObjectKind, float]] = {DECODE_POOL: 0.3}
-"""People apply a DecodePool and the PrefillPool that shares its instances together, but each has a watch of its own.
+"""People apply a DecodePool and the PrefillPool that shares its instances together, but each has its own watch.
 
 A DecodePool that is reconciled before its sharer is known starts pods that the sharer then replaces."""
 
@@ -77,6 +77,7 @@ class Controller:
                     self._children.forget(ref)
                     self._statuses.forget(ref)
                     return
+                # Wake-ups that come meanwhile are one.
                 await asyncio.sleep(MIN_INTERVAL_SECONDS.get(ref.kind, 0))
                 is_resync = not await waker.wait(_pause_seconds(result))
 

@@ -9,12 +9,13 @@ Event says so. Every reconcile tries the whole status first, so no restart is ne
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from prfaas.api import Condition
+from prfaas.api import Condition, DecodePool, PrefillPool
 from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas.kube.session import ObjectKind
@@ -29,6 +30,7 @@ from prfaas_operator.plan.certificates import PENDING as CERTIFICATE_PENDING
 from prfaas_operator.plan.conditions import (
     CERTIFICATE_READY,
     DELETING,
+    ENGINE_PROVEN,
     REACHABLE,
     READY,
     ConditionState,
@@ -37,7 +39,8 @@ from prfaas_operator.plan.conditions import (
     turned,
 )
 from prfaas_operator.plan.drift import status_differs
-from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY, ROLLING_OUT
+from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY, ROLLING_OUT, engine_proof
+from prfaas_operator.plan.reading import read
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class StatusWriter:
             try:
                 await write_status(self._hub, ref.kind, live, result)
             except (InvalidObjectError, ServerFailedError) as error:
+                # For a field that the schema lacks the API server answers 500, and names it in its sentence alone.
                 refused = set(re.findall(r"\bstatus\.(\w+)", str(error)))
                 more = refused & set(OWN_FIELDS[ref.kind]) - left_out
                 if refused and not left_out:
@@ -132,7 +136,8 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     known = read_conditions(current)
     metadata = live["metadata"]
     generation = metadata.get("generation", 0)
-    conditions = merge(known, result.conditions, generation, rfc3339(hub.client.now()))
+    states = {**result.conditions, **lasting(kind, live)}
+    conditions = merge(known, states, generation, rfc3339(hub.client.now()))
     conditions += [
         condition.model_dump(by_alias=True)
         for condition in known
@@ -141,13 +146,23 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
     fields = {name: value for name, value in {**kept, **result.fields}.items() if value is not None}
     wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
-    if not status_differs(current, wanted) and kept.keys() <= fields.keys():
+    proven = ENGINE_PROVEN in {condition.type for condition in known} - states.keys()  # by a newer operator
+    if not status_differs(current, wanted) and kept.keys() <= fields.keys() and not proven:
         return
     # The uid protects a new object of the same name.
     identity = {key: metadata[key] for key in ("name", "namespace", "uid")}
     hub.learn(await hub.client.apply(manifest(kind, identity, status=wanted), subresource="status"))
     metrics.STATUS_WRITES.labels(kind.name).inc()
     await _tell_turned(hub, live, known, result.conditions)
+
+
+def lasting(kind: ObjectKind, live: Object) -> dict[str, ConditionState]:
+    """Return the conditions that an object's spec alone decides: no failure takes them away, and no retry helps."""
+    model = {PREFILL_POOL: PrefillPool, DECODE_POOL: DecodePool}.get(kind)
+    if model is not None:
+        with suppress(InvalidObjectError):  # its reconcile says so
+            return engine_proof(read(model, live))
+    return {}
 
 
 async def _tell_turned(

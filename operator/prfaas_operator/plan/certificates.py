@@ -1,7 +1,7 @@
 """Rotation of certificates and authorities: decides the next step from the present state.
 
 Two instances accept each other while each one trusts the authority of the other's certificate. The hard part is the
-delay. Each instance reads a Secret some time after its write, at a time of its own. Instances in a cluster that is not
+delay. Each instance reads a Secret some time after its write, each at another time. Instances in a cluster that is not
 reached read nothing. So an authority passes three states. Each step waits until the writes of the step before it have
 *settled* in every cluster:
 
@@ -182,6 +182,7 @@ def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms:
     if terms.mode is not CertificateMode.ISSUER and authorities.ends is not None:
         return authorities.ends - terms.life
     ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
+    # A renewal is due with a third of the life left (`renewBefore`); half of that is the limit.
     return min(ends, default=datetime.max.replace(tzinfo=UTC)) - terms.life / 6
 
 

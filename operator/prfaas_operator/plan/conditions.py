@@ -9,6 +9,7 @@ from prfaas.conditions import ConditionState, conditions_body
 READY: Final = "Ready"
 REACHABLE: Final = "Reachable"
 CERTIFICATE_READY: Final = "CertificateReady"
+ENGINE_PROVEN: Final = "EngineProven"
 DELETING: Final = "Deleting"
 """Reason of an object that waits for its children to end."""
 MAX_MESSAGE_CHARS: Final = 2000  # a server's sentence can be long; the schema's own limit is far above

@@ -132,6 +132,7 @@ def _text(body: Mapping[str, Any], field: str) -> str:
 def _server(cluster: Mapping[str, Any]) -> str:
     server = _text(cluster, "server")
     try:
+        # Reading `port` raises ValueError for what is no port.
         parts = urlsplit(server)
         usable = parts.scheme == "https" and bool(parts.hostname) and parts.username is None and parts.port != 0
     except ValueError:
@@ -204,6 +205,7 @@ def _payload(token: str) -> dict[str, Any]:
     if len(parts) != PARTS_OF_A_JWT:
         return {}
     try:
+        # A JWT has its padding cut off (RFC 7515, section 2).
         payload = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
     except (binascii.Error, ValueError, RecursionError):
         return {}

@@ -132,6 +132,7 @@ def _editor(live: Mapping[str, Any], paths: Sequence[FieldPath]) -> str:
     entries = [
         entry
         for entry in live["metadata"].get("managedFields") or ()
+        # The writer of a status edits no field of ours.
         if entry.get("manager") != FIELD_MANAGER_OPERATOR and not entry.get("subresource")
     ]
     entries.sort(key=lambda entry: entry.get("time", ""), reverse=True)
@@ -142,6 +143,7 @@ def _editor(live: Mapping[str, Any], paths: Sequence[FieldPath]) -> str:
 def _owns(fields: Mapping[str, Any], path: FieldPath) -> bool:
     """Return true if a managedFields entry names a field; a leaf above the field owns it too."""
     for step in path:
+        # FieldsV1 of managedFields: `f:` and a field's name, or `k:` and the keys of a list's element.
         below = fields.get(f"f:{step}") if isinstance(step, str) else _element(fields, *step)
         if below is None:
             return False

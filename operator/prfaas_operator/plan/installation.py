@@ -32,7 +32,7 @@ def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installatio
     links = _links(facts, seen)
     alive = {link.name for link in links}
     spec = policy.spec.threshold
-    profiles = {**_said(facts), **_measured(seen)}
+    profiles = {**_declared(facts), **_measured(seen)}
     return Installation(
         pools=tuple(
             _pool(one, policy.spec.decode_pool, profiles, refusals.get(one.metadata.name, ""))
@@ -107,7 +107,7 @@ def _profile_of(pool: ObservedPool) -> Profile | None:
     return profile_through(points, pool.samples)
 
 
-def _said(facts: PolicyFacts) -> dict[str, Profile]:
+def _declared(facts: PolicyFacts) -> dict[str, Profile]:
     """Return what pools say of themselves. A member's pool that says no size of a cache says too little."""
     local = {pool.metadata.name for pool in facts.routed_pools if not pool.spec.cluster_name}
     return {
@@ -150,7 +150,7 @@ def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> Me
 
 
 def _batch(decode: DecodePool, seen: Observed) -> int | None:
-    """Return how many requests an instance decodes together: what was said, or what fits it, within its flag."""
+    """Return how many requests an instance decodes together: `maxBatch`, or what was measured, within its flag."""
     known = [one for one in (seen.decode_batch, _running_limit(decode.spec.engine.args)) if one]
     return decode.spec.max_batch or min(known, default=None)
 

@@ -92,6 +92,7 @@ def refusals(policy: PrfaaSPolicy, pools: Iterable[PoolSeen], policies: Iterable
 
 def _precedes(other: PrfaaSPolicy, policy: PrfaaSPolicy) -> bool:
     first, second = other.metadata, policy.metadata
+    # Kubernetes dates in whole seconds, so names decide between policies that were applied together.
     return (first.creation_timestamp, first.name) < (second.creation_timestamp, second.name)
 
 
@@ -103,8 +104,8 @@ def _refusal(one: PoolSeen, others: Sequence[PrfaaSPolicy]) -> str:
     writer = ownership.owner(one.live)
     if writer == "Autoscaler":
         return f"an autoscaler owns the replicas of {kind} {name}: delete it, or remove the pool from the policy"
-    given = ownership.says_yes(one.live, ownership.SCALED_BY_POLICY)
-    if writer == "User" and not ownership.is_default(one.live) and not given:
+    is_permitted = ownership.says_yes(one.live, ownership.SCALED_BY_POLICY)
+    if writer == "User" and not ownership.is_default(one.live) and not is_permitted:
         give = f"kubectl annotate {type(one.pool).plural} {name} {ownership.SCALED_BY_POLICY}=true"
         return f"a user owns the replicas of {kind} {name}: give them to the policy with `{give}`"
     return ""

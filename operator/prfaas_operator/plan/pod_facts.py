@@ -188,8 +188,8 @@ def _containers(status: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 def _sentence(waiting: dict[str, Any], ended: dict[str, Any] | None) -> str:
-    said = _last_words(ended or {}) or waiting.get("message")
-    text = ": ".join(filter(None, (waiting.get("reason"), said)))
+    message = _last_words(ended or {}) or waiting.get("message")
+    text = ": ".join(filter(None, (waiting.get("reason"), message)))
     return f"{text} (last exit code {ended.get('exitCode')})" if ended else text
 
 

@@ -169,6 +169,7 @@ def routing_table(
     policy = facts.policy
     spec = policy.spec
     metrics = spec.metrics
+    # Nothing is carried over to another model: no request ever goes to one.
     if previous is not None and previous.model != spec.model:
         previous = None
     instances = _instances(facts, views, previous)
@@ -221,8 +222,9 @@ def _clusters(
             name=name,
             namespace=cluster.spec.namespace,
             datacenter=cluster.spec.datacenter,
-            reachable=_known(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
+            reachable=_reachable(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
             capacity_mbps=cluster.spec.link.capacity_mbps,
+            # Not `str.format`: PromQL has braces of its own.
             utilisation_query=cluster.spec.link.utilisation_query.replace("$cluster", name),
             round_trip_millis=cluster.spec.link.round_trip_millis,
         )
@@ -231,7 +233,7 @@ def _clusters(
     )
 
 
-def _known(seen: bool | None, before: bool) -> bool:
+def _reachable(seen: bool | None, before: bool) -> bool:
     return before if seen is None else seen
 
 
@@ -269,6 +271,7 @@ def _of_pool(
         by_host = is_by_host if pod.instance.by_host is None else pod.instance.by_host
         engine = _engine_of(pod, pool)
         address = pod.host_ip if by_host else pod.pod_ip
+        # A pod that ends has streams to finish, ready or not.
         if not address or not (pod.ready or pod.terminating):
             continue
         instances.append(
@@ -282,6 +285,7 @@ def _of_pool(
                 convertible=pod.shared.gated,
                 engine=engine,
                 data_port=pod.instance.data_port or WORKER_DATA_PORT,
+                # Gateways refuse a whole table with more.
                 ranks=min(pod.instance.ranks, routes.MAX_RANKS),
                 rank_ports=pod.instance.rank_ports,
             )

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
 from prfaas.wire.routes import EngineName, PoolRole
 from prfaas_operator.errors import AddressingRefusedError
-from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.conditions import ENGINE_PROVEN, ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 
 PoolObject = PrefillPool | DecodePool
@@ -24,6 +24,13 @@ NEEDS_POD_IP: Final = frozenset[EngineName]({"vllm-nixl", "vllm-mooncake", "sgla
 """Engines that announce their pod's address to each other, or choose ports: a node's ports do not lead to them."""
 SERVES_BOTH_ROLES: Final = frozenset[EngineName]({"prfaas", "vllm-prfaas", "vllm-nixl"})
 """Engines whose instances prefill or decode as they are asked; all others get one role when they start."""
+EXPERIMENTAL: Final[Mapping[EngineName, str]] = {
+    "vllm-mooncake": "was not run against vllm with connector Mooncake yet",
+    "sglang": "was not run against sglang yet",
+    "tensorrt-llm": "was not run against tensorrt-llm yet",
+    "dynamo": "was run against frontends of dynamo with a mocker only, not with a model",
+}
+"""Engines that stay experimental until prfaas was run against them, with what is missing."""
 
 
 class Counts(NamedTuple):
@@ -43,6 +50,15 @@ def engine_name(pool: PoolObject) -> EngineName:
         connector = engine.transfer.connector if engine.transfer else None
         return _OF_VLLM[connector or "Prfaas"]
     return engine.type
+
+
+def engine_proof(pool: PoolObject) -> dict[str, ConditionState]:
+    """Return the condition of a pool whose engine is experimental; no condition for the others."""
+    missing = EXPERIMENTAL.get(engine_name(pool))
+    if missing is None:
+        return {}
+    advice = "the fields of this engine follow its documentation. Report what you see."
+    return {ENGINE_PROVEN: no("Experimental", f"prfaas {missing}: {advice}")}
 
 
 def check_addressing(pool: PoolObject, member: MemberCluster | None) -> None:
@@ -68,6 +84,7 @@ def egress_share_mbps(pool: PoolObject) -> int | None:
     """
     if not isinstance(pool, PrefillPool) or pool.spec.egress_mbps is None:
         return None
+    # At least 1: an instance takes no smaller cap.
     return max(1, pool.spec.egress_mbps // max(1, pool.spec.replicas))
 
 
@@ -91,6 +108,7 @@ def counts(deployment: Mapping[str, Any]) -> Counts:
 def readiness(pool: PoolObject, deployment: Mapping[str, Any], pods: Iterable[PodFacts]) -> ConditionState:
     """Return the condition Ready of a pool from its Deployment and its pods."""
     seen, wanted = counts(deployment), pool.spec.replicas
+    # Until then its counts are of the former template.
     if seen.observed_generation < deployment["metadata"].get("generation", 0):
         return no(INSTANCES_NOT_READY, "the cluster's Deployment controller has not seen the last change yet")
     if seen.ready >= wanted and seen.updated >= wanted and seen.replicas == wanted:

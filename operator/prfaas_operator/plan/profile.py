@@ -16,14 +16,14 @@ from prfaas_operator.plan.pool_status import PoolObject
 
 def seeds(pools: Iterable[PoolObject]) -> dict[str, Profile]:
     """Return the seed of every pool that says something, by the pool's name."""
-    said = {pool.metadata.name: seed for pool in pools if (seed := _seed(pool)) is not None}
-    sized = next((one for one in said.values() if one.token_bytes or one.state_bytes), None)
+    found = {pool.metadata.name: seed for pool in pools if (seed := _seed(pool)) is not None}
+    sized = next((one for one in found.values() if one.token_bytes or one.state_bytes), None)
     if sized is None:
-        return said
+        return found
     size = {"token_bytes": sized.token_bytes, "state_bytes": sized.state_bytes}
     return {
         name: one if one.token_bytes or one.state_bytes else msgspec.structs.replace(one, **size)
-        for name, one in said.items()
+        for name, one in found.items()
     }
 
 

@@ -146,9 +146,9 @@ class _Plan:
     def fill(self, pods: Iterable[PodFacts]) -> None:
         """Give missing roles to pods without a role: the first decode instance, then the role that lacks most."""
         for pod in pods:
-            nobody_decodes = self._missing["decode"] == self._wanted.decode
+            none_decodes = self._missing["decode"] == self._wanted.decode
             decode_lacks_most = self._missing["decode"] >= self._missing["prefill"]
-            decode = self._missing["decode"] and (nobody_decodes or decode_lacks_most)
+            decode = self._missing["decode"] and (none_decodes or decode_lacks_most)
             self.give(pod, "decode" if decode else "prefill")
 
     def convert(self, pods: Sequence[PodFacts]) -> None:
@@ -200,6 +200,7 @@ def project_sharer(body: Mapping[str, Any]) -> Sharer:
 
 def sharers_of(decode_pool: str, pools: Iterable[Sharer]) -> list[Sharer]:
     """Return the pools that want to share a DecodePool, the permitted one first; a deleted pool gives up its share."""
+    # By `created`, a sharer's first field: the oldest one is permitted.
     return sorted(pool for pool in pools if pool.share_with == decode_pool and not pool.deleting)
 
 

@@ -95,7 +95,7 @@ class Certificates:
         self._members = members
         self._terms = terms
         self._since: datetime | None = None
-        self._asked: set[str] = {HUB}
+        self._wanted: set[str] = {HUB}
         self._states: dict[str, ConditionState] = {}
         self._delivered: set[str] = set()
         self._passed = asyncio.Condition()
@@ -147,7 +147,7 @@ class Certificates:
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return
-        self._asked.add(cluster)
+        self._wanted.add(cluster)
         if cluster not in self._delivered:
             self._wake.set()
         with suppress(TimeoutError):
@@ -170,7 +170,7 @@ class Certificates:
 
     async def leave(self, name: str, member_uid: str) -> None:
         """Delete a member's Secret when the member itself is removed; a member that is not reached keeps it."""
-        self._asked.discard(name)
+        self._wanted.discard(name)
         self._delivered.discard(name)
         self._states.pop(name, None)
         metrics.CERTIFICATE_EXPIRES.remove(name)
@@ -199,7 +199,7 @@ class Certificates:
             return
         holders = [await self._write(target, store) for target in targets]
         await self._step(live, store, holders, targets)
-        self._once.forget("authority")  # a problem that comes again is said again
+        self._once.forget("authority")  # a problem that comes again is logged again
         self._tell(store, holders)
 
     async def _targets(self) -> list[_Target]:
@@ -221,7 +221,7 @@ class Certificates:
             target
             for target in found
             if target.name not in foreign
-            and (target.cluster is None or target.secret is not None or target.name in self._asked)
+            and (target.cluster is None or target.secret is not None or target.name in self._wanted)
         ]
 
     async def _member(self, member: Object) -> _Target:
@@ -259,7 +259,8 @@ class Certificates:
                 targets,
                 "AuthorityMissing",
                 f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
-                "backup, or see docs/tls.md to continue without it. Certificates in use stay valid until they expire",
+                "backup, or see docs/operate/tls.md to continue without it. Certificates in use stay valid until they "
+                "expire",
             )
             return
         if self._terms.mode is CertificateMode.ISSUER:

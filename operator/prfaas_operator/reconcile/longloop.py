@@ -55,9 +55,9 @@ class PolicyBalancer:
             self._summaries.pop(uid, None)
             return LongLoopResult(generation, math.inf, {}, {"capacity": None, "plan": None})
         if policy.status.observed is not None:
-            time_said = policy.status.observed.time
+            observed_at = policy.status.observed.time
             self._summaries[uid] = longloop.refreshed(
-                self._summaries.get(uid), time_said, self._hub.client.now(), now_seconds
+                self._summaries.get(uid), observed_at, self._hub.client.now(), now_seconds
             )
         last = self._balances.get(uid)
         if last is not None and now_seconds < last.again_at_seconds and last.generation == generation:

@@ -108,6 +108,7 @@ class TokenRenewal:
         member = read(MemberCluster, live)
         name = member.metadata.name
         made_by_join = (secret["metadata"].get("labels") or {}).get(names.LABEL_MANAGED_BY) == MADE_BY_JOIN
+        # `create_token` reaches accounts of this namespace alone.
         is_due = token.namespace == there.namespace and credentials.is_renewal_due(token, there.now())
         if not (made_by_join and is_due) or time.monotonic() < self._not_before.get(name, 0.0):
             return

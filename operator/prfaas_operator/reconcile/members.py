@@ -104,6 +104,7 @@ class Members:
             token = credentials.read_token(access.token)
             connection = await self._connection(member, access)
             version = await connection.cluster.version()
+            # The version is answered without any right; these calls show whether the token may do what pools need.
             for kind in OWNED_KINDS:
                 await connection.cluster.try_list(kind, selector=connection.selector)
             before = self._contacts.get(name)
@@ -176,6 +177,7 @@ class Members:
             old.use(access)
             return old
         cluster = await self._connect(name, member.spec.namespace, access)
+        # Before the old one is closed, which takes a while: nobody may be given it meanwhile.
         self._connections[name] = MemberConnection(member, access, cluster, self._queue)
         if old is not None:
             await old.close()
@@ -184,6 +186,7 @@ class Members:
     async def _remember(self, name: str, contact: Contact) -> None:
         old = self._contacts.get(name)
         self._contacts[name] = contact
+        # By their words, since exceptions are equal only to themselves.
         if old is None or (type(old.error), str(old.error)) != (type(contact.error), str(contact.error)):
             self._queue.wake_kinds(PREFILL_POOL, POLICY)
         async with self._contacted:

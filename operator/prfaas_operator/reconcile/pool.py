@@ -97,7 +97,7 @@ class PoolReconciler:
         """Return the delay until the next reconcile: longer where every change wakes the pool; None: the usual one."""
         if not self.children.follows_all(cluster):
             return None
-        return SEEN_RESYNC_SECONDS if ready.good and not self.children.edits.holds_back() else RESYNC_SECONDS
+        return SEEN_RESYNC_SECONDS if ready.good and not self.children.edits.is_holding_back() else RESYNC_SECONDS
 
     async def _protect(self, ref: Ref, cluster: ClusterClient, budget: Object) -> None:
         try:

@@ -85,30 +85,32 @@ class SharedRoles:
         meanwhile is no failure: its end wakes the pool again.
         """
         failures: list[PrfaasError] = []
-        for given in assign(shared.pods, shared.wanted, render.template_of(deployment)):
+        for assignment in assign(shared.pods, shared.wanted, render.template_of(deployment)):
             try:
-                await self._write(shared, given, live)
+                await self._write(shared, assignment, live)
             except ConflictError as error:
-                log.info("DecodePool %s: pod %s: %s", shared.whole.metadata.name, given.pod.name, error)
+                log.info("DecodePool %s: pod %s: %s", shared.whole.metadata.name, assignment.pod.name, error)
             except PrfaasError as error:
                 failures.append(error)
         return failures
 
-    async def _write(self, shared: SharedDeployment, given: Assignment, live: Object) -> None:
+    async def _write(self, shared: SharedDeployment, assignment: Assignment, live: Object) -> None:
         hub = self._hub.client
-        if given.labels_differ:
-            self._hub.pods.learn(await hub.apply(render.role(given, hub.namespace)))
+        if assignment.labels_differ:
+            self._hub.pods.learn(await hub.apply(render.role(assignment, hub.namespace)))
             metrics.CHILD_WRITES.labels(POD.name).inc()
-        if given.converts:
-            await self._tell(shared, given, live)
-        if given.gate_differs:
+        if assignment.converts:
+            await self._tell(shared, assignment, live)
+        if assignment.gate_differs:
             now = rfc3339(hub.now())
-            self._hub.pods.learn(await hub.apply(render.open_gate(given, hub.namespace, now), subresource="status"))
+            self._hub.pods.learn(
+                await hub.apply(render.open_gate(assignment, hub.namespace, now), subresource="status")
+            )
             metrics.CHILD_WRITES.labels(POD.name).inc()
 
-    async def _tell(self, shared: SharedDeployment, given: Assignment, live: Object) -> None:
+    async def _tell(self, shared: SharedDeployment, assignment: Assignment, live: Object) -> None:
         """Post an Event to both pools about an instance that converts."""
-        message = f"instance {given.pod.name} converts from {given.pod.role} to {given.role}"
+        message = f"instance {assignment.pod.name} converts from {assignment.pod.role} to {assignment.role}"
         log.info("DecodePool %s: %s", shared.whole.metadata.name, message)
         await events.post(self._hub.client, live, "Normal", "Converting", message)
         if shared.sharer is not None:

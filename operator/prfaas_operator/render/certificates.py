@@ -89,7 +89,9 @@ def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Object:
         "uris": [URI_PREFIX + cluster],
         "usages": list(PURPOSES),
         "duration": _duration(life),
+        # At two thirds of its life, as the operator renews its own.
         "renewBefore": _duration(life / 3),
+        # A new key with each certificate; cert-manager's default was to keep the old one.
         "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
         "issuerRef": issuer._asdict(),
     }

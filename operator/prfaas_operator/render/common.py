@@ -31,7 +31,7 @@ CONTAINER_SECURITY: Final[Object] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by an emptyDir of its own
+TMP_PATH: Final = "/tmp"  # noqa: S108  # a path inside the container, backed by its own emptyDir
 SHM_PATH: Final = "/dev/shm"  # noqa: S108  # a path inside the container
 SETTINGS_PATH: Final = "/etc/prfaas/settings"
 EGRESS_KEY: Final = "egress-mbps"
@@ -96,8 +96,8 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> O
 def resources(wanted: Resources) -> Object:
     """Return the `resources` field of a container, or nothing without requests and limits."""
     parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
-    given = {name: part for name, part in parts.items() if part}
-    return {"resources": given} if given else {}
+    set_parts = {name: part for name, part in parts.items() if part}
+    return {"resources": set_parts} if set_parts else {}
 
 
 def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:

@@ -124,6 +124,7 @@ def role(policy: PrfaaSPolicy) -> Object:
     """Return the rights of gateway pods; every rule names one object."""
     name = policy.metadata.name
     rules = [
+        # RBAC allows list and watch of one name where the call selects that name, as `watch_object` does.
         rule("", "configmaps", ("get", "list", "watch"), names.routes_configmap(name)),
         rule(names.GROUP, "prfaaspolicies/status", ("get", "patch"), name),
         rule("coordination.k8s.io", "leases", ("get", "update", "patch"), names.scheduler_lease(name)),

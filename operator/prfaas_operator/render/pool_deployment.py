@@ -111,6 +111,7 @@ def _pod(pool: PoolObject, begin: Start, *, by_host: bool) -> Object:
     volumes, mounts = _volumes(pool, begin)
     pod: Object = {
         "automountServiceAccountToken": False,
+        # Otherwise every Service of the namespace becomes variables: one named vllm would set VLLM_PORT.
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(pool.spec.drain_seconds),
         "securityContext": common.POD_SECURITY,

@@ -44,7 +44,7 @@ def pool_budget(deployment: Object, live: Object) -> Object:
 
 def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> Object:
     """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus."""
-    others = [port for instance in instances for port in _ports_asked(instance)]
+    others = [port for instance in instances for port in _called_ports(instance)]
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
     spec = {
         "podSelector": {"matchLabels": gateway_selector(policy)},
@@ -58,7 +58,7 @@ def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> 
     return child(policy, NETWORK_POLICY, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def _ports_asked(instance: Instance) -> Iterable[int]:
+def _called_ports(instance: Instance) -> Iterable[int]:
     """Return the ports of an instance that a gateway asks beside its API's: cache events of every rank, and more."""
     if instance.engine not in WITH_EVENTS:
         return ()

@@ -80,6 +80,7 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
     connector = {
         "kv_connector": "PrfaasConnector",
         "kv_connector_module_path": "prfaas_vllm.connector",
+        # Either role: the gateway says in each request which one this leg has.
         "kv_role": "kv_both",
         "kv_port": names.WORKER_DATA_PORT,
         **_failure_policy(transfer),
@@ -89,6 +90,7 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
     plain = _start(pool, connector, {}, {**data_ports, "link-metrics": metrics_port(pool)})
     if terms.tls:
         serve = plain.command[1:]
+        # The last word is the shell's $0, so that "$@" begins with `serve`.
         plain = plain._replace(command=["/bin/sh", "-c", _COPY_AND_SERVE, "vllm"], args=[*serve, *plain.args])
     return plain._replace(
         tls_args=_TLS_ARGS,

@@ -167,7 +167,7 @@ def _claims_on_our_workers(drill: FailureDrill | None, crossed: list[RequestReco
 
 
 def _claims_on_vllm(results: DemoResults) -> list[tuple[bool, str]]:
-    """Return what holds of vLLM, where a destination computes a lost cache itself and the answer goes on as it is."""
+    """Return what holds of vLLM, where a destination computes a lost cache itself and the answer continues as it is."""
     drill, stream = results.failure_drill, results.stream_drill
     return [
         (

@@ -194,8 +194,8 @@ async def product_images(builder: ImageBuilder) -> Images:
             words += ["--build-arg", f"BASE={base}", "--build-arg", "TORCH=debian", root]
             await builder.run(build_command(words), reference)
     sizes = await inspect("{{.Size}}", *references.values())
-    told = (f"{target} {int(size) / 1e6:.0f} MB" for target, size in zip(references, sizes, strict=True))
-    builder.report(f"images, unpacked: {', '.join(told)}")
+    lines = (f"{target} {int(size) / 1e6:.0f} MB" for target, size in zip(references, sizes, strict=True))
+    builder.report(f"images, unpacked: {', '.join(lines)}")
     return Images(
         operator=references["operator"],
         gateway=references["gateway"],

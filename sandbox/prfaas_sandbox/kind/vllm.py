@@ -47,12 +47,12 @@ async def vllm_image(builder: ImageBuilder) -> str:
 
 def template(pool: Object) -> Object:
     """Return a pool's `template` with vLLM mounted from the claim."""
-    given: dict[str, Any] = pool["spec"].get("template", {})
+    pool_template: dict[str, Any] = pool["spec"].get("template", {})
     volume = {"name": CLAIM, "persistentVolumeClaim": {"claimName": CLAIM}}
     return {
-        **given,
-        "volumes": [*given.get("volumes", ()), volume],
-        "volumeMounts": [*given.get("volumeMounts", ()), {"name": CLAIM, "mountPath": PATH}],
+        **pool_template,
+        "volumes": [*pool_template.get("volumes", ()), volume],
+        "volumeMounts": [*pool_template.get("volumeMounts", ()), {"name": CLAIM, "mountPath": PATH}],
     }
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import ssl
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -255,8 +256,8 @@ def _authorise(request: web.Request) -> None:
 
 async def _send(request: web.Request, container: Container) -> web.StreamResponse:
     query = request.query
-    if asked := [name for name in UNSUPPORTED if query.get(name) not in (None, "false")]:
-        raise web.HTTPBadRequest(text=f"the process node cannot select logs by {', '.join(asked)}")
+    if unsupported := [name for name in UNSUPPORTED if query.get(name) not in (None, "false")]:
+        raise web.HTTPBadRequest(text=f"the process node cannot select logs by {', '.join(unsupported)}")
     path = container.log_file(previous=query.get("previous") == "true")
     if not path.is_file():
         raise web.HTTPNotFound(
@@ -289,21 +290,6 @@ async def _chunks(file: BinaryIO, may_grow: Callable[[], bool]) -> AsyncIterator
 
 
 def tail_offset(file: BinaryIO, lines: int) -> int:
-    end = file.seek(0, 2)
-    position, wanted = end, lines
-    if lines == 0:
-        return end
-    while position > 0:
-        start = max(0, position - CHUNK_BYTES)
-        file.seek(start)
-        chunk = file.read(position - start)
-        if position == end and chunk.endswith(b"\n"):
-            chunk = chunk[:-1]  # the newline that ends the last line
-        found = chunk.count(b"\n")
-        if found >= wanted:
-            for _ in range(wanted):
-                chunk = chunk[: chunk.rindex(b"\n")]
-            return start + len(chunk) + 1
-        wanted -= found
-        position = start
-    return 0
+    """Read a file to its end, and return where its last `lines` lines begin."""
+    last = deque(file, maxlen=lines)
+    return file.tell() - sum(map(len, last))

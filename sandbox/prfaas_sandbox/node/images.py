@@ -1,7 +1,7 @@
 """Images of which the process node has the content: vLLM's, and the one that brings our connector into it.
 
 No image is pulled here. Our own programs are in this checkout's environment, whatever their image is called. vLLM is in
-an environment of its own (see `prfaas_sandbox.vllm`), as an image for CPUs that also holds the small model which ships
+its own environment (see `prfaas_sandbox.vllm`), as an image for CPUs that also holds the small model which ships
 with prfaas. Our connector is this checkout's.
 """
 
@@ -54,7 +54,7 @@ def content(image: str, scratch: Path) -> ImageContent:
 
 
 def binds_everywhere(image: str) -> bool:
-    """Return whether the image's program takes ports of all addresses, so that its pod needs a network of its own.
+    """Return whether the image's program takes ports of all addresses, so that its pod needs its own network.
 
     Other pods share their cluster's and take ports of their own addresses alone. vLLM publishes cache events at `*`.
     """

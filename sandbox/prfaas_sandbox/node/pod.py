@@ -77,11 +77,14 @@ def unsupported(pod: Object) -> str:
         if any("grpc" in each.get(f"{kind}Probe", {}) for kind in ("liveness", "readiness", "startup"))
     ]
     sidecars = [each["name"] for each in spec.get("initContainers", []) if "restartPolicy" in each]
+    containers = [*spec["containers"], *spec.get("initContainers", [])]
+    with_env_from = [each["name"] for each in containers if "envFrom" in each]
     wants = {
         "sidecars": sidecars,
         "volumes": unsupported_volumes(pod),
         "postStart hooks of": hooks,
         "gRPC probes of": probes,
+        "envFrom of": with_env_from,
     }
     lacks = [f"{what} {', '.join(names)}" for what, names in wants.items() if names]
     return f"the process node does not offer: {'; '.join(lacks)}" if lacks else ""
@@ -265,7 +268,7 @@ class Pod:
         return ProcessSpec(argv, env, spec.get("workingDir") or "/", mounts, str(scratch), network)
 
     def _mount(self, mount: Object) -> Mount:
-        source = self._volumes.source(mount["name"])
+        source = self._volumes.folder / mount["name"]
         if sub_path := mount.get("subPath"):
             source = source / sub_path
             if not source.exists():  # as the kubelet does: a new folder

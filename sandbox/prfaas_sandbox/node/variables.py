@@ -5,7 +5,7 @@ Rules: https://kubernetes.io/docs/tasks/inject-data-application/define-environme
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from prfaas.errors import ConfigError
@@ -13,7 +13,6 @@ from prfaas_sandbox.api import Object
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
 SourceKind = Literal["configmaps", "secrets"]
-_KEYED = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
 class ConfigSource(NamedTuple):
@@ -28,25 +27,12 @@ Data = Mapping[ConfigSource, Mapping[str, bytes] | None]
 
 def sources(container: Object) -> set[ConfigSource]:
     """Return every ConfigMap and Secret that the container's environment refers to."""
-    return {source for source, *_ in (*_bulk(container), *_single(container))}
-
-
-def _bulk(container: Object) -> Iterator[tuple[ConfigSource, str, bool]]:
-    """Yield (source, prefix, optional) of each envFrom entry."""
-    for entry in container.get("envFrom", []):
-        kind: SourceKind = "secrets" if "secretRef" in entry else "configmaps"
-        reference = entry.get("secretRef") or entry.get("configMapRef") or {}
-        yield ConfigSource(kind, reference["name"]), entry.get("prefix", ""), reference.get("optional", False)
-
-
-def _single(container: Object) -> Iterator[tuple[ConfigSource, str, bool]]:
-    """Yield (source, key, optional) of each env entry that refers to a key."""
-    for entry in container.get("env", []):
-        if found := _key_reference(entry.get("valueFrom") or {}):
-            yield found
+    references = (_key_reference(entry.get("valueFrom") or {}) for entry in container.get("env", []))
+    return {reference[0] for reference in references if reference}
 
 
 def _key_reference(origin: Object) -> tuple[ConfigSource, str, bool] | None:
+    """Return (source, key, optional) of a valueFrom that refers to a key."""
     kinds: tuple[tuple[str, SourceKind], ...] = (("secretKeyRef", "secrets"), ("configMapKeyRef", "configmaps"))
     for name, kind in kinds:
         if reference := origin.get(name):
@@ -62,9 +48,6 @@ def environment(container: Object, base: Mapping[str, str], data: Data, field: C
     optional.
     """
     result = dict(base)
-    for source, prefix, optional in _bulk(container):
-        for key, value in (_content(data, source, optional=optional) or {}).items():
-            result[prefix + key] = value.decode(errors="surrogateescape")
     for entry in container.get("env", []):
         value = _value(entry, result, data, field)
         if value is not None:
@@ -83,19 +66,13 @@ def _value(entry: Object, known: Mapping[str, str], data: Data, field: Callable[
     if reference is None:
         raise ConfigError(f"env {entry['name']}: the process node does not know valueFrom {', '.join(origin)}")
     source, key, optional = reference
-    content = _content(data, source, optional=optional)
+    content = data[source]
     if content is not None and key in content:
         return content[key].decode(errors="surrogateescape")
     if optional:
         return None
-    raise ConfigError(f"env {entry['name']}: {source.kind} {source.name!r} has no key {key!r}")
-
-
-def _content(data: Data, source: ConfigSource, *, optional: bool) -> Mapping[str, bytes] | None:
-    content = data[source]
-    if content is None and not optional:
-        raise ConfigError(f"{source.kind} {source.name!r} not found")
-    return content
+    lack = "not found" if content is None else f"has no key {key!r}"
+    raise ConfigError(f"env {entry['name']}: {source.kind} {source.name!r} {lack}")
 
 
 def command_line(container: Object, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -115,7 +92,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def field(pod: Object, path: str, addresses: tuple[str, str]) -> str:
-    """Return the text of the pod's field at a fieldPath such as metadata.name or metadata.labels['app'].
+    """Return the text of the pod's field at a fieldPath such as metadata.name.
 
     `addresses` are the pod's and the node's, which the pod's status may lack. Raises ConfigError for an unknown field.
     """
@@ -134,16 +111,4 @@ def field(pod: Object, path: str, addresses: tuple[str, str]) -> str:
     }
     if path in plain:
         return plain[path]
-    if match := _KEYED.fullmatch(path):
-        return metadata.get(match[1], {}).get(match[2], "")
-    if path in ("metadata.labels", "metadata.annotations"):
-        return _lines(metadata.get(path.removeprefix("metadata."), {}))
-    raise ConfigError(f"fieldPath {path!r} is not a field that a pod offers")
-
-
-def _lines(values: dict[str, str]) -> str:
-    """Return key="value" lines, as the kubelet writes labels and annotations."""
-    quoted = (
-        (key, value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")) for key, value in values.items()
-    )
-    return "\n".join(f'{key}="{value}"' for key, value in sorted(quoted))
+    raise ConfigError(f"fieldPath {path!r} is not a field that the process node offers")

@@ -1,7 +1,6 @@
 """The volumes of a pod as folders. Their content is fetched, written, and kept up to date while the pod runs."""
 
 import base64
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ DEFAULT_TOKEN_SECONDS = 3600
 # The kubelet's rule: a token is renewed when 80% of its life is over.
 TOKEN_LIFE_USED = 0.8
 NOT_FOUND = 404
-KINDS = ("emptyDir", "hostPath", "configMap", "secret", "projected", "downwardAPI")
+KINDS = ("emptyDir", "configMap", "secret", "projected", "downwardAPI")
 CONTENT_KINDS = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
 
 VolumeFiles = dict[str, tuple[bytes, int]]  # relative path -> (content, mode)
@@ -52,17 +51,11 @@ class PodVolumes:
     addresses: tuple[str, str]
     _tokens: dict[tuple[str, str], _Token] = field(default_factory=dict[tuple[str, str], _Token])
 
-    def source(self, name: str) -> Path:
-        volume = next((each for each in self.pod["spec"].get("volumes", []) if each["name"] == name), {})
-        return Path(volume["hostPath"]["path"]) if "hostPath" in volume else self.folder / name
-
     async def write(self) -> None:
         """Bring every volume up to date; raise ConfigError for a missing source, PeerError for an API failure."""
         for volume in self.pod["spec"].get("volumes", []):
             target = self.folder / volume["name"]
-            if "hostPath" in volume:
-                _check_host_path(volume)
-            elif "emptyDir" in volume:
+            if "emptyDir" in volume:
                 target.mkdir(parents=True, exist_ok=True)
             else:
                 write_files(target, await self._files(volume))
@@ -167,11 +160,3 @@ def write_files(folder: Path, files: VolumeFiles) -> None:
     for path in [each for each in folder.rglob("*") if each.is_file()]:
         if str(path.relative_to(folder)) not in files:
             path.unlink()
-
-
-def _check_host_path(volume: Object) -> None:
-    path, kind = volume["hostPath"]["path"], volume["hostPath"].get("type", "")
-    if kind == "DirectoryOrCreate":
-        Path(path).mkdir(parents=True, exist_ok=True)
-    if not os.path.lexists(path):
-        raise ConfigError(f"volume {volume['name']}: hostPath {path} does not exist")

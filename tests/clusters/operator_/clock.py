@@ -1,7 +1,7 @@
 """A wrong clock for one process: a shared library that adds to what the kernel says of the time of day.
 
 Only Python asks for it this way. OpenSSL has another call and sees the true time, because what is tested is what the
-operator makes of a wrong clock, and not that an API server's certificate must be valid for whoever connects.
+operator makes of a wrong clock, and not that an API server's certificate must be valid for its clients.
 """
 
 import mmap

@@ -1,6 +1,6 @@
 """The real operator process between two real API servers, with no more rights than the charts give it.
 
-Each test module gets fresh namespaces in both clusters and an operator of its own. There are no nodes: the real
+Each test module gets fresh namespaces in both clusters and its own operator. There are no nodes: the real
 controller manager makes pods, and a test that needs one ready writes its status, as a kubelet would.
 """
 
@@ -84,28 +84,28 @@ class Namespace:
         self.cluster.reader.scale(self.name, kind, name, replicas)
 
     def delete(self, kind: str, *names: str, wait: bool = True) -> None:
-        """Delete objects of a kind, and wait until they are gone, unless `wait` is false."""
-        gone = [self.cluster.reader.delete(self.name, kind, name) for name in names]
-        assert all(gone), f"there are no {kind} {' '.join(names)}"
+        """Delete objects of a kind, and wait until they are removed, unless `wait` is false."""
+        removed = [self.cluster.reader.delete(self.name, kind, name) for name in names]
+        assert all(removed), f"there are no {kind} {' '.join(names)}"
         if wait:
-            self._wait_gone([(kind, each) for each in gone if each])
+            self._wait_removed([(kind, each) for each in removed if each])
 
     def delete_all(self, kinds: str) -> None:
-        """Delete all objects of some kinds, and wait until they are gone."""
+        """Delete all objects of some kinds, and wait until they are removed."""
         found = [(each["kind"].lower(), each) for each in self.cluster.reader.list_all(self.name, kinds)]
         for kind, each in found:
             self.cluster.reader.delete(self.name, kind, each["metadata"]["name"])
-        self._wait_gone(found)
+        self._wait_removed(found)
 
-    def _wait_gone(self, objects: list[tuple[str, dict[str, Any]]]) -> None:
+    def _wait_removed(self, objects: list[tuple[str, dict[str, Any]]]) -> None:
         for kind, old in objects:
             name, uid = old["metadata"]["name"], old["metadata"]["uid"]
 
-            def is_gone(kind: str = kind, name: str = name, uid: str = uid) -> bool:
+            def is_removed(kind: str = kind, name: str = name, uid: str = uid) -> bool:
                 found = self.cluster.reader.get(self.name, kind, name)
                 return found is None or found["metadata"]["uid"] != uid
 
-            eventually(is_gone, f"{kind} {name} is gone")
+            eventually(is_removed, f"{kind} {name} is removed")
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self.find(kind, name) or json.loads(self.kubectl("get", kind, name, "-o", "json"))
@@ -125,12 +125,12 @@ class Namespace:
         return json.loads(self.kubectl("get", kinds, "-l", selector, "-o", "json"))["items"]
 
     def events(self, name: str = "", reason: str = "", type_: str = "") -> list[dict[str, Any]]:
-        """Return the Events about an object, of a reason and a type where these are given."""
+        """Return the Events about an object, of a reason and a type if any."""
         chosen = {"involvedObject.name": name, "reason": reason, "type": type_}
         fields = ",".join(f"{field}={value}" for field, value in chosen.items() if value)
         return self.cluster.reader.list_all(self.name, "events", fields=fields)
 
-    def told(self, name: str, reason: str, type_: str = "") -> list[str]:
+    def messages(self, name: str, reason: str, type_: str = "") -> list[str]:
         """Return the messages of such Events."""
         return [event["message"] for event in self.events(name, reason, type_)]
 

@@ -1,4 +1,4 @@
-"""A stand-in for the kubelet: it makes pods ready whose gates are open, and leaves conditions of others alone."""
+"""A stand-in for the kubelet: it makes pods ready whose gates are open, and keeps conditions of others."""
 
 import contextlib
 import http.client
@@ -14,7 +14,7 @@ FAILURES = (OSError, http.client.HTTPException)
 
 
 class Pods:
-    """The pods of a namespace, asked for without a process a call."""
+    """The pods of a namespace, read without a process for each call."""
 
     def __init__(self, place):
         access = kubeconfig.load(place.cluster.kubeconfig, None)
@@ -30,7 +30,7 @@ class Pods:
         return json.loads(self._ask("GET", f"{self._path}?{urlencode({'labelSelector': selector})}"))["items"]
 
     def patch_status(self, name: str, status: dict) -> None:
-        with contextlib.suppress(*FAILURES):  # gone meanwhile; what is still there is tended again
+        with contextlib.suppress(*FAILURES):  # removed meanwhile; what is still there is tended again
             body = json.dumps({"status": status})
             headers = {"Content-Type": "application/strategic-merge-patch+json"}
             self._ask("PATCH", f"{self._path}/{name}/status", body, headers)

@@ -1,7 +1,7 @@
 """Proves that what clusters refuse or cannot do becomes a reason, a sentence and an Event, and heals without a restart.
 
 The causes are real: admission and quota of an API server, a scheduler without nodes, a revoked account. Only an image
-that cannot be pulled is told by the test, in the words of a kubelet.
+that cannot be pulled is reported by the test, in the words of a kubelet.
 """
 
 import json
@@ -31,10 +31,10 @@ def joined(world):
 
 def events(world, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object of the hub."""
-    return world.hub.told(name, reason, "Warning")
+    return world.hub.messages(name, reason, "Warning")
 
 
-def told(world, kind: str, name: str, reason: str) -> str:
+def wait_warning(world, kind: str, name: str, reason: str) -> str:
     """Return the message of the condition and of the Event that a cause brings."""
     message = world.hub.wait_reason(kind, name, reason)["message"]
     return world.eventually(lambda: events(world, name, reason), f"an Event {reason} about {name}")[0] and message
@@ -42,7 +42,7 @@ def told(world, kind: str, name: str, reason: str) -> str:
 
 @pytest.fixture
 def scheduler(hub, tmp_path: Path) -> Iterator[None]:
-    """A real scheduler that looks after nobody but pods that name it."""
+    """A real scheduler that serves only pods that name it."""
     config = {
         "apiVersion": "kubescheduler.config.k8s.io/v1",
         "kind": "KubeSchedulerConfiguration",
@@ -59,16 +59,7 @@ def scheduler(hub, tmp_path: Path) -> Iterator[None]:
     process.wait()
 
 
-def test_a_kubeconfig_that_cannot_be_read_is_refused_and_a_good_one_heals(joined):
-    document = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "odd"}, "stringData": {"kubeconfig": "{{"}}
-    joined.hub.apply(document, joined.member_cluster("odd", "odd"))
-    told(joined, "pmc", "odd", "KubeconfigRefused")
-    joined.hub.apply(joined.secret("odd", joined.kubeconfig()))
-    joined.hub.wait_reason("pmc", "odd", "AllReady")
-    joined.hub.delete("pmc", "odd")
-
-
-def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_both(joined):
+def test_cluster_and_pool_report_an_ended_credential_and_a_new_one_heals_both(joined):
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "guest"}}
     subject = {"kind": "ServiceAccount", "name": "guest", "namespace": joined.member.name}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "prfaas-operator"}
@@ -83,8 +74,8 @@ def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_
     )
     joined.hub.wait_reason("pfpool", "guests", "AllReady")
     joined.member.delete("serviceaccount", "guest")
-    told(joined, "pmc", "guest", "Unauthorized")
-    told(joined, "pfpool", "guests", "Unauthorized")
+    wait_warning(joined, "pmc", "guest", "Unauthorized")
+    wait_warning(joined, "pfpool", "guests", "Unauthorized")
     joined.hub.apply(joined.secret("guest", joined.kubeconfig()))
     joined.hub.wait_reason("pmc", "guest", "AllReady")
     joined.hub.wait_reason("pfpool", "guests", "AllReady")
@@ -92,14 +83,14 @@ def test_a_credential_that_ends_is_told_by_cluster_and_pool_and_a_new_one_heals_
     joined.hub.delete("pmc", "guest")
 
 
-def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
+def test_reports_a_used_up_quota_and_a_larger_one_heals(joined):
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "gpus"}}
     joined.member.apply({**quota, "spec": {"hard": {"requests.nvidia.com/gpu": "0"}}})
     enforced = lambda: joined.member.get("resourcequota", "gpus").get("status", {}).get("hard")  # noqa: E731
     joined.eventually(enforced, "the quota is in force")
     gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
     joined.hub.apply(joined.pool("PrefillPool", "greedy", clusterName="eu", template=gpu))
-    assert "exceeded quota: gpus, requested: requests.nvidia.com/gpu=1" in told(
+    assert "exceeded quota: gpus, requested: requests.nvidia.com/gpu=1" in wait_warning(
         joined, "pfpool", "greedy", "QuotaExceeded"
     )
     joined.member.delete("resourcequota", "gpus")
@@ -109,9 +100,9 @@ def test_a_quota_that_is_used_up_is_told_and_more_of_it_heals(joined):
     joined.hub.delete("pfpool", "greedy")
 
 
-def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
+def test_reports_an_instance_without_a_node_and_a_node_heals(joined, scheduler):
     joined.hub.apply(joined.pool("PrefillPool", "homeless", template={"schedulerName": SCHEDULER}))
-    assert "no nodes available" in told(joined, "pfpool", "homeless", "Unschedulable")
+    assert "no nodes available" in wait_warning(joined, "pfpool", "homeless", "Unschedulable")
     joined.hub.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "late"}})
     ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
     room = {"cpu": "8", "memory": "8Gi", "pods": "9"}
@@ -123,16 +114,16 @@ def test_an_instance_without_a_node_is_told_and_a_node_heals(joined, scheduler):
     joined.hub.wait_reason("pfpool", "homeless", "AllReady")
     joined.hub.delete("pfpool", "homeless", wait=False)
 
-    def is_gone() -> bool:
+    def is_removed() -> bool:
         # Only a kubelet ends a pod that has a node, and this node has none. Its Deployment replaces it until it goes.
         joined.hub.kubectl("delete", "pods", "-l", "prfaas.io/pool=homeless", "--force", "--grace-period=0")
         return not joined.hub.exists("pfpool", "homeless")
 
-    joined.eventually(is_gone, "the pool is gone")
+    joined.eventually(is_removed, "the pool is removed")
     joined.hub.kubectl("delete", "node", "late")
 
 
-def test_an_image_that_cannot_be_pulled_is_told_and_a_better_one_heals(joined):
+def test_reports_an_image_that_cannot_be_pulled_and_a_better_one_heals(joined):
     joined.hub.apply(joined.pool("DecodePool", "typo", engine={"image": "nowhere/worker:1"}))
     pod = joined.eventually(lambda: joined.hub.pods("typo"), "a pod")[0]
     container: dict[str, Any] = {"name": "worker", "ready": False, "restartCount": 0, "image": "x", "imageID": ""}
@@ -140,7 +131,7 @@ def test_an_image_that_cannot_be_pulled_is_told_and_a_better_one_heals(joined):
         waiting = {"waiting": {"reason": reason, "message": "nowhere/worker:1: not found"}}
         patch = json.dumps({"status": {"containerStatuses": [container | {"state": waiting}]}})
         joined.hub.kubectl("patch", "pod", pod, "--subresource=status", "--type=merge", "-p", patch)
-        assert "nowhere/worker:1: not found" in told(joined, "dcpool", "typo", "ImagePullFailed")
+        assert "nowhere/worker:1: not found" in wait_warning(joined, "dcpool", "typo", "ImagePullFailed")
     assert len(events(joined, "typo", "ImagePullFailed")) == 1, "the kubelet's back and forth is no news"
     image = {"spec": {"engine": {"image": "somewhere/worker:1"}}}
     joined.hub.patch("dcpool", "typo", image)
@@ -154,19 +145,19 @@ def test_a_pool_that_would_read_the_operators_secrets_gets_no_instance_and_anoth
     for name, secret in (("thief", "prfaas-ca"), ("burglar", "eu-kubeconfig")):
         volume = {"volumes": [{"name": "loot", "secret": {"secretName": secret}}]}
         joined.hub.apply(joined.pool("DecodePool", name, template=volume))
-        assert f"Secret {secret} is the operator's own" in told(joined, "dcpool", name, "ForbiddenSecret")
+        assert f"Secret {secret} is the operator's own" in wait_warning(joined, "dcpool", name, "ForbiddenSecret")
         assert not joined.hub.exists("deployment", name)
     joined.hub.kubectl("patch", "dcpool", "thief", "--type=json", "-p", '[{"op": "remove", "path": "/spec/template"}]')
     joined.hub.ready_up("thief", "10.6.3")
     joined.hub.wait_reason("dcpool", "thief", "AllReady")
     harmful = {"env": [{"name": "E", "valueFrom": {"secretKeyRef": {"name": "prfaas-ca", "key": "tls.key"}}}]}
     joined.hub.patch("dcpool", "thief", {"spec": {"template": harmful}})
-    told(joined, "dcpool", "thief", "ForbiddenSecret")
+    wait_warning(joined, "dcpool", "thief", "ForbiddenSecret")
     worker = joined.hub.get("deployment", "thief")["spec"]["template"]["spec"]["containers"][0]
     assert "tls.key" not in json.dumps(worker)
     joined.hub.delete("dcpool", "thief", "burglar")
 
 
-def test_after_all_that_the_operator_still_runs_and_nothing_is_left(joined):
+def test_the_operator_still_runs_afterwards_and_leaves_nothing(joined):
     joined.hub.delete_all("pmc")
     joined.eventually(lambda: not joined.children(), "no child is left")

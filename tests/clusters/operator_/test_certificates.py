@@ -54,7 +54,7 @@ def events(place) -> set[str]:
 
 def warnings(place, name: str, reason: str) -> list[str]:
     """Return the messages of the Warnings with a reason about an object."""
-    return place.told(name, reason, "Warning")
+    return place.messages(name, reason, "Warning")
 
 
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
@@ -68,10 +68,10 @@ def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays
     condition = lambda: joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "Issued"  # noqa: E731
     joined.eventually(condition, "the condition says so")
     joined.eventually(lambda: {"AuthorityCreated", "CertificateIssued"} <= events(joined.hub), "both Events")
-    told = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
-    assert told['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
+    expiries = {name: value for name, value in joined.metrics().items() if "_expires_timestamp" in name}
+    assert expiries['prfaas_operator_certificate_expires_timestamp_seconds{member_cluster="eu"}'] == (
         facts(member).validity.not_after.timestamp()
-    ), told
+    ), expiries
 
 
 def test_instances_mount_it_their_probes_speak_tls_and_the_gateway_has_the_hubs(joined):
@@ -110,7 +110,7 @@ def test_what_is_edited_or_deleted_is_put_right(joined):
         joined.eventually(lambda place=place, cluster=cluster: usable(place, cluster), f"{cluster} has one again")
 
 
-def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined):
+def test_reports_a_lost_or_damaged_authority_and_never_replaces_it(joined):
     backup = joined.hub.get("secret", AUTHORITY)
     before = read(joined.hub), read(joined.member)
     damaged = {"data": {**backup["data"], "tls.key": "bm90IGEga2V5"}}
@@ -119,9 +119,9 @@ def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined
     def says(reason: str) -> bool:
         return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == reason
 
-    joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is said")
+    joined.eventually(lambda: says("AuthorityDamaged"), "a damaged authority is reported")
     joined.hub.delete("secret", AUTHORITY)
-    joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is said")
+    joined.eventually(lambda: says("AuthorityMissing"), "a lost authority is reported")
     assert not joined.hub.exists("secret", AUTHORITY)
     assert (read(joined.hub), read(joined.member)) == before
     joined.eventually(lambda: {"AuthorityDamaged", "AuthorityMissing"} <= events(joined.hub), "both Events")
@@ -131,14 +131,14 @@ def test_a_lost_or_damaged_authority_is_said_and_never_replaced_by_itself(joined
     assert (read(joined.hub), read(joined.member)) == before
 
 
-def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined):
+def test_keeps_another_hubs_certificate_and_pools_say_why(world, joined):
     label = ("prfaas.io/cluster-uid=somebody-elses", "--overwrite")
     joined.member.kubectl("label", "secret", SECRET, *label)
 
     def says() -> bool:
         return joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "ChildConflict"
 
-    joined.eventually(says, "the conflict is said")
+    joined.eventually(says, "the conflict is reported")
     theirs = read(joined.member)
     joined.hub.apply(joined.pool("PrefillPool", "late", clusterName="eu"))
     message = joined.hub.wait_reason("pfpool", "late", "CertificateNotReady")["message"]
@@ -149,7 +149,7 @@ def test_another_hubs_certificate_is_left_alone_and_pools_say_why(world, joined)
     joined.hub.delete("pfpool", "late")
 
 
-def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_overwrite(joined):
+def test_a_second_registration_reports_whose_certificate_it_would_overwrite(joined):
     theirs = read(joined.member)
     joined.hub.apply(
         joined.member_cluster("twin", "eu-kubeconfig"), joined.pool("PrefillPool", "second", clusterName="twin")
@@ -159,8 +159,8 @@ def test_a_cluster_that_is_registered_twice_is_told_whose_certificate_it_would_o
     assert "give twin another spec.namespace" in message
     verdict = lambda: joined.hub.condition("pmc", "twin", "CertificateReady")["message"]  # noqa: E731
     joined.eventually(lambda: "shares its namespace" in verdict(), "a condition of the MemberCluster")
-    told = lambda: warnings(joined.hub, "twin", "ChildConflict")  # noqa: E731
-    assert "shares its namespace" in joined.eventually(told, "an Event about the MemberCluster")[0]
+    warned = lambda: warnings(joined.hub, "twin", "ChildConflict")  # noqa: E731
+    assert "shares its namespace" in joined.eventually(warned, "an Event about the MemberCluster")[0]
     assert read(joined.member) == theirs
     joined.hub.kubectl("delete", "pfpool/second", "pmc/twin", "--timeout=60s")
     assert read(joined.member) == theirs, "and it takes along nothing that is not its own"
@@ -184,14 +184,14 @@ def test_a_member_that_leaves_takes_its_certificate_along(joined):
     assert not joined.member.exists("secret", SECRET)
 
 
-def test_of_two_that_are_registered_at_once_for_one_namespace_one_is_served_and_the_other_told(joined):
+def test_of_two_registered_at_once_for_one_namespace_one_is_served_and_one_refused(joined):
     names = {"north", "south"}
     bodies = [joined.member_cluster(name, "eu-kubeconfig") for name in sorted(names)]
     bodies += [joined.pool("PrefillPool", f"{name}-pool", clusterName=name) for name in sorted(names)]
     joined.hub.apply(*bodies)
 
     def refused() -> list[str]:
-        """Return who is refused, once that is settled: the other one is served."""
+        """Return which one is refused, once the other one is served."""
         verdicts = {name: joined.hub.condition("pmc", name, "CertificateReady")["message"] for name in names}
         found = [name for name in names if "shares its namespace" in verdicts[name]]
         return found if len(found) == 1 and usable(joined.member, *(names - {*found})) else []

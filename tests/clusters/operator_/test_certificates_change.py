@@ -138,7 +138,7 @@ def test_a_certificate_is_renewed_by_the_same_authority(ground, change, joined):
     assert read(ground.hub)["tls.key"] != first["tls.key"]
 
 
-def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority_by_steps(ground, change, joined):
+def test_an_issuers_certificates_are_requested_copied_and_change_their_authority_by_steps(ground, change, joined):
     joined()
     ground.eventually(change.is_lasting, "both clusters have certificates of the operator that last")
     change.kill()
@@ -151,10 +151,10 @@ def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority
     )
     change.start("--certificates", "Issuer", "--certificate-issuer", "Issuer.cert-manager.io/ours")
 
-    def asked() -> bool:
+    def requested() -> bool:
         return all(ground.hub.exists("certificates.cert-manager.io", f"prfaas-{name}") for name in ("hub", "eu"))
 
-    ground.eventually(asked, "both certificates are asked for")
+    ground.eventually(requested, "both certificates are requested")
     spec = ground.hub.get("certificates.cert-manager.io", "prfaas-eu")["spec"]
     assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
     assert spec["issuerRef"] == {"name": "ours", "kind": "Issuer", "group": "cert-manager.io"}
@@ -180,6 +180,6 @@ def test_an_issuers_certificates_are_asked_for_copied_and_change_their_authority
                 {authority(files)} == set(identity.by_digest(files["ca.crt"])) == {wanted} for files in now.values()
             )
 
-        ground.eventually(uses_it, f"both clusters hold certificates of issuer {number} alone")
+        ground.eventually(uses_it, f"both clusters hold only certificates of issuer {number}")
         assert read(ground.member)["tls.key"] == read(ground.hub, "prfaas-eu-issued")["tls.key"]
-    assert "tls.key" not in read(ground.hub, "prfaas-ca"), "the operator's own authority has gone with its key"
+    assert "tls.key" not in read(ground.hub, "prfaas-ca"), "the operator's own authority is removed with its key"

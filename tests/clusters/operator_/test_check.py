@@ -27,14 +27,14 @@ def test_a_healthy_member_is_well_in_every_respect(world):
     world.join("eu")
     code, found = check(world, "eu")
     assert code == 0, found
-    asked = {"operator", "last contact", "kubeconfig", "token", "from here", "version", "clock", "rights", "namespace"}
-    assert asked == found["eu"].keys()
+    names = {"operator", "last contact", "kubeconfig", "token", "from here", "version", "clock", "rights", "namespace"}
+    assert names == found["eu"].keys()
     assert {finding["level"] for finding in found["eu"].values()} == {"ok"}
     assert "v1.34.4" in found["eu"]["version"]["message"]
     assert len(found["hub"]) == 4, "every kind's CRD"
 
 
-def test_the_data_path_is_asked_where_a_pool_runs(world):
+def test_checks_the_data_path_where_a_pool_runs(world):
     world.hub.apply(world.pool("PrefillPool", "offload", clusterName="eu"))
     assert check(world, "eu")[1]["eu"]["data path"]["level"] == "warning"
 
@@ -63,7 +63,7 @@ def test_a_namespace_that_is_not_there_is_named(world):
     assert namespace in found["astray"]["namespace"]["message"]
 
 
-def test_a_server_that_nobody_reaches_fails_and_a_bad_secret_is_said(world):
+def test_an_unreachable_server_fails_and_a_bad_secret_is_reported(world):
     far = world.secret("far", world.kubeconfig(server="https://127.0.0.1:1"))
     bad = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "bad"}, "stringData": {"kubeconfig": "{}"}}
     world.hub.apply(far, bad, world.member_cluster("far", "far"), world.member_cluster("bad", "bad"))
@@ -73,12 +73,12 @@ def test_a_server_that_nobody_reaches_fails_and_a_bad_secret_is_said(world):
     assert code == 1
     assert found["far"]["from here"]["level"] == "failed"
     assert "has no list of clusters" in found["bad"]["kubeconfig"]["message"]
-    assert found["eu"]["from here"]["level"] == "ok", "all members are asked"
+    assert found["eu"]["from here"]["level"] == "ok", "all members are checked"
 
 
-def test_the_account_that_the_command_makes_is_what_it_asks_for(world):
-    asked = check(world, "eu")[1]["eu"]["rights"]["message"]
+def test_the_command_makes_the_account_that_it_checks(world):
+    rights = check(world, "eu")[1]["eu"]["rights"]["message"]
     (role,) = [one for one in service_account.member_account("x") if one["kind"] == "Role"]
     for rule in role["rules"]:
         for verb in rule["verbs"]:
-            assert f"{verb} {rule['resources'][0]}" in asked
+            assert f"{verb} {rule['resources'][0]}" in rights

@@ -23,16 +23,16 @@ def home(world):
     return world.hub
 
 
-def test_an_edit_is_put_back_and_told_with_its_author(world, home):
+def test_reverts_an_edit_and_names_its_author(world, home):
     change = {"spec": {"template": {"spec": {"enableServiceLinks": True}}}}
     home.patch("deployment", "decode", change, "somebody")
     links = lambda: home.get("deployment", "decode")["spec"]["template"]["spec"]["enableServiceLinks"]  # noqa: E731
     world.eventually(lambda: links() is False, "the Deployment is as rendered again")
-    message = world.eventually(lambda: home.told("decode", "ChildEdited"), "an Event")[0]
+    message = world.eventually(lambda: home.messages("decode", "ChildEdited"), "an Event")[0]
     assert message == ("Deployment decode: somebody changed spec.template.spec.enableServiceLinks; reverted")
 
 
-def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs(world, home):
+def test_a_manager_that_takes_a_field_by_apply_loses_it_and_keeps_its_own(world, home):
     theirs = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -42,41 +42,41 @@ def test_who_takes_a_field_over_by_apply_loses_it_again_and_keeps_what_is_theirs
     command = ("apply", "--server-side", "--force-conflicts", "--field-manager=another", "-f", "-")
     home.kubectl(*command, stdin=json.dumps(theirs))
     world.eventually(lambda: home.get("deployment", "decode")["spec"]["replicas"] == 1, "one replica again")
-    told = lambda: any("another changed spec.replicas" in one for one in home.told("decode", "ChildEdited"))  # noqa: E731
-    world.eventually(told, "an Event names the other manager")
+    named = lambda: any("another changed spec.replicas" in one for one in home.messages("decode", "ChildEdited"))  # noqa: E731
+    world.eventually(named, "an Event names the other manager")
     assert home.get("deployment", "decode")["metadata"]["annotations"]["example.com/team"] == "a"
 
 
-def test_two_who_correct_each_other_bring_no_storm(world, home):
+def test_two_that_correct_each_other_cause_no_storm(world, home):
     writes = world.metrics().get('prfaas_operator_child_writes_total{kind="Deployment"}', 0)
     began = time.monotonic()
 
     def has_ended() -> bool:
         home.patch("deployment", "local", {"spec": {"replicas": 3}}, "rival")
-        return time.monotonic() - began > 10 and bool(home.told("local", "ChildEdited"))
+        return time.monotonic() - began > 10 and bool(home.messages("local", "ChildEdited"))
 
     world.eventually(has_ended, "the operator corrects the other, and says so")
     after = world.metrics()['prfaas_operator_child_writes_total{kind="Deployment"}']
     most = 6 * (time.monotonic() - began) / 10  # a rate: a busy machine takes longer
     assert after - writes <= most
-    assert len(home.told("local", "ChildEdited")) <= most
+    assert len(home.messages("local", "ChildEdited")) <= most
 
 
-def test_somebody_elses_object_is_taken_over_when_it_says_so(world, home):
+def test_adopts_a_foreign_object_that_is_annotated(world, home):
     theirs = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": "given-settings"},
+        "metadata": {"name": "foreign-settings"},
         "data": {"egress-mbps": "7"},
     }
-    home.apply(theirs, world.pool("PrefillPool", "given", egressMbps=20, replicas=0))
-    assert "prfaas.io/adopt=true" in home.wait_reason("pfpool", "given", "ChildConflict")["message"]
-    assert not home.exists("deployment", "given"), "all or nothing"
-    home.kubectl("annotate", "configmap", "given-settings", "prfaas.io/adopt=true")
-    home.wait_reason("pfpool", "given", "AllReady")
-    assert home.get("configmap", "given-settings")["data"]["egress-mbps"] == "20"
-    told = world.eventually(lambda: home.told("given", "ChildAdopted"), "an Event tells of the adoption")
-    assert told == ["ConfigMap given-settings was taken over, as annotated"]
+    home.apply(theirs, world.pool("PrefillPool", "foreign", egressMbps=20, replicas=0))
+    assert "prfaas.io/adopt=true" in home.wait_reason("pfpool", "foreign", "ChildConflict")["message"]
+    assert not home.exists("deployment", "foreign"), "all or nothing"
+    home.kubectl("annotate", "configmap", "foreign-settings", "prfaas.io/adopt=true")
+    home.wait_reason("pfpool", "foreign", "AllReady")
+    assert home.get("configmap", "foreign-settings")["data"]["egress-mbps"] == "20"
+    messages = world.eventually(lambda: home.messages("foreign", "ChildAdopted"), "an Event reports the adoption")
+    assert messages == ["ConfigMap foreign-settings was taken over, as annotated"]
 
 
 def test_an_owner_may_claim_what_has_its_childrens_names(world, home):

@@ -75,7 +75,7 @@ def usable(place) -> bool:
 
 
 def probes(world) -> float:
-    """Return how often the member was asked anything so far."""
+    """Return how many requests the member got so far."""
     return sum(value for name, value in world.metrics().items() if "requests_total" in name and 'cluster="eu"' in name)
 
 
@@ -100,7 +100,7 @@ def test_what_is_written_carries_the_servers_time(joined):
     assert all(is_close(event["lastTimestamp"]) for event in ours)
 
 
-def test_a_contact_that_somebody_dated_in_the_future_is_dated_anew(joined):
+def test_a_contact_in_the_future_is_dated_again(joined):
     future = (datetime.now(UTC) + OFF).strftime("%Y-%m-%dT%H:%M:%SZ")
     patch = json.dumps({"status": {"lastContactTime": future}})
     joined.hub.kubectl("patch", "pmc", "eu", "--subresource=status", "--type=merge", "-p", patch)
@@ -121,7 +121,7 @@ def test_a_young_token_is_kept_and_an_old_one_renewed(joined, line):
     assert token() == fresh
 
 
-def test_a_deletion_waits_for_a_dead_cluster_as_long_as_it_was_told(joined, line):
+def test_a_deletion_waits_for_a_dead_cluster_until_its_deadline(joined, line):
     patient = json.dumps({"spec": {"deletionDeadlineSeconds": 3600}})
     joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", patient)
     line.freeze()
@@ -133,7 +133,7 @@ def test_a_deletion_waits_for_a_dead_cluster_as_long_as_it_was_told(joined, line
         before, _, until = message.rpartition("the pool is released without that at ")
         return until if before else ""
 
-    until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is said"))
+    until = datetime.fromisoformat(joined.eventually(waits_until, "the deadline is reported"))
     assert abs(until - datetime.now(UTC) - timedelta(hours=1)) < CLOSE
     hasty = json.dumps({"spec": {"deletionDeadlineSeconds": 1}})
     joined.hub.kubectl("patch", "pmc", "eu", "--type=merge", "-p", hasty)

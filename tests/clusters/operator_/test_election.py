@@ -74,7 +74,7 @@ def transitions(ground) -> int:
 
 
 def works(ground, name: str) -> None:
-    """Have a pool made and taken away by whoever leads."""
+    """Have the leader make and remove a pool."""
     ground.hub.apply(ground.pool("DecodePool", name))
     ground.eventually(lambda: ground.hub.exists("deployment", name), f"Deployment {name}", TAKE_OVER_SECONDS)
     ground.hub.delete("dcpool", name)
@@ -114,10 +114,10 @@ def test_a_leader_that_thaws_after_another_took_over_writes_nothing_and_ends(gro
     ground.hub.patch("dcpool", "frozen", {"spec": {"replicas": 3}})
     scaled = lambda: ground.hub.get("deployment", "frozen")["spec"]["replicas"] == 3  # noqa: E731
     ground.eventually(scaled, "the new leader works")
-    said, changed = len(first.log.read_text()), transitions(ground)
+    length, changed = len(first.log.read_text()), transitions(ground)
     first.process.send_signal(signal.SIGCONT)
     assert first.process.wait(60) == HARD_END_CODE, first.log.read_text()
-    assert "Traceback" not in first.log.read_text()[said:]
+    assert "Traceback" not in first.log.read_text()[length:]
     assert (holder(ground), transitions(ground)) == ("second", changed)
     ground.hub.delete("dcpool", "frozen")
 
@@ -150,7 +150,7 @@ def test_a_container_that_starts_again_under_its_pods_name_waits_for_nothing(gro
 
 
 def renewed(ground, times: int) -> None:
-    """Wait until whoever holds the Lease has renewed it some times."""
+    """Wait until the holder of the Lease has renewed it some times."""
     seen: set[str] = set()
 
     def enough() -> bool:
@@ -170,7 +170,7 @@ def test_replicas_whose_clocks_are_hours_apart_keep_one_leader_and_hand_over_onc
     before = transitions(ground)
     second = replicas("slow", **slow.variables)
     renewed(ground, 10)
-    fast.set(-5 * 3600)  # somebody puts the leader's clock right, or wrong
+    fast.set(-5 * 3600)  # the leader's clock jumps
     renewed(ground, 5)
     assert (holder(ground), transitions(ground)) == ("fast", before)
     works(ground, "in-time")

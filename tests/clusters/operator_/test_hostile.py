@@ -1,4 +1,4 @@
-"""Proves that hostile custom resources are refused by the API server or become a condition, and hurt nobody else.
+"""Proves that hostile custom resources are refused by the API server or become a condition, and harm no other.
 
 Some two hundred are drawn from the schemas of the CRDs themselves, a good object with some fields replaced by the worst
 of their type or of another type; the rest are made by hand. All meet one operator at once.
@@ -136,7 +136,7 @@ def by_hand() -> list[dict[str, Any]]:
 
 
 def complete(index: int, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body with what an object needs to be looked at: a version, a name of its own, a spec."""
+    """Return a body with what an object needs to be looked at: a version, its own name, a spec."""
     kind = body["kind"]
     metadata = {"name": f"h{index}", **body.get("metadata", {})}
     spec = {"spec": GOOD[kind]} if "metadata" in body else {}
@@ -161,7 +161,7 @@ async def create(cluster: ClusterClient, bodies: list[dict[str, Any]]) -> int:
     return sum(await asyncio.gather(*map(is_refused, bodies)))
 
 
-def test_hostile_objects_are_refused_or_judged_and_others_go_on(world):
+def test_hostile_objects_are_refused_or_judged_and_others_continue(world):
     world.hub.apply(world.pool("DecodePool", "bystander"))
     bodies = [complete(index, body) for index, body in enumerate([*drawn(), *by_hand()])]
     assert len(bodies) >= 200

@@ -75,17 +75,17 @@ def test_a_cluster_that_the_hub_cannot_reach_is_reported_with_its_reason(world):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["join", "x", "--link-mbps", "1"], "--context, --kubeconfig or both"),
         (["join", "x", "--link-mbps", "1", "--kubeconfig", "/nowhere"], "/nowhere"),
         (["leave", "nobody"], "MemberCluster nobody does not exist"),
     ],
 )
-def test_mistakes_are_answered_in_a_sentence(world, arguments, said):
+def test_mistakes_are_answered_in_a_sentence(world, arguments, message):
     done = run(world, *arguments)
     assert done.returncode != 0
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

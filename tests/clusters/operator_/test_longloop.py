@@ -108,7 +108,7 @@ def replicas(world) -> tuple[int, int]:
 
 
 def settle(world) -> None:
-    """Wait until both pools are what they are asked to be."""
+    """Wait until both pools match their specs."""
 
     def settled() -> bool:
         pools = [world.hub.get(kind, name) for kind, name in (("pfpool", "swing"), ("dcpool", "decode"))]
@@ -129,8 +129,8 @@ def owners(world) -> set[str]:
     }
 
 
-def told(world, subject: str, reason: str) -> list[str]:
-    return world.hub.told(subject, reason)
+def messages(world, subject: str, reason: str) -> list[str]:
+    return world.hub.messages(subject, reason)
 
 
 def test_a_policy_that_measures_nothing_may_neither_convert_nor_scale(balanced):
@@ -170,7 +170,7 @@ def test_one_instance_is_converted_without_a_restart_and_then_the_policy_rests(b
         found = wait_balance(balanced, "Balanced", look(balanced))
         assert found["status"] == "True"
         assert replicas(balanced) == (2, 2)
-    (message,) = told(balanced, "kimi", "Converting")
+    (message,) = messages(balanced, "kimi", "Converting")
     assert message.startswith("converts swing 1 to 2, decode 3 to 2, since 100% more would be served with N_p 2")
     assert message.endswith("1 to 2 requests/s, 0.9 arrive")
     status = balanced.hub.get("prfaas", "kimi")["status"]
@@ -181,7 +181,7 @@ def test_one_instance_is_converted_without_a_restart_and_then_the_policy_rests(b
         assert words in described
 
 
-def test_during_the_cooldown_a_wanted_change_is_told_and_not_made(balanced):
+def test_during_the_cooldown_a_wanted_change_is_reported_and_not_made(balanced):
     cooled = {"enabled": True, "cooldownSeconds": 3600}
     settle(balanced)
     measured(balanced, 900)
@@ -211,7 +211,7 @@ def test_the_plan_command_reads_what_the_installation_measures(balanced):
 @pytest.mark.parametrize(
     ("manager", "words"), [("kubectl-scale", "a user owns"), ("kube-controller-manager", "an autoscaler owns")]
 )
-def test_replicas_that_somebody_else_wrote_are_left_alone(balanced, manager, words):
+def test_keeps_replicas_that_another_manager_wrote(balanced, manager, words):
     balanced.hub.kubectl("annotate", "dcpool/decode", "pfpool/swing", f"{OWNED}-")
     for pool, count in (("dcpool/decode", 3), ("pfpool/swing", 1)):
         # Written twice, so that the value changes and the field changes hands.
@@ -248,10 +248,10 @@ def test_a_busy_policy_scales_within_bounds_one_change_at_a_time(balanced):
     measured(balanced, 4000)
     assert "3 of at most 3" in wait_balance(balanced, "AtBounds", look(balanced))["message"]
     assert replicas(balanced) == (3, 3)
-    assert told(balanced, "decode", "Scaling")
+    assert messages(balanced, "decode", "Scaling")
 
 
-def test_a_policy_that_decides_nothing_any_more_says_nothing_of_balance(balanced):
+def test_a_policy_that_stops_deciding_says_nothing_of_balance(balanced):
     look(balanced, scaling={"mode": "None"})
 
     def silent() -> bool:
@@ -259,4 +259,4 @@ def test_a_policy_that_decides_nothing_any_more_says_nothing_of_balance(balanced
         types = {one["type"] for one in status["conditions"]}
         return "Balanced" not in types and "plan" not in status and "capacity" not in status
 
-    balanced.eventually(silent, "the long loop's part of the status is gone")
+    balanced.eventually(silent, "the long loop's part of the status is removed")

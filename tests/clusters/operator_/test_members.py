@@ -60,7 +60,7 @@ def test_a_client_certificate_serves_as_well_as_a_token(world, member):
     world.hub.delete("pmc", "cert")
 
 
-def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreachable_server(world):
+def test_distinguishes_a_refused_or_weak_credential_from_an_unreachable_server(world):
     unknown, weak = world.kubeconfig(), world.kubeconfig()
     unknown["users"][0]["user"]["token"] = "nobody"
     world.member.kubectl("create", "serviceaccount", "weak")
@@ -74,7 +74,7 @@ def test_a_credential_that_is_refused_or_too_weak_is_told_apart_from_an_unreacha
 
 
 @pytest.mark.quiet
-def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_go_on(world):
+def test_dead_and_frozen_servers_are_unreachable_within_ten_seconds_while_others_work(world):
     pool = world.pool("PrefillPool", "well-pool", clusterName="well")
     world.hub.apply(world.secret("well", world.kubeconfig()), world.member_cluster("well", "well"), pool)
     world.eventually(lambda: world.member.exists("deployment", "well-pool"), "the healthy member has its pool")
@@ -131,8 +131,8 @@ def test_a_member_and_its_secret_stay_while_a_pool_needs_them(world):
     scaled = lambda: world.member.get("deployment", "late-pool")["spec"]["replicas"] == 2  # noqa: E731
     world.eventually(scaled, "the pool still works")
     world.hub.delete("pfpool", "late-pool")
-    gone = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
-    world.eventually(gone, "both go with the last pool")
+    removed = lambda: not (world.hub.exists("pmc", "late") or world.hub.exists("secret", "late-kubeconfig"))  # noqa: E731
+    world.eventually(removed, "both go with the last pool")
     assert not world.member.exists("deployment", "late-pool")
 
 
@@ -163,7 +163,7 @@ def test_past_the_deadline_a_pool_goes_without_its_cluster_which_is_swept_when_i
     def waiting() -> bool:
         return "the pool is released without that at" in world.hub.condition("pfpool", "cut-pool")["message"]
 
-    world.eventually(waiting, "the deadline is said")
+    world.eventually(waiting, "the deadline is reported")
     world.eventually(lambda: not world.hub.exists("pfpool", "cut-pool"), "the pool goes at its deadline")
     world.eventually(lambda: world.hub.events("cut-pool", "ChildrenLeftBehind"), "an Event tells what is left behind")
     assert world.member.exists("deployment", "cut-pool")

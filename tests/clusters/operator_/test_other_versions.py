@@ -1,4 +1,4 @@
-"""Proves on real API servers that CRDs and objects of another version than the operator's are told, harm nothing, heal.
+"""Proves on real API servers that CRDs and objects of another version than ours are reported, harm nothing, heal.
 
 The CRDs in the hub are changed under the running operator, as an upgrade or a rollback in the wrong order does it, and
 put right in the end. Nothing is ever started again.
@@ -75,11 +75,11 @@ def put_right(world) -> None:
 def wait_collector(world) -> None:
     """Wait until the cluster's garbage collector has learned of our kinds, which it looks for each 30 s.
 
-    Else it asks again and again for the owners that it cannot find, and once may do so while their kind is not served:
+    Otherwise it asks repeatedly for the owners that it cannot find, and once may do so while their kind is not served:
     it takes that for their end, and deletes what they own.
     """
-    nobody = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "name": "nobody", "uid": "nobody"}
-    orphan = {"name": "orphan", "ownerReferences": [nobody]}
+    absent = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "name": "nobody", "uid": "nobody"}
+    orphan = {"name": "orphan", "ownerReferences": [absent]}
     world.hub.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": orphan})
     world.eventually(lambda: not world.hub.exists("configmap", "orphan"), "the collector knows our kinds")
 
@@ -108,7 +108,7 @@ def joined(world):
     return world
 
 
-def told(world, name: str, reason: str) -> list[dict[str, Any]]:
+def warnings(world, name: str, reason: str) -> list[dict[str, Any]]:
     """Return the Warnings with a reason about an object of the hub."""
     return world.hub.events(name, reason, "Warning")
 
@@ -117,12 +117,12 @@ def looks(world, kind: str) -> float:
     return world.metrics()[f'prfaas_operator_reconcile_seconds_count{{kind="{kind}"}}']
 
 
-def is_left_in_peace(world, name: str) -> bool:
-    """Have a pool looked at without writing it, and tell whether the look wrote it or an Event about it."""
+def is_unwritten(world, name: str) -> bool:
+    """Have a pool looked at without writing it; return whether that wrote neither it nor an Event."""
 
     def written() -> tuple[str, int]:
         version = world.hub.get("pfpool", name)["metadata"]["resourceVersion"]
-        return version, sum(event["count"] for event in told(world, name, "CRDMismatch"))
+        return version, sum(event["count"] for event in warnings(world, name, "CRDMismatch"))
 
     before, before_looks = written(), looks(world, "PrefillPool")
     # A label, since an annotation would begin a new generation of the Deployment.
@@ -138,55 +138,55 @@ def patched(world, name: str, patch: str, *more: str) -> dict[str, Any]:
     return world.hub.get("pfpool", name)
 
 
-def nothing_is_written(world, name: str) -> None:
-    """See that an operator that has said what is wrong rests."""
-    world.eventually(lambda: is_left_in_peace(world, name), "all has been said")
-    assert all(is_left_in_peace(world, name) for _ in range(LOOKS - 1))
+def assert_nothing_is_written(world, name: str) -> None:
+    """See that an operator that has reported what is wrong rests."""
+    world.eventually(lambda: is_unwritten(world, name), "all is reported")
+    assert all(is_unwritten(world, name) for _ in range(LOOKS - 1))
 
 
-def test_a_field_that_an_older_crd_lacks_is_told_and_everything_else_written(joined, crds):
+def test_reports_a_field_that_an_older_crd_lacks_and_writes_all_others(joined, crds):
     crds("PrefillPool", lambda object_: object_["status"]["properties"].pop("replicasOwner"))
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         joined.hub.kubectl("annotate", "pfpool", "away", "look=again", "--overwrite")
         joined.hub.kubectl("annotate", "pfpool", "away", "look-")
         return joined.hub.condition("pfpool", "away", "CRDFits")["status"] == "False"
 
-    joined.eventually(is_told, "the condition is there")
+    joined.eventually(is_reported, "the condition is there")
     condition = joined.hub.condition("pfpool", "away", "CRDFits")
     assert condition["reason"] == "CRDMismatch"
     assert ".status.replicasOwner: field not declared in schema" in condition["message"]
     assert "apply the CRDs of the operator's version" in condition["message"]
-    joined.eventually(lambda: told(joined, "away", "CRDMismatch"), "an Event")
-    nothing_is_written(joined, "away")
+    joined.eventually(lambda: warnings(joined, "away", "CRDMismatch"), "an Event")
+    assert_nothing_is_written(joined, "away")
     joined.hub.scale("pfpool", "away", 2)
     scaled = lambda: joined.hub.get("pfpool", "away")["status"].get("replicas") == 2  # noqa: E731
     joined.eventually(scaled, "the rest of the status follows, and the pool works")
-    assert joined.hub.get("pfpool", "away")["status"]["selector"], "autoscalers go on"
+    assert joined.hub.get("pfpool", "away")["status"]["selector"], "autoscalers keep working"
     put_right(joined)
     joined.hub.scale("pfpool", "away", 1)
     whole = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner")  # noqa: E731
     joined.eventually(whole, "with the CRD put right the status is whole")
     fits = lambda: not joined.hub.condition("pfpool", "away", "CRDFits")["status"]  # noqa: E731
-    joined.eventually(fits, "and says nothing of CRDs any more")
+    joined.eventually(fits, "and mentions CRDs no longer")
 
 
-def asks_for_more(object_: dict[str, Any]) -> None:
+def require_more(object_: dict[str, Any]) -> None:
     object_["status"]["properties"]["invented"] = {"type": "string"}
     object_["status"]["required"] = ["invented"]
 
 
 def test_a_status_that_a_newer_crd_refuses_whole_becomes_one_event_and_the_pool_works(joined, crds):
-    crds("PrefillPool", asks_for_more)
+    crds("PrefillPool", require_more)
 
-    def is_told() -> list[dict[str, Any]]:
+    def is_reported() -> list[dict[str, Any]]:
         joined.hub.scale("pfpool", "away", 2)
         joined.hub.scale("pfpool", "away", 1)
-        return [event for event in told(joined, "away", "CRDMismatch") if "status.invented" in event["message"]]
+        return [event for event in warnings(joined, "away", "CRDMismatch") if "status.invented" in event["message"]]
 
-    (event,) = joined.eventually(is_told, "an Event")
+    (event,) = joined.eventually(is_reported, "an Event")
     assert event["count"] == 1
-    nothing_is_written(joined, "away")
+    assert_nothing_is_written(joined, "away")
     joined.hub.scale("pfpool", "away", 2)
     scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
     joined.eventually(scaled, "the pool works")
@@ -202,16 +202,16 @@ def table(world) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
-def knows_more(object_: dict[str, Any]) -> None:
-    """Take an engine and a field of the future, with rules of their own."""
+def allow_more(object_: dict[str, Any]) -> None:
+    """Take an engine and a field of the future, with their own rules."""
     spec = object_["spec"]
     spec["properties"]["engine"]["properties"]["type"]["enum"].append("future")
     spec["properties"]["invented"] = {"type": "string"}
     del spec["x-kubernetes-validations"], spec["properties"]["engine"]["x-kubernetes-validations"]
 
 
-def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joined, crds):
-    crds("PrefillPool", knows_more)
+def test_keeps_a_pool_of_a_newer_version_and_all_that_it_owns(joined, crds):
+    crds("PrefillPool", allow_more)
     before, routes = joined.member.get("deployment", "away"), table(joined)
     newer = json.dumps({"spec": {"engine": {"type": "future"}, "invented": "x"}})
 
@@ -219,8 +219,8 @@ def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joi
     message = joined.hub.wait_reason("pfpool", "away", "Invalid")["message"]
     assert "does not fit this version of prfaas" in message
     assert "engine.type" in message
-    joined.eventually(lambda: told(joined, "away", "Invalid"), "an Event")
-    # A pool that is gone leaves an orphan, so that the member is swept; what the newer pool owns is none.
+    joined.eventually(lambda: warnings(joined, "away", "Invalid"), "an Event")
+    # A removed pool leaves an orphan, so that the member is swept; what the newer pool owns is none.
     orphan = copy.deepcopy(before)
     orphan["metadata"] = {"name": "orphan", "labels": {**before["metadata"]["labels"], "prfaas.io/pool-uid": "nobody"}}
     orphan["spec"]["replicas"] = 0
@@ -237,7 +237,7 @@ def test_a_pool_of_a_newer_version_is_left_alone_with_all_that_belongs_to_it(joi
 
 
 def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
-    crds("PrefillPool", knows_more)
+    crds("PrefillPool", allow_more)
     newer = joined.pool("PrefillPool", "newer", clusterName="eu", invented="x")
     newer["spec"]["engine"] = {**newer["spec"].get("engine", {}), "type": "future"}
 
@@ -258,17 +258,6 @@ def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
     assert not joined.member.exists("deployment", "newer"), "its Deployment went first"
 
 
-def test_a_status_of_a_newer_version_is_written_anew(joined, crds):
-    crds("PrefillPool", lambda object_: object_["status"]["properties"]["replicasOwner"]["enum"].append("Oracle"))
-    patch = json.dumps({"status": {"replicasOwner": "Oracle"}})
-
-    taken = lambda: patched(joined, "away", patch, "--subresource=status")["status"].get("replicasOwner")  # noqa: E731
-    joined.eventually(lambda: taken() == "Oracle", "the CRD takes it")
-    known = lambda: joined.hub.get("pfpool", "away")["status"].get("replicasOwner") == "User"  # noqa: E731
-    joined.eventually(known, "the status is one of this version again")
-    joined.hub.wait_reason("pfpool", "away", "AllReady")
-
-
 def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_again(joined, crds):
     joined.hub.wait_reason("prfaas", "kimi", "AllReady")
     routes, children = table(joined), joined.children()
@@ -282,7 +271,7 @@ def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_aga
     joined.eventually(lambda: '"decodepools"' not in served(), "the kind is not served")
     waits = lambda: "the watch of our kinds ended" in joined.log.read_text()  # noqa: E731
     joined.eventually(waits, "the operator waits for it")
-    assert told(joined, "kimi", "DecodePoolNotFound") == [], "a pool that nobody tells of is not a pool that is gone"
+    assert warnings(joined, "kimi", "DecodePoolNotFound") == [], "a pool that is not watched is not a removed pool"
     assert (table(joined)["instances"], joined.children()) == (routes["instances"], children)
     put_right(joined)
 

@@ -75,7 +75,7 @@ def test_instances_follow_readiness_in_both_clusters(served):
     served.eventually(lambda: "https://10.2.1.1:8000" in states(served), "and comes back")
 
 
-def test_an_instance_that_ends_is_draining_until_it_is_gone(served):
+def test_an_instance_that_ends_is_draining_until_it_is_removed(served):
     name = served.member.pods("offload")[0]
     address = served.member.get("pod", name)["status"]["podIP"]
     served.member.patch("pod", name, {"metadata": {"finalizers": ["test.io/hold"]}})
@@ -146,7 +146,7 @@ def test_gateway_pods_have_the_least_rights(served):
     assert [one for one in refused if may(*one)] == []
 
 
-def test_what_other_writers_say_in_the_status_stays(served):
+def test_keeps_what_other_writers_put_in_the_status(served):
     other = {
         "type": "MetricsFresh",
         "status": "True",
@@ -191,7 +191,7 @@ def test_a_pool_that_does_not_exist_or_serves_another_model_is_named_and_heals(s
     model = json.dumps({"spec": {"model": {"name": "kimi-linear-tiny", "source": "builtin:kimi-linear-tiny"}}})
     served.hub.kubectl("patch", "dcpool", "nobody", "--type=merge", "-p", model)
     served.hub.wait_reason("prfaas", "odd", "NoReadyInstances")
-    assert served.hub.condition("prfaas", "kimi")["reason"] in {"AllReady", "GatewayNotReady"}, "the other goes on"
+    assert served.hub.condition("prfaas", "kimi")["reason"] in {"AllReady", "GatewayNotReady"}, "the other continues"
 
 
 def test_hand_edited_children_of_a_policy_are_put_back(served):

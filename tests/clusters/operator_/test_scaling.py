@@ -3,7 +3,6 @@
 import subprocess
 
 import pytest
-from tests.clusters.reader import RefusedError
 
 pytestmark = pytest.mark.clusters
 
@@ -20,7 +19,7 @@ def owner(home, name: str) -> str:
 
 
 @pytest.mark.parametrize("replicas", [4, 1000])
-def test_nobody_scales_beyond_the_bounds(pools, replicas):
+def test_no_scale_exceeds_the_bounds(pools, replicas):
     with pytest.raises(subprocess.CalledProcessError) as refused:
         pools.kubectl("scale", "dcpool/bound", f"--replicas={replicas}")
     assert "must lie between minReplicas and maxReplicas" in refused.value.stderr
@@ -43,7 +42,7 @@ def test_a_pool_goes_to_zero_and_comes_back(world, pools):
     assert owner(pools, "bound") == "User"
 
 
-def test_an_autoscaler_takes_replicas_over_and_is_named_until_a_person_writes_again(world, pools):
+def test_an_autoscaler_takes_over_replicas_and_is_named_until_a_person_writes_again(world, pools):
     assert owner(pools, "auto") == "User"
     target = {"apiVersion": "prfaas.io/v1alpha1", "kind": "DecodePool", "name": "auto"}
     cpu = {"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}}}
@@ -61,19 +60,8 @@ def test_an_autoscaler_takes_replicas_over_and_is_named_until_a_person_writes_ag
     world.eventually(lambda: len(pools.pods("auto")) == 2, "two instances")
     pools.kubectl("scale", "dcpool/auto", "--replicas=0")
     world.eventually(lambda: owner(pools, "auto") == "User", "the status names the person")
-    world.eventually(lambda: not pools.pods("auto"), "an autoscaler leaves a pool at zero alone")
+    world.eventually(lambda: not pools.pods("auto"), "an autoscaler keeps a pool at zero")
     pools.kubectl("delete", "hpa", "auto")
-
-
-def test_an_autoscaler_may_not_have_a_minimum_of_zero(pools):
-    body = {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "none"},
-        "spec": {"scaleTargetRef": {"kind": "DecodePool", "name": "auto"}, "minReplicas": 0, "maxReplicas": 1},
-    }
-    with pytest.raises(RefusedError, match="minReplicas"):
-        pools.apply(body)
 
 
 def test_every_pool_has_a_disruption_budget_that_goes_with_its_deployment(world, pools):

@@ -79,7 +79,7 @@ def run(scene, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_kubectl_finds_the_plugin_which_tells_the_story_as_plain_lines_and_as_json(scene):
+def test_kubectl_finds_the_plugin_and_it_prints_lines_and_json(scene):
     assert shutil.which("kubectl-prfaas", path=PATH)
     plain = run(scene)
     assert plain.returncode == 0, plain.stderr
@@ -91,7 +91,7 @@ def test_kubectl_finds_the_plugin_which_tells_the_story_as_plain_lines_and_as_js
     assert facts["clusters"][1]["link_percent"] == 100
 
 
-def test_a_context_that_does_not_exist_is_said_in_a_sentence(scene):
+def test_reports_a_missing_context_in_a_sentence(scene):
     done = run(scene, "--context", "nowhere")
     assert done.returncode == 1
     assert "nowhere" in done.stderr
@@ -142,7 +142,7 @@ def read_until(terminal: int, text: str) -> str:
     return shown.decode(errors="replace")
 
 
-def test_what_changes_is_told_line_by_line_where_no_terminal_is(scene):
+def test_prints_changes_line_by_line_without_a_terminal(scene):
     command = kubectl_prfaas(scene, "--watch", "-o", "json")
     environment = {**os.environ, "PATH": PATH}
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Proves that docs/install.md leads out where the hub's namespace was deleted before what the operator manages."""
+"""Proves that docs/use/install.md leads out where the hub's namespace was deleted before what the operator manages."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.clusters
 
-PAGE = (Path(__file__).parents[3] / "docs" / "install.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "use" / "install.md").read_text()
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def exists(place) -> bool:
 
 def follow_the_page(ground) -> None:
     """Run the commands of the page as they stand, with these clusters in the place of its contexts."""
-    found = re.search(r"gone before its objects.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.DOTALL)
+    found = re.search(r"before its objects.*?\n\n((?:    [^\n]*\n)+)", PAGE, re.DOTALL)
     assert found, "the page tells the way out"
     script = textwrap.dedent(found[1])
     places = {"kubectl --context prefill-eu -n prfaas": ground.member, "kubectl -n prfaas": ground.hub}
@@ -47,7 +47,7 @@ def follow_the_page(ground) -> None:
     subprocess.run(["bash", "-euo", "pipefail", "-c", script], check=True, capture_output=True, timeout=120)
 
 
-def test_a_namespace_that_is_deleted_before_its_objects_goes_by_the_way_out(ground, settled):
+def test_the_documented_way_out_frees_a_namespace_deleted_before_its_objects(ground, settled):
     settled.kill()
     settled.wait()
     of_secret = ("get", "secret", "eu-kubeconfig", "-n", ground.hub.name, "-o", "jsonpath={.metadata.finalizers}")
@@ -59,7 +59,7 @@ def test_a_namespace_that_is_deleted_before_its_objects_goes_by_the_way_out(grou
         return "prfaas.io/cleanup" in phase and "Some content in the namespace has finalizers remaining" in phase
 
     ground.eventually(says, "the namespace waits for finalizers, and says so")
-    assert ground.member.exists("deployment", "away"), "what serves in the member goes on"
+    assert ground.member.exists("deployment", "away"), "what serves in the member continues"
     follow_the_page(ground)
     ground.eventually(lambda: not exists(ground.hub), "the namespace goes")
     ground.eventually(lambda: not ground.member.listing("deployments,configmaps,secrets"), "the member is empty")

@@ -46,7 +46,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     world.eventually(lambda: world.metrics()[metric] > time.time() + 29 * 86_400, "the metric follows")
 
 
-def test_a_secret_that_somebody_else_keeps_is_left_as_it_is_and_its_end_is_told(world):
+def test_keeps_a_secret_of_another_owner_and_reports_its_end(world):
     body = secret_with(world, "theirs", -3600, 900, {})
     world.hub.apply(body, world.member_cluster("theirs", "theirs"))
     world.hub.wait_reason("pmc", "theirs", "AllReady")
@@ -59,13 +59,13 @@ def test_a_renewal_that_is_refused_is_an_event_and_changes_nothing_else(world):
     without = [rule for rule in rules if "serviceaccounts/token" not in rule["resources"]]
     world.member.patch("role", "prfaas-operator", {"rules": without})
     world.hub.apply(secret_with(world, "kept", -3600, 900, MADE_BY_JOIN), world.member_cluster("kept", "kept"))
-    told = world.eventually(lambda: world.hub.told("kept", "TokenNotRenewed"), "an Event")
-    assert "prfaas cluster join kept" in told[0]
+    messages = world.eventually(lambda: world.hub.messages("kept", "TokenNotRenewed"), "an Event")
+    assert "prfaas cluster join kept" in messages[0]
     world.hub.wait_reason("pmc", "kept", "AllReady")
     world.member.patch("role", "prfaas-operator", {"rules": rules})
 
 
-def test_an_ended_token_is_told_apart_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
+def test_an_ended_token_is_reported_with_what_to_do_and_a_new_one_heals_it_without_a_restart(world):
     world.hub.apply(secret_with(world, "ended", -3600, -60, MADE_BY_JOIN), world.member_cluster("ended", "ended"))
     found = world.hub.wait_reason("pmc", "ended", "TokenExpired")
     assert "run `prfaas cluster join ended` again" in found["message"]
@@ -77,6 +77,6 @@ def test_an_ended_token_is_told_apart_with_what_to_do_and_a_new_one_heals_it_wit
 
 def test_a_credential_without_an_end_has_none_in_the_status(world):
     world.hub.apply(world.secret("ended", json.loads(world.administrator())))
-    gone = lambda: "tokenExpirationTime" not in world.hub.get("pmc", "ended")["status"]  # noqa: E731
-    world.eventually(gone, "the end of the old credential is forgotten")
+    removed = lambda: "tokenExpirationTime" not in world.hub.get("pmc", "ended")["status"]  # noqa: E731
+    world.eventually(removed, "the end of the old credential is forgotten")
     world.hub.wait_reason("pmc", "ended", "AllReady")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from pydantic import Field, StringConstraints
 
-from prfaas.api import KINDS, PrefillPool, PrfaaSPolicy, crd
+from prfaas.api import PrefillPool, crd
 from prfaas.api.base import AS_SET, ApiModel, Hint, Rule, keyed_by
 from prfaas.errors import InternalError
 
@@ -163,29 +163,6 @@ def test_what_no_structural_schema_can_say_is_refused(annotation, complaint):
     assert complaint in str(refused.value)
 
 
-def test_crd_names_scope_and_category():
-    spec = crd.crd(PrfaaSPolicy)["spec"]
-    assert spec["group"] == "prfaas.io"
-    assert spec["scope"] == "Namespaced"
-    assert spec["names"] == {
-        "kind": "PrfaaSPolicy",
-        "listKind": "PrfaaSPolicyList",
-        "plural": "prfaaspolicies",
-        "singular": "prfaaspolicy",
-        "shortNames": ["prfaas"],
-        "categories": ["prfaas-all"],
-    }
-
-
-def test_only_pools_are_scalable():
-    scalable = {kind.kind_name for kind in KINDS if "scale" in crd.crd(kind)["spec"]["versions"][0]["subresources"]}
-    assert scalable == {"PrefillPool", "DecodePool"}
-
-
-def test_status_is_a_subresource_of_every_kind():
-    assert all(crd.crd(kind)["spec"]["versions"][0]["subresources"]["status"] == {} for kind in KINDS)
-
-
 def test_yaml_reads_back_and_is_the_same_every_time():
     document = crd.crd(PrefillPool)
     text = crd.to_yaml(document)
@@ -196,12 +173,3 @@ def test_yaml_reads_back_and_is_the_same_every_time():
 def test_yaml_has_no_anchors():
     shared = {"a": [1]}
     assert crd.to_yaml({"x": shared, "y": shared}).endswith("x:\n  a:\n    - 1\ny:\n  a:\n    - 1\n")
-
-
-def test_one_file_a_kind():
-    assert sorted(crd.files()) == [
-        "prfaas.io_decodepools.yaml",
-        "prfaas.io_memberclusters.yaml",
-        "prfaas.io_prefillpools.yaml",
-        "prfaas.io_prfaaspolicies.yaml",
-    ]

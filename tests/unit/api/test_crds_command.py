@@ -17,13 +17,13 @@ def test_committed_files_are_up_to_date(directory):
     assert crds.stale(ROOT / directory) == {}
 
 
-def test_write_makes_the_files_and_removes_what_is_gone(tmp_path):
-    gone = tmp_path / "prfaas.io_gone.yaml"
-    gone.write_text("kind: Gone\n")
+def test_write_makes_the_files_and_removes_stale_ones(tmp_path):
+    stale = tmp_path / "prfaas.io_stale.yaml"
+    stale.write_text("kind: Stale\n")
     result = CliRunner().invoke(crds.app, ["write", str(tmp_path)])
     assert result.exit_code == 0
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == crd.files()
-    assert f"removed {gone}" in result.output
+    assert f"removed {stale}" in result.output
 
 
 def test_write_touches_nothing_that_is_up_to_date(tmp_path):

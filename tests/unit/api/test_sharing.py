@@ -25,6 +25,6 @@ def test_no_default_makes_a_refused_field_present():
     assert "required" not in spec_schema()
 
 
-def test_a_pool_that_shares_has_no_model_of_its_own():
+def test_a_pool_that_shares_declares_no_model():
     body = {"metadata": {"name": "swing"}, "spec": {"shareWith": "decode"}}
     assert PrefillPool.model_validate(body).spec.model == NO_MODEL

@@ -1,8 +1,5 @@
 """A memory small enough to look at: pages of 4 tokens, a state of 3 pages, and sequences that write what they are."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,7 +7,6 @@ from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 PAGE_TOKENS = 4
@@ -24,13 +20,12 @@ LAYERS = (
 class Rig:
     """A cache, its memory, and an engine that computes by writing the hash of a prefix into rows and state."""
 
-    def __init__(self, pages: int = 64, tiers: Tiers | None = None, slots: int = 4):
+    def __init__(self, pages: int = 64, slots: int = 4):
         geometry = CacheGeometry(LAYERS, PAGE_TOKENS)
         assert geometry.pages_per_state == 3
         self.memory = CacheMemory(geometry, num_pages=pages, num_slots=slots, max_context=256)
         self.events: list[KvEvent] = []
-        self.tiers = tiers
-        self.cache = HybridCache(self.memory, tiers, self.events.append, attention_kind="mla_attention")
+        self.cache = HybridCache(self.memory, self.events.append, attention_kind="mla_attention")
 
     def chain(self, tokens: list[int], salt: str = "") -> BlockChain:
         chain = BlockChain(chain_root(FINGERPRINT, salt), PAGE_TOKENS)
@@ -52,7 +47,7 @@ class Rig:
             done = end
             self.cache.publish(lease, chain, end // PAGE_TOKENS)
             if end in opened.checkpoints:
-                assert self.cache.checkpoint(lease, chain.hashes, end // PAGE_TOKENS)
+                assert self.cache.checkpoint(lease, chain, end // PAGE_TOKENS)
         self.check(lease.slot, tokens, done)
         self.cache.close(lease)
         self.cache.check_integrity()
@@ -73,7 +68,7 @@ class Rig:
             assert torch.equal(rows[page, at % PAGE_TOKENS], torch.full((8,), value(tokens[: at + 1])))
 
     def fill(self) -> None:
-        """Make the pool give everything up that nobody holds."""
+        """Make the pool give up everything that is not held."""
         chain = self.chain([])
         opened = self.cache.open(chain.hashes, self.cache.free_pages * PAGE_TOKENS, 0)
         assert opened is not None
@@ -93,17 +88,3 @@ def rig() -> Rig:
 @pytest.fixture
 def new_rig() -> type[Rig]:
     return Rig
-
-
-@pytest.fixture
-def open_tiers(tmp_path: Path) -> Callable[..., Tiers]:
-    """Return tiers over the test's directory, closed and opened again as a restart does."""
-    last: list[Tiers] = []
-
-    def make(host_bytes: int = 0, disk_bytes: int = 1 << 20, fingerprint: str = FINGERPRINT) -> Tiers:
-        for one in last:
-            one.close()
-        last[:] = [Tiers(fingerprint, host_bytes=host_bytes, disk_directory=tmp_path, disk_bytes=disk_bytes)]
-        return last[0]
-
-    return make

@@ -1,11 +1,11 @@
-"""What the prefix cache finds, keeps and gives up, told as the prompts of users."""
+"""What the prefix cache finds, keeps and gives up, shown with the prompts of users."""
 
 from collections.abc import Sequence
 
 from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, checkpoint_blocks
 
 
-def taken(blocks: Blocks, count: int) -> list[int] | None:
+def take(blocks: Blocks, count: int) -> list[int] | None:
     """Pages of a sequence that nothing is known of, None when there are too few."""
     lease = blocks.open((), count)
     return None if lease is None else lease.pages
@@ -18,9 +18,9 @@ TOKENS = 64
 class Served:
     """A pool and what it gave up, fed with whole prompts. A prompt is a string, a letter a block."""
 
-    def __init__(self, pages: int = 1000, pages_per_state: int = PAGES_PER_STATE):
-        self.gone: list[Evicted] = []
-        self.blocks = Blocks(pages, pages_per_state, self.gone.extend)
+    def __init__(self, pages: int = 1000):
+        self.removed: list[Evicted] = []
+        self.blocks = Blocks(pages, PAGES_PER_STATE, self.removed.extend)
 
     def match(self, prompt: str) -> tuple[int, int]:
         found = self.blocks.match(chain_of(prompt), len(prompt))
@@ -34,7 +34,7 @@ class Served:
         assert lease is not None
         attention = len(match.pages)
         lease.branch_blocks = attention if attention > match.state_blocks else 0
-        return lease, checkpoint_blocks(attention, match.state_blocks, len(chain), TOKENS, self.blocks.pages_per_state)
+        return lease, checkpoint_blocks(attention, match.state_blocks, len(chain), TOKENS, PAGES_PER_STATE)
 
     def serve(self, prompt: str, places: Sequence[int] | None = None) -> None:
         """Compute a prompt, keep its states at these places or where the policy says, and close it."""
@@ -46,30 +46,12 @@ class Served:
         self.blocks.close(lease)
         self.blocks.check_integrity()
 
-    def names_gone(self) -> list[tuple[str, str]]:
-        return [("state" if one.is_state else "block", one.key) for one in self.gone]
+    def list_removed(self) -> list[tuple[str, str]]:
+        return [("state" if one.is_state else "block", one.key) for one in self.removed]
 
 
 def chain_of(prompt: str) -> list[str]:
     return [prompt[: i + 1] for i in range(len(prompt))]
-
-
-def test_a_prompt_sent_again_starts_from_its_end():
-    served = Served()
-    served.serve("abcdef")
-    assert served.match("abcdefgh") == (6, 6)
-
-
-def test_a_match_needs_a_state_not_attention_alone():
-    served = Served()
-    served.serve("abcdef")
-    assert served.match("abcdXY") == (4, 0)
-
-
-def test_a_model_without_state_matches_on_attention_alone():
-    served = Served(pages_per_state=0)
-    served.serve("abcdef")
-    assert served.match("abcdXY") == (4, 4)
 
 
 def test_a_branch_gets_its_checkpoint_on_second_sight():
@@ -80,26 +62,13 @@ def test_a_branch_gets_its_checkpoint_on_second_sight():
     assert served.match("abcdXYZ") == (6, 6)
 
 
-def test_checkpoints_at_distances_land_in_unique_tokens_where_ours_do_not():
-    prompts = ["sys" + 7 * letter for letter in "abcdefgh"]
-    at_distances, ours = Served(), Served()
-    hits = {at_distances: 0, ours: 0}
-    for prompt in prompts:
-        for served in hits:
-            hits[served] += served.match(prompt)[1]
-        at_distances.serve(prompt, [5, 10])
-        ours.serve(prompt)
-    assert hits[at_distances] == 0  # every one of them lies in what no other prompt has
-    assert hits[ours] == 3 * (len(prompts) - 2)  # from third sight on all that prompts share
-
-
 def test_the_least_recently_used_prompt_goes_first_and_its_tail_before_its_head():
     served = Served(pages=20)
     served.serve("abc", [])
     served.serve("xyz", [])
     served.serve("abc", [])
-    assert taken(served.blocks, 16) is not None
-    assert served.names_gone() == [("block", "xyz"), ("block", "xy")]
+    assert take(served.blocks, 16) is not None
+    assert served.list_removed() == [("block", "xyz"), ("block", "xy")]
 
 
 def test_a_checkpoint_goes_with_the_block_that_it_stands_on():
@@ -108,8 +77,8 @@ def test_a_checkpoint_goes_with_the_block_that_it_stands_on():
     served.serve("xyz", [])
     served.blocks._order.move_to_end(served.blocks.state_pages("ab")[0])  # as if it were the freshest of all
     free = 20 - 3 - PAGES_PER_STATE - 3
-    assert taken(served.blocks, free + 2) is not None
-    assert served.names_gone() == [("block", "abc"), ("block", "ab"), ("state", "ab")]
+    assert take(served.blocks, free + 2) is not None
+    assert served.list_removed() == [("block", "abc"), ("block", "ab"), ("state", "ab")]
     assert served.match("abc") == (1, 0)
 
 
@@ -118,9 +87,8 @@ def test_a_state_that_its_own_conversation_went_past_goes_first():
     served.serve("ab")
     served.serve("xy")
     served.serve("abcd")  # starts from ab, keeps abcd
-    taken(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
-    assert served.names_gone() == [("state", "ab")]
-    assert served.gone[0].spent
+    take(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
+    assert served.list_removed() == [("state", "ab")]
     assert served.match("abcd") == (4, 4)
 
 
@@ -130,8 +98,8 @@ def test_a_state_that_two_conversations_started_from_is_not_outlived():
     served.serve("abcd")
     served.serve("abXY")
     served.serve("pq")
-    taken(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
-    assert ("state", "ab") not in served.names_gone()
+    take(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
+    assert ("state", "ab") not in served.list_removed()
     assert served.match("abZZ") == (2, 2)
 
 
@@ -140,29 +108,8 @@ def test_a_branch_is_not_outlived_by_the_first_that_starts_there():
     served.serve("sysab")
     served.serve("sysXY")
     served.serve("sysPQ")
-    taken(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
+    take(served.blocks, served.blocks.free_pages - served.blocks.cached_pages + 1)
     assert served.match("sysZ") == (3, 3)
-
-
-def test_what_is_held_never_goes():
-    served = Served(pages=12)
-    lease, _ = served.begin("abcdef")
-    served.blocks.publish(lease, chain_of("abcdef"), 6)
-    assert taken(served.blocks, 5) is not None
-    assert taken(served.blocks, 1) is None
-    assert not served.gone
-    assert served.match("abcdef") == (6, 0)
-
-
-def test_pages_on_their_way_out_outlive_their_lease():
-    served = Served(pages=8)
-    lease, _ = served.begin("abc")
-    pages = lease.pages[:]
-    served.blocks.hold(pages)
-    served.blocks.close(lease)
-    assert taken(served.blocks, 5) is None
-    served.blocks.release(pages)
-    assert taken(served.blocks, 5) is not None
 
 
 def test_a_rolling_checkpoint_takes_the_place_of_the_last():
@@ -176,7 +123,7 @@ def test_a_rolling_checkpoint_takes_the_place_of_the_last():
     assert served.blocks.cached_pages == PAGES_PER_STATE
 
 
-def test_a_rolling_checkpoint_stays_when_somebody_started_from_it():
+def test_a_rolling_checkpoint_stays_when_a_sequence_started_from_it():
     served = Served()
     lease, _ = served.begin("abcdef")
     chain = chain_of("abcdef")
@@ -198,7 +145,7 @@ def test_a_sequence_may_use_up_the_pages_of_the_state_that_it_started_from():
     served.blocks.check_integrity()
 
 
-def test_an_equal_block_of_another_sequence_keeps_its_page_private_until_nobody_holds_the_first():
+def test_an_equal_block_of_another_sequence_keeps_its_page_private_until_the_first_is_free():
     served = Served()
     one, _ = served.begin("ab")
     two, _ = served.begin("ab")

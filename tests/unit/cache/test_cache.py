@@ -1,4 +1,4 @@
-"""The cache as the engine uses it: the bytes that a sequence finds are those that computing them would have given."""
+"""The cache as the engine uses it: the bytes that a sequence finds are those that computing them would give."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_tenants_find_nothing_of_each_other(rig):
     assert rig.serve(A, salt="one") == 20
 
 
-def test_without_its_state_attention_alone_counts(rig):
+def test_without_its_state_only_attention_counts(rig):
     rig.serve(A)
     chain = rig.chain([*A[:12], 1, 2, 3, 4, 5])
     opened = rig.cache.open(chain.hashes, 17, 16, use_state=False)
@@ -37,7 +37,7 @@ def test_without_its_state_attention_alone_counts(rig):
     assert (again.cached_tokens, again.attention_tokens, again.checkpoints) == (0, 12, (12, 16))
 
 
-def test_a_fork_goes_its_own_way(rig):
+def test_a_fork_shares_pages_and_continues_apart(rig):
     chain = rig.chain(A)
     first = rig.cache.open(chain.hashes, 21, 20).lease
     rig.compute(first.slot, A, 0, 18)
@@ -89,17 +89,17 @@ def test_a_stored_lease_is_forked_later_as_it_was_and_takes_no_slot(rig):
 def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):
     chain = rig.chain(A)
     lease = rig.cache.open(chain.hashes, 21, 20).lease
-    said = [*A, *range(15)]
-    rig.compute(lease.slot, said, 0, 21)
+    tokens = [*A, *range(15)]
+    rig.compute(lease.slot, tokens, 0, 21)
     for end in (24, 28, 32):
         assert rig.cache.grow(lease, end)
-        rig.compute(lease.slot, said, end - 4 if end > 24 else 21, end)
-        chain.extend(said[chain.tokens : end])
+        rig.compute(lease.slot, tokens, end - 4 if end > 24 else 21, end)
+        chain.extend(tokens[chain.tokens : end])
         rig.cache.publish(lease, chain, end // 4)
-        assert rig.cache.checkpoint(lease, chain.hashes, end // 4, rolling=True)
+        assert rig.cache.checkpoint(lease, chain, end // 4, rolling=True)
     rig.cache.close(lease)
     assert rig.cache.stats().cached_pages == 8 + 3
-    assert rig.serve([*said, 1, 2, 3]) == 32
+    assert rig.serve([*tokens, 1, 2, 3]) == 32
 
 
 def test_too_little_memory_changes_nothing(new_rig):
@@ -119,7 +119,7 @@ def test_a_lease_is_closed_once(rig):
         rig.cache.close(lease)
 
 
-def test_a_page_held_by_nobody_known_is_found(rig):
+def test_finds_a_page_without_a_known_holder(rig):
     lease = rig.cache.open([], 8, 0).lease
     lease.pages.pop()
     with pytest.raises(InternalError, match="do not match the leases"):
@@ -133,7 +133,7 @@ def test_a_reset_forgets_everything_and_counts_what_it_frees(rig):
     assert AllBlocksCleared() in rig.events
 
 
-def test_routers_hear_of_blocks_and_states_apart(rig):
+def test_routers_get_blocks_and_states_apart(rig):
     rig.serve(A)
     chain = rig.chain(A)
     stored = [event for event in rig.events if isinstance(event, BlockStored)]

@@ -12,7 +12,7 @@ PAGES = 85  # a state of Kimi Linear 48B
     [
         (0, 0, 100, (100,)),  # a new prompt: its end
         (100, 100, 100, ()),  # the same prompt again: nothing to add
-        (40, 40, 100, (100,)),  # a conversation goes on
+        (40, 40, 100, (100,)),  # a conversation continues
         (40, 0, 100, (40, 100)),  # a prompt parts from an earlier one that left no state there
         (40, 30, 100, (40, 100)),
         (100, 0, 100, (100,)),  # a prompt whose states gave way

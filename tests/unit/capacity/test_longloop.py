@@ -21,7 +21,7 @@ PAPER = paper()
 MAX_CHANGES = 100
 
 
-def rules(**given_) -> Rules:
+def rules(**changes) -> Rules:
     values = {
         "converts": True,
         "min_prefill": 1,
@@ -31,11 +31,11 @@ def rules(**given_) -> Rules:
         "target_load": 0.7,
         "scaling_cooldown_seconds": 300.0,
     }
-    return Rules(**(values | given_))
+    return Rules(**(values | changes))
 
 
-def installed(prefill: int = 1, decode: int = 7, arrivals: float = 2.0, **given_) -> Installation:
-    """The paper's hub and offload pool, with its eight instances divided as told."""
+def installed(prefill: int = 1, decode: int = 7, arrivals: float = 2.0, **changes) -> Installation:
+    """The paper's hub and offload pool, with its eight instances divided into these."""
     (offload,), (hub,) = PAPER.system.offload, PAPER.system.hub
     pools = (
         Pool(name="offload", role="prefill", replicas=offload.instances, link=offload.link, profile=offload.profile),
@@ -43,14 +43,14 @@ def installed(prefill: int = 1, decode: int = 7, arrivals: float = 2.0, **given_
         Pool(name="decode", role="decode", replicas=decode, profile=hub.profile),
     )
     load = MeasuredLoad(
-        workload=given_.pop("workload", PAPER.workload),
+        workload=changes.pop("workload", PAPER.workload),
         arrivals_per_second=arrivals,
         output_tokens=PAPER.system.output_tokens,
         max_batch=hub.max_batch,
         step_seconds=hub.step_seconds,
     )
     values = {"pools": pools, "links": PAPER.system.links, "threshold": AUTO, "load": load}
-    return Installation(**(values | given_))
+    return Installation(**(values | changes))
 
 
 def altered(installation: Installation, **pools: dict) -> Installation:
@@ -63,9 +63,9 @@ def after(installation: Installation, decision: LongLoopDecision) -> Installatio
     return altered(installation, **{name: {"replicas": count} for name, count in decision.changes.items()})
 
 
-def calm(installation: Installation, **given_) -> InstallationState:
+def calm(installation: Installation, **changes) -> InstallationState:
     arrivals = installation.load.arrivals_per_second if installation.load else None
-    return InstallationState(arrivals_per_second=arrivals, **given_)
+    return InstallationState(arrivals_per_second=arrivals, **changes)
 
 
 def run(of: Rules, installation: Installation) -> list[Installation]:
@@ -95,7 +95,7 @@ def test_a_decision_tells_what_changes_and_why():
     )
 
 
-def test_a_gain_below_a_tenth_is_left_alone():
+def test_a_gain_below_a_tenth_changes_nothing():
     near = decide(rules(), installed(3, 5), calm(installed(3, 5)))
     assert (near.status, near.reason, near.changes) == ("True", "Balanced", {})
     # With a fourth kind of instance the best is 4 of 9, by less than a tenth.
@@ -118,18 +118,18 @@ def test_a_gain_below_a_tenth_is_left_alone():
 def test_nothing_is_changed_while_facts_are_bad_or_something_is_under_way(moment, status, reason):
     decision = decide(rules(), installed(), calm(installed(), **moment))
     assert (decision.status, decision.reason, decision.changes) == (status, reason, {})
-    assert decide(rules(), installed(), calm(installed(), since_change_seconds=300.0)).changes, "else it would"
+    assert decide(rules(), installed(), calm(installed(), since_change_seconds=300.0)).changes, "otherwise it would"
 
 
 @pytest.mark.parametrize("pool", ["swing", "decode"])
-def test_a_pool_that_somebody_else_scales_is_left_alone_and_named(pool):
+def test_keeps_a_pool_with_another_scaler_and_names_it(pool):
     theirs = altered(installed(), **{pool: {"refusal": f"replicas of {pool} are an autoscaler's"}})
     decision = decide(rules(), theirs, calm(theirs))
     assert (decision.reason, decision.changes) == ("ReplicasNotOwned", {})
     assert f"replicas of {pool} are an autoscaler's" in decision.message
 
 
-def test_without_leave_nothing_is_converted():
+def test_converts_nothing_without_permission():
     assert decide(rules(converts=False), installed(), calm(installed())).changes == {}
 
 
@@ -141,7 +141,7 @@ def test_a_dead_link_makes_home_prefill_more():
 
 def test_waits_that_break_the_promise_are_shortened_even_where_that_costs_capacity():
     slow = installed(2, 6, arrivals=2.6)
-    assert run(rules(), slow) == [slow], "without a promise a gain of 8 % is left alone"
+    assert run(rules(), slow) == [slow], "without a promise a gain of 8 % changes nothing"
     states = run(rules(ttft_seconds=6.0), slow)
     assert [state.counts["swing"] for state in states] == [2, 3, 4]
     three, four = (forecast(state, state.counts) for state in states[1:])
@@ -175,7 +175,7 @@ def test_pools_grow_to_their_target_and_shrink_one_by_one():
     assert rest.busiest <= ROOM_SHARE * 0.7
 
 
-def test_bounds_that_keep_a_busy_pool_small_are_said():
+def test_reports_bounds_that_keep_a_busy_pool_small():
     busy = installed(3, 5, arrivals=6.0)
     decision = decide(rules(converts=False, scales=True), busy, calm(busy))
     assert (decision.status, decision.reason) == ("False", "AtBounds")
@@ -187,7 +187,7 @@ def test_requests_that_come_wake_a_pool_from_zero_without_a_cooldown_and_unmeasu
     of = rules(scales=True)
     moment = InstallationState(waiting_prefills=2, unknown="nothing is measured", since_change_seconds=0.0)
     assert decide(of, empty, moment).changes == {"offload": 1}
-    assert not decide(of, empty, InstallationState(unknown="nothing is measured")).changes, "nobody waits"
+    assert not decide(of, empty, InstallationState(unknown="nothing is measured")).changes, "no request waits"
     assert not decide(rules(), empty, moment).changes, "the policy does not scale"
 
 

@@ -1,4 +1,6 @@
-"""Proves that the cache sizes of known models are those that others publish, and what docs/capacity.md says of them."""
+"""Proves that the cache sizes of known models are those that others publish, and what docs/understand/capacity.md says
+of them.
+"""
 
 import re
 from pathlib import Path
@@ -46,19 +48,19 @@ def least_tokens(home: Profile, cache: Profile, link_mbps: float) -> int | None:
 
 
 def test_the_page_says_from_which_length_on_a_cache_is_worth_its_way():
-    page = (ROOT / "docs" / "capacity.md").read_text()
+    page = (ROOT / "docs" / "understand" / "capacity.md").read_text()
     head, *rows = re.findall(r"^\| (?:the paper's model|Kimi K3|Qwen3\.5-397B|link) .*$", page, re.MULTILINE)
     rates = [1000 * int(rate) for rate in re.findall(r"(\d+) Gbit/s", head)]
     assert len(rows) == len(EXAMPLES)
     assert len(rates) >= 3
     for row in rows:
-        name, state, token, *said = [cell.strip() for cell in row.strip("|").split("|")]
+        name, state, token, *lengths = [cell.strip() for cell in row.strip("|").split("|")]
         system = load(ROOT / "examples" / f"{EXAMPLES[name]}.yaml").system
         home, cache = system.hub[0].profile, system.offload[0].profile
         assert state == f"{cache.state_bytes / 1e6:.1f} MB"
         assert token == f"{cache.token_bytes:,} bytes"
         found = [least_tokens(home, cache, rate) for rate in rates]
-        assert said == ["never" if one is None else "all" if one == 1 else f"{one:,}" for one in found]
+        assert lengths == ["never" if one is None else "all" if one == 1 else f"{one:,}" for one in found]
 
 
 @pytest.mark.parametrize("name", ["kimi-k3", "qwen3.5-397b"])

@@ -100,9 +100,11 @@ def test_the_best_threshold_balances_both_prefills_and_a_wrong_one_costs():
     plan = optimum.best(file.system, file.workload)
     left = plan.theta_prfaas / plan.offloaded_fraction
     assert left == pytest.approx(plan.theta_pd_p / (1 - plan.offloaded_fraction), rel=0.01)
-    for wrong in (0.7, 1.4):
+    [hub] = file.system.hub
+    for wrong, prefill in itertools.product((0.7, 1.4), range(hub.instances)):
         t = round(wrong * (plan.threshold_tokens or 0))
-        assert optimum.at_threshold(file.system, file.workload, t).lambda_max < 0.95 * plan.lambda_max
+        found = optimum.plan_at(file.system, file.workload, t, {hub.name: float(prefill)})
+        assert found.lambda_max < 0.95 * plan.lambda_max
 
 
 def test_divided_roles_balance_equation_8_exactly():

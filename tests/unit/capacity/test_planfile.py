@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.unit.capacity.systems import no_traces, paper, paper_document
+from tests.unit.capacity.systems import no_traces, paper_document
 
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import Comparison, compare
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.errors import ConfigError
 
 DOCUMENT = paper_document()
@@ -38,17 +37,7 @@ def read(document: object) -> PlanFile:
     return planfile.read(document, no_traces)
 
 
-def test_the_papers_file_says_what_was_published():
-    file = paper()
-    offload = file.system.offload[0]
-    for tokens, seconds, mib in ((1024, 0.44, 190.8), (8192, 0.72, 308.9), (32768, 1.84, 701.3), (131072, 7.4, 2316.3)):
-        assert prefill_seconds(offload.profile, tokens) == pytest.approx(seconds, rel=0.02)
-        assert cache_bytes(offload.profile, tokens) / planfile.MIB == pytest.approx(mib, rel=0.04)
-    assert file.system.hub[0].decode_rate(file.system.output_tokens) == pytest.approx(0.782, rel=0.002)
-    assert file.published["prfaas_pd"]["threshold_tokens"] == 19_400
-
-
-def test_a_trace_tells_its_answers_too_and_a_histogram_its_middles():
+def test_a_trace_holds_its_answers_too_and_a_histogram_its_middles():
     document = changed("workload", {"trace": "some.jsonl"})
     file = planfile.read(document, lambda path: [(100, 10), (300, 30)] if path == "some.jsonl" else [])
     assert (file.workload.lengths, file.system.output_tokens) == ([100, 300], 20)
@@ -57,7 +46,7 @@ def test_a_trace_tells_its_answers_too_and_a_histogram_its_middles():
     assert (list(file.workload.items()), file.system.output_tokens) == ([(50, 0.75), (200, 0.25)], 7)
 
 
-def test_what_only_a_simulator_reads_is_handed_on():
+def test_forwards_what_only_a_simulator_reads():
     assert read({**DOCUMENT, "simulation": {"seed": 1}}).simulation == {"seed": 1}
 
 
@@ -106,6 +95,8 @@ def test_what_only_a_simulator_reads_is_handed_on():
         ("workload.trace", "some.jsonl", "lognormal and trace"),
         ("workload.lognormal.mu", 27_000, r"mean of ln\(tokens\)"),
         ("workload.lognormal.sigma", "one", "sigma is 'one'"),
+        ("offloadPools.0.costPerHour", 0, "costPerHour is 0; it must be above 0"),
+        ("offloadPools.0.costPerHour", "2 EUR", "costPerHour is '2 EUR'"),
         ("published.baseline", {}, "systems are prfaas_pd"),
         ("offload", [], "did you mean offloadPools"),
     ],
@@ -170,7 +161,7 @@ def outcome(document: object) -> str | Comparison:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(PATHS), values)
-def test_whatever_a_field_says_there_is_a_whole_table_or_a_message(path, value):
+def test_any_value_of_a_field_gives_a_whole_table_or_a_message(path, value):
     document = changed(path, value)
     if "workload" not in path:
         document["workload"] = FEW_LENGTHS
@@ -180,7 +171,7 @@ def test_whatever_a_field_says_there_is_a_whole_table_or_a_message(path, value):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["mu", "sigma", "minTokens", "maxTokens"]), values)
-def test_whatever_a_lognormal_says_it_has_a_mean_or_a_message(field, value):
+def test_any_lognormal_has_a_mean_or_a_message(field, value):
     try:
         mean = read(changed(f"workload.lognormal.{field}", value)).workload.mean_tokens
     except ConfigError:

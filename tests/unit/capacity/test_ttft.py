@@ -31,7 +31,7 @@ def test_in_the_papers_sense_a_first_token_is_prefill_and_transfer():
     system = System(
         links=(LinkCapacity(name="link", capacity_mbps=800),), offload=(pool,), hub=(hub,), output_tokens=100
     )
-    plan = optimum.at_threshold(system, EXAMPLE, 1_000)
+    plan = optimum.plan_at(system, EXAMPLE, 1_000, {"hub": 1.0})
     found = ttft.unloaded(system, EXAMPLE, plan)
     assert found.mean_seconds == pytest.approx(0.75 * 0.2 + 0.25 * (1.0 + 0.1))
     assert found.p50_seconds == pytest.approx(0.2, rel=1e-3)

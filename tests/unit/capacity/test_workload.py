@@ -62,11 +62,6 @@ def test_samples_follow_the_distribution_and_the_seed():
     assert sorted(drawn)[45_000] == pytest.approx(PAPER.quantile(0.9), rel=0.03)
 
 
-def test_a_histogram_takes_each_bin_at_its_middle():
-    workload = Workload.histogram([0, 100, 300], [3, 1])
-    assert list(workload.items()) == [(50, 0.75), (200, 0.25)]
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [

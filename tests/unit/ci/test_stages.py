@@ -35,13 +35,6 @@ async def test_nor_does_it_wait_in_an_event_loop():
 
 
 @pytest.mark.system
-def test_a_test_that_is_marked_may_do_both():
-    assert subprocess.run(["true"], check=True).returncode == 0
-    time.sleep(0.001)
-    assert eventually(lambda: 3, "nothing") == 3
-
-
-@pytest.mark.system
 def test_a_test_that_runs_beside_others_promises_nothing():
     with pytest.raises(ImpureTestError, match="promises promptness: mark it `quiet`"):
         within(1, lambda: True, "nothing")

@@ -97,7 +97,7 @@ def test_a_stage_of_which_nothing_ran_is_named():
     assert any(line.startswith("NOT RUN: kind") for line in summarize([skipped], [], {}))
 
 
-def test_an_entry_is_toml_whatever_the_reason_holds(tmp_path, monkeypatch):
+def test_an_entry_is_toml_for_any_reason(tmp_path, monkeypatch):
     odd = LATE._replace(reason='not within 1 s: a "pod" of C:\\x')
     file = tmp_path / "flaky.toml"
     file.write_text(entry_of(odd, {}) + "\n" + entry_of(WRONG, {}))

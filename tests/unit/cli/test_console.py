@@ -22,7 +22,7 @@ NEEDED = {
     ],
     "worker": ["--model-source", "/absent/model", "--model-name", "m", "--tls-dir", "/absent/tls"],
 }
-"""What each asks for, with a mistake that ends it after its log has begun."""
+"""What each requires, with a mistake that ends it after its log has begun."""
 HIDE = """
 import runpy, sys
 
@@ -82,24 +82,24 @@ def test_help_has_an_example_and_the_version_is_that_of_the_distribution(name):
 
 @pytest.mark.parametrize("name", DEPLOYABLES)
 def test_an_unknown_flag_is_one_line_with_the_right_one_and_exit_code_2(name):
-    said = f"prfaas-{name}: No such option: --log-fromat; did you mean --log-format? (see prfaas-{name} --help)\n"
-    assert flags(name, *NEEDED[name], "--log-fromat", "json") == (2, "", said)
+    message = f"prfaas-{name}: No such option: --log-fromat; did you mean --log-format? (see prfaas-{name} --help)\n"
+    assert flags(name, *NEEDED[name], "--log-fromat", "json") == (2, "", message)
 
 
 @pytest.mark.parametrize("name", DEPLOYABLES)
-def test_a_level_that_is_none_is_refused_in_the_same_words(name, monkeypatch):
+def test_refuses_an_invalid_level_in_the_same_words(name, monkeypatch):
     monkeypatch.setenv("PRFAAS_LOG_LEVEL", "loud")
-    said = f"prfaas-{name}: PRFAAS_LOG_LEVEL is 'LOUD': set it to DEBUG, INFO, WARNING, or not at all\n"
-    assert flags(name, *NEEDED[name]) == (2, "", said)
+    message = f"prfaas-{name}: PRFAAS_LOG_LEVEL is 'LOUD': set it to DEBUG, INFO, WARNING, or not at all\n"
+    assert flags(name, *NEEDED[name]) == (2, "", message)
 
 
 @pytest.mark.parametrize("name", DEPLOYABLES)
-def test_a_form_that_is_none_is_refused_also_from_the_environment(name, monkeypatch):
+def test_refuses_an_invalid_form_also_from_the_environment(name, monkeypatch):
     monkeypatch.setenv("PRFAAS_LOG_FORMAT", "xml")
-    code, _, said = flags(name, *NEEDED[name])
+    code, _, message = flags(name, *NEEDED[name])
     assert code == 2
-    assert "'--log-format'" in said
-    assert "'xml' is not one of 'text', 'json'" in said
+    assert "'--log-format'" in message
+    assert "'xml' is not one of 'text', 'json'" in message
 
 
 @pytest.mark.parametrize("name", DEPLOYABLES)

@@ -24,7 +24,7 @@ class Ended(NamedTuple):
 
 
 def prfaas(*arguments: str) -> Ended:
-    """Run the command in this process: a process of its own would import all of it anew."""
+    """Run the command in this process: another process would import all of it anew."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
         run_app(main.app, "prfaas", arguments)
@@ -52,7 +52,7 @@ def test_a_wrong_word_ends_with_2_and_one_explanation(arguments):
     assert "--help)" in ended.stderr
 
 
-def test_a_misspelt_flag_or_command_is_told_the_right_one():
+def test_names_the_right_flag_or_command_for_a_misspelt_one():
     assert "did you mean --link-mbps?" in prfaas("sandbox", "up", "--link-mbsp", "3").stderr
     assert "Did you mean 'simulate'?" in prfaas("simulat").stderr
 
@@ -60,8 +60,8 @@ def test_a_misspelt_flag_or_command_is_told_the_right_one():
 @pytest.mark.parametrize("command", [["plan"], ["bench"], ["certs", "show", "x"], ["cluster", "list"], ["status"]])
 def test_a_wrong_format_is_answered_in_the_same_words_everywhere(command):
     ended = prfaas(*command, "-o", "xml")
-    said = "Invalid value for '--output' / '-o': 'xml' is not one of "
-    assert (ended.returncode, said in ended.stderr) == (2, True)
+    message = "Invalid value for '--output' / '-o': 'xml' is not one of "
+    assert (ended.returncode, message in ended.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("command", ["demo", "status"])

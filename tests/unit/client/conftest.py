@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 from aiohttp import web
 from tests.serving import serving
+from tests.tables import make_instance, make_table
 from tests.waiting import eventually
 
 from prfaas.client import AsyncClient, Client
 from prfaas.processes import ends_with_us
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.routes import encode
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _ADDRESSES = (f"127.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}.{n}" for n in itertools.count(2))
@@ -103,7 +104,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     worker_log, gateway_log = folder / "worker.log", folder / "gateway.log"
     worker = f"http://{(host := next(_ADDRESSES))}:8000"
     routes = folder / "routes.json.gz"
-    routes.write_bytes(encode(_table(worker)))
+    routes.write_bytes(encode(make_table(make_instance("d0", url=worker), model="tiny", mode="Fixed")))
     flags = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny", "--host", host, "--instance", "d0"]
     processes = [
         _started([sys.executable, "-m", "prfaas_worker", *flags, "--threads", "1"], worker_log),
@@ -120,20 +121,6 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for process in processes:
             process.kill()
             process.wait(10)
-
-
-def _table(worker: str) -> RoutingTable:
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="tiny",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode="Fixed", tokens=1000, min_tokens=10, max_tokens=5000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
-        instances=(Instance(name="d0", pool="d", cluster="hub", role="decode", url=worker),),
-    )
 
 
 def _started(command: list[str], log: Path) -> subprocess.Popen:

@@ -1,5 +1,5 @@
-"""Proves that either client says what it was told to say, reads answers and decisions, and sends again only what nobody
-has begun to serve.
+"""Proves that either client sends what it should, reads answers and decisions, and repeats only what no server has
+begun to serve.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ DECIDED = {
 }
 
 
-def saying(body, status: int = 200, **told: str):
+def answer_with(body, status: int = 200, **more: str):
     async def reply(_request) -> web.Response:
-        return web.json_response(body, status=status, headers={**DECIDED, **told})
+        return web.json_response(body, status=status, headers={**DECIDED, **more})
 
     return reply
 
 
-def refusing(status: int, code: str, **told: str):
-    return saying({"error": {"message": "no", "type": "t", "param": "model", "code": code}}, status, **told)
+def refuse_with(status: int, code: str, **more: str):
+    return answer_with({"error": {"message": "no", "type": "t", "param": "model", "code": code}}, status, **more)
 
 
 def streaming(*events: str, gate: asyncio.Event | None = None):
@@ -53,7 +53,7 @@ def chat_chunk(text: str) -> str:
 
 
 CHAT = {"choices": [{"message": {"role": "assistant", "content": "hello"}}], "usage": {"total_tokens": 3}, "new": 1}
-ANSWERED = saying(CHAT)
+ANSWERED = answer_with(CHAT)
 
 
 async def test_an_answer_comes_with_its_decision(server, either):
@@ -68,7 +68,7 @@ async def test_an_answer_comes_with_its_decision(server, either):
 
 
 async def test_prompts_may_be_text_or_token_ids(server, either):
-    server.script = [saying({"choices": [{"text": "b", "logprobs": {"tokens": ["b"]}}]})]
+    server.script = [answer_with({"choices": [{"text": "b", "logprobs": {"tokens": ["b"]}}]})]
     client = either()
     for prompt in ("a", [1, 2, 3]):
         answer = await client.call("complete", "m", prompt, logprobs=1)
@@ -77,7 +77,7 @@ async def test_prompts_may_be_text_or_token_ids(server, either):
 
 
 async def test_models_are_listed(server, either):
-    server.script = [saying({"data": [{"id": "m", "object": "model"}]})]
+    server.script = [answer_with({"data": [{"id": "m", "object": "model"}]})]
     assert await either().call("models") == ["m"]
 
 
@@ -93,7 +93,7 @@ async def test_a_stream_yields_its_pieces_and_knows_its_decision(server, either)
     ("ending", "kind"),
     [
         ("", BrokenStreamError),
-        ('data: {"error": {"message": "gone", "code": "stream_broken"}}\n\n', BrokenStreamError),
+        ('data: {"error": {"message": "broken", "code": "stream_broken"}}\n\n', BrokenStreamError),
         ('data: {"error": {"message": "late", "code": "deadline_exceeded"}}\n\n', DeadlinePassedError),
         ("data: {not json\n\n", ProtocolError),
     ],
@@ -134,21 +134,21 @@ async def test_asking_changes_options_and_leaves_the_client_as_it_was(server, ei
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_what_nobody_began_to_serve_is_sent_again(server, either, status):
-    server.script = [refusing(status, "saturated", **{"Retry-After": "0"}), ANSWERED]
+async def test_repeats_a_request_that_no_server_began(server, either, status):
+    server.script = [refuse_with(status, "saturated", **{"Retry-After": "0"}), ANSWERED]
     assert (await either().call("chat", "m", MESSAGES)).text == "hello"
     assert len(server.seen) == 2
 
 
-async def test_it_is_not_sent_again_for_ever(server, either):
-    server.script = [refusing(429, "saturated", **{"Retry-After": "0"})]
+async def test_does_not_repeat_a_request_for_ever(server, either):
+    server.script = [refuse_with(429, "saturated", **{"Retry-After": "0"})]
     with pytest.raises(BusyError) as busy:
         await either().call("chat", "m", MESSAGES)
     assert (busy.value.code, len(server.seen)) == ("saturated", 3)
 
 
-async def test_nothing_is_waited_for_beyond_the_deadline(server, either):
-    server.script = [refusing(429, "rate_limit_exceeded", **{"Retry-After": "3600"})]
+async def test_waits_for_nothing_beyond_the_deadline(server, either):
+    server.script = [refuse_with(429, "rate_limit_exceeded", **{"Retry-After": "3600"})]
     with pytest.raises(BusyError) as busy:
         await either(deadline=30).call("chat", "m", MESSAGES)
     assert (busy.value.retry_after_seconds, len(server.seen)) == (3600, 1)
@@ -165,8 +165,8 @@ async def test_nothing_is_waited_for_beyond_the_deadline(server, either):
         (504, "deadline_exceeded", DeadlinePassedError),
     ],
 )
-async def test_what_somebody_may_have_served_is_sent_once_and_named(server, either, status, code, kind):
-    server.script = [refusing(status, code)]
+async def test_sends_a_request_that_may_have_been_served_once_and_names_it(server, either, status, code, kind):
+    server.script = [refuse_with(status, code)]
     with pytest.raises(kind, match="no") as refused:
         await either().call("chat", "m", MESSAGES)
     assert len(server.seen) == 1
@@ -174,7 +174,7 @@ async def test_what_somebody_may_have_served_is_sent_once_and_named(server, eith
         assert (refused.value.status, refused.value.code, refused.value.param) == (status, code, "model")
 
 
-async def test_an_answer_that_is_cut_off_is_not_asked_for_again(server, either):
+async def test_does_not_repeat_a_request_whose_answer_was_cut_off(server, either):
     async def cut(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Length": "100"})
         await response.prepare(request)
@@ -189,16 +189,16 @@ async def test_an_answer_that_is_cut_off_is_not_asked_for_again(server, either):
 
 
 @pytest.mark.parametrize("body", ["text", ["a"], {"choices": 3}])
-async def test_an_answer_of_somebody_else_is_a_breach_of_protocol(server, either, body):
-    server.script = [saying(body)]
+async def test_an_answer_of_another_server_is_a_breach_of_protocol(server, either, body):
+    server.script = [answer_with(body)]
     with pytest.raises(ProtocolError, match="is the address a gateway's"):
         await either().call("chat", "m", MESSAGES)
 
 
 @pytest.mark.system
-async def test_nobody_there_is_an_error_of_the_tree():
+async def test_an_absent_server_is_an_error_of_the_tree():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        taken.bind(("127.0.0.1", 0))  # and does not listen
         with Client(f"http://127.0.0.1:{taken.getsockname()[1]}") as client, pytest.raises(UnreachableError):
             client.models()
 
@@ -221,12 +221,12 @@ def test_options_that_no_request_could_carry_are_refused_at_once(options):
 
 
 @pytest.mark.parametrize("url", ["", "gateway:8080", "ftp://gateway", "http://", "http://[::1", "http://gate way\n"])
-def test_an_address_that_is_none_is_refused(url):
+def test_refuses_an_invalid_address(url):
     with pytest.raises(BadInputError, match="base_url"):
         Client(url)
 
 
-def test_places_are_checked_when_they_are_named():
+def test_checks_places_when_they_are_named():
     assert str(Prefer("eu-west").forbid("us").prefer("eu")) == "prefer eu-west, eu; forbid us"
     for make in (lambda: Prefer("eu west"), lambda: Forbid(""), lambda: Prefer("us").forbid("us")):
         with pytest.raises(RequestError):

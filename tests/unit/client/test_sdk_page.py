@@ -1,4 +1,4 @@
-"""Proves that every example of docs/sdk.md runs as it stands, in order, before a real gateway and a real worker."""
+"""Proves that every example of docs/use/sdk.md runs as it stands, in order, before a real gateway and a real worker."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.system
 
-PAGE = Path(__file__).parents[3] / "docs" / "sdk.md"
+PAGE = Path(__file__).parents[3] / "docs" / "use" / "sdk.md"
 ADDRESS = "http://gateway:8080"
 
 

@@ -44,7 +44,7 @@ def cut_at(data: bytes | memoryview, item_bytes: int, cuts: list[int]) -> list[m
 
 @st.composite
 def contents(draw: st.DrawFn, size: int) -> bytes:
-    """Bytes that are anything: noise with NaN and infinities among it, runs, or a few patterns over and over."""
+    """Bytes that are anything: noise with NaN and infinities among it, runs, or a few repeated patterns."""
     seed = draw(st.integers(0, 2**32 - 1))
     kind = draw(st.sampled_from(["noise", "zeros", "pattern", "sparse"]))
     noise = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)

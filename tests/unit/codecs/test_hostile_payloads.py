@@ -84,7 +84,7 @@ def test_a_payload_read_with_another_codec_is_refused():
 
 
 def zstd_frame(stated_bytes: int, content: bytes, *, window: int = 7 << 3) -> bytes:
-    """A frame by hand: content size in 8 bytes, window descriptor as given, blocks as given."""
+    """A frame by hand: content size in 8 bytes, then this window descriptor and these blocks."""
     return b"\x28\xb5\x2f\xfd\xc0" + bytes([window]) + struct.pack("<Q", stated_bytes) + content
 
 

@@ -34,7 +34,7 @@ def frames(draw: st.DrawFn):
     item_bytes = channels * (4 if dtype == "float32" else 2)
     if draw(st.booleans()):
         return dtype, channels, items, draw(contents(items * item_bytes))
-    # Finite numbers, each channel with a size of its own, from denormals to near the largest.
+    # Finite numbers, each channel with its own size, from denormals to near the largest.
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     top = 14 if dtype == "float16" else 126
     sizes = 2.0 ** rng.integers(-top - 22, top, channels)
@@ -58,7 +58,7 @@ def test_a_frame_keeps_the_bound_or_is_exact(frame):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_normal_rows_are_quantised_within_the_bound_and_over_several_strips(dtype):
+def test_normal_rows_are_quantised_within_the_bound_and_across_several_strips(dtype):
     values = np.random.default_rng(1).standard_normal((3 * STRIP_ELEMENTS // 1000, 1000)) * np.logspace(-3, 3, 1000)
     codec, before, after = through(dtype, 1000, len(values), packed(values, dtype))
     assert codec is Codec.INT8

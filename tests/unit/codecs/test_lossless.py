@@ -28,9 +28,9 @@ def test_any_bytes_come_back_bit_by_bit_through_any_pieces(data):
         rows(data.draw(st.integers(1, 40)), data.draw(st.sampled_from(DTYPES)), f"tensor{index}")
         for index in range(data.draw(st.integers(1, 3)))
     ]
-    given_bytes = [data.draw(contents(items * layout.nbytes)) for layout in layouts]
+    contents_drawn = [data.draw(contents(items * layout.nbytes)) for layout in layouts]
     parts, room = [], []
-    for layout, content in zip(layouts, given_bytes, strict=True):
+    for layout, content in zip(layouts, contents_drawn, strict=True):
         cuts = st.lists(st.integers(1, items), max_size=4)
         parts += cut_at(content, layout.nbytes, data.draw(cuts))
         room += cut_at(bytearray(len(content)), layout.nbytes, data.draw(cuts))
@@ -39,14 +39,14 @@ def test_any_bytes_come_back_bit_by_bit_through_any_pieces(data):
     payload = joined(encoded.buffers)
     decode_into(encoded.codec, layouts, items, payload, room)
 
-    assert joined(room) == joined(given_bytes)
-    assert [bytes(one) for one in decode(encoded.codec, layouts, items, payload)] == given_bytes
+    assert joined(room) == joined(contents_drawn)
+    assert [bytes(one) for one in decode(encoded.codec, layouts, items, payload)] == contents_drawn
     assert len(payload) == encoded.nbytes
     if encoded.codec is Codec.NONE:
-        assert payload == joined(given_bytes)
+        assert payload == joined(contents_drawn)
     else:
         assert encoded.codec is Codec.LOSSLESS
-        assert len(payload) < len(joined(given_bytes))
+        assert len(payload) < len(joined(contents_drawn))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,5 +1,5 @@
 """Proves on the shipped model, reading this file, what codecs do to answers: after LOSSLESS every logit has the same
-bits; after INT8 they differ, by less than docs/compression.md states. Small damage shows in both."""
+bits; after INT8 they differ, by less than docs/understand/compression.md states. Small damage shows in both."""
 
 from collections.abc import Callable
 from pathlib import Path

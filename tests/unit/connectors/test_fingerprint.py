@@ -64,7 +64,7 @@ def test_another_configuration_is_another_model(checkpoint: Path, change: dict[s
     assert fingerprint_of(Served(str(checkpoint)), "fp8") != fingerprint_of(Served(str(checkpoint)), "auto")
 
 
-def test_without_files_the_configuration_speaks_alone(
+def test_without_files_only_the_configuration_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

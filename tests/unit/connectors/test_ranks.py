@@ -86,10 +86,10 @@ def test_ranks_that_differ_in_one_tensor_share_nothing():
     assert copies_of((LATENTS,), 8) == 8
     assert copies_of((FEW_HEADS,), 8) == copies_of((LATENTS, FEW_HEADS), 8) == 4
     assert copies_of((GDN, LATENTS), 8) == 1
-    assert copies_of((), 8) == 1, "heads that nobody knows"
+    assert copies_of((), 8) == 1, "unknown heads"
 
 
-def test_ranks_and_heads_that_do_not_divide_are_told_apart():
+def test_distinguishes_ranks_and_heads_that_do_not_divide():
     with pytest.raises(ConfigError, match="the other instance has 3 tensor-parallel ranks and this one 2"):
         RankOf(0, 2).slices(3)
     assert divides(FEW_HEADS, 8)

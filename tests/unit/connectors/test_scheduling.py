@@ -12,11 +12,10 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_vllm import settings
-from prfaas_vllm.scheduling import GoalRule, TransferPlanner, kept_prompt, leg_of
+from prfaas_vllm.scheduling import TransferPlanner, goal_of, kept_prompt, leg_of
 from prfaas_vllm.settings import SUPPORTED, data_port, read_settings, require_parallelism, require_supported
 
 PAGE = 256
-RULE = GoalRule(PAGE, 4)
 LEG = {"transfer_id": "a" * 32, "epoch": 7, "token": "secret", "host": "10.0.0.1", "port": 8001, "cluster": "eu"}
 
 
@@ -50,24 +49,25 @@ def destination(**more: Any) -> Request:
     [(0, 0), (1, 0), (2, 1), (256, 255), (1024, 1023), (1025, 1024), (1026, 1024), (1280, 1024), (1281, 1280)],
 )
 def test_all_but_the_last_token_of_a_short_prompt_cross_and_whole_pages_of_a_long_one(prompt: int, goal: int):
-    assert RULE.goal(prompt) == goal
-    assert GoalRule(1, 4).goal(prompt) == max(0, prompt - 1), "without pages that keep a state"
+    assert goal_of(prompt, PAGE) == goal
+    assert goal_of(prompt, 1) == max(0, prompt - 1), "without pages that keep a state"
 
 
 def test_source_and_destination_agree_and_neither_takes_the_last_token():
     for prompt in range(1, 3000, 7):
-        goal, kept = RULE.goal(prompt), kept_prompt(RULE.goal(prompt), prompt)
+        goal = goal_of(prompt, PAGE)
+        kept = kept_prompt(goal, prompt)
         assert goal < prompt
         assert goal <= kept <= prompt
-        dropped = TransferPlanner(RULE).add(source(num_prompt_tokens=prompt))
+        dropped = TransferPlanner(PAGE).add(source(num_prompt_tokens=prompt))
         assert dropped == (prompt - kept if goal else 0)
-        assert TransferPlanner(RULE).matched(destination(num_prompt_tokens=prompt), 0) == goal
+        assert TransferPlanner(PAGE).matched(destination(num_prompt_tokens=prompt), 0) == goal
 
 
 def test_both_sides_name_the_tokens_that_cross_and_no_others():
     def prompts(ids: list[int]) -> tuple[str, str]:
         request = {"prompt_token_ids": ids, "num_prompt_tokens": len(ids)}
-        planner = TransferPlanner(RULE)
+        planner = TransferPlanner(PAGE)
         planner.add(source(request_id="s", **request))
         planner.allocated(destination(request_id="d", **request), ([1], [2]), 100)
         plan = planner.take(is_idle=False)
@@ -80,27 +80,8 @@ def test_both_sides_name_the_tokens_that_cross_and_no_others():
     assert prompts([*ids[:1023], 7, *ids[1024:]])[0] != announced
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"transfer_id": "a"},
-        {"transfer_id": "g" * 32},
-        {"epoch": -1},
-        {"epoch": 1 << 63},
-        {"token": "t" * 257},
-        {"host": "h" * 300_000},
-        {"port": 65_536},
-    ],
-)
-def test_a_leg_that_no_gateway_wrote_is_served_alone(wrong: dict[str, Any]):
-    planner = TransferPlanner(RULE)
-    for role in ("source", "destination"):
-        request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
-        assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
-
-
-def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
-    planner, request = TransferPlanner(RULE), source(num_prompt_tokens=1100)
+def test_a_source_is_announced_followed_and_kept_until_its_offer_ends():
+    planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
     assert planner.add(request) == 1100 - 1025
     planner.scheduled(request, 512, ([1, 2], [3]))
     plan = planner.take(is_idle=False)
@@ -111,8 +92,8 @@ def test_a_source_is_announced_followed_and_kept_until_its_offer_is_over():
     assert planner.is_source("r") is False
 
 
-def test_an_aborted_source_is_revoked_and_one_that_nobody_knew_of_holds_nothing():
-    planner, request = TransferPlanner(RULE), source()
+def test_an_aborted_source_is_revoked_and_an_unknown_one_holds_nothing():
+    planner, request = TransferPlanner(PAGE), source()
     planner.add(request)
     assert planner.finish(request, is_whole=False) is False
     assert planner.take(is_idle=True).starts == []
@@ -123,7 +104,7 @@ def test_an_aborted_source_is_revoked_and_one_that_nobody_knew_of_holds_nothing(
 
 
 def test_a_preempted_source_is_revoked_before_its_blocks_are_written_again():
-    planner, request = TransferPlanner(RULE), source()
+    planner, request = TransferPlanner(PAGE), source()
     planner.add(request)
     planner.take(is_idle=False)
     planner.preempted(["other", "r"])
@@ -135,7 +116,7 @@ def test_a_preempted_source_is_revoked_before_its_blocks_are_written_again():
 
 
 def test_a_destination_fetches_what_its_own_cache_lacks_once():
-    planner, request = TransferPlanner(RULE), destination()
+    planner, request = TransferPlanner(PAGE), destination()
     assert planner.matched(request, 512) == 2816 - 512
     assert planner.matched(request, 512) == 2816 - 512, "without side effects"
     planner.allocated(request, ([1, 2],), 2816 - 512)
@@ -148,7 +129,7 @@ def test_a_destination_fetches_what_its_own_cache_lacks_once():
 
 
 def test_a_destination_that_has_it_all_tells_the_source_once():
-    planner, request = TransferPlanner(RULE), destination()
+    planner, request = TransferPlanner(PAGE), destination()
     assert planner.matched(request, 2816) == 0
     planner.allocated(request, ([1, 2],), 0)
     planner.allocated(request, ([1, 2],), 0)
@@ -160,8 +141,8 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
 
 
 def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
-    """Else the source keeps a computed cache that nobody will ask for, for as long as its destination might queue."""
-    planner = TransferPlanner(RULE)
+    """Otherwise the source keeps a computed cache that no request needs, for as long as its destination might queue."""
+    planner = TransferPlanner(PAGE)
     queued, known, failed, short = (destination(request_id=name) for name in ("queued", "known", "failed", "short"))
     short.num_prompt_tokens = 1
     planner.allocated(known, ([1],), 0)
@@ -173,26 +154,26 @@ def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
 
 
 def test_a_destination_with_more_cached_than_the_goal_fetches_nothing():
-    planner, request = TransferPlanner(RULE), destination(num_prompt_tokens=1300)
+    planner, request = TransferPlanner(PAGE), destination(num_prompt_tokens=1300)
     assert planner.matched(request, 1280) == 0
     assert planner.matched(request, 1299) == 0
 
 
 def test_a_destination_asks_once_also_where_vllm_allocates_again_after_a_failure():
-    planner, request = TransferPlanner(RULE), destination()
+    planner, request = TransferPlanner(PAGE), destination()
     for _ in range(2):
         planner.allocated(request, ([1, 2],), 512)
     assert len(planner.take(is_idle=False).fetches) == 1
 
 
-def test_an_idle_step_is_told_to_the_workers_side():
-    planner = TransferPlanner(RULE)
+def test_an_idle_step_reaches_the_workers_side():
+    planner = TransferPlanner(PAGE)
     assert planner.take(is_idle=True).is_idle
     assert not planner.take(is_idle=False).is_idle
 
 
 def test_nothing_is_kept_of_requests_that_ended():
-    planner = TransferPlanner(RULE)
+    planner = TransferPlanner(PAGE)
     empty = {name: type(held)() for name, held in vars(planner).items() if isinstance(held, (dict, set))}
     assert len(empty) == 4
     first, second, third = source(request_id="a"), destination(request_id="b"), source(request_id="c")
@@ -209,8 +190,8 @@ def test_nothing_is_kept_of_requests_that_ended():
 @pytest.mark.parametrize(
     "params", [None, {}, {"do_remote_decode": True}, {"prfaas": {"role": "thief"}}, {"prfaas": 7}, "text"]
 )
-def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
-    planner, request = TransferPlanner(RULE), Request(kv_transfer_params=params)
+def test_serves_other_requests_as_before(params: dict[str, Any] | None):
+    planner, request = TransferPlanner(PAGE), Request(kv_transfer_params=params)
     assert planner.add(request) == 0
     assert planner.matched(request, 0) == 0
     planner.allocated(request, ([1],), 5)
@@ -223,6 +204,9 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
     [
         {"transfer_id": "a" * 200_000},
         {"transfer_id": "A" * 32},
+        {"transfer_id": "a"},
+        {"transfer_id": "g" * 32},
+        {"epoch": 1 << 63},
         {"epoch": 1 << 70},
         {"epoch": -1},
         {"token": "\ud800"},
@@ -234,16 +218,18 @@ def test_other_requests_are_served_as_ever(params: dict[str, Any] | None):
         {"cluster": "e u"},
     ],
 )
-def test_a_leg_that_no_frame_or_message_could_carry_is_served_alone(wrong: dict[str, Any]):
+def test_serves_a_leg_that_no_frame_or_message_could_carry_without_a_transfer(wrong: dict[str, Any]):
+    planner = TransferPlanner(PAGE)
     for role in ("source", "destination"):
         request = Request(kv_transfer_params={"prfaas": LEG | {"role": role} | wrong})
         assert leg_of(request) is None
+        assert (planner.add(request), planner.matched(request, 0), planner.is_source("r")) == (0, 0, False)
 
 
-def test_a_prompt_of_embeddings_is_served_alone():
+def test_serves_a_prompt_of_embeddings_without_a_transfer():
     """It has no token ids that could be shortened."""
     for request in (source(prompt_token_ids=None), destination(prompt_token_ids=None)):
-        planner = TransferPlanner(RULE)
+        planner = TransferPlanner(PAGE)
         assert planner.add(request) == 0
         assert planner.is_source("r") is False
         assert planner.matched(request, 0) == 0
@@ -261,7 +247,7 @@ def test_settings_are_read_from_text_and_numbers_and_faults_are_named():
 @pytest.mark.parametrize(
     ("version", "is_known"), [("0.32.0+cpu", True), ("0.33.1", True), ("0.31.2", False), ("x", False)]
 )
-def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is_known: bool):
+def test_untried_versions_of_vllm_are_refused_by_name(version: str, is_known: bool):
     if is_known:
         require_supported(version)
     else:
@@ -271,7 +257,7 @@ def test_versions_of_vllm_that_nobody_tried_are_refused_by_name(version: str, is
 
 @pytest.mark.system
 def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
-    """Its sentence would else be that of a failed import."""
+    """Otherwise its sentence would be that of a failed import."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.2'")
     (tmp_path / "vllm-0.31.2.dist-info").mkdir()
@@ -287,7 +273,7 @@ def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Pat
     assert "ConfigError: vLLM 0.31.2 is not supported by this version of prfaas" in found.stderr
 
 
-def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_status(
+def test_writes_why_it_does_not_start_where_kubernetes_reads_it_into_the_pods_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     log = tmp_path / "termination-log"
@@ -302,9 +288,9 @@ def test_why_it_does_not_start_stands_where_kubernetes_puts_it_into_the_pods_sta
 
 
 def test_the_page_lists_the_versions_that_are_known():
-    page = (Path(__file__).parents[3] / "docs" / "engines.md").read_text()
-    said = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
-    assert said == SUPPORTED
+    page = (Path(__file__).parents[3] / "docs" / "use" / "engines.md").read_text()
+    listed = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
+    assert listed == SUPPORTED
 
 
 def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_the_cure():
@@ -316,8 +302,8 @@ def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_
             require_parallelism(parallel)
 
 
-def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_once():
-    planner = TransferPlanner(RULE)
+def test_a_fetch_that_failed_at_one_rank_fails_at_all_and_each_hears_it_once():
+    planner = TransferPlanner(PAGE)
     planner.fetches_failed({"r"})
     planner.fetches_failed({"other"})
     assert planner.take(is_idle=True).in_vain == {"r", "other"}
@@ -325,14 +311,14 @@ def test_a_fetch_that_failed_at_one_rank_is_in_vain_at_all_and_each_hears_it_onc
 
 
 def test_ranks_complete_a_cache_once_in_the_step_after_it_came_and_never_one_that_failed_or_was_aborted():
-    planner = TransferPlanner(RULE)
+    planner = TransferPlanner(PAGE)
     requests = [destination(request_id=name) for name in ("came", "failed", "aborted", "aborted late")]
     for request in requests:
         planner.allocated(request, ([1] * 11,), 2816)
     fetching = {each.request_id: each for each in planner.take(is_idle=True).fetches}
     planner.finish(requests[2], is_whole=False)
-    planner.fetches_over({"came", "failed", "aborted late", "unknown"}, {"failed"})
+    planner.end_fetches({"came", "failed", "aborted late", "unknown"}, {"failed"})
     planner.finish(requests[3], is_whole=False)
     assert planner.take(is_idle=True).fetched == [fetching["came"]]
-    planner.fetches_over({"came"}, set())
+    planner.end_fetches({"came"}, set())
     assert planner.take(is_idle=True).fetched == []

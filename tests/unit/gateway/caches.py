@@ -1,4 +1,4 @@
-"""Workers of the tests' world that tell of caches over HTTP, as ours do, and what shows that a gateway heard them."""
+"""Workers of the tests' world that publish caches by HTTP, as ours do, and what shows that a gateway read them."""
 
 import asyncio
 import hashlib
@@ -49,8 +49,8 @@ def holding(*bodies: bytes) -> bytes:
         canonical = canonical_completion(json.loads(body))
         data = canonical.data
         names = [hashlib.sha256(data[:end]).digest() for end in range(64, len(data) + 1, 64)]
-        events = [attention_stored(names, None, [0] * 64 * len(names), "mla_attention", "GPU")]
-        events.append(state_stored(names[-1], names[-2], [0] * 64, "GPU"))
+        events = [attention_stored(names, None, [0] * 64 * len(names), "mla_attention")]
+        events.append(state_stored(names[-1], names[-2], [0] * 64))
         frames.append(frame("kv@x@m", seq, encode_events(EventBatch(0.0, events))))
         pairs = [
             ByteBlock(one, names[4 * at + 2], 64 * (4 * at + 3)) for at, one in enumerate(byte_hashes(*canonical[:2]))
@@ -60,9 +60,9 @@ def holding(*bodies: bytes) -> bytes:
 
 
 def telling(
-    sent: bytes, *, profile: dict | None = None, asked: list[str] | None = None
+    sent: bytes, *, profile: dict | None = None, requests: list[str] | None = None
 ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    """A worker's cache: these frames, then silence; `asked` gets each question for events."""
+    """A worker's cache: these frames, then silence; `requests` gets each request for events."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path == "/v1/profile":
@@ -70,8 +70,8 @@ def telling(
                 return web.Response(status=404)
             figures = {"state_bytes": 100, "token_bytes": 10, "prefill": profile}
             return web.json_response({"model": "m", "fingerprint": "f"} | figures)
-        if asked is not None:
-            asked.append(request.query_string)
+        if requests is not None:
+            requests.append(request.query_string)
         response = web.StreamResponse(headers={"content-type": CONTENT_TYPE})
         await response.prepare(request)
         await response.write(sent)
@@ -93,7 +93,7 @@ async def until_metric(world, line: str, value: float) -> None:
 
 
 async def served_by(world, body: bytes, times: int = 8) -> set[str]:
-    """Return who served this prompt, asked so often with request ids of all kinds."""
+    """Return who served this prompt, sent so often with different request ids."""
     answers = [
         await world.post(body, "/v1/completions", headers={headers.REQUEST_ID: hashlib.sha256(bytes([n])).hexdigest()})
         for n in range(times)

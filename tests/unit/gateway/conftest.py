@@ -1,4 +1,4 @@
-"""A real gateway on loopback before workers that speak the wire contract and do what a test tells them to."""
+"""A real gateway on loopback before workers that speak the wire contract and do what a test wants."""
 
 import asyncio
 import json
@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
+from tests.tables import make_instance, make_table
 from tests.waiting import eventually_async
 
-from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.routes import Cluster, EngineName, RoutingTable, encode
+from prfaas_gateway.kv import foreign_events, manager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import RunningGateway, serving
@@ -35,12 +37,12 @@ class Seen(NamedTuple):
 
 async def answer(_request: web.Request, body: bytes) -> web.StreamResponse:
     """Answer like a worker whose model takes 4 bytes a token."""
-    told = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
-    return web.json_response({"object": "chat.completion"}, headers=told)
+    reported = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
+    return web.json_response({"object": "chat.completion"}, headers=reported)
 
 
 async def not_yet(_request: web.Request) -> web.StreamResponse:
-    """Tell nothing of a cache now."""
+    """Publish no cache now."""
     return web.Response(status=503)
 
 
@@ -77,7 +79,7 @@ class Worker:
         await self.runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path in ("/v1/kv-events", "/v1/profile"):  # asked for beside all requests, and mostly not to be had
+        if request.path in ("/v1/kv-events", "/v1/profile"):  # the gateway polls them; most have none
             return await self.cache(request)
         body = await request.read()
         self.seen.append(Seen(request.path, lower(request.headers), body))
@@ -136,29 +138,24 @@ class World:
         self.client = await self.stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
         self.running = await self.stack.enter_async_context(serving(config._replace(drain_seconds=2)))
 
-    def write_table(self, mode: str = "Auto", tokens: int = 1000, **more) -> RoutingTable:
-        roles = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}
-        instances = [
-            Instance(
-                name=name, pool=roles[name[0]][0], cluster=roles[name[0]][1], role=roles[name[0]][0], url=worker.url
-            )
-            for name, worker in self.workers.items()
-        ]
-        defaults = {
-            "policy": "p",
-            "namespace": "n",
-            "generation": 1,
-            "model": "m",
-            "on_offload_failure": "PrefillLocally",
-            "threshold": Threshold(mode=mode, tokens=tokens, min_tokens=10, max_tokens=5000),
-            "watermarks": LinkWatermarks(high_percent=80, low_percent=50),
-            "short_interval_seconds": 1,
+    def write_table(self, engine: EngineName = "prfaas", **table) -> RoutingTable:
+        """Put all workers into a table, as instances of this engine."""
+        workers = self.workers.items()
+        fields = {
             "clusters": (Cluster(name="eu", capacity_mbps=100, utilisation_query="vector(0)"),),
-            "instances": tuple(instances),
+            "instances": tuple(make_instance(name, url=one.url, engine=engine) for name, one in workers),
         }
-        self.table = RoutingTable(**(defaults | more))
-        self.routes_file.write_bytes(encode(self.table))
-        return self.table
+        return self._write(make_table(**(fields | table)))
+
+    def change_instances(self, **changes) -> None:
+        """Change all instances of the table, at once."""
+        instances = tuple(msgspec.structs.replace(one, **changes) for one in self.table.instances)
+        self.state.set_table(self._write(msgspec.structs.replace(self.table, instances=instances)))
+
+    def _write(self, table: RoutingTable) -> RoutingTable:
+        self.table = table
+        self.routes_file.write_bytes(encode(table))
+        return table
 
     @property
     def url(self) -> str:
@@ -204,6 +201,13 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         yield made
         if made.running is not None:
             made.running.state.check_integrity()
+
+
+@pytest.fixture
+def _quick_pauses(monkeypatch) -> None:
+    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(foreign_events, "SILENCE_SECONDS", 0.2)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Engines of others as a gateway hears them: real ZMQ sockets, and events written from their documented format alone.
+"""Engines of others as a gateway hears them: real ZMQ sockets, and events written only from their documented format.
 
 PUB     [topic, number as 8 bytes big-endian, payload]
-ROUTER  asked [identity, "", number], answers [identity, "", number, payload] for each kept batch from there on, one
+ROUTER  takes [identity, "", number], answers [identity, "", number, payload] for each kept batch from there on, one
         message a batch, then the number -1 and an empty payload
 """
 
@@ -90,7 +90,7 @@ class Vllm(Engine):
 
     def stored(self, tokens: list[int], first: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
         names = self.names(tokens)
-        told = {
+        event = {
             "type": "BlockStored",
             "block_hashes": names[first:],
             "parent_block_hash": names[first - 1] if first else None,
@@ -105,7 +105,7 @@ class Vllm(Engine):
             "kv_cache_spec_sliding_window": None,
             "block_offsets": None,
         }
-        yield told | more
+        yield event | more
 
 
 class VllmMaps(Vllm):
@@ -129,7 +129,7 @@ class Sglang(Engine):
     def stored(self, tokens: list[int], first: int = 0, **more: Any) -> Iterator[dict[str, Any]]:
         names, size = self.names(tokens), self.block_size
         for at in range(first, len(names)):
-            told = {
+            event = {
                 "type": "BlockStored",
                 "block_hashes": [names[at]],
                 "parent_block_hash": names[at - 1] if at else None,
@@ -138,7 +138,7 @@ class Sglang(Engine):
                 "lora_id": None,
                 "medium": "GPU",
             }
-            yield told | more
+            yield event | more
 
 
 class SglangMaps(Sglang):
@@ -157,7 +157,6 @@ class Publisher:
         host: where they listen.
         kept: batches that the log keeps.
         has_log: whether there is one.
-        answers: batches of the log that one answer holds; what comes next of it gets lost on the way.
         ports: of PUB and ROUTER.
         life: what newer vLLM adds to every number.
 
@@ -169,7 +168,6 @@ class Publisher:
         kept: int = 10_000,
         *,
         has_log: bool = True,
-        answers: int = 10_000,
         ports: tuple[int, int] = (PORT, PORT + 1),
         life: bytes = b"",
     ):
@@ -178,7 +176,6 @@ class Publisher:
         self.questions: list[int] = []
         self.next_seq = 0
         self._kept = kept
-        self._answers = answers
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.bind(f"tcp://{host}:{ports[0]}")
@@ -191,7 +188,7 @@ class Publisher:
             self._thread.start()
 
     def publish(self, payload: bytes, *, is_lost: bool = False) -> None:
-        """Publish a batch; one that is lost stands in the log alone."""
+        """Publish a batch; a lost one stands only in the log."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self.log = [*self.log, (seq, payload)][-self._kept :]
         if not is_lost:
@@ -215,12 +212,11 @@ class Publisher:
             if not self._router.poll(20):
                 continue
             frames = self._router.recv_multipart()
-            assert len(frames) == 3, "engines take questions of an empty frame and a number alone"
+            assert len(frames) == 3, "engines take only questions of an empty frame and a number"
             assert frames[1] == b""
             start = int.from_bytes(frames[2], "big")
             self.questions.append(start)
             wanted = [(seq, payload) for seq, payload in self.log if seq >= start]
-            for number, (seq, payload) in enumerate(wanted):
-                if number != self._answers:
-                    self._router.send_multipart([frames[0], b"", seq.to_bytes(8, "big") + self._life, payload])
+            for seq, payload in wanted:
+                self._router.send_multipart([frames[0], b"", seq.to_bytes(8, "big") + self._life, payload])
             self._router.send_multipart([frames[0], b"", (-1).to_bytes(8, "big", signed=True), b""])

@@ -1,4 +1,4 @@
-"""A worker that tells its tokens and can go on with another's answer, without a model; it dies where a test says."""
+"""A worker that names its tokens and can continue another's answer, without a model; it dies where a test says."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ def text_of(choice: int) -> str:
     return "".join(f"{choice}.{number} " for number in range(TOKENS))
 
 
-def said(resume: Resume, fixed: ResumableHeader, tokens: int = TOKENS) -> bytes:
+def speak(resume: Resume, fixed: ResumableHeader, tokens: int = TOKENS) -> bytes:
     """Return the stream from where `resume` stands, as one worker sends it; an event tells up to three tokens."""
     stream = b""
     sent = {choice: len(one.token_ids) for choice, one in resume.choices.items()}
@@ -63,9 +63,9 @@ class Speaker:
         resume = decode_resume(body[:size]) if size else None
         self.resumes.append(resume)
         assert resume is None or resume.fingerprint == FINGERPRINT
-        stream = said(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(request.headers[headers.RESUMABLE]))
-        told = {"Content-Type": "text/event-stream", headers.RESUMABLE: FINGERPRINT, headers.CACHED_TOKENS: "7"}
-        response = web.StreamResponse(headers=told)
+        stream = speak(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(request.headers[headers.RESUMABLE]))
+        fields = {"Content-Type": "text/event-stream", headers.RESUMABLE: FINGERPRINT, headers.CACHED_TOKENS: "7"}
+        response = web.StreamResponse(headers=fields)
         await response.prepare(request)
         await response.write(stream[: self.dies_at])
         if self.dies_at is not None:
@@ -93,14 +93,14 @@ def read(body: bytes) -> dict[int, str]:
     for event in events:
         if event.startswith(b":"):
             continue
-        told = json.loads(event.removeprefix(b"data: "))
-        heads.add(told["created"])
-        texts[told["index"]] = texts.get(told["index"], "") + told["text"]
+        reply = json.loads(event.removeprefix(b"data: "))
+        heads.add(reply["created"])
+        texts[reply["index"]] = texts.get(reply["index"], "") + reply["text"]
     assert len(heads) == 1
     return texts
 
 
 WHOLE = {choice: text_of(choice) for choice in range(CHOICES)}
-_STREAM = said(Resume(FINGERPRINT, 0, {}), ResumableHeader(1, 1_700_000_000))
+_STREAM = speak(Resume(FINGERPRINT, 0, {}), ResumableHeader(1, 1_700_000_000))
 LENGTH = len(_STREAM)
 AFTER_AN_EVENT = _STREAM.index(b"\n\n", LENGTH // 2) + 2

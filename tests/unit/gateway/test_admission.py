@@ -1,4 +1,4 @@
-"""Proves what a gateway does with full workers and with preferences: full ones are left alone until they have room, all
+"""Proves what a gateway does with full workers and with preferences: full ones get no request until they have room, all
 full is 429 at once, and a request goes where its headers allow.
 """
 
@@ -16,17 +16,17 @@ async def full(_request, _body):
     return web.json_response({"error": {"message": "no place", "code": headers.CODE_OVERLOADED}}, status=503)
 
 
-def test_an_instance_is_full_while_as_many_requests_are_there_as_when_it_said_so():
-    said = Saturation()
-    said.refused("d0", 3, 100.0)
-    assert said.full({"d0": 3}, 100.1) == {"d0"}
-    assert said.full({"d0": 2}, 100.1) == set()
-    assert said.full({"d0": 4, "d1": 9}, 100.1) == {"d0"}
-    assert said.full({"d0": 9}, 100.0 + FULL_SECONDS) == set()
-    assert said.full({"d0": 9}, 100.1) == set()
+def test_an_instance_is_full_while_as_many_requests_are_there_as_when_it_refused_one():
+    saturation = Saturation()
+    saturation.refused("d0", 3, 100.0)
+    assert saturation.full({"d0": 3}, 100.1) == {"d0"}
+    assert saturation.full({"d0": 2}, 100.1) == set()
+    assert saturation.full({"d0": 4, "d1": 9}, 100.1) == {"d0"}
+    assert saturation.full({"d0": 9}, 100.0 + FULL_SECONDS) == set()
+    assert saturation.full({"d0": 9}, 100.1) == set()
 
 
-async def test_while_all_are_full_requests_are_answered_without_asking_them(world, short):
+async def test_while_all_are_full_the_gateway_answers_without_them(world, short):
     await world.start("d0", "d1")
     for worker in world.workers.values():
         worker.reply = full
@@ -35,6 +35,7 @@ async def test_while_all_are_full_requests_are_answered_without_asking_them(worl
     assert {(one.status, one.json["error"]["code"], one.headers["retry-after"]) for one in answers} == {
         (429, "saturated", "1")
     }
+    assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="rejected"}') == 1
     assert sum(len(worker.seen) for worker in world.workers.values()) == 2
     world.state.clock = lambda: 100.0 + FULL_SECONDS
     await world.post(short)
@@ -63,19 +64,13 @@ async def test_as_soon_as_one_of_our_requests_ends_there_the_next_is_sent(world,
     assert (await world.post(short)).status == 200
 
 
-async def test_a_full_instance_is_left_alone_while_another_serves(world, short):
+async def test_a_full_instance_gets_no_request_while_another_serves(world, short):
     await world.start("d0", "d1")
     world.state.clock = lambda: 100.0
     world.workers["d0"].reply = full
     assert {(await world.post(short)).status for _ in range(12)} == {200}
     assert len(world.workers["d0"].seen) == 1
-
-
-async def test_when_nothing_lives_it_is_503_and_not_429(world, short):
-    await world.start("d0", "d1")
-    for worker in world.workers.values():
-        await worker.stop()
-    assert (await world.post(short)).status == 503
+    assert not world.state.ejections.until_seconds
 
 
 EU = Cluster(name="eu", datacenter="eu-west", capacity_mbps=100, utilisation_query="vector(0)")
@@ -117,6 +112,7 @@ async def test_preferences_hold_after_a_failure_too(world, long):
         [(headers.DATACENTERS, "forbid us"), (headers.DATACENTERS, "forbid cn")],
         [(headers.OFFLOAD, "allways")],
         [(headers.OFFLOAD, "never"), (headers.OFFLOAD, "always")],
+        [(headers.DEADLINE_SECONDS, "soon")],
     ],
 )
 async def test_a_wish_that_cannot_be_read_is_refused_and_never_ignored(world, long, sent):

@@ -30,8 +30,7 @@ STREAM = (
 
 async def start(world, engine: EngineName, *names: str, **more: Any) -> None:
     await world.start(*names, **more)
-    instances = tuple(msgspec.structs.replace(one, engine=engine) for one in world.table.instances)
-    world.state.set_table(world.write_table(instances=instances))
+    world.change_instances(engine=engine)
     for worker in world.workers.values():
         worker.reply = _answer
 
@@ -53,7 +52,7 @@ async def test_an_engine_that_serves_an_api_gets_its_requests_as_they_are(world,
 
 @pytest.mark.parametrize("engine", sorted(VLLM - {"vllm-mooncake"}))
 @pytest.mark.parametrize(("path", "limit"), [("/v1/messages", "max_tokens"), ("/v1/responses", "max_output_tokens")])
-async def test_vllm_hands_over_caches_of_every_api(world, engine, path, limit):
+async def test_vllm_sends_caches_of_every_api(world, engine, path, limit):
     await start(world, engine, "d0", "x0")
     got = await world.post(BODIES[path] | {"stream": False}, path)
     assert (got.status, got.headers[headers.DECISION], got.headers[headers.OUTCOME]) == (200, "offload", "ok")
@@ -157,12 +156,12 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_of_its_api(world, p
     *_, last = got.body.removesuffix(b"\n\n").split(b"\n\n")
     name, data = last.split(b"\n")
     assert name == b"event: error"
-    told = json.loads(data.removeprefix(b"data: "))
-    assert told["type"] == "error"
+    event = json.loads(data.removeprefix(b"data: "))
+    assert event["type"] == "error"
     if path == "/v1/messages":
-        assert (told["error"]["type"], told["error"]["code"]) == ("api_error", "stream_broken")
+        assert (event["error"]["type"], event["error"]["code"]) == ("api_error", "stream_broken")
     else:
-        assert told["code"] == "stream_broken"
+        assert event["code"] == "stream_broken"
 
 
 async def test_errors_of_the_messages_api_have_anthropics_form_and_openais_fields(world, tmp_path):

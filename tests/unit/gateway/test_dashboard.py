@@ -1,4 +1,4 @@
-"""Proves what the live page is told: all of what the gateway knows, nothing secret, bounded, and only what is new."""
+"""Proves what the live page gets: all that the gateway knows, nothing secret, bounded, and only what is new."""
 
 import json
 
@@ -112,12 +112,12 @@ async def test_no_prompt_and_no_key_is_in_the_document(world):
     await world.start("d0")
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "the launch codes"}]}).encode()
     await world.post(body, headers={"Authorization": "Bearer sk-secret"})
-    told = (await world.get("/ui/state")).body.decode()
-    assert "launch codes" not in told
-    assert "sk-secret" not in told
+    document = (await world.get("/ui/state")).body.decode()
+    assert "launch codes" not in document
+    assert "sk-secret" not in document
 
 
-async def test_a_gateway_that_asks_for_keys_shows_its_state_for_one_alone(world, tmp_path):
+async def test_a_gateway_with_keys_shows_its_state_only_for_a_key(world, tmp_path):
     keys = tmp_path / "keys"
     keys.mkdir()
     (keys / "team-a").write_text("sk-team-a-0123456789abcdef")
@@ -129,13 +129,13 @@ async def test_a_gateway_that_asks_for_keys_shows_its_state_for_one_alone(world,
         assert got.status == 200
 
 
-async def test_however_much_is_served_the_record_stays_small(world, short):
+async def test_the_record_stays_small(world, short):
     await world.start("d0")
     history = RequestHistory(clock=lambda: 5.0)
     await world.post(short)
     for number in range(REQUESTS + 50):
         history.add_sample(world.state)
-        history._placed.append(number)  # only how many are kept is asked here
+        history._placed.append(number)  # this counts only how many are kept
         history.count += 1
     assert len(history.placed_after(0)) == REQUESTS
     assert history.placed_after(history.count - 2) == [REQUESTS + 48, REQUESTS + 49]

@@ -1,4 +1,4 @@
-"""Proves the live page in a real browser: what it draws, on a phone and in the dark, by keyboard alone, and with a key.
+"""Proves the live page in a real browser: what it draws, on a phone and in the dark, by keyboard only, and with a key.
 
 Needs Chromium on PATH, which `make test` installs where it can (Debian's package); without it these tests say so and
 are skipped. The pictures lie under the tests' temporary folder.
@@ -45,13 +45,13 @@ async def busy(world):
     await world.control("PUT", "/threshold", msgspec.json.encode(update))
 
     async def cached(request: web.Request, body: bytes) -> web.StreamResponse:
-        told = {headers.PROMPT_TOKENS: str(len(body) // 4), headers.CACHED_TOKENS: str(len(body) // 8)}
-        return web.json_response({"object": "chat.completion"}, headers=told)
+        reported = {headers.PROMPT_TOKENS: str(len(body) // 4), headers.CACHED_TOKENS: str(len(body) // 8)}
+        return web.json_response({"object": "chat.completion"}, headers=reported)
 
     for worker in world.workers.values():
         worker.reply = cached
     for number in range(6):
-        text = f"{number} is asked. " + "x" * (40_000 if number % 2 else 300)
+        text = f"{number} is the number. " + "x" * (40_000 if number % 2 else 300)
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         await world.post(body, headers={"x-request-id": f"request-{number}"})
     await world.workers["x0"].stop()
@@ -63,7 +63,7 @@ async def opened(browser: Browser, url: str, **context) -> tuple[Page, list[str]
     page = await (await browser.new_context(**context)).new_page()
     page.set_default_timeout(PATIENCE_MS)
     complaints: list[str] = []
-    page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("console", lambda entry: complaints.append(entry.text) if entry.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     await page.goto(url)
     return page, complaints
@@ -72,7 +72,7 @@ async def opened(browser: Browser, url: str, **context) -> tuple[Page, list[str]
 expect.set_options(timeout=PATIENCE_MS)
 
 
-async def test_the_page_draws_what_the_gateway_knows_and_runs_nothing_that_it_was_told(busy, browser, tmp_path):
+async def test_the_page_draws_what_the_gateway_knows_and_runs_none_of_it(busy, browser, tmp_path):
     page, complaints = await opened(browser, busy.url + "/ui/", viewport={"width": 1280, "height": 900})
     await expect(page.locator("#state")).to_have_text("Live")
     await expect(page.locator("#threshold")).to_have_text("1,500 tokens")
@@ -128,7 +128,7 @@ async def test_a_gateway_with_keys_asks_for_one_and_then_shows_itself(world, bro
     assert KEY not in await page.content()
 
 
-async def test_a_gateway_that_dies_is_said_to_be_gone(world, browser):
+async def test_the_page_reports_a_gateway_that_dies(world, browser):
     await world.start("d0")
     page, _ = await opened(browser, world.url + "/ui/")
     await expect(page.locator("#state")).to_have_text("Live")

@@ -52,10 +52,3 @@ def test_an_instance_that_left_the_table_is_forgotten():
     ejections.failed("d1", 0.0)
     ejections.keep_only({"d1"})
     assert set(ejections.until_seconds) == {"d1"}
-
-
-def test_an_instance_that_never_failed_costs_nothing():
-    ejections = Ejections(1, 8)
-    ejections.starting("d0", 0.0)
-    ejections.succeeded("d0")
-    assert ejections.until_seconds == {}

@@ -47,7 +47,7 @@ async def test_an_error_repeats_only_the_beginning_of_a_long_model_name(world):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_a_body_over_the_limit_is_refused(world, announced):
+async def test_refuses_a_body_above_the_limit(world, announced):
     await world.start("d0", limits=Limits(request_bytes=1000))
     body = b'{"model":"m","x":"' + b"y" * 1000 + b'"}'
 
@@ -65,7 +65,7 @@ async def test_an_unknown_path_is_404_in_openai_form(world):
         assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
 
 
-async def test_another_method_is_405_and_told_the_right_one(world):
+async def test_another_method_gets_405_and_the_allowed_ones(world):
     await world.start("d0")
     for got, allowed in (
         (await world.get("/v1/chat/completions"), "POST"),
@@ -103,7 +103,7 @@ async def test_a_gateway_that_drains_serves_and_asks_for_a_new_connection(world,
     assert (got.status, got.headers["connection"]) == (200, "close")
 
 
-async def test_before_the_first_table_nothing_is_ready_and_requests_are_told_to_wait(world, short):
+async def test_before_the_first_table_nothing_is_ready_and_requests_have_to_wait(world, short):
     await world.start("d0")
     world.state.table = None
     assert (await world.get("/readyz")).status == 503
@@ -137,7 +137,7 @@ async def test_reported_lengths_correct_the_estimate(world):
     assert decisions[-1] == "offload"
 
 
-async def test_a_packed_request_body_counts_unpacked_and_goes_on_plain(world):
+async def test_a_packed_request_body_counts_unpacked_and_is_forwarded_plain(world):
     import gzip
 
     await world.start("d0", limits=Limits(request_bytes=100_000))

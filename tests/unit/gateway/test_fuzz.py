@@ -1,6 +1,6 @@
-"""Proves that no bytes from a client make the gateway answer 5xx of its own, hang, or stop serving others.
+"""Proves that no bytes from a client make the gateway itself answer 5xx, hang, or stop serving others.
 
-The worker behind it serves whatever comes, so that a 5xx can be the gateway's alone.
+The worker behind it serves whatever comes, so that only the gateway can cause a 5xx.
 """
 
 import asyncio
@@ -18,10 +18,11 @@ from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.documented import keeps_its_word
+from tests.serving import serving as serve_http
+from tests.tables import make_instance, make_table
 
-from prfaas.names import HUB
 from prfaas.wire import headers, openapi
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.routes import encode
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import serving
@@ -42,7 +43,7 @@ class Got(NamedTuple):
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory) -> Iterator[int]:
-    """The port of a gateway in a thread of its own."""
+    """The port of a gateway in its own thread."""
     folder = tmp_path_factory.mktemp("fuzz")
     ready, found, stop = threading.Event(), [], asyncio.Event()
     loop = asyncio.new_event_loop()
@@ -52,21 +53,15 @@ def port(tmp_path_factory) -> Iterator[int]:
             await request.read()
             return web.json_response({"object": "text_completion"})
 
-        app = web.Application(client_max_size=1 << 20)
-        app.router.add_route("*", "/{path:.*}", answer)
-        worker = web.AppRunner(app, access_log=None)
-        await worker.setup()
-        await web.TCPSite(worker, "127.0.0.1", 0).start()
         routes = folder / "routes.json"
-        routes.write_bytes(encode(_table(f"http://127.0.0.1:{worker.addresses[0][1]}")))
-        async with serving(
-            GatewayOptions("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
-        ) as running:
-            found.append(running.port)
-            ready.set()
-            await stop.wait()
-            running.state.check_integrity()
-        await worker.cleanup()
+        options = GatewayOptions("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
+        async with serve_http(answer) as url:
+            routes.write_bytes(encode(make_table(make_instance("d0", url=url), mode="Fixed", tokens=100)))
+            async with serving(options) as running:
+                found.append(running.port)
+                ready.set()
+                await stop.wait()
+                running.state.check_integrity()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
@@ -77,22 +72,8 @@ def port(tmp_path_factory) -> Iterator[int]:
     loop.close()
 
 
-def _table(url: str) -> RoutingTable:
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode="Fixed", tokens=100, min_tokens=1, max_tokens=1000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
-        instances=(Instance(name="d0", pool="d", cluster=HUB, role="decode", url=url),),
-    )
-
-
 def send(port: int, raw: bytes, *, leave: bool) -> Got:
-    """Send bytes, and then wait for an answer, or `leave` at once: whoever ends his side of a connection has left."""
+    """Send bytes, and then wait for an answer, or `leave` at once, by ending this side of the connection."""
     received = b""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(raw)
@@ -114,7 +95,7 @@ def post(port: int, body: bytes, path: str = PATHS[0], **sent: str) -> Got:
 
 
 def judge(port: int, got: Got) -> None:
-    is_late = got.status == 504 and b"deadline_exceeded" in got.body  # as short a deadline as was asked for
+    is_late = got.status == 504 and b"deadline_exceeded" in got.body  # as short a deadline as the request set
     assert got.status < 500 or is_late, got
     if got.body and got.status in (400, 404, 408, 413) and got.body.startswith(b"{"):
         assert set(json.loads(got.body)["error"]) == {"message", "type", "param", "code"}

@@ -1,4 +1,4 @@
-"""Proves that with keys nobody comes in without one, that a changed folder counts, and that no key is logged."""
+"""Proves that with keys no client comes in without one, that a changed folder counts, and that no key is logged."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ def named(ring: KeyRing, key: str) -> str | None:
         json.dumps({"keys": [OTHER, DIGEST]}),
     ],
 )
-def test_a_key_lets_in_whoever_its_file_is_named_after(tmp_path, content):
+def test_a_key_admits_the_client_that_its_file_names(tmp_path, content):
     ring = ring_of(tmp_path, **{"team-a": content})
     assert named(ring, KEY) == "team-a"
     assert [named(ring, wrong) for wrong in (KEY[:-1], KEY + "0", KEY.upper(), "", DIGEST)] == [None] * 5
@@ -74,7 +74,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_cannot_be_used_lets_nobody_in_and_the_log_repeats_nothing_of_it(tmp_path, name, caplog):
+def test_an_unusable_file_admits_no_client_and_the_log_repeats_nothing_of_it(tmp_path, name, caplog):
     ring = ring_of(tmp_path, good=OTHER, **{name: BAD[name]})
     for _ in range(3):
         assert (named(ring, KEY), named(ring, OTHER)) == (None, "good")
@@ -104,7 +104,7 @@ def test_a_secret_is_followed_through_the_link_that_the_kubelet_swaps(tmp_path):
     assert (named(ring, KEY), named(ring, OTHER)) == (None, "a")
 
 
-def test_a_folder_that_goes_away_changes_nothing_and_is_told_once(tmp_path, caplog):
+def test_a_folder_that_disappears_changes_nothing_and_is_logged_once(tmp_path, caplog):
     folder = tmp_path / "keys"
     folder.mkdir()
     ring = ring_of(folder, a=KEY)
@@ -119,9 +119,9 @@ def test_a_folder_that_is_not_there_at_the_start_is_a_mistake_of_the_command_lin
 
 
 @given(st.binary(max_size=600))
-def test_no_bytes_but_the_key_let_anybody_in(tmp_path_factory, given_key):
+def test_no_bytes_but_the_key_admit_a_client(tmp_path_factory, key):
     ring = ring_of(tmp_path_factory.mktemp("keys"), a=KEY)
-    assert (ring.client(given_key) is not None) is (given_key == KEY.encode())
+    assert (ring.client(key) is not None) is (key == KEY.encode())
 
 
 # Through the gateway
@@ -161,7 +161,7 @@ async def test_a_stranger_is_refused_in_openai_form_and_reaches_no_worker(world,
     assert (await world.get("/healthz")).status == (await world.get("/metrics")).status == 200
 
 
-async def test_a_client_with_a_key_is_served_and_the_key_goes_no_further(world, keys, short, caplog):
+async def test_serves_a_client_with_a_key_and_does_not_forward_the_key(world, keys, short, caplog):
     caplog.set_level(logging.DEBUG)
     await world.start("d0", keys_dir=keys)
     assert (await world.post(short, headers=bearer(KEY))).status == 200
@@ -191,7 +191,7 @@ def test_a_link_in_a_circle_stops_no_other_file_from_being_read(tmp_path, caplog
     (tmp_path / "circle").symlink_to("circle")
     (tmp_path / "a").write_text("n" * 21)
     now = 5.0
-    assert ring.client(b"k" * 20) is None, "a key that was taken away is not valid any more"
+    assert ring.client(b"k" * 20) is None, "a removed key is no longer valid"
     assert ring.client(b"n" * 21) is not None
     assert "'circle' in --keys-dir admits no client" in caplog.text
     assert KeyRing(tmp_path).client(b"n" * 21) is not None

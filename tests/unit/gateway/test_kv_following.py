@@ -13,21 +13,14 @@ from tests.waiting import eventually_async
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.kvevents import EventBatch, encode_events
-from prfaas_gateway.kv import manager
 
 from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until_metric
 
-pytestmark = pytest.mark.system
-
-
-@pytest.fixture(autouse=True)
-def quick_pauses(monkeypatch):
-    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("_quick_pauses")]
 
 
 async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(world):
-    mine, theirs, nobodys = (body_of(seed) for seed in ("mine", "theirs", "nobody's"))
+    mine, theirs, new = (body_of(seed) for seed in ("mine", "theirs", "new"))
     caches = {"d0": telling(holding(mine)), "d1": telling(holding(theirs)), "d2": telling(hello())}
     await start(world, caches, tokens=5000)
     await until_metric(world, "prfaas_gateway_kv_batches_total", 4)
@@ -35,38 +28,38 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(wor
     assert await world.metric("prfaas_gateway_kv_byte_blocks") == 2 * 4096 // 256
     assert await served_by(world, mine) == {"d0"}
     assert await served_by(world, theirs) == {"d1"}
-    assert await served_by(world, nobodys) == {"d0", "d1", "d2"}
+    assert await served_by(world, new) == {"d0", "d1", "d2"}
 
 
 async def test_an_instance_that_leaves_is_forgotten_and_one_that_comes_is_followed(world):
     mine = body_of("mine")
     await start(world, {"d0": telling(holding(mine)), "d1": telling(hello())}, tokens=5000)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 16)
-    gone = [one for one in world.table.instances if one.name != "d0"]
-    world.write_table(tokens=5000, instances=tuple(gone), generation=2)
+    remaining = [one for one in world.table.instances if one.name != "d0"]
+    world.write_table(tokens=5000, instances=tuple(remaining), generation=2)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 0)
     await until_metric(world, 'prfaas_gateway_kv_instances{state="followed"}', 1)
     world.write_table(tokens=5000, generation=3)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 16)
 
 
-async def test_a_lost_connection_is_made_again_and_goes_on_where_it_was(world):
-    asked, mine = [], body_of("mine")
+async def test_a_lost_connection_is_made_again_and_continues_where_it_was(world):
+    requests, mine = [], body_of("mine")
 
     async def cache(request: web.Request) -> web.StreamResponse:
-        if request.path == "/v1/kv-events" and asked:
-            return await telling(hello(), asked=asked)(request)
+        if request.path == "/v1/kv-events" and requests:
+            return await telling(hello(), requests=requests)(request)
         if request.path == "/v1/profile":
             return web.Response(status=404)
-        asked.append(request.query_string)
+        requests.append(request.query_string)
         response = web.StreamResponse(headers={"content-type": CONTENT_TYPE})
         await response.prepare(request)
         await response.write(holding(mine))
         return response
 
     await start(world, {"d0": cache, "d1": telling(hello())}, tokens=5000)
-    await eventually_async(lambda: len(asked) > 1, "the gateway asks again")
-    assert asked == ["", "from=1&bytes_from=1&epoch=e1"]
+    await eventually_async(lambda: len(requests) > 1, "the gateway asks again")
+    assert requests == ["", "from=1&bytes_from=1&epoch=e1"]
     assert await served_by(world, mine) == {"d0"}
 
 
@@ -93,7 +86,7 @@ async def test_instances_that_cannot_tell_now_are_not_judged(world):
 
 
 @pytest.mark.parametrize("profile", [QUICK, None])
-async def test_who_prefills_is_told_of_an_instance_that_has_more_where_that_is_known_to_pay(world, profile):
+async def test_a_prefill_learns_of_an_instance_that_has_more_where_that_is_known_to_pay(world, profile):
     mine, gate = body_of("mine"), asyncio.Event()
     await start(world, {"d0": telling(holding(mine)), "d1": telling(hello(), profile=profile)}, tokens=5000)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 16)
@@ -111,10 +104,10 @@ async def test_who_prefills_is_told_of_an_instance_that_has_more_where_that_is_k
     gate.set()
     assert {(await one).status for one in asking} == {200}
     assert owner.seen, "the first ones went where the prompt is"
-    told = [one.headers.get(headers.PREFIX_URL) for one in other.seen]
-    assert told == [owner.url if profile else None] * len(told) != []
+    urls = [one.headers.get(headers.PREFIX_URL) for one in other.seen]
+    assert urls == [owner.url if profile else None] * len(urls) != []
     assert not any(headers.PREFIX_URL in one.headers for one in owner.seen)
-    assert await world.metric("prfaas_gateway_kv_prefixes_total") == (len(told) if profile else 0)
+    assert await world.metric("prfaas_gateway_kv_prefixes_total") == (len(urls) if profile else 0)
     if profile:
         assert other.seen[0].headers[headers.PREFIX_CLUSTER] == HUB
 
@@ -130,11 +123,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_a_broken_stream_harms_nobody_else(world, what):
-    mine, asked = body_of("mine"), []
+async def test_a_broken_stream_harms_no_other_instance(world, what):
+    mine, requests = body_of("mine"), []
 
     async def cache(request: web.Request) -> web.StreamResponse:
-        asked.append(request.path)
+        requests.append(request.path)
         response = web.StreamResponse(headers={"content-type": CONTENT_TYPE})
         await response.prepare(request)
         await response.write(HOSTILE[what])
@@ -142,5 +135,5 @@ async def test_a_broken_stream_harms_nobody_else(world, what):
 
     await start(world, {"d0": cache, "d1": telling(holding(mine))}, tokens=5000)
     await until_metric(world, "prfaas_gateway_kv_byte_blocks", 16)
-    await eventually_async(lambda: asked.count("/v1/kv-events") >= 3, "the gateway asks three times")
+    await eventually_async(lambda: requests.count("/v1/kv-events") >= 3, "the gateway asks three times")
     assert await served_by(world, mine) == {"d1"}

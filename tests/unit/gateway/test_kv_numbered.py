@@ -40,7 +40,7 @@ class Peer:
             pass
 
     def ask(self, first_kept: int = 0) -> bool:
-        """Ask the log; False where it is found wanting."""
+        """Read the log; return False where it lacks batches."""
         start = self.reading.question()
         for seq, payload in self.log:
             if seq >= max(start, first_kept):
@@ -92,7 +92,7 @@ def test_what_was_lost_is_taken_from_the_log_and_what_the_log_repeats_is_taken_o
     assert (peer.reading.batches, peer.reading.lives, peer.reading.is_whole) == (4, 0, True)
 
 
-def test_an_engine_that_began_anew_is_known_by_its_log_whatever_its_numbers_are(peer):
+def test_recognises_a_restarted_engine_by_its_log_despite_its_numbers(peer):
     for prompt in (PROMPT, OTHER, PROMPT[:20]):
         peer.does(*peer.engine.stored(prompt))
     reading = peer.reading
@@ -111,7 +111,7 @@ def test_a_publisher_that_names_its_life_is_known_by_it_at_once(peer):
     peer.log, peer.life = [], b"b" * 16
     peer.does(*peer.engine.stored(OTHER), is_lost=True)
     late = len(peer.log), peer.engine.batch(*peer.engine.stored(OTHER[:64]))
-    assert peer.reading.is_gap(NumberedBatch(*late, peer.life)), "its number alone fits"
+    assert peer.reading.is_gap(NumberedBatch(*late, peer.life)), "only its number fits"
     peer.log.append(late)
     assert not peer.ask()
     assert peer.ask()
@@ -151,7 +151,7 @@ def test_without_a_log_a_gap_or_a_new_connection_voids_what_was_known(peer):
     assert peer.match(OTHER) == 0
 
 
-def test_batches_that_the_log_lost_in_its_answer_are_asked_for_again(peer):
+def test_requests_batches_again_that_the_log_lost_in_its_answer(peer):
     for end in (40, 80, 120, 160):
         peer.does(*peer.engine.stored(PROMPT[:end]), is_lost=True)
     whole, peer.log = peer.log, [peer.log[0], *peer.log[2:]]
@@ -189,7 +189,7 @@ def test_blocks_for_other_prompts_than_their_tokens_say_are_left_out():
     assert harmless.match(PROMPT) == 160
 
 
-def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_whatever_order_a_step_is_told():
+def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_any_order_of_events():
     peer = Peer()
     (blocks,), names = peer.engine.stored(PROMPT), peer.engine.names(PROMPT)
     state = blocks | {
@@ -198,22 +198,22 @@ def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_whatever_order_a
         "block_hashes": [names[4]],
         "parent_block_hash": names[3],
     }
-    # Aligned states are sparse: one name, and the tokens of all blocks that were gone through.
+    # Aligned states are sparse: one name, and the tokens of all blocks before it.
     peer.does(state, blocks)
     assert peer.match(PROMPT) == 80
     peer.does(state | {"block_hashes": [names[9]]})
     assert (peer.match(PROMPT), peer.match(PROMPT[:130])) == (160, 80), "a state beyond a prompt serves it nothing"
-    gone = {"type": "BlockRemoved", "block_hashes": [names[9]], "medium": "GPU", "group_idx": 1}
-    peer.does(gone)
+    removed = {"type": "BlockRemoved", "block_hashes": [names[9]], "medium": "GPU", "group_idx": 1}
+    peer.does(removed)
     assert (peer.match(PROMPT), peer.reading.is_whole) == (80, True)
-    peer.does(state | {"block_hashes": [names[7]]}, gone | {"block_hashes": [names[4], names[7]]})
+    peer.does(state | {"block_hashes": [names[7]]}, removed | {"block_hashes": [names[4], names[7]]})
     assert peer.match(PROMPT) == 0
     again = Peer()
-    again.does(state, gone | {"block_hashes": [names[4]]}, blocks)
+    again.does(state, removed | {"block_hashes": [names[4]]}, blocks)
     assert again.match(PROMPT) == 0, "a state that came and went before its block"
 
 
-def test_other_tiers_tell_names_alone():
+def test_other_mediums_tell_only_names():
     peer = Peer()
     (blocks,), names = peer.engine.stored(PROMPT), peer.engine.names(PROMPT)
     host = blocks | {"medium": "CPU", "token_ids": [], "parent_block_hash": None}

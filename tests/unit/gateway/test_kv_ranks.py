@@ -1,8 +1,6 @@
-"""Proves that every data-parallel rank of an engine counts as a cache of its own, and that a request names its rank."""
+"""Proves that every data-parallel rank of an engine counts as a separate cache, and that a request names its rank."""
 
 import asyncio
-import hashlib
-import json
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -13,106 +11,72 @@ from aiohttp import web
 from prfaas import names
 from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas.wire.routes import MAX_RANKS, EngineName, Instance
-from prfaas_gateway.kv import foreign_events, manager
+from prfaas.wire.routes import MAX_RANKS, Instance
+from prfaas_gateway.kv import manager
 
-from .caches import until_metric
-from .conftest import Worker, World, answer
-from .publisher import CLEARED, Publisher, Vllm, next_host
+from .conftest import answer
+from .fleet import Fleet
+from .publisher import CLEARED, Vllm
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("_quick_pauses")]
 
 RANKS = 3
 BATCHES = "prfaas_gateway_kv_batches_total"
 PROMPTS = [[(n * (7 + seed) + seed) % 50_000 for n in range(9600)] for seed in range(RANKS)]
 
 
-@pytest.fixture(autouse=True)
-def quick_pauses(monkeypatch):
-    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
-    monkeypatch.setattr(foreign_events, "SILENCE_SECONDS", 0.2)
-
-
-class Ranked:
-    """Instance d0 of three ranks beside d1 of one, with a gateway before them."""
-
-    def __init__(self, world: World):
-        self.world = world
-        self.publishers: list[Publisher] = []
-
-    async def start(self, engine: EngineName = "vllm-nixl") -> None:
-        instances = []
-        for name, ranks in (("d0", RANKS), ("d1", 1)):
-            worker = self.world.workers[name] = Worker(name, next_host())
-            await worker.start()
-            self.world.stack.push_async_callback(worker.stop)
-            one = Instance(name=name, pool="d", cluster=HUB, role="decode", url=worker.url, ranks=ranks, engine=engine)
-            instances.append(one)
-            for rank in range(ranks):
-                ports = names.KV_EVENTS_PORT + rank, names.KV_EVENTS_PORT + ranks + rank
-                self.publishers.append(Publisher(worker.host, ports=ports))
-        await self.world.start(instances=tuple(instances), tokens=100_000)
-        await until_metric(self.world, 'prfaas_gateway_kv_instances{state="followed"}', RANKS + 1)
-
-    async def ask(self, prompt: list[int], number: int = 0) -> tuple[str, str | None]:
-        """Return who served this prompt, and the rank that the request named."""
-        told = {headers.REQUEST_ID: hashlib.sha256(bytes([number])).hexdigest()}
-        got = await self.world.post(
-            json.dumps({"model": "m", "prompt": prompt}).encode(), "/v1/completions", headers=told
-        )
-        assert got.status == 200
-        name = got.headers[headers.DECODE_INSTANCE]
-        return name, self.world.workers[name].seen[-1].headers.get(headers.DATA_RANK)
-
-
 @pytest.fixture
-async def ranked(world) -> AsyncIterator[Ranked]:
-    made = Ranked(world)
+async def ranked(world) -> AsyncIterator[Fleet]:
+    """Instance d0 of three ranks beside d1 of one."""
+    made = Fleet(world, d0=RANKS, d1=1)
+    await made.start()
+    await made.until('prfaas_gateway_kv_instances{state="followed"}', RANKS + 1)
     yield made
-    for one in made.publishers:
+    for one in made.publishers.values():
         await asyncio.to_thread(one.close)
 
 
+async def ask(ranked: Fleet, prompt: list[int], number: int = 0) -> tuple[str, str | None]:
+    """Return who served this prompt, and the rank that the request named."""
+    name = await ranked.ask(prompt, number)
+    return name, ranked.world.workers[name].seen[-1].headers.get(headers.DATA_RANK)
+
+
 async def test_a_prompt_goes_to_the_rank_that_has_its_blocks(ranked):
-    await ranked.start()
     engine = Vllm()
-    for publisher, prompt in zip(ranked.publishers, PROMPTS, strict=False):
+    for publisher, prompt in zip(ranked.publishers.values(), PROMPTS, strict=False):
         publisher.publish(engine.batch(*engine.stored(prompt)))
-    await until_metric(ranked.world, BATCHES, RANKS)
+    await ranked.until(BATCHES, RANKS)
     for _ in range(2):
         for rank, prompt in enumerate(PROMPTS):
-            assert await ranked.ask(prompt) == ("d0", str(rank))
-    ranked.publishers[1].publish(engine.batch(CLEARED))
-    await until_metric(ranked.world, BATCHES, RANKS + 1)
-    found = {await ranked.ask(PROMPTS[1], number) for number in range(9)}
-    assert {name for name, _ in found} == {"d0", "d1"}, "a rank that lost its cache draws nobody"
+            assert await ask(ranked, prompt) == ("d0", str(rank))
+    ranked.publishers["d0/1"].publish(engine.batch(CLEARED))
+    await ranked.until(BATCHES, RANKS + 1)
+    found = {await ask(ranked, PROMPTS[1], number) for number in range(9)}
+    assert {name for name, _ in found} == {"d0", "d1"}, "a rank that lost its cache draws no request"
 
 
-@pytest.mark.system
-async def test_prompts_that_nobody_has_spread_over_the_ranks_of_an_idle_instance(ranked):
-    await ranked.start()
-    served = Counter([await ranked.ask([number] * 960, number) for number in range(40)])
+async def test_new_prompts_spread_across_the_ranks_of_an_idle_instance(ranked):
+    served = Counter([await ask(ranked, [number] * 960, number) for number in range(40)])
     assert {rank for name, rank in served if name == "d0"} == {"0", "1", "2"}
 
 
-async def test_a_hot_prefix_spreads_over_ranks_as_over_instances(ranked):
-    await ranked.start()
+async def test_a_hot_prefix_spreads_across_ranks_as_across_instances(ranked):
     engine = Vllm()
-    ranked.publishers[0].publish(engine.batch(*engine.stored(PROMPTS[0][:960])))
-    await until_metric(ranked.world, BATCHES, 1)
-    all_asked, served = asyncio.Event(), Counter[str | None]()
+    ranked.publishers["d0"].publish(engine.batch(*engine.stored(PROMPTS[0][:960])))
+    await ranked.until(BATCHES, 1)
+    all_here, served = asyncio.Event(), Counter[str | None]()
 
     async def slow(request: web.Request, body: bytes) -> web.StreamResponse:
         served[request.headers.get(headers.DATA_RANK)] += 1
         if served.total() == 16:
-            all_asked.set()
-        await all_asked.wait()
+            all_here.set()
+        await all_here.wait()
         return await answer(request, body)
 
     for one in ranked.world.workers.values():
         one.reply = slow
-    await asyncio.gather(*(ranked.ask(PROMPTS[0][:960], number) for number in range(16)))
+    await asyncio.gather(*(ask(ranked, PROMPTS[0][:960], number) for number in range(16)))
     assert set(served) == {"0", "1", "2", None}, "none is named to an instance of one rank"
     assert served["0"] >= max(served["1"], served["2"]) > 0
     assert not ranked.world.state._in_flight

@@ -36,9 +36,9 @@ def name(number: int) -> bytes:
 def stored(first: int, last: int, group: int = 0, kind: str = "mla_attention", **more) -> BlockStored:
     """The event of blocks first to last of one chain."""
     count = last - first + 1
-    told = {"block_size": 64, "medium": "GPU", "group_idx": group, "kv_cache_spec_kind": kind} | more
+    fields = {"block_size": 64, "medium": "GPU", "group_idx": group, "kv_cache_spec_kind": kind} | more
     parent = name(first - 1) if first > 1 else None
-    return BlockStored([name(n) for n in range(first, last + 1)], parent, [0] * 64 * count, **told)
+    return BlockStored([name(n) for n in range(first, last + 1)], parent, [0] * 64 * count, **fields)
 
 
 def removed(*numbers: int, group: int = 0, medium: str = "GPU") -> BlockRemoved:
@@ -60,7 +60,7 @@ class Peer:
         self.say(f"prfaas.{kind}", 0, msgspec.msgpack.encode(what))
 
     def greet(self, epoch: str = "e1") -> str:
-        """Connect anew; returns what was asked for."""
+        """Connect anew; return the path of the request."""
         path = self.reading.path
         self.tell("hello", epoch=epoch, instance="pod", model="m", topics={})
         return path
@@ -83,7 +83,7 @@ def peer() -> Peer:
     return made
 
 
-def test_attention_and_states_are_told_apart_by_group(peer):
+def test_distinguishes_attention_and_states_by_group(peer):
     peer.events(0, stored(1, 9), stored(4, 4, 1, "mamba"))
     assert peer.match(9) == 4
     peer.events(1, stored(8, 8, 1, "mamba", medium="CPU"), removed(8))
@@ -109,7 +109,7 @@ def test_windows_further_groups_and_other_sizes_are_left_out(peer):
         assert len(other.index.tree) == 0
 
 
-def test_a_reader_goes_on_where_it_was_and_takes_nothing_twice(peer):
+def test_a_reader_continues_where_it_was_and_takes_nothing_twice(peer):
     assert Peer().greet() == "/v1/kv-events"
     peer.events(0, stored(1, 2))
     peer.teach(0, (7, 1))
@@ -119,7 +119,7 @@ def test_a_reader_goes_on_where_it_was_and_takes_nothing_twice(peer):
     assert peer.match(4) == 4
 
 
-def test_a_gap_is_an_error_after_which_what_is_missing_is_asked_for(peer):
+def test_a_gap_is_an_error_and_the_reader_requests_what_is_missing(peer):
     peer.events(0, stored(1, 2))
     with pytest.raises(ProtocolError, match="batch 2 came instead of batch 1"):
         peer.events(2, stored(3, 4))
@@ -145,7 +145,7 @@ def test_a_snapshot_takes_the_place_of_all_that_was_known_of_its_topic(peer):
     assert peer.reading.snapshots == 2
 
 
-def test_who_breaks_off_within_a_snapshot_asks_for_another(peer):
+def test_a_reader_cut_off_within_a_snapshot_requests_another(peer):
     peer.events(0, stored(1, 9))
     peer.tell("snapshot", topic=KV, seq=40, batches=2)
     peer.events(40, stored(1, 2))
@@ -183,7 +183,7 @@ def test_nonsense_ends_the_connection_and_nothing_else(peer, topic, payload):
     assert peer.match(2) == 2
 
 
-def test_frames_before_the_greeting_are_refused_and_unknown_topics_passed_over(peer):
+def test_refuses_frames_before_the_greeting_and_skips_unknown_topics(peer):
     with pytest.raises(ProtocolError, match=r"came before prfaas\.hello"):
         Peer().events(0, stored(1, 2))
     peer.say("prfaas.new", 0, b"whatever")
@@ -214,18 +214,18 @@ events = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(events, max_size=12), st.data())
-def test_whatever_is_lost_on_the_way_the_reader_ends_where_an_undisturbed_one_does(told, data):
+def test_after_any_losses_a_reader_ends_where_an_undisturbed_one_does(sent, data):
     whole, disturbed = Peer(), Peer()
     whole.greet()
-    for seq, event in enumerate(told):
+    for seq, event in enumerate(sent):
         whole.events(seq, event)
     for is_last in [False] * 4 + [True]:
         start = int(disturbed.greet().partition("from=")[2].partition("&")[0] or 0)
-        end, lost = (len(told), -1) if is_last else data.draw(st.tuples(*[st.integers(start, len(told))] * 2))
+        end, lost = (len(sent), -1) if is_last else data.draw(st.tuples(*[st.integers(start, len(sent))] * 2))
         with suppress(ProtocolError):
             for seq in range(start, end):
                 if seq != lost:
-                    disturbed.events(seq, told[seq])
+                    disturbed.events(seq, sent[seq])
     for last in range(1, 15):
         found = [one.index.tree.find(key_of(name(last))) != NONE for one in (whole, disturbed)]
         assert found[0] == found[1]

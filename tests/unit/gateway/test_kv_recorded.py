@@ -1,6 +1,6 @@
 """Proves by a recording of a real vLLM that the gateway matches of a prompt what vLLM itself finds cached.
 
-recorded_vllm.json holds, for each of a row of prompts, its token ids (for texts and chats, by /tokenize), vLLM's own
+vllm_cache_events.json holds for each of several prompts its token ids (for texts and chats, by /tokenize), vLLM's own
 count of cached tokens, and the batches of cache events that it caused. Lists and batches are packed. vLLM 0.32.0
 served a Qwen3-Next of random weights on a CPU (blocks of 256 tokens, three groups of states, `--mamba-cache-mode
 align`) with a cache of 40 blocks, so that blocks and states are evicted.
@@ -23,7 +23,7 @@ from prfaas.kvindex.index import InstanceIndex
 from prfaas.kvindex.tree import BlockTree
 from prfaas_gateway.kv.foreign_events import ForeignEvents
 
-RECORDED = json.loads((Path(__file__).parent / "recorded_vllm.json").read_text())
+RECORDED = json.loads((Path(__file__).parent / "vllm_cache_events.json").read_text())
 
 
 def unpacked(text: str) -> bytes:

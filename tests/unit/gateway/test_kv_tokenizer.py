@@ -1,10 +1,9 @@
 """Proves that long texts and chats are matched by the token ids that their engine gives, and that no request waits long
-for them. The engine is a stand-in with the answers and cache events of a real vLLM (recorded_vllm.json).
+for them. The engine is a stand-in with the answers and cache events of a real vLLM (vllm_cache_events.json).
 """
 
 import asyncio
 import base64
-import hashlib
 import json
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -18,17 +17,16 @@ from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
-from prfaas.wire.routes import EngineName, Instance
-from prfaas_gateway.kv import manager, tokenizer
+from prfaas.wire.routes import Instance
+from prfaas_gateway.kv import tokenizer
 from prfaas_gateway.kv.tokenizer import may_tokenize, question_of, wait_seconds
 
-from .caches import until_metric
-from .conftest import Worker, World, answer
-from .publisher import Publisher, next_host
+from .conftest import World, answer
+from .fleet import Fleet
 
 pytestmark = pytest.mark.system
 
-RECORDED = json.loads((Path(__file__).parent / "recorded_vllm.json").read_text())["steps"]
+RECORDED = json.loads((Path(__file__).parent / "vllm_cache_events.json").read_text())["steps"]
 TEXTS = [one for one in RECORDED if one["body"] is not None]
 LAST = next(number for number, one in enumerate(RECORDED) if one["what"] == "its next turn")
 BEFORE = [batch for one in RECORDED[:LAST] for batch in one["batches"]]
@@ -41,43 +39,33 @@ def unpacked(text: str) -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(manager, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(manager, "MAX_PAUSE_SECONDS", 0.05)
+def _quick(_quick_pauses, monkeypatch):
     monkeypatch.setattr(tokenizer, "MIN_TEXT_BYTES", 1000)  # the recorded texts are short
     monkeypatch.setattr(tokenizer, "_BASE_SECONDS", 5.0)
     monkeypatch.setattr(tokenizer, "_MAX_WAIT_SECONDS", 5.0)
 
 
-class Vllms:
-    """Two vLLM instances before which a gateway stands; d1 is the recorded one."""
+class Vllms(Fleet):
+    """Two vLLM instances; d1 is the recorded one."""
 
     def __init__(self, world: World):
-        self.world = world
-        self.publishers: dict[str, Publisher] = {}
+        super().__init__(world)
         self.questions: list[dict[str, Any]] = []
         self.tokenize: Callable[[dict[str, Any]], Any] = self.recorded
 
-    async def start(self, engine: EngineName = "vllm-nixl") -> None:
-        instances = []
-        for name in ("d0", "d1"):
-            worker = self.world.workers[name] = Worker(name, next_host(), reply=self.reply)
-            await worker.start()
-            self.world.stack.push_async_callback(worker.stop)
-            self.publishers[name] = Publisher(worker.host)
-            instances.append(Instance(name=name, pool="d", cluster=HUB, role="decode", url=worker.url, engine=engine))
-        await self.world.start(instances=tuple(instances), tokens=100_000)
+    async def begin(self) -> None:
+        await self.start(reply=self.reply)
         for batch in BEFORE:
             self.publishers["d1"].publish(unpacked(batch))
-        await until_metric(self.world, BATCHES, len(BEFORE))
-        await until_metric(self.world, 'prfaas_gateway_kv_instances{state="followed"}', 2)
+        await self.until(BATCHES, len(BEFORE))
+        await self.until('prfaas_gateway_kv_instances{state="followed"}', 2)
 
     async def reply(self, request: web.Request, body: bytes) -> web.StreamResponse:
         if request.path != "/tokenize":
             return await answer(request, body)
         self.questions.append(json.loads(body))
-        told = self.tokenize(self.questions[-1])
-        return await told if asyncio.iscoroutine(told) else told
+        reply = self.tokenize(self.questions[-1])
+        return await reply if asyncio.iscoroutine(reply) else reply
 
     @staticmethod
     def recorded(question: dict[str, Any]) -> web.Response:
@@ -85,16 +73,13 @@ class Vllms:
         for step in TEXTS:
             if all(step["body"].get(name) == question.get(name) for name in ("prompt", "messages")):
                 token_ids = json.loads(unpacked(step["token_ids"]))
-                told = {"count": len(token_ids), "max_model_len": 8192, "tokens": token_ids, "token_strs": None}
-                return web.json_response(told)
+                document = {"count": len(token_ids), "max_model_len": 8192, "tokens": token_ids, "token_strs": None}
+                return web.json_response(document)
         return web.json_response({"tokens": list(range(3000))})
 
-    async def ask(self, path: str, body: dict[str, Any], number: int = 0) -> str:
+    async def serve(self, path: str, body: dict[str, Any], number: int = 0) -> str:
         """Return who served a request."""
-        told = {headers.REQUEST_ID: hashlib.sha256(bytes([number])).hexdigest()}
-        got = await self.world.post(body, path, headers=told)
-        assert got.status == 200
-        return got.headers[headers.DECODE_INSTANCE]
+        return (await self.post(body, number, path)).headers[headers.DECODE_INSTANCE]
 
     async def answers(self, kind: str) -> float:
         return await self.world.metric(f'prfaas_gateway_kv_tokenized_total{{answer="{kind}"}}')
@@ -109,21 +94,21 @@ async def vllms(world) -> AsyncIterator[Vllms]:
 
 
 async def test_texts_and_chats_are_matched_exactly_as_vllm_itself_finds_them(vllms):
-    await vllms.start()
+    await vllms.begin()
     for what, expected in (("the text a third time", 1280), ("the chat a third time", 1024), ("its next turn", 1024)):
         step = next(one for one in TEXTS if one["what"] == what)
         assert step["hit"] == expected, "vLLM's own count of cached tokens"
         before = await vllms.world.metric(MATCHED)
-        assert await vllms.ask(step["path"], step["body"]) == "d1"
+        assert await vllms.serve(step["path"], step["body"]) == "d1"
         assert await vllms.world.metric(MATCHED) - before == expected
     assert vllms.world.state.estimator.bytes_per_token < 2, "exact lengths teach the estimate: here a byte is a token"
 
 
-async def test_a_text_is_asked_for_once_and_kept(vllms):
-    await vllms.start()
+async def test_a_text_is_tokenized_once_and_kept(vllms):
+    await vllms.begin()
     step = next(one for one in TEXTS if one["what"] == "the text again")
     for number in range(6):
-        assert await vllms.ask(step["path"], step["body"] | {"max_tokens": number + 1}, number) == "d1"
+        assert await vllms.serve(step["path"], step["body"] | {"max_tokens": number + 1}, number) == "d1"
     assert vllms.questions == [{"model": "m", "prompt": step["body"]["prompt"]}]
     assert (await vllms.answers("asked"), await vllms.answers("kept")) == (1, 5)
     seen = [one for name in ("d0", "d1") for one in vllms.world.workers[name].seen if one.path == step["path"]]
@@ -132,22 +117,22 @@ async def test_a_text_is_asked_for_once_and_kept(vllms):
 
 async def test_the_next_turn_of_a_chat_is_matched_by_its_last_one_without_waiting(vllms, monkeypatch):
     monkeypatch.setattr(tokenizer, "ENOUGH", 0.5)
-    await vllms.start()
+    await vllms.begin()
     step = next(one for one in TEXTS if one["what"] == "the chat again")
-    await vllms.ask(step["path"], step["body"])
+    await vllms.serve(step["path"], step["body"])
     monkeypatch.setattr(tokenizer, "wait_seconds", lambda _length: pytest.fail("nothing waits"))
     turns = [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "and more? " * 30}]
     body = step["body"] | {"messages": step["body"]["messages"] + turns}
     before = await vllms.world.metric(MATCHED)
-    assert await vllms.ask(step["path"], body, 1) == "d1"
+    assert await vllms.serve(step["path"], body, 1) == "d1"
     assert await vllms.world.metric(MATCHED) - before == 1024
     assert await vllms.answers("beginning") == 1
-    assert len(vllms.questions) == 2, "the whole is asked for all the same, for the turn after it"
+    assert len(vllms.questions) == 2, "the whole is tokenized all the same, for the turn after it"
 
 
 async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answer_is_kept(vllms, monkeypatch):
     monkeypatch.setattr(tokenizer, "_BASE_SECONDS", 0.1)
-    await vllms.start()
+    await vllms.begin()
     step = next(one for one in TEXTS if one["what"] == "the text again")
     answered = asyncio.Event()
 
@@ -156,20 +141,20 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
         return vllms.recorded(question)
 
     vllms.tokenize = slow
-    await asyncio.wait_for(vllms.ask(step["path"], step["body"]), PATIENCE_SECONDS)  # the engine has not answered
+    await asyncio.wait_for(vllms.serve(step["path"], step["body"]), PATIENCE_SECONDS)  # the engine has not answered
     assert not answered.is_set()
     assert await vllms.answers("late") == 1
-    await vllms.ask(step["path"], step["body"])
+    await vllms.serve(step["path"], step["body"])
     assert len(vllms.questions) == 1, "the open question is not repeated"
     answered.set()
     calls = vllms.world.running.parts.kv._tokenizer._calls
     await eventually_async(lambda: not calls, "the gateway keeps the late answer")
-    assert await vllms.ask(step["path"], step["body"]) == "d1"
+    assert await vllms.serve(step["path"], step["body"]) == "d1"
     assert await vllms.answers("kept") == 1
 
 
 @pytest.mark.parametrize(
-    "told",
+    "tokenize",
     [
         lambda _: web.Response(status=404),
         lambda _: web.Response(status=500),
@@ -179,36 +164,36 @@ async def test_an_engine_that_is_slow_delays_a_request_by_a_moment_and_its_answe
         lambda _: web.Response(body=b"\xff{"),
     ],
 )
-async def test_an_engine_that_fails_is_left_alone_and_the_gateways_own_record_counts(vllms, told):
-    await vllms.start()
-    vllms.tokenize = told
+async def test_an_engine_that_fails_gets_no_request_and_the_gateways_own_record_counts(vllms, tokenize):
+    await vllms.begin()
+    vllms.tokenize = tokenize
     step = next(one for one in TEXTS if one["what"] == "the text again")
-    first = await vllms.ask(step["path"], step["body"])
-    assert {await vllms.ask(step["path"], step["body"], number) for number in range(8)} == {first}
-    assert len(vllms.questions) <= 2, "each instance is asked once, then rests"
+    first = await vllms.serve(step["path"], step["body"])
+    assert {await vllms.serve(step["path"], step["body"], number) for number in range(8)} == {first}
+    assert len(vllms.questions) <= 2, "each instance gets one question, then rests"
     assert await vllms.answers("none") == 9
 
 
 async def test_a_request_that_an_engine_refuses_is_no_failure_of_the_engine(vllms):
-    await vllms.start()
+    await vllms.begin()
     vllms.tokenize = lambda _: web.json_response({"error": {}}, status=400)
     for length in range(3):
-        await vllms.ask("/v1/completions", {"model": "m", "prompt": "y" * (2000 + length)})
+        await vllms.serve("/v1/completions", {"model": "m", "prompt": "y" * (2000 + length)})
     assert len(vllms.questions) == 3
 
 
 async def test_a_prompt_of_too_many_tokens_does_not_silence_an_engine_for_others(vllms):
-    await vllms.start()
+    await vllms.begin()
     vllms.tokenize = lambda _: web.json_response({"tokens": [100_000] * 600_000})
-    await vllms.ask("/v1/completions", {"model": "m", "prompt": "x" * 2000})
+    await vllms.serve("/v1/completions", {"model": "m", "prompt": "x" * 2000})
     vllms.tokenize = vllms.recorded
     step = next(one for one in TEXTS if one["what"] == "the text again")
-    assert await vllms.ask(step["path"], step["body"]) == "d1"
+    assert await vllms.serve(step["path"], step["body"]) == "d1"
     assert await vllms.answers("asked") == 1
 
 
-async def test_short_salted_and_other_prompts_are_never_asked_for(vllms, monkeypatch):
-    await vllms.start()
+async def test_short_salted_and_other_prompts_are_never_tokenized(vllms, monkeypatch):
+    await vllms.begin()
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     chat = [{"role": "user", "content": [{"type": "text", "text": "x" * 3000}, image]}]
     for path, more in (
@@ -219,7 +204,7 @@ async def test_short_salted_and_other_prompts_are_never_asked_for(vllms, monkeyp
         ("/v1/chat/completions", {"messages": chat}),
         ("/v1/messages", {"messages": chat, "max_tokens": 1}),
     ):
-        await vllms.ask(path, {"model": "m"} | more)
+        await vllms.serve(path, {"model": "m"} | more)
     assert vllms.questions == []
 
 
@@ -227,7 +212,7 @@ async def test_no_more_calls_are_open_than_allowed_and_no_more_ids_are_kept(vllm
     monkeypatch.setattr(tokenizer, "MAX_CALLS", 2)
     monkeypatch.setattr(tokenizer, "_BASE_SECONDS", 0.05)
     monkeypatch.setattr(tokenizer, "MAX_KEPT_BYTES", 30_000)
-    await vllms.start()
+    await vllms.begin()
     answered = asyncio.Event()
 
     async def slow(_question: dict[str, Any]) -> web.Response:
@@ -236,13 +221,13 @@ async def test_no_more_calls_are_open_than_allowed_and_no_more_ids_are_kept(vllm
 
     vllms.tokenize = slow
     bodies = [{"model": "m", "prompt": f"{number}" * 2000} for number in range(5)]
-    await asyncio.gather(*(vllms.ask("/v1/completions", body) for body in bodies))
+    await asyncio.gather(*(vllms.serve("/v1/completions", body) for body in bodies))
     assert len(vllms.questions) == 2
     answered.set()
     kept = vllms.world.running.parts.kv._tokenizer
     for _ in range(3):
         for body in bodies:
-            await vllms.ask("/v1/completions", body)
+            await vllms.serve("/v1/completions", body)
             await eventually_async(lambda: not kept._calls, "every question is answered")
     assert kept._kept_bytes == sum(len(one.data) for one in kept._kept.values()) <= 30_000
     assert len(kept._by_end) == len(kept._kept) == 2

@@ -1,4 +1,4 @@
-"""Proves that limits hold, each client's alone, that waiting as long as told is enough, and that nothing is starved."""
+"""Proves that limits hold for each client separately, that the stated wait is enough, and that nothing is starved."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.clocks import Clock
 from tests.waiting import eventually_async
 
 from prfaas.util import RateBucket
@@ -15,14 +16,6 @@ from prfaas_gateway.auth import ApiClient, Meter, Meters
 from prfaas_gateway.openai import LimitError
 
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
-
-
-class Clock:
-    def __init__(self):
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 def let_in(meter: Meter, tokens: int = 0) -> float:
@@ -49,8 +42,8 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_minutes_worth(per_mi
         assert used <= per_minute * (1 + now / 60) + 1e-6
 
 
-def test_waiting_as_long_as_told_is_enough_and_less_is_not():
-    clock = Clock()
+def test_the_stated_wait_is_enough_and_less_is_not():
+    clock = Clock(1000.0)
     meter = Meter(ApiClient("a", requests_per_minute=3), clock)
     assert [let_in(meter) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
     clock.seconds += 19.9
@@ -60,7 +53,7 @@ def test_waiting_as_long_as_told_is_enough_and_less_is_not():
 
 
 def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_the_next():
-    clock = Clock()
+    clock = Clock(1000.0)
     meter = Meter(ApiClient("a", tokens_per_minute=1000), clock)
     assert let_in(meter, 3000) == 0
     assert let_in(meter, 1) == pytest.approx(120, abs=0.1)
@@ -68,8 +61,8 @@ def test_a_prompt_longer_than_a_minutes_tokens_is_served_and_paid_back_before_th
     assert let_in(meter, 1) == 0
 
 
-def test_a_place_in_flight_is_given_back_however_a_request_ends():
-    meter = Meter(ApiClient("a", max_in_flight=1), Clock())
+def test_a_request_frees_its_place_in_flight_however_it_ends():
+    meter = Meter(ApiClient("a", max_in_flight=1), Clock(1000.0))
     with suppress(ZeroDivisionError), meter.request():
         assert let_in(meter) == 1
         raise ZeroDivisionError
@@ -77,7 +70,7 @@ def test_a_place_in_flight_is_given_back_however_a_request_ends():
 
 
 def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
-    meters = Meters(Clock())
+    meters = Meters(Clock(1000.0))
     a, b = ApiClient("a", max_in_flight=1), ApiClient("b", max_in_flight=1)
     with meters.of(a).request():
         assert let_in(meters.of(b)) == 0
@@ -88,20 +81,20 @@ def test_clients_do_not_share_and_changed_limits_keep_what_is_in_flight():
 
 
 def test_changed_limits_keep_what_was_spent():
-    clock = Clock()
+    clock = Clock(1000.0)
     meters = Meters(clock)
 
-    def asked(tokens: int = 0, **limits: int) -> float:
+    def wait_seconds(tokens: int = 0, **limits: int) -> float:
         return let_in(meters.of(ApiClient("a", **limits)), tokens)
 
-    assert [asked(requests_per_minute=3) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
-    assert asked(requests_per_minute=3, max_in_flight=9) > 0, "another limit changed, and this one began afresh"
-    assert asked(requests_per_minute=60) == pytest.approx(1)
+    assert [wait_seconds(requests_per_minute=3) for _ in range(4)] == [0, 0, 0, pytest.approx(20)]
+    assert wait_seconds(requests_per_minute=3, max_in_flight=9) > 0, "another limit changed, and this one began afresh"
+    assert wait_seconds(requests_per_minute=60) == pytest.approx(1)
     clock.seconds += 31
-    assert [asked(requests_per_minute=2) for _ in range(2)] == [0, pytest.approx(29)]
-    assert asked(3000, tokens_per_minute=1000) == 0
-    assert asked(tokens_per_minute=100) == pytest.approx(120, abs=1), "a debt takes as long as it did"
-    assert asked(tokens_per_minute=1_000_000) == pytest.approx(0, abs=0.1), "a higher limit pays a debt off sooner"
+    assert [wait_seconds(requests_per_minute=2) for _ in range(2)] == [0, pytest.approx(29)]
+    assert wait_seconds(3000, tokens_per_minute=1000) == 0
+    assert wait_seconds(tokens_per_minute=100) == pytest.approx(120, abs=1), "a debt takes as long as it did"
+    assert wait_seconds(tokens_per_minute=1_000_000) == pytest.approx(0, abs=0.1), "a higher limit pays a debt sooner"
 
 
 # Through the gateway

@@ -24,7 +24,7 @@ RSS_LIMIT_BYTES = 100 * 1000 * 1000
 
 
 class Process:
-    """A gateway in a process of its own, before the world's workers."""
+    """A gateway in its own process, before the world's workers."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self.process = process
@@ -102,7 +102,7 @@ async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
 
 
 @pytest.mark.quiet
-async def test_who_asks_again_on_the_connection_of_a_stream_that_outlived_the_goodbye_is_answered(process, world):
+async def test_answers_another_request_on_the_connection_of_a_stream_that_outlived_the_goodbye(process, world):
     here, gate = asyncio.Event(), asyncio.Event()
 
     async def stream(request, _body):
@@ -201,12 +201,3 @@ def test_a_mistake_on_the_command_line_is_named_and_exits_with_two(arguments, sa
         main(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def test_help_shows_an_example(capsys):
-    from prfaas_gateway.__main__ import main
-
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    assert "prfaas-gateway --routes-file routes.json" in capsys.readouterr().out

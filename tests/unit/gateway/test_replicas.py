@@ -1,6 +1,6 @@
 """Proves how far replicas of a gateway agree: on the same events each places a prompt where the other does, and where
-their own loads differ, what one misses is bounded by what the others have placed. And that a prefix which is asked for
-more than one instance can serve comes to lie on a second one.
+their own loads differ, what one misses is bounded by what the others have placed. And that a second instance gets a
+prefix that more requests need than one instance can serve.
 """
 
 import asyncio
@@ -44,24 +44,24 @@ async def join(world: World, replica: World, pairs: int) -> None:
 
 
 async def placed(gateway: World, body: bytes, number: int) -> str:
-    told = {headers.REQUEST_ID: hashlib.sha256(bytes([number])).hexdigest()}
-    got = await gateway.post(body, "/v1/completions", headers=told)
+    request_id = {headers.REQUEST_ID: hashlib.sha256(bytes([number])).hexdigest()}
+    got = await gateway.post(body, "/v1/completions", headers=request_id)
     assert got.status == 200
     return got.headers[headers.DECODE_INSTANCE]
 
 
 async def test_two_gateways_on_the_same_events_place_the_same_prompt_at_the_same_instance(world, replica):
-    mine, theirs, both, nobodys = (body_of(seed) for seed in ("mine", "theirs", "both", "nobody's"))
+    mine, theirs, both, new = (body_of(seed) for seed in ("mine", "theirs", "both", "new"))
     caches = {"d0": telling(holding(mine, both)), "d1": telling(holding(theirs)), "d2": telling(holding(both))}
     await start(world, caches, tokens=5000)
     await join(world, replica, 4 * 16)
-    for body, places in ((mine, {"d0"}), (theirs, {"d1"}), (both, {"d0", "d2"}), (nobodys, {"d0", "d1", "d2"})):
+    for body, places in ((mine, {"d0"}), (theirs, {"d1"}), (both, {"d0", "d2"}), (new, {"d0", "d1", "d2"})):
         found = [(await placed(world, body, n), await placed(replica, body, n)) for n in range(12)]
         assert all(one == other for one, other in found), "a retry at another replica finds the same instance"
         assert {one for one, _ in found} == places
 
 
-async def test_what_one_gateway_has_placed_moves_its_own_choice_alone_and_only_while_it_lasts(world, replica):
+async def test_what_one_gateway_has_placed_moves_only_its_own_choice_and_only_while_it_lasts(world, replica):
     mine, gate = body_of("mine"), asyncio.Event()
     await start(world, {"d0": telling(holding(mine)), "d1": telling(hello())}, tokens=5000)
     await join(world, replica, 16)
@@ -87,9 +87,9 @@ async def test_what_one_gateway_has_placed_moves_its_own_choice_alone_and_only_w
     assert [await placed(one, mine, 0) for one in (world, replica)] == ["d0", "d0"], "they agree again"
 
 
-async def test_a_prefix_asked_for_more_than_one_instance_serves_comes_to_lie_on_a_second(world):
+async def test_a_second_instance_gets_a_prefix_that_is_too_hot_for_one(world):
     """The stand-ins tell of what they computed or fetched, as our workers do. It takes no rule for hot prefixes: more
-    waits at the first than the prefix saves, and the second is told whom to fetch it from."""
+    waits at the first than the prefix saves, and the second learns where to fetch it."""
     hot, gate, arrived = body_of("hot"), asyncio.Event(), asyncio.Event()
 
     async def telling_later(request: web.Request) -> web.StreamResponse:
@@ -130,6 +130,6 @@ async def test_a_prefix_asked_for_more_than_one_instance_serves_comes_to_lie_on_
     assert len(first.seen) > seen[0], "the first still serves it"
     assert len(second.seen) > seen[1], "and so does the second"
     later = [one.headers.get(headers.PREFIX_URL) for one in (*first.seen[seen[0] :], *second.seen[seen[1] :])]
-    assert set(later) == {None}, "nobody has to fetch it any more"
+    assert set(later) == {None}, "no instance has to fetch it"
     idle = [await world.post(hot, "/v1/completions", headers={headers.REQUEST_ID: f"{n}" * 8}) for n in range(12)]
     assert {one.headers[headers.DECODE_INSTANCE] for one in idle} == {"d0", "d1"}

@@ -6,7 +6,6 @@ src/routers/http/pd_router.rs), for bodies as in its tests. The stand-in counts 
 
 import json
 
-import msgspec
 import pytest
 
 from prfaas.wire import headers
@@ -51,8 +50,7 @@ def start(world, monkeypatch):
     async def started() -> None:
         await world.start("d0", "x0")
         monkeypatch.setattr(sglang, "BOOTSTRAP_PORT", PORT)
-        instances = [msgspec.structs.replace(one, engine="sglang") for one in world.table.instances]
-        world.state.set_table(world.write_table(instances=tuple(instances)))
+        world.change_instances(engine="sglang")
 
     return started
 

@@ -9,31 +9,22 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from tests.serving import serving as serve_http
+from tests.tables import make_table
 from tests.waiting import eventually_async
 
 from prfaas.errors import ConfigError, ProtocolError
 from prfaas.kube import KubeSession
-from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.routes import RoutingTable, encode
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import serving
 from prfaas_gateway.table import follow_configmap, follow_file, read_configmap, read_file
 
 pytestmark = pytest.mark.system
 
-TABLE = RoutingTable(
-    policy="p",
-    namespace="n",
-    generation=1,
-    model="m",
-    on_offload_failure="Reject",
-    threshold=Threshold(mode="Auto", tokens=1, min_tokens=1, max_tokens=2),
-    watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-    short_interval_seconds=1,
-)
-
 
 def generation(number: int) -> RoutingTable:
-    return msgspec.structs.replace(TABLE, generation=number)
+    return make_table(generation=number)
 
 
 def configmap(document: bytes | str, version: int = 1) -> dict:
@@ -127,13 +118,7 @@ async def test_a_configmap_is_followed_through_damage_and_deletion(following):
             kind, current = await events.get()
             await response.write(json.dumps({"type": kind, "object": current}).encode() + b"\n")
 
-    app = web.Application()
-    app.router.add_get("/api/v1/namespaces/n/configmaps", api_server)
-    app.router.add_get("/api/v1/namespaces/n/configmaps/p-routes", api_server)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    async with KubeSession(f"http://127.0.0.1:{runner.addresses[0][1]}") as session:
+    async with serve_http(api_server) as url, KubeSession(url) as session:
         following.start(follow_configmap, session, "n", "p", following.tables.put_nowait)
         assert (await following.next()).generation == 1
         events.put_nowait(("MODIFIED", configmap(b"damaged", 2)))
@@ -143,4 +128,3 @@ async def test_a_configmap_is_followed_through_damage_and_deletion(following):
         assert (await following.next()).generation == 2
         assert following.tables.empty()
         following.task.cancel()
-    await runner.cleanup()

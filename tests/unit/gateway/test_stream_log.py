@@ -21,7 +21,7 @@ STREAM = b"".join(EVENT * (1 + number % 2) + comment(number % 2, number, [number
 
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), unique=True).map(sorted))
-def test_whatever_the_pieces_only_whole_groups_pass_and_in_the_end_all(places: list[int]):
+def test_only_whole_groups_pass_and_at_the_end_all(places: list[int]):
     log, passed = StreamLog("f", 3), b""
     for start, end in zip([0, *places], [*places, len(STREAM)], strict=True):
         passed += log.take(STREAM[start:end])
@@ -41,7 +41,7 @@ def test_the_document_tells_what_passed_and_nothing_else():
     assert not log.is_whole
 
 
-def test_a_log_goes_on_over_the_next_worker():
+def test_a_log_continues_with_the_next_worker():
     log = StreamLog("f", 0)
     log.take(EVENT + comment(0, 1, [7]) + b"data: {half")
     log.worker_died()
@@ -50,7 +50,7 @@ def test_a_log_goes_on_over_the_next_worker():
     assert decode_resume(log.document()).choices == {0: SentChoice([7, 8], 2)}
 
 
-def test_a_long_stream_is_kept_as_its_comments_alone():
+def test_keeps_only_the_comments_of_a_long_stream():
     log, group = StreamLog("f", 0), EVENT * 4 + comment(0, 1, [70_000])
     tracemalloc.start()
     for _ in range(20_000):
@@ -70,13 +70,13 @@ def test_a_worker_that_never_tells_of_tokens_counts_as_dead(monkeypatch):
         log.take(EVENT)
 
 
-def test_tokens_that_are_none_cannot_be_told_again():
+def test_cannot_repeat_invalid_tokens():
     log = StreamLog("f", 0)
     log.take(b": t 0 5 99999999999;\n\n")
     assert not log.can_go_on
 
 
-def test_more_than_a_document_may_have_cannot_be_told_again(monkeypatch):
+def test_cannot_repeat_more_than_a_document_may_hold(monkeypatch):
     log = StreamLog("f", 0)
     log.take(comment(0, 5, list(range(100))))
     assert log.can_go_on
@@ -120,7 +120,7 @@ def test_time_and_requests_save_up_no_more_than_the_bound():
 
 
 @pytest.mark.system
-async def test_what_moves_goes_on_and_what_stands_still_ends():
+async def test_what_moves_continues_and_what_stands_still_ends():
     async with StallTimer(0.02) as timer:
         timer.moved(60)
         await asyncio.sleep(0.1)

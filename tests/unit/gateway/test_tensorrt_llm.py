@@ -6,14 +6,13 @@ The stand-in refuses what trtllm-serve refuses: fields that its API does not kno
 import copy
 import json
 
-import msgspec
 import pytest
 from aiohttp import web
 
 from prfaas.names import HUB
 from prfaas.wire import headers
 
-ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "temperature": 0.25}
+REQUEST = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "temperature": 0.25}
 PARAMS = {
     "request_type",
     "first_gen_tokens",
@@ -38,41 +37,41 @@ class Trtllm:
         self.known, self.finish_reason = known, finish_reason
         self.held: dict[int, bytes] = {}
         """The caches that wait for their generation leg, by id."""
-        self.asked: dict[str, list[dict]] = {"x0": [], "d0": []}
-        for name in self.asked:
+        self.requests: dict[str, list[dict]] = {"x0": [], "d0": []}
+        for name in self.requests:
             world.workers[name].reply = self._replying(name)
 
     def _replying(self, name: str):
         async def reply(request: web.Request, body: bytes) -> web.Response:
-            asked = json.loads(body)
-            self.asked[name].append(asked)
-            params = asked.get("disaggregated_params")
+            request_body = json.loads(body)
+            self.requests[name].append(request_body)
+            params = request_body.get("disaggregated_params")
             if params is not None and not set(params) <= self.known:
                 return web.json_response({"object": "error", "message": "extra inputs are not permitted"}, status=400)
             if params is None:
                 return web.json_response(WHOLE)
-            return self._context(asked, params) if name == "x0" else self._generation(asked, params)
+            return self._context(request_body, params) if name == "x0" else self._generation(request_body, params)
 
         return reply
 
-    def _context(self, asked: dict, params: dict) -> web.Response:
+    def _context(self, request: dict, params: dict) -> web.Response:
         assert params["request_type"] == "context_only"
-        assert asked["stream"] is False
-        assert "stream_options" not in asked
+        assert request["stream"] is False
+        assert "stream_options" not in request
         number = params["disagg_request_id"]
         assert 1 << 40 <= number < 1 << 63, "an id that no other request of the instance can have"
         self.held[number] = b"cache"
-        told = dict.fromkeys(self.known) | params | {"ctx_request_id": number, "first_gen_tokens": [7]}
-        told |= {"encoded_opaque_state": "b3BhcXVl"}
-        choice = {"index": 0, "text": "a", "finish_reason": self.finish_reason, "disaggregated_params": told}
+        cache_params = dict.fromkeys(self.known) | params | {"ctx_request_id": number, "first_gen_tokens": [7]}
+        cache_params |= {"encoded_opaque_state": "b3BhcXVl"}
+        choice = {"index": 0, "text": "a", "finish_reason": self.finish_reason, "disaggregated_params": cache_params}
         return web.json_response({"id": "cmpl-1", "choices": [choice], "usage": USAGE, "prompt_token_ids": IDS})
 
-    def _generation(self, asked: dict, params: dict) -> web.Response:
+    def _generation(self, request: dict, params: dict) -> web.Response:
         assert params["request_type"] == "generation_only"
         assert (params["first_gen_tokens"], params["encoded_opaque_state"]) == ([7], "b3BhcXVl")
         assert params["ctx_request_id"] == params["disagg_request_id"]
         del self.held[params["disagg_request_id"]]
-        assert (asked["prompt"] if "prompt" in asked else asked["prompt_token_ids"]) == IDS
+        assert (request["prompt"] if "prompt" in request else request["prompt_token_ids"]) == IDS
         return web.json_response(WHOLE)
 
 
@@ -80,15 +79,14 @@ class Trtllm:
 def start(world):
     async def started(*, known: set[str] = PARAMS, **more) -> Trtllm:
         await world.start("d0", "x0")
-        instances = [msgspec.structs.replace(one, engine="tensorrt-llm") for one in world.table.instances]
-        world.state.set_table(world.write_table(instances=tuple(instances)))
+        world.change_instances(engine="tensorrt-llm")
         return Trtllm(world, known=set(known), **more)
 
     return started
 
 
 async def post(world, **more):
-    return await world.post(ASKED | more, "/v1/completions")
+    return await world.post(REQUEST | more, "/v1/completions")
 
 
 async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cache(world, start):
@@ -96,33 +94,33 @@ async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cach
     got = await post(world)
     assert (got.status, got.json, got.headers[headers.DECISION]) == (200, WHOLE, "offload")
     assert engine.held == {}
-    (context,), (generation,) = engine.asked["x0"], engine.asked["d0"]
-    assert {**context, "disaggregated_params": 0, "stream": 0} == ASKED | {"disaggregated_params": 0, "stream": 0}
-    assert {**generation, "disaggregated_params": 0} == ASKED | {"disaggregated_params": 0, "prompt": IDS}
+    (context,), (generation,) = engine.requests["x0"], engine.requests["d0"]
+    assert {**context, "disaggregated_params": 0, "stream": 0} == REQUEST | {"disaggregated_params": 0, "stream": 0}
+    assert {**generation, "disaggregated_params": 0} == REQUEST | {"disaggregated_params": 0, "prompt": IDS}
     assert "ctx_usage" not in generation["disaggregated_params"], "this version does not know it"
 
 
 async def test_a_chat_keeps_its_messages_beside_the_ids(world, start):
     engine = await start()
-    asked = {"model": "m", "messages": [{"role": "user", "content": "x" * 8000}], "stream": True}
-    asked |= {"stream_options": {"include_usage": True}}
-    assert (await world.post(asked)).status == 200
-    (generation,) = engine.asked["d0"]
-    assert {name: generation[name] for name in asked} == asked
+    request = {"model": "m", "messages": [{"role": "user", "content": "x" * 8000}], "stream": True}
+    request |= {"stream_options": {"include_usage": True}}
+    assert (await world.post(request)).status == 200
+    (generation,) = engine.requests["d0"]
+    assert {name: generation[name] for name in request} == request
     assert generation["prompt_token_ids"] == IDS
 
 
 async def test_a_version_that_counts_usage_of_both_legs_gets_the_first_ones(world, start):
     engine = await start(known={*PARAMS, "ctx_usage"})
     await post(world)
-    assert engine.asked["d0"][0]["disaggregated_params"]["ctx_usage"] == USAGE
+    assert engine.requests["d0"][0]["disaggregated_params"]["ctx_usage"] == USAGE
 
 
-async def test_every_request_has_an_id_of_its_own(world, start):
+async def test_every_request_has_its_own_id(world, start):
     engine = await start()
     for letter in "abc":
         await post(world, prompt=letter * 8000)
-    ids = [one["disaggregated_params"]["disagg_request_id"] for one in engine.asked["x0"]]
+    ids = [one["disaggregated_params"]["disagg_request_id"] for one in engine.requests["x0"]]
     assert len(set(ids)) == 3
 
 
@@ -130,14 +128,14 @@ async def test_an_answer_that_ends_with_its_first_token_needs_no_generation_leg(
     engine = await start(finish_reason="stop")
     got = await post(world)
     assert got.json == {"id": "cmpl-1", "choices": [{"index": 0, "text": "a", "finish_reason": "stop"}], "usage": USAGE}
-    assert engine.asked["d0"] == []
+    assert engine.requests["d0"] == []
 
 
 async def test_such_an_answer_as_a_stream_is_the_decode_instances_own(world, start):
     engine = await start(finish_reason="stop")
-    asked = ASKED | {"stream": True}
-    assert (await world.post(asked, "/v1/completions")).json == WHOLE
-    assert engine.asked["d0"] == [asked]
+    request = REQUEST | {"stream": True}
+    assert (await world.post(request, "/v1/completions")).json == WHOLE
+    assert engine.requests["d0"] == [request]
 
 
 async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, start):
@@ -149,7 +147,7 @@ async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, star
     world.workers["x0"].reply = aggregated
     got = await post(world)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_CLUSTER]) == (200, "fallback", HUB)
-    assert engine.asked["d0"] == [ASKED]
+    assert engine.requests["d0"] == [REQUEST]
 
 
 async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
@@ -162,11 +160,11 @@ async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
     world.workers["d0"].reply = fail
     got = await post(world)
     assert (got.status, got.json, got.headers[headers.OUTCOME]) == (200, WHOLE, "fallback")
-    assert engine.asked["d0"] == [ASKED]
+    assert engine.requests["d0"] == [REQUEST]
 
 
 @pytest.mark.parametrize("more", [{"prompt": ["x" * 8000, "y"]}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}])
-async def test_its_orchestrator_hands_over_single_prompts_alone_and_so_does_ours(world, start, more):
+async def test_its_orchestrator_splits_only_single_prompts_and_so_do_we(world, start, more):
     engine = await start()
     got = await post(world, **copy.deepcopy(more))
-    assert (got.status, got.headers[headers.DECISION], engine.asked["x0"]) == (200, "local", [])
+    assert (got.status, got.headers[headers.DECISION], engine.requests["x0"]) == (200, "local", [])

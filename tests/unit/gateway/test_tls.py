@@ -1,4 +1,4 @@
-"""Proves whom the gateway speaks with inside TLS: workers of the cluster that its routing table names, nobody else."""
+"""Proves that inside TLS the gateway speaks only with workers of the cluster that its routing table names."""
 
 import datetime
 import ssl
@@ -90,7 +90,7 @@ async def test_a_worker_of_a_foreign_authority_is_refused(serve, tmp_path):
             await ask(upstream, worker)
 
 
-async def test_without_credentials_a_worker_inside_tls_is_not_asked(serve):
+async def test_without_credentials_the_gateway_calls_no_worker_inside_tls(serve):
     worker = await serve("eu", FIRST)
     async with Upstream(Limits()) as upstream:
         with pytest.raises(UnreachableError, match="--tls-dir"):

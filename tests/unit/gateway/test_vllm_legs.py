@@ -16,24 +16,23 @@ from .conftest import answer
 
 pytestmark = pytest.mark.system
 
-ASKED = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "min_tokens": 2, "temperature": 0.25}
+REQUEST = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "min_tokens": 2, "temperature": 0.25}
 PATH = "/v1/completions"
 
 
 async def start(world, engine: EngineName = "vllm-prfaas", *, names=("d0", "x0"), **more) -> None:
     await world.start(*names, **more)
-    instances = [msgspec.structs.replace(one, engine=engine, data_port=9123) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances), **more))
+    world.change_instances(engine=engine, data_port=9123)
 
 
 def params(world, name: str) -> list[dict]:
-    """Return the transfers that an instance was asked for."""
+    """Return the transfers that an instance got."""
     bodies = [json.loads(one.body) for one in world.workers[name].seen]
     return [body["kv_transfer_params"]["prfaas"] for body in bodies if "kv_transfer_params" in body]
 
 
 async def post(world, **more):
-    return await world.post(ASKED | more, PATH)
+    return await world.post(REQUEST | more, PATH)
 
 
 async def test_both_legs_name_one_transfer_and_the_destination_learns_the_place_of_the_source(world):
@@ -51,10 +50,9 @@ async def test_both_legs_name_one_transfer_and_the_destination_learns_the_place_
 
 async def test_the_place_of_a_source_is_that_of_its_data_parallel_rank(world):
     await start(world)
-    instances = [msgspec.structs.replace(one, ranks=4, rank_ports=2) for one in world.table.instances]
-    world.state.set_table(world.write_table(instances=tuple(instances)))
+    world.change_instances(ranks=4, rank_ports=2)
     for number in range(8):
-        await world.post(ASKED | {"max_tokens": 64 + number}, PATH, headers={headers.REQUEST_ID: f"{number}"})
+        await world.post(REQUEST | {"max_tokens": 64 + number}, PATH, headers={headers.REQUEST_ID: f"{number}"})
     ranks = [int(one.headers[headers.DATA_RANK]) for one in world.workers["x0"].seen]
     assert [one["port"] for one in params(world, "d0")] == [9123 + 2 * rank for rank in ranks]
     assert len(set(ranks)) > 1
@@ -118,19 +116,19 @@ async def test_a_source_that_dies_costs_the_answer_nothing_and_counts_as_a_faile
     await world.workers["x0"].stop()
     got = await post(world)
     assert (got.status, got.headers[headers.OUTCOME]) == (200, "fallback")
-    assert len(world.workers["d0"].seen) == 1, "the destination went on by itself"
+    assert len(world.workers["d0"].seen) == 1, "the destination continued by itself"
     assert world.state.counters.failed_offloads == 1
     assert "x0" in world.state.ejections.until_seconds
     assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="fallback"}') == 1
 
 
-async def streaming(request: web.Request, begun: asyncio.Event, go_on: asyncio.Event) -> web.StreamResponse:
+async def streaming(request: web.Request, begun: asyncio.Event, resume: asyncio.Event) -> web.StreamResponse:
     """Answer with one event, and go on later."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await response.write(b'data: {"choices": []}\n\n')
     begun.set()
-    await go_on.wait()
+    await resume.wait()
     await response.write(b"data: [DONE]\n\n")
     return response
 
@@ -199,7 +197,7 @@ async def test_a_source_that_refuses_ends_the_destinations_wait_and_the_hub_pref
     await world.workers["d0"].wait_aborted()
 
 
-async def test_with_reject_a_failed_offload_is_refused_although_the_destination_could_go_on(world):
+async def test_with_reject_a_failed_offload_is_refused_although_the_destination_could_continue(world):
     await start(world, on_offload_failure="Reject")
     world.workers["d0"].reply = waiting
     await world.workers["x0"].stop()
@@ -258,7 +256,7 @@ async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted
 
 @pytest.mark.parametrize("engine", ["vllm-prfaas", "vllm-nixl", "vllm-mooncake"])
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"prompt": ["x" * 8000, "y"]},
         {"prompt": [[1] * 4000, [2]]},
@@ -268,25 +266,25 @@ async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted
         {"echo": True, "logprobs": 1},
     ],
 )
-async def test_what_one_transfer_cannot_carry_is_prefilled_where_it_is_decoded(world, caplog, engine, asked):
+async def test_what_one_transfer_cannot_carry_is_prefilled_where_it_is_decoded(world, caplog, engine, fields):
     caplog.set_level("INFO")
     await start(world, engine)
-    got = await post(world, **asked)
+    got = await post(world, **fields)
     assert (got.status, got.headers[headers.DECISION], world.workers["x0"].seen) == (200, "local", [])
-    assert json.loads(world.workers["d0"].seen[0].body) == ASKED | asked
+    assert json.loads(world.workers["d0"].seen[0].body) == REQUEST | fields
     assert "why=NoHandOff" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "asked", [{"n": 1}, {"n": None}, {"prompt": [5] * 4000}, {"echo": True}, {"use_beam_search": False}]
+    "fields", [{"n": 1}, {"n": None}, {"prompt": [5] * 4000}, {"echo": True}, {"use_beam_search": False}]
 )
-async def test_one_prompt_with_one_answer_is_handed_over(world, asked):
+async def test_one_prompt_with_one_answer_is_offloaded(world, fields):
     await start(world)
-    got = await post(world, **asked)
+    got = await post(world, **fields)
     assert (got.status, got.headers[headers.DECISION]) == (200, "offload")
 
 
-async def test_a_batch_still_goes_to_engines_that_can_hand_it_over(world):
+async def test_a_batch_still_goes_to_engines_that_can_split_it(world):
     await start(world, "prfaas")
     got = await post(world, prompt=["x" * 8000, "y"])
     assert (got.status, got.headers[headers.DECISION]) == (200, "offload")

@@ -1,7 +1,7 @@
-"""A stand-in for vLLM whose streams have the form of the real one (vllm_recorded.json); its tokens are bytes.
+"""A stand-in for vLLM whose streams have the form of the real one (vllm_streams.json); its tokens are bytes.
 
-Its model says ANSWER behind PROMPT, wherever a prompt ends. So an answer goes on rightly only with the right ids. Like
-the real one it says the whole prompt again if the prompt ends within a character.
+Its model says ANSWER behind PROMPT, wherever a prompt ends. So an answer continues rightly only with the right ids.
+Like the real one it repeats the whole prompt if the prompt ends within a character.
 """
 
 import asyncio
@@ -44,18 +44,18 @@ class Vllm:
         self.how = how
         self.parts = parts
         """Tokens a chunk."""
-        self.asked: list[tuple[str, dict]] = []
+        self.requests: list[tuple[str, dict]] = []
 
     async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 4096}]})
-        asked = json.loads(body)
+        fields = json.loads(body)
         if request.path == "/detokenize":
-            return web.json_response({"prompt": decode(asked["tokens"])})
-        self.asked.append((request.path, asked))
+            return web.json_response({"prompt": decode(fields["tokens"])})
+        self.requests.append((request.path, fields))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        stream = "".join(f"data: {one}\n\n" for one in self.events(request.path, asked)).encode()
+        stream = "".join(f"data: {one}\n\n" for one in self.events(request.path, fields)).encode()
         at = self.dies_at
         if at is not None and self.how == "fails":  # a front tells of its engine's death between two events
             at = stream.rfind(b"\n\n", 0, at) + 2 if b"\n\n" in stream[:at] else 0
@@ -74,21 +74,21 @@ class Vllm:
             await asyncio.sleep(0)
             request.transport.close()
 
-    def events(self, path: str, asked: dict) -> Iterator[str]:
+    def events(self, path: str, fields: dict) -> Iterator[str]:
         is_chat = "chat" in path
-        prompt = asked["prompt"] if not is_chat else PROMPT
+        prompt = fields["prompt"] if not is_chat else PROMPT
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
         whole = list((PROMPT + ANSWER).encode())
         assert whole[: len(ids)] == ids, "these are no ids of the prompt and its answer"
-        limit = asked.get("max_completion_tokens") or asked.get("max_tokens") or (4096 if is_chat else 16)
+        limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or (4096 if is_chat else 16)
         answer = whole[len(ids) :][:limit]
         ended = "length" if len(answer) == limit else "stop"
-        options = asked.get("stream_options") or {}
+        options = fields.get("stream_options") or {}
         usage = {"prompt_tokens": len(ids), "total_tokens": 0, "completion_tokens": 0}
-        form = _Form(is_chat, bool(asked.get("return_token_ids")), bool(options.get("continuous_usage_stats")))
+        form = _Form(is_chat, bool(fields.get("return_token_ids")), bool(options.get("continuous_usage_stats")))
         if is_chat:
             yield form.role(ids, usage)
-        for new, text, reason, stop in self._said(asked, ids, answer, ended):
+        for new, text, reason, stop in self._chunks(fields, ids, answer, ended):
             usage["completion_tokens"] += len(new)
             usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
             last = FINGERPRINT if reason and not options.get("include_usage") else {}
@@ -99,25 +99,25 @@ class Vllm:
             yield form.dump([], {"usage": usage} | FINGERPRINT)
         yield "[DONE]"
 
-    def _said(self, asked: dict, ids: list[int], answer: list[int], ended: str) -> Iterator[tuple]:
+    def _chunks(self, fields: dict, ids: list[int], answer: list[int], ended: str) -> Iterator[tuple]:
         """Yield tokens, their text, why they are the last ones, and the stop string."""
-        stops, included = asked.get("stop") or [], asked.get("include_stop_str_in_output")
+        stops, included = fields.get("stop") or [], fields.get("include_stop_str_in_output")
         stops = [stops] if isinstance(stops, str) else stops
         held = 0 if included else max(map(len, stops), default=1) - 1
-        text, told, new = "", 0, []
+        text, sent, new = "", 0, []
         for number, (token, piece) in enumerate(zip(answer, texts(ids, answer), strict=True), 1):
             text += piece
             new.append(token)
             is_last = number == len(answer)
             if stop := next((one for one in stops if one in text), None):
                 end = text.index(stop) + (len(stop) if included else 0)
-                yield new, text[told:end], "stop", stop
+                yield new, text[sent:end], "stop", stop
                 return
             if number % self.parts and not is_last:
                 continue
-            end = len(text) if is_last else max(told, len(text) - held)
-            yield new, text[told:end], ended if is_last else None, None
-            told, new = end, []
+            end = len(text) if is_last else max(sent, len(text) - held)
+            yield new, text[sent:end], ended if is_last else None, None
+            sent, new = end, []
 
 
 class _Form:

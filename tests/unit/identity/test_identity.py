@@ -1,6 +1,6 @@
-"""Proves what certificates say of clusters: whom OpenSSL and we accept, at what time, and what refusals tell.
+"""Proves what certificates say of clusters: which OpenSSL and we accept, at what time, and what refusals tell.
 
-OpenSSL is asked too, by a handshake in memory, since peers are judged by it.
+OpenSSL checks them too, by a handshake in memory, since it judges peers.
 """
 
 import datetime
@@ -42,7 +42,7 @@ def context(folder: Path, side: int, own: KeyPair, trusted: bytes) -> ssl.SSLCon
     made = ssl.SSLContext(side)
     made.check_hostname = False
     made.verify_mode = ssl.CERT_REQUIRED
-    # What Python 3.13 asks for by default.
+    # What Python 3.13 requires by default.
     made.verify_flags |= ssl.VERIFY_X509_STRICT
     made.load_cert_chain(folder / "c", folder / "k")
     made.load_verify_locations(cadata=trusted.decode())
@@ -121,7 +121,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
     leaf = identity.issue(authority, "hub", YEAR)
     with pytest.raises(ConfigError, match="not an authority's and cannot sign"):
         identity.issue(leaf, "evil", YEAR)
-    # As one would who does not ask this module.
+    # As a signer would that does not use this module.
     key = serialization.load_pem_private_key(leaf.key, None)
     signer = x509.load_pem_x509_certificate(leaf.certificate)
     names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "evil")])
@@ -137,7 +137,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
         identity.check(chain, leaf.key, authority.certificate, NOW)
 
 
-def test_validity_begins_before_now_for_slow_clocks_and_ends_when_asked(authority):
+def test_validity_begins_before_now_for_slow_clocks_and_ends_when_requested(authority):
     pair = identity.issue(authority, "hub", identity.valid_for(NOW, 1))
     for moment in (NOW - identity.CLOCK_SKEW, NOW, NOW + DAY):
         assert identity.check_peer(der(pair), authority.certificate, moment) == "hub"
@@ -197,7 +197,7 @@ def test_a_certificate_that_names_no_cluster_or_two_proves_none(authority, uris:
         identity.check_peer(raw, authority.certificate, NOW)
 
 
-def test_a_key_of_another_certificate_and_unreadable_files_are_told_apart(authority):
+def test_distinguishes_a_key_of_another_certificate_from_unreadable_files(authority):
     one, two = identity.issue(authority, "hub", YEAR), identity.issue(authority, "hub", YEAR)
     with pytest.raises(ConfigError, match="not the certificate's"):
         identity.check(one.certificate, two.key, authority.certificate, NOW)

@@ -37,10 +37,10 @@ class FakeApi:
         return self.objects[ref.path]
 
     def delete(self, ref: ObjectRef) -> None:
-        gone = self.objects.pop(ref.path)
+        removed = self.objects.pop(ref.path)
         self.version += 1
-        gone["metadata"]["resourceVersion"] = str(self.version)
-        self.tell("DELETED", gone)
+        removed["metadata"]["resourceVersion"] = str(self.version)
+        self.tell("DELETED", removed)
 
     def tell(self, kind: str, current: dict) -> None:
         for queue, _ in self.open_watches:

@@ -81,14 +81,14 @@ def test_a_damaged_file_is_named_with_the_line_and_not_repeated(tmp_path, text):
     assert "SECRET" not in str(refusal.value)
 
 
-def test_a_user_that_is_missing_is_an_error_and_nobody_is_asked_without_a_name(tmp_path):
+def test_a_missing_user_is_an_error_and_no_call_goes_out_without_a_name(tmp_path):
     path = write(tmp_path / "config", {"token": "t"})
     path.write_text(path.read_text().replace("user: c", "user: nobody"))
     with pytest.raises(ConfigError, match="nobody"):
         kubeconfig.load(path, None)
 
 
-def test_checking_may_be_switched_off_by_whoever_runs_this(tmp_path):
+def test_a_kubeconfig_may_switch_checking_off(tmp_path):
     found = kubeconfig.load(write(tmp_path / "config", {"token": "t"}, {"insecure-skip-tls-verify": True}), None)
     assert found.tls is not None
     assert found.tls.verify_mode == ssl.CERT_NONE
@@ -96,11 +96,11 @@ def test_checking_may_be_switched_off_by_whoever_runs_this(tmp_path):
 
 PLUGIN = """
 import json, os, sys
-asked = json.loads(os.environ["KUBERNETES_EXEC_INFO"])
+info = json.loads(os.environ["KUBERNETES_EXEC_INFO"])
 count = os.path.getsize(sys.argv[1]) if os.path.exists(sys.argv[1]) else 0
 open(sys.argv[1], "a").write("x")
 status = {"token": f"{os.environ['WHO']}-{count}", "expirationTimestamp": sys.argv[2]}
-print(json.dumps({"apiVersion": asked["apiVersion"], "kind": "ExecCredential", "status": status}))
+print(json.dumps({"apiVersion": info["apiVersion"], "kind": "ExecCredential", "status": status}))
 """
 
 
@@ -131,7 +131,7 @@ def test_a_plugin_is_run_again_once_its_token_has_ended(tmp_path, ends, later):
         ({"client-certificate": "missing"}, "missing"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_a_sentence(tmp_path, user, words):
+def test_reports_what_it_cannot_use_in_a_sentence(tmp_path, user, words):
     with pytest.raises(ConfigError, match=words):
         kubeconfig.load(write(tmp_path / "config", user), None)
 

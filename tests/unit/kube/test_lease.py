@@ -2,22 +2,15 @@
 
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
 
 from prfaas.errors import UnreachableError
 from prfaas.kube import LeaseHolder
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture
@@ -37,21 +30,21 @@ async def test_a_holder_that_renews_keeps_the_lease(two, clock):
     for _ in range(20):
         assert await first.acquire_or_renew()
         assert not await second.acquire_or_renew()
-        clock.now += 5
+        clock.seconds += 5
 
 
 async def test_a_silent_holder_loses_the_lease_after_its_duration_and_stops_before(two, clock):
     first, second = two
     await first.acquire_or_renew()
     await second.acquire_or_renew()
-    clock.now += 9.9
+    clock.seconds += 9.9
     assert first.is_holder
     assert not await second.acquire_or_renew()
-    clock.now += 0.2
-    assert not first.is_holder  # at two thirds, long before anybody may take over
-    clock.now += 4.8
+    clock.seconds += 0.2
+    assert not first.is_holder  # at two thirds, long before another may take over
+    clock.seconds += 4.8
     assert not await second.acquire_or_renew()
-    clock.now += 0.2
+    clock.seconds += 0.2
     assert await second.acquire_or_renew()
     assert not await first.acquire_or_renew()
 
@@ -68,7 +61,7 @@ async def test_of_two_writers_the_slower_loses(two, api, clock):
     first, second = two
     await first.acquire_or_renew()
     await second.acquire_or_renew()
-    clock.now += 16
+    clock.seconds += 16
     lease = next(iter(api.objects.values()))
 
     async def stale(_request):
@@ -83,9 +76,9 @@ async def test_a_holder_cut_off_from_the_server_stops_by_itself(two, api, clock)
     first, _ = two
     await first.acquire_or_renew()
     api.dead = True
-    clock.now += 5
+    clock.seconds += 5
     with pytest.raises(UnreachableError):
         await first.acquire_or_renew()
     assert first.is_holder
-    clock.now += 5.1
+    clock.seconds += 5.1
     assert not first.is_holder

@@ -17,7 +17,7 @@ REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 POLICY = ObjectRef(ObjectKind("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies"), "n", "p")
 
 
-async def test_errors_tell_who_failed(api, session):
+async def test_errors_tell_how_a_call_failed(api, session):
     with pytest.raises(StatusError) as refusal:
         await session.call("GET", REF.path)
     assert (refusal.value.status, refusal.value.reason) == (404, "NotFound")

@@ -77,7 +77,7 @@ async def test_an_object_that_is_made_later_appears(api, watching):
     await watching.until(1)
 
 
-async def test_the_watch_asks_for_one_name_only(api, watching):
+async def test_the_watch_requests_only_one_name(api, watching):
     await watching.next()
     await eventually_async(lambda: api.watches, "a watch is open")
     assert api.watches[0]["fieldSelector"] == "metadata.name=p-routes"
@@ -110,16 +110,16 @@ async def test_an_expired_version_is_answered_by_reading_again(api, watching):
     api.put(REF, value=1)
     await watching.next()
     await eventually_async(lambda: api.open_watches, "a watch is open")
-    gone = {"kind": "Status", "code": 410, "reason": "Expired"}
+    expired = {"kind": "Status", "code": 410, "reason": "Expired"}
     for queue, _ in api.open_watches:
-        queue.put_nowait(json.dumps({"type": "ERROR", "object": gone}).encode() + b"\n")
+        queue.put_nowait(json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n")
     assert (await watching.next())["value"] == 1
     await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)
 
 
-async def test_a_server_that_says_expired_each_time_is_asked_ever_more_seldom():
+async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_time():
     reads, pauses = 0, []
 
     async def read() -> tuple[int, str]:
@@ -142,7 +142,7 @@ async def test_a_server_that_says_expired_each_time_is_asked_ever_more_seldom():
 
 
 @pytest.mark.parametrize("line", DAMAGED_EVENTS)
-async def test_damaged_events_are_survived(api, watching, line):
+async def test_survives_damaged_events(api, watching, line):
     api.put(REF, value=1)
     await watching.next()
     await eventually_async(lambda: api.open_watches, "a watch is open")
@@ -172,7 +172,7 @@ async def test_a_server_that_falls_silent_is_left_after_the_window(api, session)
     await watching.stop()
 
 
-async def test_refusals_and_an_absent_server_are_survived(api, watching):
+async def test_survives_refusals_and_an_absent_server(api, watching):
     async def forbid(_request):
         return web.json_response({"kind": "Status", "reason": "Forbidden"}, status=403)
 

@@ -48,7 +48,7 @@ def test_each_token_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
 
 
 @given(st.lists(ids, min_size=4, max_size=20), st.integers(0, 19))
-def test_a_changed_token_changes_its_block_and_all_after_it_alone(tokens: list[int], at: int):
+def test_a_changed_token_changes_only_its_block_and_those_after_it(tokens: list[int], at: int):
     at %= len(tokens)
     changed = [*tokens]
     changed[at] ^= 1

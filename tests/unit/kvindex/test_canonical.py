@@ -53,7 +53,7 @@ def test_sampling_does_not_matter_but_kind_model_and_salt_do():
     assert completion("abc", cache_salt="").root == completion("abc", cache_salt=None).root == first.root
 
 
-def test_a_chat_is_the_same_whatever_order_its_json_has():
+def test_a_chat_is_the_same_in_any_order_of_its_json():
     one = b'{"model":"m","messages":[{"role":"user","name":"n","content":"a\\u00e9"}],"tools":[{"b":1,"a":2}]}'
     two = '{"tools":[{"a":2,"b":1}],"messages":[{"content":"aé", "name":"n", "role":"user"}],"model":"m","n":2}'
     assert canonical_chat(json.loads(one)) == canonical_chat(json.loads(two)) is not None

@@ -62,21 +62,21 @@ def made(**tokens_of: tuple[int, ...] | None) -> PrefixIndex:
 @given(
     served=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)), max_size=6),
     evicted=st.lists(st.tuples(st.sampled_from(TEXTS), st.integers(0, 39)), max_size=8),
-    asked=st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)),
+    prompt=st.tuples(st.sampled_from(TEXTS), st.integers(0, 4000)),
 )
-def test_attention_matches_are_those_of_a_naive_reading(served, evicted, asked):
+def test_attention_matches_are_those_of_a_naive_reading(served, evicted, prompt):
     index, by_own_map, stored = InstanceIndex(10_000, 10_000), set(), set()
     for text, length in served:
         serve(index, text[:length])
         stored |= set(keys_of(text[:length]))
         by_own_map |= set(byte_hashes(b"root", text[:length]))
-    gone = {keys_of(text)[at] for text, at in evicted if at < len(keys_of(text))}
-    index.tree.remove(gone, False, 0)
-    stored -= gone
+    removed = {keys_of(text)[at] for text, at in evicted if at < len(keys_of(text))}
+    index.tree.remove(removed, False, 0)
+    stored -= removed
     # A block is named as long as one behind it is stored. Where nothing is, the match ends with a byte block.
     chains = [keys_of(text[:length]) for text, length in served]
     named = {key for chain in chains for at, key in enumerate(chain) if stored.intersection(chain[at:])}
-    text = asked[0][: asked[1]]
+    text = prompt[0][: prompt[1]]
     keys, blocks = keys_of(text), 0
     for at, byte_hash in enumerate(byte_hashes(b"root", text), 1):
         upto = (BYTE_BLOCK * at - 1) // BLOCK_BYTES
@@ -114,7 +114,7 @@ def test_what_begins_otherwise_matches_nothing_and_hashes_one_block():
     assert index.match(chain_of(b"short"), ["d"], []) == {}
 
 
-def test_an_instance_that_sees_tokens_alone_is_judged_by_what_others_teach():
+def test_judges_an_instance_that_sees_only_tokens_by_what_others_teach():
     index = made(d=None, p=None)
     index["p"].tree.store(keys_of(TEXTS[0]), None, False, 0)
     assert index.match(chain_of(TEXTS[0]), ["d"], ["p"]) == {}
@@ -150,7 +150,7 @@ def test_a_forger_is_outvoted_about_instances_that_teach_nothing():
     assert index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], ["p"])["p"] == 10 * BLOCK_TOKENS
 
 
-def test_shares_shrink_as_instances_come_and_who_has_more_is_forgotten():
+def test_shares_shrink_as_instances_come_and_larger_ones_are_forgotten():
     index = PrefixIndex(max_blocks=100, max_pairs=10)
     assert index.set_instances(["a"]) == []
     index["a"].tree.store(list(range(70)), None, False, 0)
@@ -162,10 +162,10 @@ def test_shares_shrink_as_instances_come_and_who_has_more_is_forgotten():
     assert (index.blocks, "a" in index, index["b"].tree.max_blocks) == (0, False, 100)
 
 
-def test_a_map_forgets_the_oldest_generation_but_not_what_is_asked_for():
+def test_a_map_forgets_the_oldest_generation_but_not_what_is_read():
     index = InstanceIndex(1000, 2 * MIN_PAIRS)
     serve(index, TEXTS[0])
-    asked, other = chain_of(TEXTS[0]), chain_of(TEXTS[3])
+    wanted, other = chain_of(TEXTS[0]), chain_of(TEXTS[3])
     teach(index, TEXTS[3])
 
     def fill(generation: int) -> None:
@@ -175,7 +175,7 @@ def test_a_map_forgets_the_oldest_generation_but_not_what_is_asked_for():
 
     for generation in range(1, 6):
         fill(generation)
-        assert index.match(asked, index.bytes) == CERTAIN_BLOCKS * BLOCK_TOKENS
+        assert index.match(wanted, index.bytes) == CERTAIN_BLOCKS * BLOCK_TOKENS
     assert index.bytes.get(other[0]) is None
 
 

@@ -29,14 +29,14 @@ def test_every_key_keeps_its_number_and_is_found_until_it_is_removed(steps):
         assert keys.find(part | home << 8) == known.get(part | home << 8, NONE)
 
 
-def test_a_key_that_is_told_twice_in_a_batch_has_one_number():
+def test_a_key_that_comes_twice_in_a_batch_has_one_number():
     keys = Keys()
     first, second, again = keys.numbers([7, 8, 7])
     assert first == again != second
     assert len(keys) == 2
 
 
-def test_many_keys_are_found_whatever_parts_they_fall_into():
+def test_finds_many_keys_in_any_parts():
     keys = Keys()
     wanted = [hash(number.to_bytes(8, "little")) for number in range(100_000)]
     numbers = keys.numbers(wanted)

@@ -64,7 +64,7 @@ steps = st.tuples(st.sampled_from(["store", "store", "remove", "clear"]), segmen
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(steps, max_size=40))
-def test_matches_are_those_of_a_naive_reading_whatever_is_evicted_where(done):
+def test_matches_are_those_of_a_naive_reading_after_any_evictions(done):
     tree, naive = BlockTree(1000), Naive()
     for what, blocks, is_state, medium in done:
         keys, parent = [KEYS[block] for block in blocks], PARENTS[blocks[0]]
@@ -127,7 +127,7 @@ def test_long_chains_that_came_in_pieces_and_lost_a_block_are_matched_up_to_it()
     assert tree.usable(tree.find(keys[-1])) == 4000
 
 
-def test_numbers_given_again_make_no_run_of_blocks_that_do_not_follow_each_other():
+def test_reused_numbers_make_no_run_of_blocks_that_do_not_follow_each_other():
     tree = BlockTree(100)
     tree.store([KEYS[block] for block in CHAINS[0][:4]], None, False, 0)
     tree.store([KEYS[30]], None, False, 0)
@@ -135,14 +135,14 @@ def test_numbers_given_again_make_no_run_of_blocks_that_do_not_follow_each_other
         tree.remove([KEYS[block]], False, 0)
     tree.store([KEYS[13]], KEYS[2], False, 0)
     tree.store([KEYS[14]], KEYS[13], False, 0)
-    assert tree.find(KEYS[14]) < tree.find(KEYS[13]), "else this proves nothing"
+    assert tree.find(KEYS[14]) < tree.find(KEYS[13]), "otherwise this proves nothing"
     tree.remove([KEYS[13]], False, 0)
     assert tree.usable(tree.find(KEYS[14])) == 3
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
 def test_the_last_place_is_found_in_few_questions(count, answer):
-    asked = []
-    found = last_where(count, lambda at: asked.append(at) or at < answer)
+    places = []
+    found = last_where(count, lambda at: places.append(at) or at < answer)
     assert found == min(count, answer) - 1
-    assert len(asked) <= 2 * (answer + 1).bit_length() + 2
+    assert len(places) <= 2 * (answer + 1).bit_length() + 2

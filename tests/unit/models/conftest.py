@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prfaas_worker.models.base import Model
 from prfaas_worker.models.kimi_linear.model import KimiLinear
@@ -91,6 +92,11 @@ def checkpoint(oracle: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory
     public = {"rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "moe_renormalize": True, "mla_use_nope": True}
     (directory / "config.json").write_text(json.dumps(config | ORACLE_CONFIG | public))
     return directory
+
+
+@pytest.fixture
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model.safetensors")
 
 
 @pytest.fixture(scope="package")

@@ -64,11 +64,11 @@ def device_elsewhere() -> Iterator[torch.device]:
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    given: list[torch.Tensor] = []
-    tree_map_only(torch.Tensor, given.append, (args, kwargs))
-    there = [tensor for tensor in given if isinstance(tensor, Elsewhere)]
+    tensors: list[torch.Tensor] = []
+    tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
+    there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
     name = func.overloadpacket.__name__
-    here = [tensor for tensor in given if not isinstance(tensor, Elsewhere) and tensor.ndim]
+    here = [tensor for tensor in tensors if not isinstance(tensor, Elsewhere) and tensor.ndim]
     if there and here and name not in _MAY_MIX:
         raise RuntimeError(f"{name}: tensors on {DEVICE} and on the CPU")
     target = kwargs.get("device")

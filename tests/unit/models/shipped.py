@@ -66,16 +66,6 @@ def bits_per_byte(model: Model, texts: torch.Tensor) -> float:
     return torch.stack(nats).mean().item() / math.log(2)
 
 
-def bits_without_memory(model: Model, texts: torch.Tensor, measured: int = 64) -> float:
-    """Score `measured` bytes of each text from the byte before alone: a fresh cache for each."""
-    nats = []
-    for position in range(READ_BYTES, READ_BYTES + measured):
-        solo = Solo(model, slots=len(texts), tokens=1)
-        logits = solo.decode(texts[:, position - 1], [solo.new() for _ in texts])
-        nats.append(torch.nn.functional.cross_entropy(logits, texts[:, position]))
-    return torch.stack(nats).mean().item() / math.log(2)
-
-
 def documents_of(source: str) -> tuple[dict, dict]:
     """config.json and tokenizer_config.json."""
     directory = model_directory(source)

@@ -1,5 +1,4 @@
-"""Proves that a checkpoint is read in both public spellings, and that one which does not fit is refused with the whole
-list of differences instead of being computed with."""
+"""Proves that a checkpoint is read in both public spellings, and that a wrong config is refused by field."""
 
 import json
 from collections.abc import Callable
@@ -16,11 +15,6 @@ from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.solo import Solo
 
 LAYER_0 = "model.layers.0."
-
-
-@pytest.fixture
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint / "model.safetensors")
 
 
 @pytest.fixture
@@ -47,17 +41,6 @@ def test_both_spellings_of_the_dense_layer_are_one_model(checkpoint, rewritten, 
     assert other.fingerprint == model.fingerprint
 
 
-def test_weights_may_be_split_over_files_and_kept_in_bfloat16(rewritten, weights):
-    directory = rewritten({})
-    names = sorted(weights)
-    for part, chosen in enumerate((names[::2], names[1::2])):
-        save_file({n: weights[n].bfloat16() for n in chosen}, directory / f"model-0000{part + 1}-of-00002.safetensors")
-    loaded = KimiLinear.load(directory)
-    assert loaded.embedding.dtype == torch.float32
-    solo = Solo(loaded)
-    assert solo.prefill(torch.arange(40), solo.new()).isfinite().all()
-
-
 def test_decay_rates_may_be_flat(rewritten, weights, model):
     """Newer tools write A_log so; it is the same model, and a wrong number of heads is not."""
     flat = {name: tensor.flatten() if name.endswith("A_log") else tensor for name, tensor in weights.items()}
@@ -70,35 +53,9 @@ def test_decay_rates_may_be_flat(rewritten, weights, model):
         KimiLinear.load(rewritten(flat))
 
 
-def test_every_difference_is_listed(rewritten, weights):
-    del weights["model.norm.weight"]
-    del weights["model.layers.1.self_attn.q_conv1d.weight"]
-    weights["model.layers.2.self_attn.o_norm.weight"] = torch.ones(33)
-    weights["model.layers.9.input_layernorm.weight"] = torch.ones(256)
-    with pytest.raises(ConfigError) as refused:
-        KimiLinear.load(rewritten(weights))
-    message = str(refused.value)
-    assert "model.norm.weight: missing, shape [256]" in message
-    assert "model.layers.1.self_attn.q_conv1d.weight: missing, shape [128, 1, 4]" in message
-    assert "model.layers.2.self_attn.o_norm.weight: shape [33], the config asks for [32]" in message
-    assert "model.layers.9.input_layernorm.weight: not in this architecture, shape [256]" in message
-    assert len(message.splitlines()) == 1 + 4
-
-
-def test_a_swap_of_two_axes_is_noticed(rewritten, weights):
-    name = "model.layers.1.self_attn.f_a_proj.weight"
-    weights[name] = weights[name].T.contiguous()
-    with pytest.raises(ConfigError, match=r"f_a_proj.weight: shape \[256, 32\], the config asks for \[32, 256\]"):
-        KimiLinear.load(rewritten(weights))
-
-
-def test_damaged_or_absent_weights_are_refused(rewritten):
+def test_absent_weights_are_refused(rewritten):
     directory = rewritten()
-    path = directory / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        KimiLinear.load(directory)
-    path.unlink()
+    (directory / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no model\*\.safetensors"):
         KimiLinear.load(directory)
 
@@ -107,10 +64,7 @@ def test_damaged_or_absent_weights_are_refused(rewritten):
     ("fields", "complaint"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
-        ({"q_lora_rank": 64}, "q_lora_rank is 64"),
-        ({"num_expert_group": 4}, "num_expert_group is 4"),
         ({"num_key_value_heads": 2}, "MLA needs them equal"),
-        ({"mla_use_nope": False}, "mla_use_nope is False"),
         ({"hidden_size": ...}, "the field 'hidden_size'"),
         ({"linear_attn_config": {"full_attn_layers": [0, 4], "kda_layers": [1, 2, 3, 5, 6, 7]}}, "1-based"),
         ({"mlp_layer_types": ["dense"] * 7}, "mlp_layer_types must hold 8 words"),
@@ -129,20 +83,16 @@ def test_layer_lists_are_one_based_and_mlp_types_may_replace_the_dense_count(rew
     assert [i for i, dense in enumerate(config.dense_layers) if dense] == [1, 2]
 
 
-def test_the_fingerprint_follows_config_and_weights(rewritten, weights, model, checkpoint):
+def test_the_fingerprint_follows_the_config(rewritten, model, checkpoint):
     assert KimiLinear.load(checkpoint).fingerprint == model.fingerprint
     assert KimiLinear.load(rewritten(model_max_length=4096)).fingerprint != model.fingerprint
-    weights["model.norm.weight"][0] += 1
-    assert KimiLinear.load(rewritten(weights)).fingerprint != model.fingerprint
 
 
-def test_sources_that_name_no_model_say_what_there_is(rewritten, tmp_path):
+def test_sources_that_name_no_model_say_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match=r"built-in models are: .*kimi-linear-tiny"):
         load_model("builtin:gpt", None)
     with pytest.raises(ConfigError, match=r"no config\.json in .*nowhere"):
         load_model(str(tmp_path / "nowhere"), None)
-    with pytest.raises(ConfigError, match="model_type is 'llama'"):
-        load_model(str(rewritten(model_type="llama")), None)
 
 
 @pytest.mark.parametrize(

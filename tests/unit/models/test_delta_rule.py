@@ -39,14 +39,17 @@ def inputs(tokens: int, gate_scale: float, *, seed: int = 0) -> list[Tensor]:
     return [q * SIZE**-0.5, k, v, g, normal(HEADS, tokens).sigmoid(), normal(HEADS, SIZE, SIZE)]
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 33, 64, 300])
-@pytest.mark.parametrize("gate_scale", GATE_SCALES)
-def test_chunks_are_the_recurrence(gate_scale, tokens):
-    arguments = inputs(tokens, gate_scale)
+def assert_is_recurrence(*arguments: Tensor) -> None:
     o, state = kda_chunked(*arguments)
     expected_o, expected_state = recurrence(*arguments)
     assert (o - expected_o).abs().max() < OUTPUT_BOUND
     assert (state - expected_state).abs().max() < STATE_BOUND
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 32, 33, 64, 300])
+@pytest.mark.parametrize("gate_scale", GATE_SCALES)
+def test_chunks_are_the_recurrence(gate_scale, tokens):
+    assert_is_recurrence(*inputs(tokens, gate_scale))
 
 
 @pytest.mark.parametrize("gate_scale", GATE_SCALES)
@@ -63,23 +66,16 @@ def test_strong_and_weak_gates_side_by_side_stay_exact():
     """Tokens and channels that forget everything stand beside ones that forget nothing: sums must not lose digits."""
     q, k, v, g, beta, state = inputs(300, 1.0)
     mixed = g * 10 ** (5 * torch.rand(g.shape, generator=torch.Generator().manual_seed(1)) - 3)
-    arguments = [q, k, v, mixed, beta, state]
-    o, final = kda_chunked(*arguments)
-    expected_o, expected_final = recurrence(*arguments)
     assert mixed.min() < -100
     assert mixed.max() > -1e-3
-    assert (o - expected_o).abs().max() < OUTPUT_BOUND
-    assert (final - expected_final).abs().max() < STATE_BOUND
+    assert_is_recurrence(q, k, v, mixed, beta, state)
 
 
 def test_a_gate_that_forgets_everything_is_no_special_case():
     q, k, v, g, beta, state = inputs(100, 1.0)
     g[:, 40:45] = -torch.inf
     g[:, 70, ::2] = -torch.inf
-    o, final = kda_chunked(q, k, v, g, beta, state)
-    expected_o, expected_final = recurrence(q, k, v, g, beta, state)
-    assert (o - expected_o).abs().max() < OUTPUT_BOUND
-    assert (final - expected_final).abs().max() < STATE_BOUND
+    assert_is_recurrence(q, k, v, g, beta, state)
 
 
 def test_any_split_of_the_tokens_gives_the_same_state():
@@ -111,10 +107,7 @@ def test_the_strongest_gates_that_a_chunk_size_takes_stay_exact(chunk):
     strongest = g.unflatten(1, (-1, chunk // 2)).sum(2).min()
     arguments = [q, k, v, g * (0.999 * -delta_rule._HALF_CHUNK_DECAY / strongest), beta, state]
     assert delta_rule._padded([x.clone() for x in arguments[:5]])[0] == chunk
-    o, final = kda_chunked(*arguments)
-    expected_o, expected_final = recurrence(*arguments)
-    assert (o - expected_o).abs().max() < OUTPUT_BOUND
-    assert (final - expected_final).abs().max() < STATE_BOUND
+    assert_is_recurrence(*arguments)
 
 
 def test_chunks_that_ignored_the_gates_would_overflow(monkeypatch):

@@ -1,7 +1,7 @@
 """Proves that the model that ships with prfaas has learned its text, takes long prompts, and fits its own declarations.
 
 Bits per byte are measured on standard-library modules that training never read, through prefill and batched decode as
-the engine runs them; random bytes and a model without memory are the controls that show what it would be otherwise.
+the engine runs them; random bytes are the control that shows what it would be otherwise.
 """
 
 from types import ModuleType
@@ -18,7 +18,6 @@ from prfaas_worker.models.solo import Solo
 
 from .shipped import (
     bits_per_byte,
-    bits_without_memory,
     check_chat_template,
     check_special_tokens,
     common,
@@ -56,12 +55,7 @@ def test_random_bytes_cost_far_more(tiny, held_out):
     assert bits_per_byte(tiny, noise) > 8.0
 
 
-def test_without_its_memory_the_model_is_far_worse(tiny, held_out):
-    """The figure comes from the cache that prefill and decode carry: a fresh one for each byte loses it."""
-    assert bits_without_memory(tiny, held_out) > BOUND_BITS + 0.7
-
-
-def test_a_prompt_of_33000_tokens_is_taken_and_its_memory_is_the_cache_alone(tiny, held_out):
+def test_accepts_a_prompt_of_33000_tokens_and_its_memory_is_only_the_cache(tiny, held_out):
     tokens = held_out.flatten().repeat(4)[:33_000]
     solo = Solo(tiny, slots=1, tokens=33_001)
     sequence = solo.new()

@@ -65,7 +65,7 @@ def test_what_an_authority_signs_is_for_its_cluster_and_ends_before_it_does():
         {"tls.crt": ONE.certificate, "tls.key": ONE.key, "previous.crt": b"nothing"},
     ],
 )
-def test_a_damaged_authority_is_told_from_a_good_one_and_no_key_is_in_the_words(data):
+def test_reports_a_damaged_authority_without_its_key(data):
     with pytest.raises(AuthorityDamagedError) as raised:
         read.read_store(secret(data), NOW)
     assert "PRIVATE" not in str(raised.value)
@@ -114,7 +114,7 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
     assert "annotations" not in plain["spec"]["template"]["metadata"]
 
 
-def test_cert_manager_is_asked_for_the_uri_both_usages_and_a_renewal_at_two_thirds():
+def test_requests_the_uri_both_usages_and_a_renewal_at_two_thirds_of_cert_manager():
     terms = terms_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
     assert terms.issuer is not None
     spec = render.certificate("eu", terms.issuer, terms.life)["spec"]

@@ -17,7 +17,7 @@ def token(age_days: float, left_days: float) -> TokenFacts:
 
 
 @pytest.mark.parametrize(
-    ("facts", "level", "said"),
+    ("facts", "level", "message"),
     [
         (None, "ok", "no end"),
         (token(10, 20), "ok", "outlives an outage of 20 days"),
@@ -26,10 +26,10 @@ def token(age_days: float, left_days: float) -> TokenFacts:
         (token(30, 0), "failed", "run `prfaas cluster join eu` again"),
     ],
 )
-def test_a_token_is_judged_by_what_is_left_of_it(facts, level, said):
+def test_a_token_is_judged_by_what_is_left_of_it(facts, level, message):
     finding = check.token_finding(facts, "eu", NOW)
     assert finding.level == level
-    assert said in finding.message
+    assert message in finding.message
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_token_is_judged_by_what_is_left_of_it(facts, level, said):
         ("v2.1", "warning"),
     ],
 )
-def test_a_server_that_is_too_old_fails_and_one_that_nobody_knows_is_named(text, level):
+def test_a_server_that_is_too_old_fails_and_an_unknown_one_is_named(text, level):
     assert check.version_finding(text).level == level
 
 
@@ -78,7 +78,7 @@ def test_the_scheduler_knows_the_data_path_better_than_a_terminal_does(links, re
     assert check.data_path_finding(links, reached).level == level
 
 
-def test_the_operators_own_word_counts(make):
+def test_the_operators_own_report_counts(make):
     assert check.operators_view(make.member()).level == "failed"
     assert check.last_contact(make.member(), NOW).level == "failed"
     body = make.member().model_dump(by_alias=True)
@@ -91,7 +91,7 @@ def test_the_operators_own_word_counts(make):
     assert check.last_contact(silent, NOW) == ("last contact", "warning", "2025-12-31T23:50:00Z, 600 s ago")
 
 
-def test_a_crd_of_another_version_is_told_by_its_fields():
+def test_recognises_a_crd_of_another_version_by_its_fields():
     ours = crd.crd(PrefillPool)
     assert check.crd_skew("PrefillPool", ours, ours).level == "ok"
     assert check.crd_skew("PrefillPool", ours, None).level == "failed"

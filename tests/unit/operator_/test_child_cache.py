@@ -1,4 +1,4 @@
-"""Proves that a child is asked for again exactly when it may have changed since the last look."""
+"""Proves that the operator reads a child again exactly when it may have changed since the last look."""
 
 # ruff: noqa: ARG002  # the fake takes what the Protocol passes
 import copy
@@ -18,16 +18,16 @@ MANIFEST = {"kind": "ConfigMap", "metadata": {"name": "c", "labels": {}}, "data"
 
 
 class CountingCluster:
-    """One ConfigMap, whose version grows with every change; `asked` counts the calls that read it."""
+    """One ConfigMap, whose version grows with every change; `reads` counts the calls that read it."""
 
     namespace = "ns"
 
     def __init__(self) -> None:
         self.live: Object | None = None
-        self.asked = self.written = 0
+        self.reads = self.written = 0
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
-        self.asked += 1
+        self.reads += 1
         return copy.deepcopy(self.live)
 
     async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
@@ -74,12 +74,12 @@ def sees(cache: ChildCache, version: str) -> None:
     cache.followed[CONFIG_MAP].items["c"] = ChildFacts("c", "u", "pool", version)
 
 
-async def test_a_child_of_the_version_of_the_last_look_is_not_asked_for(hub, cache, look):
+async def test_does_not_read_a_child_whose_version_it_saw_last(hub, cache, look):
     await look()
     sees(cache, "1")
-    asked = hub.asked
+    reads = hub.reads
     child = await look()
-    assert (hub.asked, hub.written) == (asked, 1)
+    assert (hub.reads, hub.written) == (reads, 1)
     assert child["metadata"]["uid"] == "u", "what is kept of it is enough to go by"
 
 
@@ -92,17 +92,17 @@ async def test_an_edit_is_seen_and_put_back(hub, cache, look):
     assert hub.live["data"] == {"a": "1"}
 
 
-async def test_a_change_that_is_none_of_ours_is_looked_at_once(hub, cache, look):
+async def test_looks_at_a_foreign_change_once(hub, cache, look):
     await look()
     hub.change({"a": "1", "more": "theirs"})
     sees(cache, "2")
     await look()
-    asked = hub.asked
+    reads = hub.reads
     await look()
-    assert (hub.asked, hub.written) == (asked, 1)
+    assert (hub.reads, hub.written) == (reads, 1)
 
 
-async def test_another_manifest_is_applied_although_nobody_touched_the_child(hub, cache, look):
+async def test_applies_another_manifest_although_the_child_is_unchanged(hub, cache, look):
     await look()
     sees(cache, "1")
     await look({**MANIFEST, "data": {"a": "2"}})
@@ -110,14 +110,14 @@ async def test_another_manifest_is_applied_although_nobody_touched_the_child(hub
 
 
 @pytest.mark.parametrize("blind", ["never seen", "not followed at the moment"])
-async def test_what_is_not_seen_is_asked_for(hub, cache, look, blind):
+async def test_reads_what_it_does_not_see(hub, cache, look, blind):
     await look()
     if blind == "not followed at the moment":
         sees(cache, "1")
         cache.followed[CONFIG_MAP].is_fresh = False
-    asked = hub.asked
+    reads = hub.reads
     await look()
-    assert hub.asked == asked + 1
+    assert hub.reads == reads + 1
 
 
 def test_owners_are_known_only_while_all_that_they_may_own_is_followed(cache):

@@ -1,4 +1,4 @@
-"""Proves that a server's clock is heard from its answers, and that ours counts only until the first one."""
+"""Proves that a server's clock is read from its answers, and that ours counts only until the first one."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -19,7 +19,7 @@ class Seconds:
         return self.now
 
 
-def test_the_servers_clock_goes_on_between_answers_whatever_ours_shows():
+def test_the_servers_clock_runs_between_answers_independently_of_ours():
     seconds = Seconds()
     clock = ServerClock(seconds)
     assert abs(clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "before an answer there is no other"

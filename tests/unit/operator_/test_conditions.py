@@ -25,7 +25,7 @@ def test_a_condition_that_turns_gets_the_present_time():
     }
 
 
-def test_a_new_reason_alone_keeps_the_time():
+def test_a_new_reason_without_a_new_status_keeps_the_time():
     assert merged([known("False")], no("Other", ""))["lastTransitionTime"] == "2026-01-01T00:00:00Z"
 
 

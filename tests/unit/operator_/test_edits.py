@@ -1,4 +1,4 @@
-"""Proves that an edit of a child is told with its author and its fields, and that an endless one is slowed down."""
+"""Proves that an edit of a child is reported with its author and fields, and that an endless one is slowed down."""
 
 from prfaas_operator.controller.children import EditLimiter
 from prfaas_operator.plan.drift import AppliedManifest, edit, view
@@ -29,7 +29,7 @@ def test_an_object_as_we_left_it_has_no_edit():
     assert edit(live(unseen=2), LAST) is None
 
 
-def test_the_owner_of_a_changed_field_is_its_editor_and_not_whoever_wrote_last():
+def test_the_owner_of_a_changed_field_is_its_editor_and_not_the_last_writer():
     managed = [
         entry("prfaas-operator", "2026-01-01T00:00:09Z", {"f:spec": {"f:replicas": {}}}),
         entry("kubectl-edit", "2026-01-01T00:00:01Z", {"f:spec": {"f:containers": WORKER}}),
@@ -40,17 +40,17 @@ def test_the_owner_of_a_changed_field_is_its_editor_and_not_whoever_wrote_last()
     assert str(edit(changed, LAST)) == "kubectl-edit changed spec.containers[worker].image"
 
 
-def test_a_removed_field_is_ascribed_to_the_last_writer_or_to_somebody():
-    gone = {"spec": {"replicas": 2}}
+def test_ascribes_a_removed_field_to_the_last_writer_if_one_is_known():
+    reduced = {"spec": {"replicas": 2}}
     managed = [entry("old", "2026-01-01T00:00:01Z", {}), entry("new", "2026-01-01T00:00:02Z", {})]
     assert (
-        str(edit({"metadata": {"managedFields": managed}, **gone}, LAST))
+        str(edit({"metadata": {"managedFields": managed}, **reduced}, LAST))
         == "new changed spec.containers, spec.selector"
     )
-    assert str(edit({"metadata": {}, **gone}, LAST)) == "somebody changed spec.containers, spec.selector"
+    assert str(edit({"metadata": {}, **reduced}, LAST)) == "somebody changed spec.containers, spec.selector"
 
 
-def test_a_leaf_that_somebody_owns_covers_what_is_below():
+def test_an_owned_leaf_covers_what_is_below():
     managed = [
         entry("bulk", "2026-01-01T00:00:01Z", {"f:spec": {"f:selector": {}}}),
         entry("x", "2026-01-01T00:00:02Z", {}),
@@ -69,7 +69,7 @@ def test_a_few_edits_are_put_back_at_once_and_endless_ones_in_their_turn():
     now = [0.0]
     limiter = EditLimiter(lambda: now[0])
     puts_back: list[float] = []
-    for second in range(120):  # somebody edits every second
+    for second in range(120):  # an edit every second
         now[0] = float(second)
         if limiter.may_revert("u"):
             limiter.reverted("u")

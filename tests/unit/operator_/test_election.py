@@ -1,4 +1,4 @@
-"""Proves that a replica which cannot read its token for a moment goes on, and ends no work before its Lease does."""
+"""Proves that a replica which cannot read its token for a moment continues, and ends no work before its Lease does."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ async def test_a_candidate_without_a_token_stands_by(session, monkeypatch):
     await asyncio.wait_for(running, PATIENCE_SECONDS)
 
 
-async def test_a_token_that_is_gone_at_the_end_is_no_error(session):
+async def test_a_missing_token_at_the_end_is_no_error(session):
     shutdown, ready = election.Shutdown(), asyncio.Event()
 
     async def work(_term: asyncio.Event) -> None:

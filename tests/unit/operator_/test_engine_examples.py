@@ -4,22 +4,23 @@ That an API server takes them is proven in tests/clusters/test_pool_manifests.py
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
+from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy, crd
 from prfaas.wire.routes import EngineName
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import ObservedCluster, PolicyFacts, readiness, routing_table
-from prfaas_operator.plan.pool_status import Counts, engine_name, role_of
+from prfaas_operator.plan.pool_status import EXPERIMENTAL, Counts, engine_name, role_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
-PAGE = (ROOT / "docs" / "engines.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -66,7 +67,7 @@ def test_flags_of_an_example_are_flags_of_its_engine(path):
 
 @each_example
 def test_an_example_is_linked_from_the_page_of_engines(path):
-    assert f"(../examples/engines/{path.name})" in PAGE
+    assert f"(../../examples/engines/{path.name})" in PAGE
 
 
 def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
@@ -75,6 +76,21 @@ def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
     names = [row.split("|")[1].strip(" `") for row in table]
     assert names == list(get_args(EngineName))
     assert all(cell.strip() for row in table for cell in row.strip("|").split("|"))
+    run = [row.strip("|").split("|")[-1].strip() for row in table]
+    assert {name for name, what in zip(names, run, strict=True) if what.startswith("*experimental: ")} == set(
+        EXPERIMENTAL
+    )
+    assert not [what for what in run if what.startswith("not run")]
+
+
+def test_the_schema_calls_the_same_engines_experimental():
+    spec = crd.crd(PrefillPool)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    engine = spec["properties"]["engine"]["properties"]
+    fields = (engine["type"], engine["transfer"]["properties"]["connector"])
+    sentences = [re.findall(r"[^.]* experimental: [^.]*[.]", field["description"]) for field in fields]
+    named = {word.strip(" ,.:") for found in sentences for sentence in found for word in sentence.lower().split()}
+    assert {name.removeprefix("vllm-") for name in EXPERIMENTAL} <= named
+    assert not named & {"prfaas", "vllm", "nixl"}
 
 
 @each_example

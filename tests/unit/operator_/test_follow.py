@@ -34,18 +34,18 @@ async def test_a_bug_is_an_end():
 
 
 @pytest.mark.system
-async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch):
+async def test_waits_until_every_kind_is_served_or_it_has_to_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(handlers, "SERVED_POLL_SECONDS", 0.01)
-    asked, term = 0, asyncio.Event()
+    calls, term = 0, asyncio.Event()
 
     async def is_served() -> None:
-        nonlocal asked
-        asked += 1
-        if asked < 3 or asked > 3:
+        nonlocal calls
+        calls += 1
+        if calls < 3 or calls > 3:
             raise PeerError("not yet")
 
     await handlers.until_served(is_served, term)
-    assert asked == 3
+    assert calls == 3
     waiting = asyncio.create_task(handlers.until_served(is_served, term))
     await asyncio.sleep(0.05)
     assert not waiting.done()
@@ -53,7 +53,7 @@ async def test_it_waits_until_every_kind_is_served_or_it_is_asked_to_end(monkeyp
     await asyncio.wait_for(waiting, 60)
 
 
-@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "goes on after a cancellation"])
+@pytest.mark.parametrize("deaf", [False, True], ids=["obeys", "continues after a cancellation"])
 async def test_kopf_ends_though_one_of_its_watches_takes_a_cancellation_for_a_pause(
     monkeypatch: pytest.MonkeyPatch, deaf: bool
 ):
@@ -107,7 +107,7 @@ async def test_a_watch_that_ends_before_it_began_is_no_traceback(monkeypatch: py
 
 
 def test_what_an_api_server_refused_is_no_traceback():
-    for error, stays in ((REFUSAL("gone"), False), (ValueError("a bug"), True)):
+    for error, stays in ((REFUSAL("deleted"), False), (ValueError("a bug"), True)):
         record = logging.LogRecord("kopf", logging.ERROR, "", 0, "failed", (), (type(error), error, None))
         assert logs.drop_traceback(record)
         assert bool(record.exc_info) == stays

@@ -1,4 +1,4 @@
-"""Proves that the hub's store holds what is newest of each object, and wakes whom a change concerns."""
+"""Proves that the hub's store holds what is newest of each object, and wakes the objects that a change concerns."""
 
 from typing import Any
 
@@ -49,14 +49,14 @@ def test_an_older_state_never_takes_the_place_of_a_newer_one(hub):
     assert hub.sharers["far"].replicas == 3
 
 
-def test_the_answer_to_a_write_brings_nothing_back_that_is_gone(hub):
+def test_the_answer_to_a_write_restores_nothing_that_was_deleted(hub):
     hub.put(PREFILL_POOL, pool(9))
     hub.discard(PREFILL_POOL, "far", "u")
     hub.learn(pool(10))
     assert hub.get(REF) is None
 
 
-def test_what_goes_takes_no_namesake_along(hub):
+def test_a_removal_keeps_a_namesake(hub):
     hub.put(PREFILL_POOL, pool(9))
     hub.put(PREFILL_POOL, pool(12, uid="u2"))
     hub.discard(PREFILL_POOL, "far", "u")
@@ -100,7 +100,7 @@ async def test_an_object_made_while_its_predecessor_is_read_stays(hub, server):
     assert hub.get(REF)["metadata"]["uid"] == "u2"
 
 
-def test_a_change_wakes_the_object_and_whom_it_concerns_and_a_count_wakes_nobody_else(hub):
+def test_a_change_wakes_the_objects_it_concerns_and_a_count_wakes_only_its_own(hub):
     others = {kind: hub.queue.of(Ref(kind, "x"), kind.name) for kind in (MEMBER_CLUSTER, DECODE_POOL, POLICY)}
     home, own = hub.queue.of(Ref(DECODE_POOL, "home"), "h"), hub.queue.of(REF, "u")
     woken = lambda: [waker.event.is_set() for waker in (own, others[MEMBER_CLUSTER], others[POLICY], home)]  # noqa: E731

@@ -1,4 +1,4 @@
-"""Proves what an informer keeps: what the server said last, whatever order the news of it comes in."""
+"""Proves that an informer keeps the server's latest state in any order of the news."""
 
 # ruff: noqa: ARG002  # the fake takes what the Protocol passes
 import asyncio
@@ -44,27 +44,27 @@ def thing(name: str, version: str) -> Object:
     return {"metadata": {"name": name, "resourceVersion": version}}
 
 
-def informer_of(script: Script, told: list[str]) -> Informer[str]:
+def informer_of(script: Script, reported: list[str]) -> Informer[str]:
     return Informer(
         script,  # pyright: ignore[reportArgumentType]
         POD,
         "",
         lambda one: f"{one['metadata']['name']}@{one['metadata']['resourceVersion']}",
-        told.append,
+        reported.append,
     )
 
 
 async def run(script: Script, *written: Object) -> tuple[dict[str, str], list[str]]:
-    """Run an informer to the end of a script, and have it learn; return its items and whom it told about."""
-    told: list[str] = []
-    informer = informer_of(script, told)
+    """Run an informer to the end of a script, and have it learn; return its items and what it reported."""
+    reported: list[str] = []
+    informer = informer_of(script, reported)
     task = asyncio.create_task(informer.run())
     await asyncio.wait_for(script.done.wait(), 30)
     for one in written:
         informer.learn(one)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return informer.items, told
+    return informer.items, reported
 
 
 async def test_an_informer_follows_pages_and_events():
@@ -72,9 +72,9 @@ async def test_an_informer_follows_pages_and_events():
         [Page([thing("a", "1")], "1", "more"), Page([thing("b", "2")], "2", "")],
         [[WatchEvent("MODIFIED", thing("a", "3")), WatchEvent("DELETED", thing("b", "4"))], []],
     )
-    items, told = await run(script)
+    items, reported = await run(script)
     assert items == {"a": "a@3"}
-    assert sorted(told[:2]) + told[2:] == ["a@1", "b@2", "a@3", "b@4"]
+    assert sorted(reported[:2]) + reported[2:] == ["a@1", "b@2", "a@3", "b@4"]
 
 
 async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_it_missed():
@@ -82,9 +82,9 @@ async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_i
         [Page([thing("a", "1"), thing("b", "1")], "1", ""), Page([thing("a", "5")], "5", "")],
         [[ExpiredError("too old")]],
     )
-    items, told = await run(script)
+    items, reported = await run(script)
     assert items == {"a": "a@5"}
-    assert sorted(told[2:]) == ["a@5", "b@1"]
+    assert sorted(reported[2:]) == ["a@5", "b@1"]
 
 
 async def test_an_informer_keeps_what_it_saw_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch):
@@ -93,23 +93,23 @@ async def test_an_informer_keeps_what_it_saw_while_the_server_is_silent(monkeypa
     script = Script(
         [Page([thing("a", "1")], "1", ""), cut, ConflictError("x"), Page([thing("a", "1")], "9", "")], [[cut]]
     )
-    items, told = await run(script)
+    items, reported = await run(script)
     assert items == {"a": "a@1"}
-    assert told == ["a@1"], "nothing changed, nobody is told"
+    assert reported == ["a@1"], "nothing changed, so it reports nothing"
 
 
 async def test_an_answer_that_comes_after_newer_news_changes_nothing():
     script = Script([Page([thing("a", "9")], "9", "")], [[WatchEvent("MODIFIED", thing("a", "11"))]])
-    items, told = await run(script, thing("a", "10"))
+    items, reported = await run(script, thing("a", "10"))
     assert items == {"a": "a@11"}
-    assert told == ["a@9", "a@11"]
+    assert reported == ["a@9", "a@11"]
 
 
-async def test_what_was_written_is_known_before_the_watch_tells_and_nobody_is_told_twice():
+async def test_knows_what_was_written_before_the_watch_does_and_reports_it_once():
     script = Script([Page([thing("a", "9")], "9", "")], [[]])
-    items, told = await run(script, thing("a", "10"), thing("gone", "11"))
+    items, reported = await run(script, thing("a", "10"), thing("deleted", "11"))
     assert items == {"a": "a@10"}
-    assert told == ["a@9", "a@10"]
+    assert reported == ["a@9", "a@10"]
 
 
 async def test_news_older_than_what_was_written_changes_nothing():
@@ -120,13 +120,13 @@ async def test_news_older_than_what_was_written_changes_nothing():
                 yield event
 
     script = Late([Page([thing("a", "9")], "9", "")], [[WatchEvent("MODIFIED", thing("a", "11"))]])
-    told: list[str] = []
-    informer = informer_of(script, told)
+    reported: list[str] = []
+    informer = informer_of(script, reported)
     task = asyncio.create_task(informer.run())
     await asyncio.wait_for(script.done.wait(), 30)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert told == ["a@9", "a@12"]
+    assert reported == ["a@9", "a@12"]
 
 
 async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytest.MonkeyPatch):
@@ -135,6 +135,6 @@ async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytes
         [Page([thing("a", "1")], "1", ""), Page([thing("a", "5")], "5", "")],
         [[WatchEvent("MODIFIED", {"metadata": {"resourceVersion": "2"}})]],
     )
-    items, told = await run(script)
+    items, reported = await run(script)
     assert items == {"a": "a@5"}
-    assert told == ["a@1", "a@5"]
+    assert reported == ["a@1", "a@5"]

@@ -20,13 +20,13 @@ class Server:
     """Answers calls by the end of their path; an exception is raised once, then what follows it counts."""
 
     def __init__(self, **answers):
-        self.answers = {name: list(given) for name, given in answers.items()}
+        self.answers = {name: list(replies) for name, replies in answers.items()}
 
     async def call(self, method: str, path: str, **_: float) -> dict:
         assert method == "GET"
         kind = "kinds" if path.endswith("/v1alpha1") else "deployment" if "deployments" in path else "slices"
-        given = self.answers[kind]
-        answer = given.pop(0) if len(given) > 1 else given[0]
+        replies = self.answers[kind]
+        answer = replies.pop(0) if len(replies) > 1 else replies[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -52,12 +52,12 @@ async def test_an_operator_without_a_ready_pod_is_not_available():
         await installed.operator_is_available(Server(deployment=[deployment(0)]), "ns")
 
 
-async def test_a_service_that_leads_nowhere_is_told():
+async def test_reports_a_service_that_leads_nowhere():
     with pytest.raises(PeerError, match="has no ready pod"):
         await installed.metrics_are_answered(Server(slices=[{"items": [SLICE | {"endpoints": []}]}]), "ns")
 
 
-def test_only_ready_pods_are_asked_on_their_metrics_port():
+def test_reads_metrics_only_of_ready_pods():
     assert installed.addresses(SLICE) == [("10.0.0.7", 9090), ("[fd00::9]", 9090)]
 
 
@@ -74,18 +74,18 @@ def metrics(monkeypatch):
     return texts
 
 
-async def test_what_comes_late_is_waited_for(metrics):
+async def test_waits_for_what_comes_late(metrics):
     late = [PeerError("not yet"), served(*KINDS)]
     server = Server(kinds=late, deployment=[deployment(0), deployment(1)], slices=[{"items": [SLICE]}])
-    said: list[str] = []
-    assert await installed.check(server, "ns", 60, said.append)
-    assert [line.split()[0] for line in said] == ["ok"] * 3
+    lines: list[str] = []
+    assert await installed.check(server, "ns", 60, lines.append)
+    assert [line.split()[0] for line in lines] == ["ok"] * 3
 
 
 async def test_one_failure_does_not_hide_the_next(metrics):
     metrics["text"] = "something_else 1"
     server = Server(kinds=[served()], deployment=[deployment(1)], slices=[{"items": [SLICE]}])
-    said: list[str] = []
-    assert not await installed.check(server, "ns", 0, said.append)
-    assert [line.split()[0] for line in said] == ["FAILED", "ok", "FAILED"]
-    assert "another program listens there" in said[-1]
+    lines: list[str] = []
+    assert not await installed.check(server, "ns", 0, lines.append)
+    assert [line.split()[0] for line in lines] == ["FAILED", "ok", "FAILED"]
+    assert "another program listens there" in lines[-1]

@@ -1,4 +1,4 @@
-"""Proves that annotations of kopf's which somebody else wrote count as absent, and that its own are read."""
+"""Proves that annotations of kopf's with another writer count as absent, and that its own are read."""
 
 import json
 from datetime import UTC, datetime, timedelta

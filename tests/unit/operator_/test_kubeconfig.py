@@ -1,4 +1,4 @@
-"""Proves that a kubeconfig is reduced to address, CA and one credential, and refused for whatever else it holds."""
+"""Proves that a kubeconfig is reduced to address, CA and one credential, and refused for anything else in it."""
 
 import base64
 import copy
@@ -61,7 +61,7 @@ def test_printing_an_access_shows_no_secret():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (with_user(exec={"command": "touch"}), "exec is refused, because it would run a command"),
         (with_user(auth_provider={"name": "gcp"}), "auth-provider is refused"),
@@ -93,10 +93,10 @@ def test_printing_an_access_shows_no_secret():
         ("a: [", "is not a mapping"),
     ],
 )
-def test_whatever_could_run_read_or_leak_is_refused_with_its_name(config: Any, said: str):
+def test_refuses_by_name_what_could_run_read_or_leak(config: Any, message: str):
     with pytest.raises(KubeconfigRefusedError, match="prfaas cluster join") as refused:
         read(config)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_an_entry_that_is_not_used_is_checked_as_well():
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_kubeconfig_are_refused(document: bytes):
         parse_kubeconfig(document)
 
 
-def test_an_oversized_document_is_not_even_parsed():
+def test_does_not_parse_an_oversized_document():
     with pytest.raises(KubeconfigRefusedError, match="larger than"):
         parse_kubeconfig(b"#" * (MAX_BYTES + 1))
 

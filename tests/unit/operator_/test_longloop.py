@@ -32,7 +32,7 @@ def at(seconds: float) -> str:
     return (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def observed(**given: Any) -> dict[str, Any]:
+def observed(**fields: Any) -> dict[str, Any]:
     """A summary: an instance prefills in a second a prompt and decodes an answer a second; the link carries a lot."""
     points = [
         {"tokens": n, "prefillMicros": 1_000_000 + n // 1024, "cacheBytes": 1000 * n} for n in (1024, 16_384, 131_072)
@@ -47,14 +47,14 @@ def observed(**given: Any) -> dict[str, Any]:
         "decodeBatch": 10,
         "links": [{"clusterName": "eu", "effectiveMbps": 10_000}],
         "pools": [{"name": name, "samples": 9, "profile": points} for name in ("decode", "offload")],
-        **given,
+        **fields,
     }
 
 
 def status(ready: int, **conditions: Any) -> dict[str, Any]:
     condition = {"type": "Ready", "status": "True", "reason": "AllReady", "observedGeneration": 3}
-    told = {**condition, "lastTransitionTime": at(-900), **conditions}
-    return {"replicas": ready, "readyReplicas": ready, "conditions": [told]}
+    ready_condition = {**condition, "lastTransitionTime": at(-900), **conditions}
+    return {"replicas": ready, "readyReplicas": ready, "conditions": [ready_condition]}
 
 
 @pytest.fixture
@@ -133,10 +133,10 @@ def test_a_scheduler_whose_clock_is_off_is_believed_once_its_summaries_are_seen_
     assert (second.age_seconds, second.seen_at_seconds) == (0.0, 130.0)
 
 
-def test_what_a_full_instance_does_may_be_given_in_place_of_measured(built, make):
+def test_a_pool_may_declare_what_a_full_instance_does_instead_of_measuring_it(built, make):
     facts = built(observed(links=[], decodeBatch=None, decodeStepMicros=None))
-    given = made(make.decode_pool(replicas=3, maxBatch=10, stepMillis=10), 3)
-    assert decided(facts._replace(decode_pools={"decode": given})).changes == {"swing": 2, "decode": 2}
+    pool = made(make.decode_pool(replicas=3, maxBatch=10, stepMillis=10), 3)
+    assert decided(facts._replace(decode_pools={"decode": pool})).changes == {"swing": 2, "decode": 2}
 
 
 def test_arrivals_are_those_of_all_gateways(built):
@@ -165,10 +165,10 @@ def test_the_cooldown_counts_from_the_plan_in_the_status(built):
 
 
 def live(name: str, *entries: dict[str, Any], **annotations: str) -> dict[str, Any]:
-    given = {f"prfaas.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
+    prefixed = {f"prfaas.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
     return {
         "metadata": {
-            "name": name, "annotations": given, "managedFields": list(entries), "creationTimestamp": at(-9000),
+            "name": name, "annotations": prefixed, "managedFields": list(entries), "creationTimestamp": at(-9000),
         }
     }  # fmt: skip
 
@@ -189,9 +189,9 @@ HPA = wrote("kube-controller-manager", subresource="scale")
         ([wrote("kubectl")], {"scaled_by_policy": "true"}, ""),
         ([HPA], {"scaled_by_policy": "true"}, "an autoscaler owns"),
     ],
-    ids=["nobody wrote", "the policy did", "a person did", "a person gave them", "an autoscaler did"],
+    ids=["no writer", "the policy did", "a person did", "a person allowed it", "an autoscaler did"],
 )
-def test_replicas_belong_to_whoever_wrote_them_last(built, entries, annotations, refusal):
+def test_replicas_belong_to_their_last_writer(built, entries, annotations, refusal):
     facts = built(observed())
     seen = PoolSeen(facts.decode_pools["decode"], live("decode", *entries, **annotations))
     found = longloop.refusals(facts.policy, [seen], [facts.policy])
@@ -199,7 +199,7 @@ def test_replicas_belong_to_whoever_wrote_them_last(built, entries, annotations,
     assert bool(found) == bool(refusal)
 
 
-def test_of_two_policies_over_one_pool_the_older_scales_it(built, make):
+def test_of_two_policies_with_one_pool_the_older_scales_it(built, make):
     facts = built(observed())
     seen = PoolSeen(facts.decode_pools["decode"], live("decode"))
     older = make.policy("elder", **SPEC)
@@ -227,7 +227,7 @@ def test_a_change_that_was_cut_off_between_its_writes_is_finished_and_a_later_on
 
 
 class ContendedClient:
-    """Takes statuses, and refuses new replicas: a pool is gone when they are written."""
+    """Takes statuses, and refuses new replicas: a pool is deleted when they are written."""
 
     def __init__(self):
         self.statuses: list[dict[str, Any]] = []
@@ -286,8 +286,8 @@ PROFILE = {"points": [{"tokens": 1024, "prefillMillis": 1000}, {"tokens": 131_07
 SIZES = {"tokenBytes": 1000, "stateBytes": 0}
 
 
-def said(facts, **profiles: Any):
-    """The facts, with profiles in the specs of pools."""
+def declare(facts, **profiles: Any):
+    """Return the facts, with profiles in the specs of pools."""
     pools = {**facts.decode_pools, **facts.prefill_pools}
     changed = {
         name: type(pool).model_validate(
@@ -306,25 +306,25 @@ def test_what_pools_say_stands_in_for_what_was_not_measured(built):
     """No instance was measured, as with engines that publish no times: the policy converts as if they had been."""
     measured, silent = built(observed(links=[])), built(observed(links=[], pools=[]))
     assert decided(silent).reason == "NotMeasured"
-    spoken = said(silent, decode=PROFILE | SIZES)
-    assert decided(spoken).changes == decided(measured).changes == {"swing": 2, "decode": 2}
-    assert decided(spoken).now.lambda_max == pytest.approx(decided(measured).now.lambda_max, rel=0.01)
+    declared = declare(silent, decode=PROFILE | SIZES)
+    assert decided(declared).changes == decided(measured).changes == {"swing": 2, "decode": 2}
+    assert decided(declared).now.lambda_max == pytest.approx(decided(measured).now.lambda_max, rel=0.01)
 
 
 def test_a_measured_profile_wins(built):
     slow = {"points": [{"tokens": 1024, "prefillMillis": 90_000}, {"tokens": 131_072, "prefillMillis": 99_000}]}
     facts = built(observed(links=[]))
-    assert decided(said(facts, decode=slow | SIZES)).now == decided(facts).now
+    assert decided(declare(facts, decode=slow | SIZES)).now == decided(facts).now
 
 
 def test_the_size_of_a_cache_is_the_models_and_without_any_a_members_pool_cannot_be_planned(built):
     silent = built(observed(pools=[]))
-    without = said(silent, offload=PROFILE, decode=PROFILE)
+    without = declare(silent, offload=PROFILE, decode=PROFILE)
     assert decided(without).message.startswith("no profile of pool offload is known")
     assert "profile in its spec stands in" in decided(without).message
-    pools = {one.name: one.profile for one in installation(said(silent, offload=PROFILE, decode=SIZES), {}).pools}
+    pools = {one.name: one.profile for one in installation(declare(silent, offload=PROFILE, decode=SIZES), {}).pools}
     assert pools["offload"].token_bytes == 1000, "what the decode pool says holds for all"
-    assert pools["decode"] is None, "a size alone is no profile"
+    assert pools["decode"] is None, "a size without a curve is no profile"
 
 
 @pytest.mark.parametrize("args", [["--max-num-seqs", "4"], ["--max-num-seqs=4"], ["--max_num_seqs=4", "--port=1"]])
@@ -337,7 +337,7 @@ def test_a_flag_bounds_how_many_requests_an_instance_decodes(built, make, args):
 
 
 def test_an_installation_of_vllm_pools_is_planned_by_what_they_say_and_what_vllm_counts(built, make):
-    facts = said(built(observed(pools=[])), decode=PROFILE | SIZES, offload=PROFILE)
+    facts = declare(built(observed(pools=[])), decode=PROFILE | SIZES, offload=PROFILE)
     planned = plan_file(facts)
     assert [(pool.name, pool.instances) for pool in planned.system.offload] == [("offload", 1)]
     assert compare(planned).prfaas_pd.n_prfaas == 1

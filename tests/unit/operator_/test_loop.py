@@ -1,4 +1,4 @@
-"""Proves on an API server in memory that a status is written whatever happens, and that informers lose nothing."""
+"""Proves on an API server in memory that a status is always written, and that informers lose nothing."""
 
 # ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio
@@ -90,13 +90,13 @@ async def refuse(name: str, namespace: str, access: Any) -> Any:
     raise ClusterUnreachableError(f"{name} is not reached")
 
 
-def controller_over(hub: MemoryCluster) -> Controller:
+def make_controller(hub: MemoryCluster) -> Controller:
     options = OperatorOptions("ns", leader_elect=False, member_token_days=30, certificates=CertificateMode.DISABLED)
     return assemble(hub, refuse, ReconcileQueue(), options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
 
 
-def children_over(hub: MemoryCluster) -> Children:
-    return controller_over(hub)._children
+def make_children(hub: MemoryCluster) -> Children:
+    return make_controller(hub)._children
 
 
 async def look(controller: Controller, uid: str = "u") -> ReconcileResult:
@@ -108,9 +108,9 @@ def ready(hub: MemoryCluster) -> dict[str, Any]:
     return hub.objects["DecodePool", "decode"]["status"]["conditions"][0]
 
 
-async def test_an_object_that_came_back_with_an_older_version_is_not_taken_for_gone():
+async def test_an_object_restored_with_an_older_version_does_not_count_as_deleted():
     hub = MemoryCluster(decode_pool(uid="restored"))
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     controller.hub.put(DECODE_POOL, decode_pool(uid="u", resourceVersion="1000000"))
     assert not (await controller.reconcile(REF, "restored")).gone
     assert ready(hub)
@@ -118,7 +118,7 @@ async def test_an_object_that_came_back_with_an_older_version_is_not_taken_for_g
 
 async def test_a_second_look_at_an_unchanged_object_writes_nothing():
     hub = MemoryCluster(decode_pool())
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     await look(controller)
     assert [body["kind"] for body in hub.applied] == ["Deployment", "PodDisruptionBudget", "DecodePool", "Event"]
     hub.applied.clear()
@@ -126,12 +126,12 @@ async def test_a_second_look_at_an_unchanged_object_writes_nothing():
     assert hub.applied == []
 
 
-async def test_a_bug_becomes_a_condition_and_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch):
+async def test_a_bug_becomes_a_condition_and_the_loop_continues(monkeypatch: pytest.MonkeyPatch):
     async def broken(*_: Any) -> ReconcileResult:
         raise KeyError("surprise")
 
     hub = MemoryCluster(decode_pool())
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     monkeypatch.setitem(controller._reconciles, DECODE_POOL, broken)  # pyright: ignore[reportArgumentType]
     result = await look(controller)
     assert not result.gone
@@ -141,7 +141,7 @@ async def test_a_bug_becomes_a_condition_and_the_loop_goes_on(monkeypatch: pytes
 
 async def test_a_paused_object_changes_nothing_but_its_status_until_it_is_deleted():
     hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": "true"}))
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     assert not (await look(controller)).gone
     assert [body["kind"] for body in hub.applied] == ["DecodePool", "Event"]
     assert (ready(hub)["status"], ready(hub)["reason"]) == ("Unknown", "Paused")
@@ -152,7 +152,7 @@ async def test_a_paused_object_changes_nothing_but_its_status_until_it_is_delete
 @pytest.mark.parametrize("value", ["false", "True", "yes", ""])
 async def test_only_the_word_true_pauses(value: str):
     hub = MemoryCluster(decode_pool(annotations={"prfaas.io/paused": value}))
-    await look(controller_over(hub))
+    await look(make_controller(hub))
     assert ("Deployment", "decode") in hub.objects
 
 
@@ -160,7 +160,7 @@ async def test_an_object_of_a_newer_version_is_reported_as_invalid():
     newer = decode_pool()
     newer["spec"]["engine"] = {"type": "quantum"}
     hub = MemoryCluster(newer)
-    await look(controller_over(hub))
+    await look(make_controller(hub))
     assert ready(hub)["reason"] == "Invalid"
     assert "DecodePool decode does not fit this version of prfaas" in ready(hub)["message"]
 
@@ -169,7 +169,7 @@ async def test_a_status_of_a_newer_version_is_written_anew():
     newer = decode_pool()
     newer["status"] = {"replicasOwner": "Oracle", "replicas": 3}
     hub = MemoryCluster(newer)
-    await look(controller_over(hub))
+    await look(make_controller(hub))
     assert ("Deployment", "decode") in hub.objects
     assert hub.objects["DecodePool", "decode"]["status"]["replicasOwner"] == "User"
 
@@ -178,7 +178,7 @@ async def test_a_failure_keeps_the_counts_that_were_known():
     known = decode_pool()
     known["status"] = {"replicas": 3, "readyReplicas": 2, "selector": "a=b"}
     hub = MemoryCluster(known, {"kind": "Deployment", "metadata": {"name": "decode", "labels": {"owner": "another"}}})
-    await look(controller_over(hub))
+    await look(make_controller(hub))
     assert ready(hub)["reason"] == "ChildConflict"
     status = hub.objects["DecodePool", "decode"]["status"]
     assert (status["replicas"], status["readyReplicas"], status["selector"]) == (3, 2, "a=b")
@@ -187,14 +187,14 @@ async def test_a_failure_keeps_the_counts_that_were_known():
 async def test_a_hub_that_is_not_reached_ends_no_loop():
     hub = MemoryCluster(decode_pool())
     hub.failure = ClusterUnreachableError("the hub is not reached")
-    result = await look(controller_over(hub))
+    result = await look(make_controller(hub))
     assert not result.gone
     assert result.again_seconds is not None
 
 
 async def test_objects_that_wait_for_a_place_have_not_begun(monkeypatch: pytest.MonkeyPatch):
     hub = MemoryCluster()
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     begun: list[str] = []
     gate = asyncio.Event()
 
@@ -214,8 +214,8 @@ async def test_objects_that_wait_for_a_place_have_not_begun(monkeypatch: pytest.
     assert sorted(begun) == sorted(ref.name for ref in refs)
 
 
-def test_a_cluster_holds_up_its_own_pools_alone_and_no_probe():
-    controller = controller_over(MemoryCluster())
+def test_a_cluster_delays_only_its_own_pools_and_no_probe():
+    controller = make_controller(MemoryCluster())
     for name, cluster in (("near", ""), ("far", "eu"), ("far-too", "eu"), ("elsewhere", "us")):
         controller.hub.sharers[name] = Sharer("", name, name, "", 1, deleting=False, cluster=cluster)
     near, far, far_too, elsewhere = (
@@ -226,14 +226,14 @@ def test_a_cluster_holds_up_its_own_pools_alone_and_no_probe():
     assert len({id(one) for one in (near, far, elsewhere, *probes)}) == 5
 
 
-async def test_an_object_that_is_gone_or_has_a_namesake_ends_its_loop():
-    assert (await look(controller_over(MemoryCluster()))).gone
-    assert (await look(controller_over(MemoryCluster(decode_pool(uid="new"))))).gone
+async def test_a_deleted_object_or_one_with_a_namesake_ends_its_loop():
+    assert (await look(make_controller(MemoryCluster()))).gone
+    assert (await look(make_controller(MemoryCluster(decode_pool(uid="new"))))).gone
 
 
 async def test_a_deleted_pool_takes_its_deployment_along_before_it_goes():
     hub = MemoryCluster(decode_pool())
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     await look(controller)
     hub.objects["DecodePool", "decode"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert not (await look(controller)).gone
@@ -248,7 +248,7 @@ def pair(value: str) -> list[Object]:
 
 async def test_what_stands_changes_only_when_every_change_is_accepted():
     hub = MemoryCluster()
-    children = children_over(hub)
+    children = make_children(hub)
     await children.apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     assert hub.tried == [], "what is new may need other new ones"
     hub.refuses = "Secret"
@@ -262,27 +262,27 @@ async def test_what_stands_changes_only_when_every_change_is_accepted():
 
 async def test_a_start_tries_nothing_that_is_as_it_should_be():
     hub = MemoryCluster()
-    await children_over(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    await make_children(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     hub.applied.clear()
-    await children_over(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
+    await make_children(hub).apply_all(REF, hub, pair("old"))  # pyright: ignore[reportArgumentType]
     assert (hub.tried, len(hub.applied)) == ([], 2)
 
 
-async def test_an_object_of_somebody_else_is_never_applied_over():
+async def test_never_applies_to_a_foreign_object():
     hub = MemoryCluster({"kind": "Secret", "metadata": {"name": "s", "labels": {}}})
     manifest = {"kind": "Secret", "metadata": {"name": "s", "labels": {"app.kubernetes.io/managed-by": "x"}}}
     with pytest.raises(ChildConflictError, match="Secret s exists in namespace ns"):
-        await children_over(hub).apply(REF, hub, manifest)  # pyright: ignore[reportArgumentType]
+        await make_children(hub).apply(REF, hub, manifest)  # pyright: ignore[reportArgumentType]
     assert hub.applied == []
     assert SECRET.path("ns", "s") == "/api/v1/namespaces/ns/secrets/s"
 
 
-async def test_not_leading_any_more_is_nobodys_condition(monkeypatch: pytest.MonkeyPatch):
+async def test_a_lost_lead_is_no_condition(monkeypatch: pytest.MonkeyPatch):
     async def silenced(*_: Any) -> ReconcileResult:
         raise NotLeaderError("not written")
 
     hub = MemoryCluster(decode_pool())
-    controller = controller_over(hub)
+    controller = make_controller(hub)
     monkeypatch.setitem(controller._reconciles, DECODE_POOL, silenced)  # pyright: ignore[reportArgumentType]
     assert not (await look(controller)).gone
     assert hub.applied == []

@@ -1,4 +1,4 @@
-"""Proves that docs/operations.md explains every reason that the code can give, so that nobody has to read the code."""
+"""Proves that docs/operate/operations.md explains every reason that the code can give."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 from prfaas_operator.plan.pod_facts import WAITING_REASONS
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "operations.md").read_text()
+PAGE = (ROOT / "docs" / "operate" / "operations.md").read_text()
 CAMEL = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
 CALLS_WITH_REASON = {"yes", "no", "ConditionState", "post"}
 """Calls with a reason among their positional arguments; `reason=` is one in every call."""
@@ -19,7 +19,7 @@ NO_REASONS = {"True", "False", "Unknown", "Normal", "Warning"}
 
 
 def reasons(path: Path) -> Iterator[str]:
-    """Yield what is given as a reason in one module: to a condition or an Event, as a constant, or by an error."""
+    """Yield the reasons that one module sets: in a condition or an Event, as a constant, or by an error."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")

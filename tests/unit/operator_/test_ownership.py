@@ -1,4 +1,4 @@
-"""Proves that the owner of spec.replicas is whoever wrote it last."""
+"""Proves that the owner of spec.replicas is its last writer."""
 
 from datetime import UTC, datetime
 
@@ -42,7 +42,7 @@ def test_the_owner_is_the_last_writer_of_replicas(managed, wanted):
         ([entry("kubectl", 4), entry("argocd", 6)], False, False),
         ([{"manager": "kubectl", "subresource": "scale", "fieldsV1": REPLICAS}], False, False),
     ],
-    ids=["nobody", "earlier", "at the same second", "later", "by /scale, which has no time"],
+    ids=["no writer", "earlier", "at the same second", "later", "by /scale, which has no time"],
 )
 def test_only_a_write_that_is_surely_older_counts_as_older(managed, default, before):
     live = {"metadata": {"managedFields": managed, "creationTimestamp": "2026-01-01T00:00:00Z"}}

@@ -5,10 +5,10 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenError, SecretNotFoundError
-from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.plan.conditions import ENGINE_PROVEN, REACHABLE, READY
 from prfaas_operator.plan.member import Contact, conditions, contact_time, secret_is_needed, users_of
 from prfaas_operator.plan.pod_facts import project_pod
-from prfaas_operator.plan.pool_status import Counts, counts, readiness, seconds_left
+from prfaas_operator.plan.pool_status import Counts, counts, engine_proof, readiness, seconds_left
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -23,7 +23,7 @@ def container(ready: bool = False, **states) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "problem"),
     [
         ({"phase": "Pending"}, "is Pending, no container has started yet"),
         ({"phase": "Running"}, "is running, but its readiness probe fails"),
@@ -56,8 +56,8 @@ def container(ready: bool = False, **states) -> dict:
         ),
     ],
 )
-def test_a_pod_that_is_not_ready_says_why(status, said):
-    assert project_pod(raw_pod(status)).problem == said
+def test_a_pod_that_is_not_ready_says_why(status, problem):
+    assert project_pod(raw_pod(status)).problem == problem
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ INITIALISING = container(state={"waiting": {"reason": "PodInitializing"}})
 
 
 @pytest.mark.parametrize(
-    ("first", "said", "cause"),
+    ("first", "problem", "cause"),
     [
         (
             {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no image c:7"}}},
@@ -99,10 +99,10 @@ INITIALISING = container(state={"waiting": {"reason": "PodInitializing"}})
         ({"state": {"terminated": {"exitCode": 0}}, "ready": True}, "PodInitializing", ""),
     ],
 )
-def test_an_init_container_that_does_not_get_on_is_what_the_pod_says(first, said, cause):
+def test_an_init_container_that_does_not_get_on_is_what_the_pod_says(first, problem, cause):
     started = [{"name": "connector", "ready": False, **first}]
     facts = project_pod(raw_pod({"phase": "Pending", **INITIALISING, "initContainerStatuses": started}))
-    assert (facts.problem, facts.cause) == (said, cause)
+    assert (facts.problem, facts.cause) == (problem, cause)
 
 
 def test_a_ready_pod_has_no_problem_and_both_addresses():
@@ -224,4 +224,28 @@ def test_the_time_of_contact_moves_in_steps_of_a_minute():
     assert contact_time("2026-01-01T11:59:01Z", NOW) == "2026-01-01T11:59:01Z"
     assert contact_time("2026-01-01T11:59:00Z", NOW) == "2026-01-01T12:00:00Z"
     assert contact_time("2026-01-01T12:00:02Z", NOW) == "2026-01-01T12:00:02Z", "answers tell whole seconds"
-    assert contact_time("2026-01-01T15:00:00Z", NOW) == "2026-01-01T12:00:00Z", "somebody's clock was wrong"
+    assert contact_time("2026-01-01T15:00:00Z", NOW) == "2026-01-01T12:00:00Z", "a clock was wrong"
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"type": "sglang"}, "was not run against sglang yet"),
+        ({"type": "tensorrt-llm"}, "was not run against tensorrt-llm yet"),
+        ({"type": "vllm", "transfer": {"connector": "Mooncake"}}, "was not run against vllm with connector Mooncake"),
+        ({"type": "dynamo"}, "frontends of dynamo with a mocker only"),
+    ],
+)
+def test_a_pool_of_an_experimental_engine_says_so(make, engine, words):
+    proof = engine_proof(make.decode_pool(engine={**engine, "image": "e:1"}))[ENGINE_PROVEN]
+    assert (proof.status, proof.reason) == ("False", "Experimental")
+    assert words in proof.message
+    assert proof.message.endswith("the fields of this engine follow its documentation. Report what you see.")
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{}, {"type": "vllm", "image": "v:1"}, {"type": "vllm", "transfer": {"connector": "Nixl"}, "image": "v:1"}],
+)
+def test_a_pool_of_an_engine_that_was_run_has_no_such_condition(make, engine):
+    assert engine_proof(make.decode_pool(engine=engine)) == {}

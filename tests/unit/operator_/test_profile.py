@@ -18,13 +18,13 @@ def test_points_and_sizes_are_a_curve(make):
     assert (seed.samples, seed.max_tokens) == (3, 65_536)
 
 
-def test_sizes_alone_are_told_from_a_curve_of_no_time(make):
+def test_distinguishes_sizes_without_a_curve_from_a_curve_of_no_time(make):
     seed = seeds([make.decode_pool(profile={"tokenBytes": 5})])["decode"]
     assert (seed.samples, seed.token_bytes, seed.state_bytes) == (0, 5, 0)
 
 
 def test_the_size_that_one_pool_says_is_that_of_all_which_say_none(make):
-    said = seeds(
+    profiles = seeds(
         [
             make.decode_pool(profile={"tokenBytes": 5, "stateBytes": 6}),
             make.prefill_pool(profile={"points": POINTS}),
@@ -32,7 +32,7 @@ def test_the_size_that_one_pool_says_is_that_of_all_which_say_none(make):
             make.prefill_pool("silent"),
         ]
     )
-    assert {name: (one.token_bytes, one.state_bytes) for name, one in said.items()} == {
+    assert {name: (one.token_bytes, one.state_bytes) for name, one in profiles.items()} == {
         "decode": (5, 6),
         "offload": (5, 6),
         "local": (7, 0),

@@ -30,15 +30,15 @@ def test_what_is_not_understood_is_not_acted_upon():
 
 
 def test_what_is_being_deleted_is_read_as_far_as_it_is_understood():
-    given = body(FUTURE, deletionTimestamp="2026-01-01T00:00:00Z")
-    pool = read(PrefillPool, given)
+    document = body(FUTURE, deletionTimestamp="2026-01-01T00:00:00Z")
+    pool = read(PrefillPool, document)
     assert pool.spec.cluster_name == "eu"
     assert pool.metadata.uid == "1"
-    assert given["spec"] == FUTURE, "what is left out is left out of a copy"
+    assert document["spec"] == FUTURE, "what is left out is left out of a copy"
 
 
 @pytest.mark.parametrize("spec", [7, {"clusterName": ["eu"]}])
 def test_where_it_was_is_not_guessed(spec):
-    given = body(spec, deletionTimestamp="2026-01-01T00:00:00Z")
+    document = body(spec, deletionTimestamp="2026-01-01T00:00:00Z")
     with pytest.raises(InvalidObjectError):
-        read(PrefillPool, given)
+        read(PrefillPool, document)

@@ -79,7 +79,7 @@ def test_a_worker_is_hardened_and_has_no_account(make):
 @pytest.mark.parametrize(
     ("cap", "replicas", "share"), [(1000, 3, "333"), (1000, 1, "1000"), (2, 5, "1"), (7, 0, "7"), (None, 3, None)]
 )
-def test_each_instance_is_told_its_share_of_the_pools_egress(make, cap, replicas, share):
+def test_each_instance_gets_its_share_of_the_pools_egress(make, cap, replicas, share):
     spec = {"replicas": replicas} | ({} if cap is None else {"egressMbps": cap})
     settings = pool_deployment.settings(make.prefill_pool(**spec), make.member())
     assert settings["metadata"] == {"name": "offload-settings", "labels": OWN_LABELS}
@@ -147,7 +147,7 @@ def test_no_instance_is_missing_during_a_rollout_unless_it_must_or_may_be(make, 
         assert strategy == {"type": "RollingUpdate", "rollingUpdate": rolling}
 
 
-def test_labels_of_the_operator_win_over_those_of_the_owner(make):
+def test_labels_of_the_operator_replace_those_of_the_owner(make):
     wanted = {"labels": {"team": "a", "prfaas.io/role": "decode", "prfaas.io/pool-uid": "x"}}
     manifest = pool_deployment.deployment(make.prefill_pool(template=wanted), make.member())
     assert manifest["spec"]["template"]["metadata"]["labels"] == {
@@ -236,7 +236,7 @@ def test_the_whole_template_reaches_the_pod(make):
     assert worker["env"][5:] == template["env"]
 
 
-def test_instances_spread_over_zones_and_nodes_unless_the_pool_says_otherwise(make):
+def test_instances_spread_across_zones_and_nodes_unless_the_pool_says_otherwise(make):
     spread = pod_of(pool_deployment.deployment(make.prefill_pool(), None))["topologySpreadConstraints"]
     wanted = [(one["topologyKey"], one["maxSkew"], one["whenUnsatisfiable"]) for one in spread]
     assert wanted == [

@@ -83,8 +83,9 @@ def test_every_name_is_one_that_the_engine_knows(make, engine):
         assert ("UCX_TLS" in variables_of(container)) == (engine in (NIXL, SGLANG, TENSORRT))
 
 
-def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make):
-    unshared = pool_deployment.deployment(make.decode_pool(engine=NIXL, model=MODEL), None)
+@pytest.mark.parametrize("engine", [OURS, NIXL], ids=["ours", "nixl"])
+def test_instances_of_vllm_that_two_pools_share_wait_for_their_role_and_start_as_both(make, engine):
+    unshared = pool_deployment.deployment(make.decode_pool(engine=engine, model=MODEL), None)
     shared = pool_deployment.shared_deployment(unshared)["spec"]["template"]
     assert "prfaas.io/role" not in shared["metadata"]["labels"]
     assert [gate["conditionType"] for gate in shared["spec"]["readinessGates"]] == ["prfaas.io/role-assigned"]
@@ -105,7 +106,7 @@ def test_it_serves_at_the_port_that_the_gateway_asks(make, engine):
 
 @pytest.mark.parametrize("engine", WITH_EVENTS.values(), ids=WITH_EVENTS)
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_it_names_its_model_and_tells_of_its_cache(make, engine, ranks):
+def test_an_engine_names_its_model_and_publishes_its_cache(make, engine, ranks):
     for wanted in pools(make, engine, parallelism={"data": ranks}):
         container = container_of(wanted)
         flags, ports = flags_of(container), ports_of(container)
@@ -257,7 +258,7 @@ def test_mooncake_and_sglang_instances_know_their_side(make):
     assert {"--enable-metrics", "--disaggregation-enable-kv-checksum"} <= set(prefill["args"])
 
 
-def test_caches_cross_over_tcp_unless_a_pool_asks_for_rdma(make):
+def test_caches_cross_by_tcp_unless_a_pool_sets_rdma(make):
     def rendered(engine: dict, **transfer) -> dict:
         both = engine.get("transfer", {}) | transfer
         return container_of(make.decode_pool(engine=engine | ({"transfer": both} if both else {}), model=MODEL))
@@ -333,8 +334,8 @@ def test_parallelism_becomes_flags_and_a_data_port_for_each_rank(make, engine):
     container = container_of(make.decode_pool(engine=engine, model=MODEL, parallelism=sizes))
     flags = flags_of(container)
     assert {name: flags[f"--{name}-parallel-size"] for name in sizes} == {"tensor": "4", "pipeline": "2", "data": "2"}
-    alone = flags_of(container_of(make.decode_pool(engine=engine, model=MODEL)))
-    assert not {one for one in alone if "parallel" in one}
+    flags_without = flags_of(container_of(make.decode_pool(engine=engine, model=MODEL)))
+    assert not {one for one in flags_without if "parallel" in one}
     if engine is OURS:
         ports = ports_of(container)
         assert {ports["data"], *(ports[f"data-{rank}"] for rank in range(1, 16))} == set(range(8001, 8017))
@@ -386,13 +387,6 @@ def test_an_owners_python_path_comes_after_our_connector(make):
     assert variables_of(container_of(make.decode_pool(template=template)))["PYTHONPATH"] == "/plugins:/more"
 
 
-def test_instances_of_vllm_can_be_shared_by_both_roles(make):
-    plain = pool_deployment.deployment(make.decode_pool(engine=OURS, model=MODEL), None)
-    shared = pool_deployment.shared_deployment(plain)
-    assert shared["spec"]["template"]["spec"]["containers"] == plain["spec"]["template"]["spec"]["containers"]
-    assert shared["spec"]["template"]["spec"]["readinessGates"]
-
-
 @pytest.mark.parametrize(("name", "engine"), [*ALL.items(), ("prfaas", {})])
 def test_the_routing_table_says_by_which_protocol(make, name, engine):
     *prefills, decode = pools(make, engine)
@@ -417,7 +411,7 @@ def test_the_routing_table_has_the_policys_slo(make):
         assert plan.routing_table(facts, {}, None).ttft_slo_millis == millis
 
 
-def test_two_kinds_of_engine_in_one_policy_are_told(make):
+def test_reports_two_kinds_of_engine_in_one_policy(make):
     facts = plan.PolicyFacts(
         make.policy(model="kimi", prefillPools=["offload"]),
         {"decode": make.decode_pool(engine=NIXL, model=MODEL)},
@@ -439,12 +433,12 @@ def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_s
     wanted = make.decode_pool(engine=OURS, model=MODEL)
     old, new = (pod_of(wanted, terms=StartTerms(f"prfaas/vllm-connector:{version}")) for version in ("1", "2"))
     assert old != new
-    page = (Path(__file__).parents[3] / "docs" / "install.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "use" / "install.md").read_text()
     assert "Set `connectorImage` to the image that runs" in page.partition("## Upgrade")[2]
     assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
 
 
-def test_pools_of_our_connector_with_tensor_sizes_that_do_not_divide_are_told(make):
+def test_reports_pools_of_our_connector_with_tensor_sizes_that_do_not_divide(make):
     cases = [(OURS, 8, "NoReadyInstances"), (OURS, 6, "EngineMismatch"), (NIXL, 6, "NoReadyInstances")]
     for engine, tensor, reason in cases:
         facts = plan.PolicyFacts(

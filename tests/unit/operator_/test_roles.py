@@ -1,4 +1,4 @@
-"""Proves how roles are given out in a shared Deployment: as few ready instances change sides as must, and it ends.
+"""Proves how a shared Deployment assigns roles: as few ready instances change sides as must, and it ends.
 
 Exact cases say who changes; a model of the Deployment's controller, which takes pods by its own rules or by none, says
 that every start comes to what the pools want, and that no role falls below one less on the way.
@@ -55,7 +55,7 @@ def roles(assigned: Iterable[Assignment]) -> dict[str, str]:
         ("d1 d2? d3 p4", 2, 2, "d1=d d2=p d3=d p4=p"),
         ("p1 p2 p3 d4", 1, 3, "p1=p p2=d p3=d d4=d"),
         ("d1 d2 p3", 0, 3, "d1=d d2=d p3=d"),
-        # Too many: the youngest of the role that has too many is cheap, and nobody changes sides.
+        # Too many: the youngest of the role that has too many is cheap, and no pod changes sides.
         ("d1 d2 d3 p4", 1, 2, "d1=d d2=d d3=d- p4=p"),
         ("d1 p2 p3 d4", 1, 1, "d1=d p2=p p3=p- d4=d-"),
         # Too many, and one that is not ready: that one goes, so the rest is planned without it.
@@ -77,14 +77,14 @@ def roles(assigned: Iterable[Assignment]) -> dict[str, str]:
         ("d1! d2! d4", 1, 2, "d1=d d2=p d4=d"),
     ],
 )
-def test_who_gets_which_role(before, prefill, decode, after):
+def test_assigns_roles(before, prefill, decode, after):
     expected = dict(word.split("=") for word in after.split())
     assert roles(assign(pods(before), RoleCounts(prefill, decode), "t1")) == expected
 
 
 def test_pods_that_end_or_have_ended_count_for_nothing():
-    gone = [pod("d1", "decode", terminating=True), pod("d2", "decode", over=True, ready=False), pod("p3", "prefill")]
-    assert roles(assign([*gone, pod("n4", ready=False)], RoleCounts(1, 1), "t1")) == {"p3": "d", "n4": "p"}
+    ending = [pod("d1", "decode", terminating=True), pod("d2", "decode", over=True, ready=False), pod("p3", "prefill")]
+    assert roles(assign([*ending, pod("n4", ready=False)], RoleCounts(1, 1), "t1")) == {"p3": "d", "n4": "p"}
 
 
 def test_what_is_written_is_what_differs():
@@ -118,17 +118,17 @@ def after(assigned: Iterable[Assignment]) -> list[PodFacts]:
 
 
 @given(some_pods, some_wanted)
-def test_giving_out_ends_and_no_ready_instance_changes_sides_twice(existing, wanted):
+def test_assignment_ends_and_no_ready_instance_changes_sides_twice(existing, wanted):
     states = [existing]
     for _ in range(3):
         states.append(after(assign(states[-1], wanted, "t1")))
     assert states[2:] == [states[2]] * 2
-    told = {one.name: [one.role] for one in existing if one.ready}
+    history = {one.name: [one.role] for one in existing if one.ready}
     for state in states[1:]:
         for one in state:
-            if one.name in told and told[one.name][-1] != one.role:
-                told[one.name].append(one.role)
-    assert all(len(roles) <= 2 for roles in told.values())
+            if one.name in history and history[one.name][-1] != one.role:
+                history[one.name].append(one.role)
+    assert all(len(roles) <= 2 for roles in history.values())
 
 
 @given(some_pods, some_wanted)

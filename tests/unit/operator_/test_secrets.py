@@ -39,7 +39,7 @@ def test_other_secrets_are_their_owners_to_read(name):
         check_secrets(use(name), KUBECONFIGS)
 
 
-def test_files_and_variables_from_elsewhere_are_none_of_its_business():
+def test_ignores_files_and_variables_from_elsewhere():
     template = PodTemplate.model_validate(
         {
             "volumes": [{"name": "v", "configMap": {"name": "prfaas-ca"}}, {"name": "w", "emptyDir": {}}],

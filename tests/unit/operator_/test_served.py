@@ -50,7 +50,7 @@ async def test_a_kind_that_is_not_served_says_nothing_of_its_objects():
         ({COLLECTION: {"kind": "Status", "code": 403, "message": "no"}}, ForbiddenError),
     ],
 )
-async def test_a_kind_is_followed_once_it_is_listed_and_told_of(answers: dict[str, object], error: type | None):
+async def test_follows_a_kind_once_it_is_served(answers: dict[str, object], error: type | None):
     async with reached(answering(answers)) as cluster:
         if error is None:
             await cluster.check_served([DECODE_POOL])

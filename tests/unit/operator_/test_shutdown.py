@@ -1,4 +1,4 @@
-"""Proves that a process which is asked to end does, also where its work does not, and says then what that was."""
+"""Proves that a process ends on SIGTERM, also where its work does not, and then names that work."""
 
 import signal
 import subprocess
@@ -28,13 +28,13 @@ asyncio.run(main(sys.argv[1] == "heeds"))
 
 
 @pytest.mark.parametrize(("heeds", "code"), [("heeds", 0), ("ignores", 70)])
-def test_a_process_that_is_asked_to_end_does(heeds: str, code: int):
+def test_a_process_ends_on_sigterm(heeds: str, code: int):
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, heeds], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "listening\n"
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=60)
-    assert process.returncode == code, told
-    assert ("these tasks still run: Task-1, stubborn; ending" in told) == (code == 70)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == code, log
+    assert ("these tasks still run: Task-1, stubborn; ending" in log) == (code == 70)

@@ -1,4 +1,4 @@
-"""Proves in memory that a status the hub's CRD refuses is written as far as it goes, and told once."""
+"""Proves in memory that a status the hub's CRD refuses is written as far as it goes, and reported once."""
 
 import copy
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.controller.status import ReconcileResult, StatusWriter
 from prfaas_operator.errors import InvalidObjectError, ServerFailedError
-from prfaas_operator.plan.conditions import yes
+from prfaas_operator.plan.conditions import no, yes
 
 REF = Ref(DECODE_POOL, "d")
 RESULT = ReconcileResult({"Ready": yes("AllReady", "")}, {"replicas": 2, "replicasOwner": "User"}, again_seconds=300)
@@ -52,7 +52,7 @@ async def written(hub: Hub, writer: StatusWriter) -> dict[str, Any]:
     return {**hub.live["status"], "conditions": conditions, "again": result.again_seconds}
 
 
-async def test_what_an_older_crd_lacks_is_left_out_and_told_once():
+async def test_omits_what_an_older_crd_lacks_and_reports_it_once():
     hub = Hub()
     writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
     hub.lacks = "replicasOwner"
@@ -84,7 +84,7 @@ async def test_where_nothing_can_be_written_an_event_says_it_once():
     assert "status" not in hub.live
 
 
-async def test_another_failure_is_nobodys_crd():
+async def test_another_failure_is_no_fault_of_the_crd():
     hub = Hub()
     writer = StatusWriter(HubView(hub, ReconcileQueue()))  # pyright: ignore[reportArgumentType]
 
@@ -95,3 +95,37 @@ async def test_another_failure_is_nobodys_crd():
     with pytest.raises(ServerFailedError):
         await written(hub, writer)
     assert not hub.events
+
+
+def of_engine(hub: Hub, type_: str) -> None:
+    model = {"name": "m", "source": "/models/m"}
+    hub.live["spec"] = {"model": model, "engine": {"type": type_, "image": "e:1"}, "replicas": 1}
+
+
+async def test_marks_an_experimental_engine_beside_every_ready_and_writes_it_once():
+    hub = Hub()
+    writer, seen = StatusWriter(HubView(hub, ReconcileQueue())), []  # pyright: ignore[reportArgumentType]
+    of_engine(hub, "sglang")
+    apply = hub.apply
+
+    async def count(body: Object, **more: Any) -> Object:
+        seen.append({one["type"]: one["status"] for one in body["status"]["conditions"]})
+        return await apply(body, **more)
+
+    hub.apply = count  # pyright: ignore[reportAttributeAccessIssue]
+    failed = ReconcileResult({"Ready": no("ClusterUnreachable", "no answer")})
+    for result in (RESULT, RESULT, failed, failed, RESULT):
+        came_back = await writer.write(REF, copy.deepcopy(hub.live), result)
+        assert came_back == result, "it is no reason to come again sooner"
+    ready, failing = ({"Ready": status, "EngineProven": "False"} for status in ("True", "False"))
+    assert seen == [ready, failing, ready]
+    of_engine(hub, "vllm")
+    await writer.write(REF, copy.deepcopy(hub.live), RESULT)
+    assert seen[3:] == [{"Ready": "True"}], "it goes with the engine, or once a newer operator knows better"
+
+
+async def test_a_spec_that_cannot_be_read_is_no_engine_and_hides_no_status():
+    hub = Hub()
+    of_engine(hub, "unheard-of")
+    found = await written(hub, StatusWriter(HubView(hub, ReconcileQueue())))  # pyright: ignore[reportArgumentType]
+    assert found["conditions"].keys() == {"Ready"}

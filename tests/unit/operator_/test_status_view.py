@@ -50,7 +50,7 @@ def test_a_link_shows_what_the_policies_that_use_it_measure(view):
     assert [each.contact_seconds for each in view.clusters] == [None, 30, 7200]
 
 
-def test_everything_that_is_wrong_is_named_once_also_what_nobody_has_looked_at(view):
+def test_names_everything_that_is_wrong_once_also_what_was_never_checked(view):
     assert [(each.kind, each.name, each.condition, each.reason) for each in view.failing] == [
         ("MemberCluster", "us", "Ready", "ClusterUnreachable"),
         ("PrefillPool", "offload", "Ready", "InstancesNotReady"),
@@ -63,8 +63,8 @@ def test_a_drawing_fits_120_columns_and_answers_all_questions(view):
     console.print(status_view.drawn(view, "title"))
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert max(map(len, text.splitlines())) <= 120
-    for said in ("●●●●", "4/4", "72 %", "above 2,048 tokens", "34 % offloaded", "us did not answer in 5 s", "2h ago"):
-        assert said in text, said
+    for part in ("●●●●", "4/4", "72 %", "above 2,048 tokens", "34 % offloaded", "us did not answer in 5 s", "2h ago"):
+        assert part in text, part
 
 
 def test_plain_lines_say_the_same_without_a_drawing(view):

@@ -26,7 +26,7 @@ REF = Ref(DECODE_POOL, "d")
 
 
 class Hub:
-    """An API server in memory that knows creation, merge patches and apply, and forgets when told to."""
+    """An API server in memory that knows creation, merge patches and apply, and forgets on demand."""
 
     namespace = "ns"
 
@@ -61,7 +61,7 @@ async def test_the_same_words_are_counted_and_other_words_are_another_event():
     assert sorted((one["message"], one["count"]) for one in hub.objects.values()) == [("a", 3), ("b", 1)]
 
 
-async def test_a_namesake_made_anew_has_events_of_its_own():
+async def test_a_recreated_namesake_has_its_own_events():
     hub: Any = Hub()
     again = {**SUBJECT, "metadata": {**SUBJECT["metadata"], "uid": "u2"}}
     for subject in (SUBJECT, again):
@@ -103,7 +103,7 @@ def counted(kind: str) -> float:
     return metrics.DRIFT_REVERTED.labels(kind)._value.get()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def test_a_change_of_our_own_is_no_drift_and_that_of_somebody_else_is():
+async def test_our_own_change_is_no_drift_and_a_foreign_one_is():
     hub: Any = Hub()
     children = Children(HubView(hub, ReconcileQueue()), lambda _: None)
     manifest = {"kind": "ConfigMap", "metadata": {"name": "c", "labels": {}}, "data": {"a": "1"}}

@@ -1,4 +1,4 @@
-"""Proves that an API server that asks to be left alone is, by all calls to it, and that none is asked too fast."""
+"""Proves that all calls respect an API server that asks for a pause, and that none is called too fast."""
 
 import asyncio
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
 from tests.unit.operator_.conftest import reached
 
 from prfaas_operator.clusters.client import TRIES
@@ -26,7 +27,7 @@ BUSY: Answer = (429, {"Retry-After": "1"})
 
 
 class Server:
-    """An API server that answers every call by script, and well when that is over; it keeps when it was called."""
+    """An API server that answers every call by script, and well after it; it keeps when it was called."""
 
     def __init__(self, *script: Answer):
         self._script = list(script)
@@ -41,7 +42,7 @@ class Server:
         return web.json_response({"message": "not now"} if status != 200 else {}, status=status, headers=headers)
 
 
-async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_was_asked():
+async def test_a_call_at_a_busy_time_is_made_again_after_the_requested_pause():
     server = Server(BUSY)
     async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
@@ -49,7 +50,7 @@ async def test_a_call_that_came_at_a_busy_time_is_made_again_after_as_long_as_wa
     assert second - first >= 0.99
 
 
-async def test_what_one_call_was_told_holds_for_all():
+async def test_a_pause_that_one_call_gets_holds_for_all():
     server = Server(BUSY)
     async with reached(server.handle) as cluster:
         await cluster.get(SECRET, "s")
@@ -59,7 +60,7 @@ async def test_what_one_call_was_told_holds_for_all():
     assert len(server.called_at) == 7
 
 
-async def test_a_server_that_stays_busy_is_told_as_such():
+async def test_a_server_that_stays_busy_is_reported_as_busy():
     server = Server(*[BUSY] * TRIES)
     async with reached(server.handle) as cluster:
         with pytest.raises(ClusterUnreachableError, match="too busy"):
@@ -90,16 +91,8 @@ async def test_a_server_that_asks_for_a_long_rest_is_not_called_and_its_objects_
         (409, {"Retry-After": "2"}, None),
     ],
 )
-def test_what_an_answer_asks_for(status, headers, seconds):
+def test_reads_the_pause_that_an_answer_requests(status, headers, seconds):
     assert requested_pause_seconds(status, headers) == seconds
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.now_seconds
 
 
 @pytest.fixture
@@ -108,26 +101,26 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], None]:
 
     def use(clock: Clock) -> None:
         async def sleep(seconds: float) -> None:
-            clock.now_seconds += seconds
+            clock.seconds += seconds
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
 
     return use
 
 
-async def test_many_calls_begin_at_once_and_go_on_at_the_pace(slept):
+async def test_many_calls_begin_at_once_and_continue_at_the_pace(slept):
     clock = Clock()
     slept(clock)
     throttle = Throttle(clock)
     for _ in range(BURST_CALLS):
         assert await throttle.turn()
-    assert clock.now_seconds == 0
+    assert clock.seconds == 0
     for _ in range(int(CALLS_PER_SECOND)):
         assert await throttle.turn()
-    assert clock.now_seconds == pytest.approx(1, abs=0.02)
+    assert clock.seconds == pytest.approx(1, abs=0.02)
 
 
-async def test_those_who_wait_in_line_have_not_begun_and_a_probe_goes_past_them():
+async def test_waiting_calls_have_not_begun_and_a_probe_passes_them():
     throttle, gate, begun = Throttle(), asyncio.Event(), 0
 
     async def call() -> None:
@@ -153,7 +146,7 @@ async def test_a_turn_that_is_too_far_away_is_none():
     throttle = Throttle(clock)
     throttle.rest(10 * LONGEST_REST_SECONDS)
     assert not await throttle.turn()
-    clock.now_seconds = LONGEST_REST_SECONDS - PATIENCE_SECONDS / 2
+    clock.seconds = LONGEST_REST_SECONDS - PATIENCE_SECONDS / 2
     assert throttle.rests_for_seconds == PATIENCE_SECONDS / 2
-    clock.now_seconds = LONGEST_REST_SECONDS
+    clock.seconds = LONGEST_REST_SECONDS
     assert await throttle.turn()

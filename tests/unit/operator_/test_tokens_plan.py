@@ -25,7 +25,7 @@ def at(seconds: int) -> datetime:
     return datetime.fromtimestamp(ISSUED + seconds, UTC)
 
 
-def test_the_lifetime_is_what_was_granted_not_what_was_asked_for():
+def test_the_lifetime_is_the_granted_one_not_the_requested_one():
     facts = credentials.read_token(granted(3600))
     assert facts is not None
     assert (facts.namespace, facts.account, facts.lifetime) == ("there", "prfaas-operator", timedelta(hours=1))

@@ -1,25 +1,10 @@
 """Proves that a policy says what crosses between its clusters unencrypted, or unchecked."""
 
-from collections.abc import Iterable
-
 import pytest
+from tests.tables import make_table
 
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Instance
 from prfaas_operator.plan.transfers import conditions
-
-
-def table(instances: Iterable[Instance]) -> RoutingTable:
-    return RoutingTable(
-        policy="kimi",
-        namespace="ns",
-        generation=1,
-        model="tiny",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode="Fixed", tokens=1, min_tokens=1, max_tokens=1),
-        watermarks=LinkWatermarks(high_percent=90, low_percent=60),
-        short_interval_seconds=1,
-        instances=tuple(instances),
-    )
 
 
 def instance(engine: str, scheme: str = "http", cluster: str = "eu") -> Instance:
@@ -28,7 +13,7 @@ def instance(engine: str, scheme: str = "http", cluster: str = "eu") -> Instance
 
 
 def reasons(*instances: Instance) -> list[tuple[str, str]]:
-    return [(state.status, state.reason) for state in conditions(table(instances)).values()]
+    return [(state.status, state.reason) for state in conditions(make_table(*instances)).values()]
 
 
 CASES = [
@@ -58,6 +43,6 @@ def test_the_worst_instance_gives_the_reason(instances, encrypted, checked):
 
 
 def test_a_reason_names_the_pool_the_cluster_and_the_cure():
-    for state in conditions(table([instance("vllm-nixl")])).values():
+    for state in conditions(make_table(instance("vllm-nixl"))).values():
         assert state.message.startswith("PrefillPool offload in eu runs vllm-nixl")
         assert "vllm with connector Prfaas" in state.message

@@ -6,58 +6,47 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tables import make_instance, make_table
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import ANSWER_TOKENS, cost_tokens
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, Threshold
 
 QUICK_TO_SEND = Profile(state_bytes=10_000, token_bytes=100, token_seconds=1e-3, samples=9)
 SLOW_TO_SEND = Profile(state_bytes=10_000_000_000, token_bytes=100, token_seconds=1e-3, samples=9)
 
 
-def instance(name: str) -> Instance:
-    role, cluster = {"d": ("decode", HUB), "p": ("prefill", HUB), "x": ("prefill", "eu")}[name[0]]
-    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:8000")
-
-
 def facts(
     names: str, *, total: int = 10_000, bandwidth: str = "Scarce", threshold: int = 100_000, **more
 ) -> RoutingFacts:
-    world = RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+    world = make_table(
+        *map(make_instance, names.split()),
         threshold=Threshold(mode="Auto", tokens=threshold, min_tokens=1, max_tokens=threshold),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
         clusters=(Cluster(name="eu", capacity_mbps=1000, utilisation_query="", round_trip_millis=10),),
-        instances=tuple(map(instance, names.split())),
     )
     rule = RoutingRule(threshold_tokens=threshold, bandwidth=bandwidth, offload_clusters=frozenset({"eu"}))
     more.setdefault("profiles", {})
     return RoutingFacts(now_seconds=0, request_id="r", total_tokens=total, rule=rule, table=world, **more)
 
 
-def route(given: RoutingFacts) -> Route:
-    decision = decide(given)
+def route(case: RoutingFacts) -> Route:
+    decision = decide(case)
     assert isinstance(decision, Route)
     return decision
 
 
-def test_a_prefix_is_fetched_for_our_own_worker_alone():
-    """Other engines have profiles, too, and cannot be told where a prefix lies."""
+def test_fetches_a_prefix_only_for_our_own_worker():
+    """Other engines have profiles, too, and cannot learn where a prefix lies."""
     profiles = dict.fromkeys(("d0", "d1"), QUICK_TO_SEND)
-    given = facts("d0 d1", cached_on={"d1": 9_000}, profiles=profiles, queued_tokens={"d1": 1_000_000})
-    assert route(given).prefix is not None
-    foreign = tuple(msgspec.structs.replace(one, engine="vllm-nixl") for one in given.table.instances)
-    given = msgspec.structs.replace(given, table=msgspec.structs.replace(given.table, instances=foreign))
-    assert (route(given).decode.name, route(given).prefix) == ("d0", None)
-    assert route(given).work is not None, "its work is known all the same"
+    case = facts("d0 d1", cached_on={"d1": 9_000}, profiles=profiles, queued_tokens={"d1": 1_000_000})
+    assert route(case).prefix is not None
+    foreign = tuple(msgspec.structs.replace(one, engine="vllm-nixl") for one in case.table.instances)
+    case = msgspec.structs.replace(case, table=msgspec.structs.replace(case.table, instances=foreign))
+    assert (route(case).decode.name, route(case).prefix) == ("d0", None)
+    assert route(case).work is not None, "its work is known all the same"
 
 
 def test_of_idle_instances_the_one_with_the_prefix_serves():
@@ -73,7 +62,7 @@ def test_a_prefix_draws_requests_until_more_waits_there_than_it_saves(more_queue
     assert chosen.decode.name == ("d1" if more_queued > 0 else "d0")
 
 
-def test_requests_that_decode_weigh_as_much_as_they_have_left_to_say():
+def test_requests_that_decode_weigh_as_much_as_they_still_have_to_generate():
     few, many = (5 * ANSWER_TOKENS + more for more in (1, -1))
     for saved, chosen in ((few, "d0"), (many, "d1")):
         assert route(facts("d0 d1", cached_on={"d0": saved}, in_flight={"d0": 5})).decode.name == chosen
@@ -84,8 +73,8 @@ def test_requests_that_decode_weigh_as_much_as_they_have_left_to_say():
 def test_a_hot_prefix_spreads_as_soon_as_its_instance_has_more_to_do_than_the_prefix_is_long():
     cached, queued, in_flight = {"d0": 3000}, {}, {}
     for number in range(40):
-        given = facts("d0 d1 d2 d3", total=4000, cached_on=cached, queued_tokens=queued, in_flight=in_flight)
-        chosen = route(msgspec.structs.replace(given, request_id=str(number)))
+        case = facts("d0 d1 d2 d3", total=4000, cached_on=cached, queued_tokens=queued, in_flight=in_flight)
+        chosen = route(msgspec.structs.replace(case, request_id=str(number)))
         name = chosen.decode.name
         queued[name] = queued.get(name, 0) + chosen.prefill_tokens
         in_flight[name] = in_flight.get(name, 0) + 1
@@ -100,9 +89,9 @@ def test_a_hot_prefix_spreads_as_soon_as_its_instance_has_more_to_do_than_the_pr
     in_flight=st.dictionaries(st.sampled_from(["d0", "d1", "d2"]), st.integers(0, 20)),
 )
 def test_no_instance_costs_less_than_the_chosen_one(cached, queued, in_flight):
-    given = facts("d0 d1 d2", cached_on=cached, queued_tokens=queued, in_flight=in_flight)
-    chosen = route(given)
-    assert cost_tokens(given, chosen.decode) == min(cost_tokens(given, one) for one in given.table.instances)
+    case = facts("d0 d1 d2", cached_on=cached, queued_tokens=queued, in_flight=in_flight)
+    chosen = route(case)
+    assert cost_tokens(case, chosen.decode) == min(cost_tokens(case, one) for one in case.table.instances)
     assert chosen.prefill_tokens == 10_000 - min(cached.get(chosen.decode.name, 0), 10_000)
 
 
@@ -112,24 +101,24 @@ def busy(names: str, busy_ones: str, **more) -> RoutingFacts:
 
 
 def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_computing_it():
-    given = busy("d0 d1", "d0", cached_on={"d0": 8000, "d1": 64}, profiles={"d1": QUICK_TO_SEND})
-    chosen = route(given)
-    assert (chosen.decode.name, chosen.prefix) == ("d1", instance("d0"))
-    slow = msgspec.structs.replace(given, profiles={"d1": SLOW_TO_SEND})
+    case = busy("d0 d1", "d0", cached_on={"d0": 8000, "d1": 64}, profiles={"d1": QUICK_TO_SEND})
+    chosen = route(case)
+    assert (chosen.decode.name, chosen.prefix) == ("d1", make_instance("d0"))
+    slow = msgspec.structs.replace(case, profiles={"d1": SLOW_TO_SEND})
     assert route(slow).prefix is None
-    assert route(msgspec.structs.replace(given, profiles={})).prefix is None, "what is not measured is computed"
-    assert route(msgspec.structs.replace(given, cached_on={"d0": 64, "d1": 64})).prefix is None
-    ejected = msgspec.structs.replace(given, ejected_until_seconds={"d0": 5.0})
+    assert route(msgspec.structs.replace(case, profiles={})).prefix is None, "what is not measured is computed"
+    assert route(msgspec.structs.replace(case, cached_on={"d0": 64, "d1": 64})).prefix is None
+    ejected = msgspec.structs.replace(case, ejected_until_seconds={"d0": 5.0})
     assert route(ejected).prefix is None
 
 
 def test_the_decode_instance_of_a_route_is_fetched_from_as_any_other():
-    given = facts("d0 p0", cached_on={"d0": 8000}, profiles={"p0": QUICK_TO_SEND})
-    assert route(given).prefix == instance("d0")
+    case = facts("d0 p0", cached_on={"d0": 8000}, profiles={"p0": QUICK_TO_SEND})
+    assert route(case).prefix == make_instance("d0")
 
 
 def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_from_it():
-    def asked(bandwidth: str) -> RoutingFacts:
+    def with_bandwidth(bandwidth: str) -> RoutingFacts:
         return facts(
             "d0 x0",
             bandwidth=bandwidth,
@@ -138,10 +127,10 @@ def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_
             profiles={"d0": QUICK_TO_SEND},
         )
 
-    assert route(asked("Abundant")).prefix == instance("x0")
-    assert route(asked("Scarce")).prefix is None
-    no_link = msgspec.structs.replace(asked("Abundant").rule, offload_clusters=frozenset())
-    assert route(msgspec.structs.replace(asked("Abundant"), rule=no_link)).prefix is None
+    assert route(with_bandwidth("Abundant")).prefix == make_instance("x0")
+    assert route(with_bandwidth("Scarce")).prefix is None
+    no_link = msgspec.structs.replace(with_bandwidth("Abundant").rule, offload_clusters=frozenset())
+    assert route(msgspec.structs.replace(with_bandwidth("Abundant"), rule=no_link)).prefix is None
     away = facts(
         "d0 d1 x0",
         bandwidth="Abundant",
@@ -153,7 +142,7 @@ def test_a_prefix_crosses_to_the_hub_only_where_bandwidth_is_abundant_and_never_
     assert (route(away).prefill.name, route(away).prefix) == ("x0", None)
 
 
-def test_where_only_clusters_are_known_load_alone_chooses():
+def test_where_only_clusters_are_known_only_load_chooses():
     for name, other in (("d0", "d1"), ("d1", "d0")):
         chosen = route(facts("d0 d1", cached_tokens={HUB: 5000}, in_flight={other: 1}))
         assert (chosen.decode.name, chosen.prefill_tokens) == (name, 5000)
@@ -171,7 +160,7 @@ def test_where_only_clusters_are_known_load_alone_chooses():
     ),
 )
 def test_a_replica_misses_at_most_what_the_others_have_placed_where_it_goes(cached, loads):
-    """Each gateway knows its own load alone. Judged by all loads, its choice costs more than the best one by no more
+    """Each gateway knows only its own load. Judged by all loads, its choice costs more than the best one by no more
     than the others' load at its choice, less theirs at the best."""
     names = "d0 d1 d2"
     queued, in_flight = (

@@ -28,7 +28,7 @@ def test_what_answered_before_its_time_waits_no_longer():
     assert (backlog.waiting_seconds("a", 0.0), backlog.waiting_requests("a")) == (1.0, 1)
 
 
-def test_what_only_waits_for_the_link_keeps_nobody_from_the_instance():
+def test_what_only_waits_for_the_link_does_not_occupy_the_instance():
     backlog = of(Work(seconds=1.0, link="eu", bits=1e9, mbps=10.0))
     assert backlog.waiting_seconds("a", 2.0) == 0.0
     backlog.add("next", "a", Work(seconds=1.0), 2.0)
@@ -43,17 +43,17 @@ def test_an_instance_or_link_that_nothing_was_placed_on_has_nothing_waiting():
 
 
 @given(st.lists(st.tuples(works, st.booleans(), st.floats(0, 10)), max_size=40))
-def test_whatever_comes_and_goes_what_waits_is_bounded_and_nothing_is_left_in_the_end(steps):
+def test_what_waits_is_bounded_and_nothing_remains_at_the_end(steps):
     backlog, held, now = Backlog(), {}, 0.0
     for number, (work, leaves, later) in enumerate(steps):
         backlog.add(number, "a", work, now)
         held[number] = work
         now += later
         if leaves:
-            gone = next(iter(held))
-            backlog.remove(gone)
-            backlog.remove(gone)  # once is enough
-            del held[gone]
+            oldest = next(iter(held))
+            backlog.remove(oldest)
+            backlog.remove(oldest)  # once is enough
+            del held[oldest]
         assert 0 <= backlog.waiting_seconds("a", now) <= sum(one.seconds for one in held.values()) + 1e-6
         assert 0 <= backlog.waiting_bits("eu", now, 100.0) <= sum(one.bits for one in held.values()) * (1 + 1e-9) + 1
         assert backlog.waiting_requests("a") == len(backlog) == len(held)

@@ -1,5 +1,5 @@
 """Proves of the choice of a codec: it never slows a link by its own model, a faster link never gets a heavier codec, a
-link on the edge does not flap, nothing lossy is chosen that was not asked for; and of the estimates that they follow
+link on the edge does not flap, nothing lossy is chosen unless it is set; and of the estimates that they follow
 real frames and forget them."""
 
 import math
@@ -95,7 +95,7 @@ def test_less_processor_time_means_less_compression():
 
 
 @pytest.mark.parametrize("delivery_mbps", [None, 0.0, -5.0, math.nan, math.inf])
-def test_a_link_that_was_not_measured_is_left_alone(delivery_mbps):
+def test_does_not_compress_on_a_link_that_was_not_measured(delivery_mbps):
     assert choose_codec(link(delivery_mbps)).codec is Codec.NONE
 
 
@@ -112,11 +112,11 @@ def test_a_rate_that_wavers_does_not_change_the_codec_each_time():
     ("setting", "codec"), [("none", Codec.NONE), ("lossless", Codec.LOSSLESS), ("int8", Codec.INT8)]
 )
 @pytest.mark.parametrize("delivery_mbps", [None, 1.0, 1e6])
-def test_a_codec_asked_for_by_name_is_taken_on_any_link(setting, codec, delivery_mbps):
+def test_takes_a_named_codec_on_any_link(setting, codec, delivery_mbps):
     assert choose_codec(link(delivery_mbps, setting=setting)).codec is codec
 
 
-def test_a_codec_asked_for_by_name_is_not_sent_to_a_peer_that_cannot_read_it():
+def test_does_not_send_a_named_codec_to_a_peer_that_cannot_read_it():
     assert choose_codec(link(1, setting="lossless", peer=[Codec.NONE])).codec is Codec.NONE
     # Linear states go through LOSSLESS under INT8.
     assert choose_codec(link(1, setting="int8", peer=[Codec.NONE, Codec.INT8])).codec is Codec.NONE

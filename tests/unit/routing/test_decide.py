@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.tables import make_table
 
 from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again
 from prfaas.routing.facts import Refusal, Route, RoutingFacts, RoutingRule, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, Instance, RoutingTable, Threshold
 
 NOW = 100.0
 
@@ -32,19 +33,8 @@ def cluster(name: str, datacenter: str = "", reachable: bool = True) -> Cluster:
 def table(
     *instances: Instance, clusters: tuple[Cluster, ...] = (cluster("eu"),), mode: str = "Auto", **more
 ) -> RoutingTable:
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
-        threshold=Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=5000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
-        clusters=clusters,
-        instances=instances,
-        **more,
-    )
+    threshold = Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=5000)
+    return make_table(*instances, clusters=clusters, threshold=threshold, **more)
 
 
 TWO_CLUSTERS = table(instance("d0"), instance("d1"), instance("p0", "prefill"), instance("x0", "prefill", "eu"))
@@ -91,7 +81,7 @@ def test_without_a_local_prefill_instance_the_decode_instance_prefills_itself():
     [
         ("Scarce", {HUB: 1000}, "local"),  # l = 2000 - 1000
         ("Scarce", {HUB: 999}, "offload"),
-        ("Scarce", {"eu": 1999}, "offload"),  # a cache over there does not shorten what the hub would compute
+        ("Scarce", {"eu": 1999}, "offload"),  # a cache there does not shorten what the hub would compute
         ("Abundant", {HUB: 1000}, "local"),
         ("Abundant", {"eu": 1000, HUB: 10}, "local"),  # the longer cache may cross
         ("Abundant", {"eu": 999}, "offload"),
@@ -128,13 +118,13 @@ def test_a_long_prompt_that_may_not_leave_says_why(world, reason):
 HANDLESS = table(*(replace(one, engine="vllm-prfaas") for one in TWO_CLUSTERS.instances))
 
 
-def test_a_request_that_its_engine_cannot_hand_off_is_prefilled_where_it_is_decoded():
+def test_prefills_a_request_that_its_engine_cannot_split_where_it_decodes():
     for total, reason in ((10, "WithinThreshold"), (9999, "NoHandOff")):
         chosen = route(decide(facts(total, HANDLESS, no_hand_off={"vllm-prfaas"})))
         assert (chosen.kind, chosen.reason, chosen.prefill) == ("local", reason, None)
 
 
-def test_an_engine_that_can_hand_it_off_is_not_concerned():
+def test_an_engine_that_can_split_the_request_offloads_it():
     assert route(decide(facts(9999, HANDLESS, no_hand_off={"vllm-nixl"}))).kind == "offload"
     assert route(decide(facts(9999, no_hand_off={"vllm-prfaas"}))).kind == "offload"
 
@@ -192,7 +182,7 @@ def test_a_failed_offload_is_rejected_where_the_policy_says_so():
     assert decide_again(facts(9000, tried={"x0"}), failed, "prefill", "Reject") == Refusal(reason="OffloadRejected")
 
 
-def test_reject_does_not_speak_of_a_dead_decode_instance():
+def test_reject_does_not_concern_a_dead_decode_instance():
     failed = route(decide(facts(9000)))
     after = route(decide_again(facts(9000, tried={failed.decode.name}), failed, "decode", "Reject"))
     assert after.kind == "offload"
@@ -223,13 +213,13 @@ def test_a_pushed_threshold_stays_within_the_policys_bounds(pushed, in_force):
 
 
 @pytest.mark.parametrize("alive", [("eu",), ()])
-def test_fixed_keeps_its_own_threshold_but_leaves_dead_links_alone(alive):
+def test_fixed_keeps_its_own_threshold_but_avoids_dead_links(alive):
     update = ThresholdUpdate(tokens=1, bandwidth="Abundant", offload_clusters=alive, expires_seconds=5, reason="")
     got = rule_in_force(table(mode="Fixed"), update)
     assert (got.threshold_tokens, got.offload_clusters) == (1000, set(alive))
 
 
-def test_disabled_does_not_listen_to_the_scheduler():
+def test_disabled_ignores_the_scheduler():
     update = ThresholdUpdate(tokens=1, bandwidth="Abundant", offload_clusters=("eu",), expires_seconds=5, reason="")
     got = rule_in_force(table(mode="Disabled"), update)
     assert (got.threshold_tokens, got.offload_clusters) == (1000, set())
@@ -287,7 +277,7 @@ def usable(one: Instance, world: RoutingFacts) -> bool:
 
 
 def check(decision, world: RoutingFacts) -> None:
-    """Check every promise that holds for one decision, whatever led to it."""
+    """Check every promise that holds for any decision."""
     if isinstance(decision, Refusal):
         return
     legs = [decision.decode] + ([decision.prefill] if decision.prefill else [])
@@ -397,5 +387,5 @@ def test_instances_of_two_engines_never_serve_together():
     away = msgspec.structs.replace(instance("x0", "prefill", "eu"), engine="sglang")
     chosen = route(decide(facts(5000, table(ours, theirs, away))))
     assert (chosen.prefill, chosen.decode) == (away, theirs)
-    alone = route(decide(facts(5000, table(ours, away))))
-    assert (alone.kind, alone.prefill, alone.decode) == ("local", None, ours)
+    chosen = route(decide(facts(5000, table(ours, away))))
+    assert (chosen.kind, chosen.prefill, chosen.decode) == ("local", None, ours)

@@ -127,8 +127,8 @@ def test_it_falls_with_the_link_and_without_local_pools_rises_with_the_arrivals(
     one_mbps, other_mbps, one_rate, other_rate
 ):
     assert best(max(one_mbps, other_mbps)) <= best(min(one_mbps, other_mbps)) + 1
-    alone = pools()[:1]
-    assert best(5e3, min(one_rate, other_rate), alone) <= best(5e3, max(one_rate, other_rate), alone) + 1
+    fast_only = pools()[:1]
+    assert best(5e3, min(one_rate, other_rate), fast_only) <= best(5e3, max(one_rate, other_rate), fast_only) + 1
 
 
 def test_more_offload_instances_lower_it_and_more_local_ones_raise_it():
@@ -144,13 +144,13 @@ def test_a_pool_in_a_second_cluster_counts_by_what_it_can_do():
     assert without == best(of=pools(fast=2)), "a dead link's pools take nothing"
 
 
-def test_without_local_pools_the_arrivals_alone_decide():
-    alone = pools()[:1]
-    assert best(arrivals=0.01, of=alone) == BOUNDS[0]
-    assert best(arrivals=3.0, of=alone) > BOUNDS[0]
+def test_without_local_pools_only_the_arrivals_decide():
+    fast_only = pools()[:1]
+    assert best(arrivals=0.01, of=fast_only) == BOUNDS[0]
+    assert best(arrivals=3.0, of=fast_only) > BOUNDS[0]
     demand = paper_lengths()
     assert demand is not None
-    assert optimum(demand, alone, {"eu": 1e5}, None, BOUNDS) is None
+    assert optimum(demand, fast_only, {"eu": 1e5}, None, BOUNDS) is None
 
 
 def test_too_little_known_gives_none():

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from tests.tables import make_instance, make_table
 
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Refusal, Route, RoutingFacts, rule_in_force
@@ -11,34 +12,20 @@ from prfaas.routing.facts import narrow as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.preferences import Preferences, covers
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, RoutingTable, Threshold
 
 PLACES = {"a": "eu-west", "b": "eu-north", "c": "us-east", "d": ""}
 LONG, SHORT, TINY = 5000, 500, 50
 
 
-def instance(name: str, role: str, cluster: str) -> Instance:
-    return Instance(name=name, pool=role, cluster=cluster, role=role, url=f"http://{name}:1")
-
-
 def table(mode: str = "Fixed", **more) -> RoutingTable:
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+    return make_table(
+        *map(make_instance, ("d0", "p0")),
+        *(make_instance(f"x{name}", cluster=name) for name in PLACES),
         threshold=Threshold(mode=mode, tokens=1000, min_tokens=100, max_tokens=2000),
-        watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-        short_interval_seconds=1,
         clusters=tuple(
             Cluster(name=name, datacenter=place, capacity_mbps=1, utilisation_query="")
             for name, place in PLACES.items()
-        ),
-        instances=(
-            instance("d0", "decode", "hub"),
-            instance("p0", "prefill", "hub"),
-            *(instance(f"x{name}", "prefill", name) for name in PLACES),
         ),
         **more,
     )
@@ -51,9 +38,9 @@ def facts(tokens: int, world: RoutingTable | None = None, update: ThresholdUpdat
     )
 
 
-def narrowed(given: RoutingFacts, preferences: Preferences) -> RoutingFacts:
-    rule, world = narrowed_parts(given.rule, given.table, preferences)
-    return replace(given, rule=rule, table=world)
+def narrowed(original: RoutingFacts, preferences: Preferences) -> RoutingFacts:
+    rule, world = narrowed_parts(original.rule, original.table, preferences)
+    return replace(original, rule=rule, table=world)
 
 
 def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) -> Route:
@@ -63,13 +50,13 @@ def decided(tokens: int, *, world: RoutingTable | None = None, **preferences) ->
 
 
 def test_without_preferences_the_facts_are_the_very_same():
-    given = facts(LONG)
-    rule, world = narrowed_parts(given.rule, given.table, Preferences())
-    assert rule is given.rule
-    assert world is given.table
+    original = facts(LONG)
+    rule, world = narrowed_parts(original.rule, original.table, Preferences())
+    assert rule is original.rule
+    assert world is original.table
 
 
-def test_a_preferred_datacenter_comes_first_and_in_the_order_given():
+def test_preferred_datacenters_come_first_and_in_their_order():
     assert decided(LONG, prefer=("us-east", "eu-west")).prefill.cluster == "c"
     assert decided(LONG, prefer=("mars", "eu-north", "us-east")).prefill.cluster == "b"
 

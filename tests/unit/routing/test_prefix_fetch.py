@@ -34,7 +34,7 @@ def test_the_formulas_of_the_module():
     assert computing_seconds(FACTS) == pytest.approx(6.0 + 1e-8 * (8_000**2 - 2_000**2))
 
 
-def test_a_quick_link_is_fetched_over_and_a_slow_one_is_not():
+def test_fetches_by_a_quick_link_and_not_by_a_slow_one():
     assert pays(FACTS)
     assert not pays(facts(link_mbps=100.0))
     assert pays(facts(link_mbps=100.0, profile=msgspec.structs.replace(PROFILE, token_seconds=0.01)))
@@ -82,4 +82,4 @@ def test_it_saves_the_margin_whenever_it_is_chosen(
     if pays(case):
         assert source > cached
         assert fetching_seconds(case) < (1 - MARGIN) * computing_seconds(case)
-        assert pays(msgspec.structs.replace(case, link_mbps=2 * mbps)), "a quicker link is fetched over too"
+        assert pays(msgspec.structs.replace(case, link_mbps=2 * mbps)), "a quicker link pays too"

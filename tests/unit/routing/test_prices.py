@@ -4,6 +4,7 @@ import math
 
 import msgspec
 import pytest
+from tests.tables import make_table
 
 from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
 from prfaas.routing.decide import decide
@@ -19,11 +20,10 @@ from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, 
 
 MARKS = LinkWatermarks(high_percent=80, low_percent=50)
 THRESHOLD = Threshold(mode="Priced", tokens=2048, min_tokens=256, max_tokens=131_072)
-CONFIG = Config(threshold=THRESHOLD, watermarks=MARKS, stale_after_seconds=10)
 
 
-def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **given) -> Price:
-    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | given
+def price(cluster: str, token: float = 1e-4, link_mbps: float = 0.0, **fields) -> Price:
+    of = {"state_bytes": 0, "token_bytes": 0, "samples": 5, "token_seconds": token} | fields
     return Price(cluster=cluster, profile=Profile(**of), link_mbps=link_mbps)
 
 
@@ -35,27 +35,22 @@ def instance(name: str, cluster: str, role: str = "prefill") -> Instance:
     return Instance(name=name, pool=cluster, cluster=cluster, role=role, url="http://192.0.2.1:8000")
 
 
-def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **given) -> RoutingTable:
-    homes = (instance("home", "hub"), instance("decode", "hub", "decode"))
-    return RoutingTable(
-        policy="p",
-        namespace="n",
-        generation=1,
-        model="m",
-        on_offload_failure="PrefillLocally",
+def table(mode: str = "Priced", *more: Instance, clusters: tuple[str, ...] = ("eu",), **fields) -> RoutingTable:
+    return make_table(
+        instance("home", "hub"),
+        instance("decode", "hub", "decode"),
+        *(instance(f"away-{name}", name) for name in clusters),
+        *more,
         threshold=msgspec.structs.replace(THRESHOLD, mode=mode),
-        watermarks=MARKS,
-        short_interval_seconds=1,
         clusters=tuple(
             Cluster(name=name, datacenter=name, capacity_mbps=100, utilisation_query="q") for name in clusters
         ),
-        instances=(*homes, *(instance(f"away-{name}", name) for name in clusters), *more),
-        **given,
+        **fields,
     )
 
 
-def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), given: RoutingTable | None = None, **more) -> Route:
-    of = given or table()
+def route(tokens: int, *, prices=(HOME, AWAY), alive=("eu",), routes: RoutingTable | None = None, **more) -> Route:
+    of = routes or table()
     update = ThresholdUpdate(
         tokens=1000, bandwidth="Scarce", offload_clusters=alive, expires_seconds=10, reason="", prices=tuple(prices)
     )
@@ -85,7 +80,7 @@ def test_a_queue_at_home_sends_even_a_short_prompt_away_and_one_there_keeps_a_lo
     assert route(10_000, backlog=waiting(away_eu=3.0)).kind == "local"
 
 
-def test_whoever_keeps_others_waiting_pays_for_them():
+def test_a_request_pays_for_those_that_it_keeps_waiting():
     """0.1 s at home against 0.22 s away, behind 0.01 s of one request and behind as much of ten."""
     few, many = Backlog(), Backlog()
     few.add(0, "home", Work(seconds=0.01), 0.0)
@@ -103,21 +98,21 @@ def test_a_backlog_on_the_link_keeps_prompts_at_home():
 
 
 def test_in_a_hub_without_prefill_instances_home_is_the_decode_instance():
-    alone = table()
-    alone = msgspec.structs.replace(alone, instances=tuple(one for one in alone.instances if one.name != "home"))
-    short, long = route(2400, given=alone), route(2600, given=alone)
+    routes = table()
+    routes = msgspec.structs.replace(routes, instances=tuple(one for one in routes.instances if one.name != "home"))
+    short, long = route(2400, routes=routes), route(2600, routes=routes)
     assert (short.kind, short.reason, short.prefill) == ("local", "Cheaper", None)
     assert short.work == Work(seconds=pytest.approx(0.24))
     assert (long.kind, long.reason, long.decode.name) == ("offload", "Cheaper", "decode")
-    assert route(100, given=alone, backlog=waiting(decode=1.0)).kind == "offload"
+    assert route(100, routes=routes, backlog=waiting(decode=1.0)).kind == "offload"
 
 
 def test_an_idle_instance_of_a_cluster_is_taken_before_a_busy_one():
     two = table("Priced", instance("home-2", "hub"))
-    assert route(100, given=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
+    assert route(100, routes=two, backlog=waiting(home=0.01)).prefill == instance("home-2", "hub")
 
 
-def test_a_route_says_what_it_asks_of_the_instance_and_the_link():
+def test_a_route_names_its_work_for_the_instance_and_the_link():
     work = route(10_000, cached_tokens={"hub": 2_000, "eu": 4_000}).work
     assert work == Work(seconds=pytest.approx(0.2 + 2e-5 * 6_000), link="eu", bits=8e3 * 8_000, mbps=800.0)
     assert route(1_000).work == Work(seconds=pytest.approx(0.1))
@@ -133,12 +128,12 @@ def test_a_cache_counts_for_the_cluster_that_holds_it():
 def test_the_cheaper_of_two_clusters_is_taken_unless_the_policy_prefers_the_other():
     both = table(clusters=("eu", "us"))
     prices = (HOME, AWAY, price("us", 1e-5, 8000.0))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=both).prefill == instance("away-us", "us")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=both).prefill == instance("away-us", "us")
     prefers = table(clusters=("eu", "us"), prefer_datacenters=("eu",))
-    assert route(9_000, prices=prices, alive=("eu", "us"), given=prefers).prefill == instance("away-eu", "eu")
+    assert route(9_000, prices=prices, alive=("eu", "us"), routes=prefers).prefill == instance("away-eu", "eu")
 
 
-def test_a_dead_link_is_never_taken_however_cheap():
+def test_never_takes_a_dead_link():
     assert route(100_000, alive=()).kind == "local"
 
 
@@ -150,7 +145,7 @@ def test_without_the_price_of_home_the_threshold_decides(prices):
 
 @pytest.mark.parametrize("mode", ["Auto", "Fixed", "Disabled"])
 def test_no_other_mode_looks_at_prices(mode):
-    assert route(2500, given=table(mode)).reason != "Cheaper"
+    assert route(2500, routes=table(mode)).reason != "Cheaper"
 
 
 @pytest.mark.parametrize("absurd", [math.nan, math.inf, -1e9])

@@ -1,25 +1,10 @@
 """Proves what the demo concludes and chooses from what it has seen; tests/e2e/test_demo.py runs it."""
 
-import logging
-import uuid
 from typing import Any
 
 import pytest
 
-from prfaas.errors import PeerError
-from prfaas.telemetry.logs import line
-from prfaas.wire.engine import TransferOutcome, TransferSubject
-from prfaas_sandbox.demo import logs
-from prfaas_sandbox.demo.decide import (
-    KILL_BYTES,
-    KILL_CHOICES,
-    STREAM_CHOICES,
-    cache_bytes,
-    kill_moment,
-    load_tokens,
-    narrower,
-)
-from prfaas_sandbox.demo.logs import read_outcome, read_transfer
+from prfaas_sandbox.demo.decide import KILL_BYTES, kill_moment
 from prfaas_sandbox.demo.records import (
     KILLED,
     DemoResults,
@@ -29,8 +14,6 @@ from prfaas_sandbox.demo.records import (
     StreamDrill,
     find_problems,
 )
-from prfaas_sandbox.demo.steps import SENT_BYTES_QUERY, ThresholdSampler
-from prfaas_transfer.transfer_log import TransferLog, TransferTotals
 
 MEMBER = "prefill-eu"
 NOT_IN_THE_MIDDLE = "the worker was not killed in the middle of a transfer"
@@ -106,63 +89,6 @@ def test_the_worker_is_killed_when_a_part_has_arrived_and_enough_is_to_come(arri
     assert kill_moment(arrived, whole, is_answered=is_answered) == moment
 
 
-def test_each_choice_takes_longer_than_the_one_before():
-    seconds = [choice.tokens / choice.mbps for choice in KILL_CHOICES]
-    assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[1] < seconds[2]
-    assert list(STREAM_CHOICES) == sorted(set(STREAM_CHOICES))
-
-
-def test_a_cache_is_expected_to_be_as_large_as_those_that_crossed_whole():
-    whole, in_part = request(tokens=10_000, kv_bytes=2_500_000), request(tokens=10_000, kv_bytes=1_000)
-    killed = request(act=KILLED, tokens=8_000, kv_bytes=8_000_000)
-    assert cache_bytes([whole, in_part, killed, request(tokens=100)], 8_000) == 8_000 * 250
-    assert cache_bytes([killed], 8_000) == float("inf")
-    assert cache_bytes([killed, request(tokens=100)], 8_000) == float("inf")
-
-
-def test_a_link_that_is_not_filled_narrows_further():
-    assert list(narrower(5)) == [5, 2, 1]
-    assert list(narrower(1)) == [1]
-
-
-def test_the_load_is_offloaded_until_the_threshold_has_doubled():
-    assert load_tokens(700) == 6_000
-    assert load_tokens(5_000) > 2 * 5_000
-    assert load_tokens(20_000) == 24_000
-
-
-def log_transfers(*ended: tuple[str, str, TransferOutcome, int]) -> None:
-    """Log the ends of transfers as a destination does."""
-    for request_id, peer, outcome, count_bytes in ended:
-        record = TransferLog("receive", TransferSubject(0, request_id, peer), uuid.uuid4().hex)
-        record.end(outcome, 'it said "no" bytes=9', TransferTotals(count_bytes, 0.5))
-
-
-def test_a_transfer_is_read_from_the_log_of_its_destination(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    log_transfers(
-        ("demo-1", MEMBER, "failed", 300),
-        ("demo-1", "hub", "delivered", 77),  # prefilled in the hub after that failure
-        ("cmpl-demo-2-0-ab", MEMBER, "delivered", 500),
-    )
-    assert read_transfer(caplog.text, "demo-1", MEMBER) == SeenTransfer(outcome="failed", payload_bytes=300)
-    assert read_transfer(caplog.text, "demo-1", "hub") == SeenTransfer(outcome="delivered", payload_bytes=77)
-    assert read_transfer(caplog.text, "demo-2", MEMBER) == SeenTransfer(outcome="delivered", payload_bytes=500)
-    assert read_transfer(caplog.text, "demo-3", MEMBER) is None
-
-
-def test_an_outcome_is_read_from_the_log_of_the_gateway():
-    text = "\n".join(
-        [
-            line("leg failed", request_id="demo-1", leg="decode", instance="d", reason="outcome=gone"),
-            line("request", request_id="demo-1", transfer_id="aa", decision="offload", outcome="resumed"),
-            line("request", request_id="demo-11", decision="local", outcome="ok"),
-        ]
-    )
-    assert [read_outcome(text, name) for name in ("demo-1", "demo-11", "demo-2")] == ["resumed", "ok", ""]
-
-
 @pytest.mark.parametrize(
     ("text", "tokens", "events", "outcome", "problem"),
     [
@@ -200,39 +126,3 @@ def test_a_stream_that_nothing_broke_is_followed_by_a_longer_one(reached: str, l
     assert seen.asks_for_another is asks_for_another
     found = find_problems(DemoResults(engine="vllm", stream_drill=seen))
     assert (NO_STREAM_BROKE in found) is (logged != "resumed")
-
-
-async def test_crossed_bytes_count_once_over_gaps_and_restarts(monkeypatch: pytest.MonkeyPatch):
-    seen = iter([100.0, 250.0, None, 250.0, None, 40.0, 60.0])
-
-    async def query(self: ThresholdSampler, promql: str) -> float | None:
-        return next(seen) if promql == SENT_BYTES_QUERY else None
-
-    monkeypatch.setattr(ThresholdSampler, "query", query)
-    sampler = ThresholdSampler("http://127.0.0.1:1", [].append)
-    for _ in range(7):
-        await sampler._sample()
-    assert sampler.crossed_bytes == 250 + 60
-
-
-class Unreadable:
-    """An installation whose logs cannot be read."""
-
-    member_name = MEMBER
-
-    def __init__(self):
-        self.asked: list[str] = []
-
-    async def hub_log(self, pod: str) -> str:
-        self.asked.append(pod)
-        raise PeerError("no such pod")
-
-
-async def test_a_log_that_cannot_be_read_costs_a_figure_and_not_the_verdict(monkeypatch):
-    monkeypatch.setattr(logs, "WRITTEN_SECONDS", -1.0)
-    unreadable = Unreadable()
-    read = logs.PodLogs(unreadable)  # type: ignore[arg-type]
-    assert await read.transfer(request(outcome="failed: 503")) is None
-    assert unreadable.asked == [], "nobody knows who would have decoded"
-    assert await read.transfer(request(decoded_by="decode-0")) is None
-    assert unreadable.asked == ["decode-0"]

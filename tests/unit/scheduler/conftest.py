@@ -16,18 +16,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from tests import tables
+from tests.serving import serving
 from tests.waiting import eventually_async
 
 from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
 from prfaas.ports import free_ports
 from prfaas.wire.control import Counters, ThresholdUpdate
-from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, Instance, RoutingTable, Threshold
 from prfaas_sandbox.cache.entries import cache_folder
 
 SCRAPE_MILLIS = 500
 
 
-def make_table(**given) -> RoutingTable:
+def make_table(**changes) -> RoutingTable:
     """A policy with one offload pool of two instances in `eu` and one decode instance in the hub."""
     eu = Cluster(name="eu", capacity_mbps=100, utilisation_query=DEFAULT_UTILISATION_QUERY)
     instances = tuple(
@@ -39,15 +41,11 @@ def make_table(**given) -> RoutingTable:
         "policy": "kimi",
         "namespace": "prfaas",
         "generation": 3,
-        "model": "kimi-linear-tiny",
-        "on_offload_failure": "PrefillLocally",
         "threshold": Threshold(mode="Auto", tokens=1024, min_tokens=512, max_tokens=32768),
-        "watermarks": LinkWatermarks(high_percent=80, low_percent=50),
-        "short_interval_seconds": 1,
         "clusters": (eu,),
         "instances": (*instances, decode),
     }
-    return RoutingTable(**(values | given))
+    return tables.make_table(**(values | changes))
 
 
 @pytest.fixture
@@ -72,9 +70,7 @@ class FakeGateway:
         return web.Response(body=msgspec.json.encode(self.table), content_type="application/json")
 
     async def get_counters(self, _: web.Request) -> web.Response:
-        counters = Counters(
-            offloaded=self.offloaded, local=self.local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0
-        )
+        counters = Counters(offloaded=self.offloaded, local=self.local, failed_offloads=0)
         return web.Response(body=msgspec.json.encode(counters), content_type="application/json")
 
     async def put_threshold(self, request: web.Request) -> web.Response:
@@ -167,9 +163,7 @@ def _decoding() -> str:
     """What an instance does that finishes 8 answers of 75 tokens in 10 s, in steps of 30 ms, and drops 9 more."""
     seconds = time.monotonic()
     finished = {"stop": 0.5, "length": 0.3, "abort": 0.9}
-    lines = [
-        f'vllm:request_success_total{{finished_reason="{why}"}} {rate * seconds}' for why, rate in finished.items()
-    ]
+    lines = [f'prfaas_answers_total{{reason="{why}"}} {rate * seconds}' for why, rate in finished.items()]
     lines += [
         f"prfaas_generation_tokens_total {60 * seconds}",
         f"prfaas_decode_seconds_total {0.6 * seconds}",
@@ -207,23 +201,17 @@ def _configuration(port: int, workers: dict[str, Worker]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _exporting(workers: dict[str, Worker]) -> AsyncIterator[int]:
-    async def expose(request: web.Request) -> web.Response:
-        worker = workers[request.path.strip("/")]
-        if not worker.answers:
-            return web.Response(status=503)
-        return web.Response(text=worker.exposition(), headers={"Content-Type": "text/plain; version=0.0.4"})
+async def exporting(text: Callable[[str], str | None]) -> AsyncIterator[int]:
+    """Serve what `text` returns for a path, at a port of loopback; a path without a text is unavailable."""
 
-    app = web.Application()
-    app.router.add_get("/{key:.*}", expose)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    (port,) = free_ports(1)
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    try:
-        yield port
-    finally:
-        await runner.cleanup()
+    async def expose(request: web.Request) -> web.Response:
+        found = text(request.path.strip("/"))
+        if found is None:
+            return web.Response(status=503)
+        return web.Response(text=found, headers={"Content-Type": "text/plain; version=0.0.4"})
+
+    async with serving(expose) as url:
+        yield int(url.rpartition(":")[2])
 
 
 @contextlib.asynccontextmanager
@@ -255,7 +243,11 @@ async def site(tmp_path_factory: pytest.TempPathFactory, http: aiohttp.ClientSes
     keys = ("eu/offload/eu-0", "eu/offload/eu-1", "hub/decode/hub-0", "eu/of-another-policy/eu-2")
     workers = {key: Worker() for key in keys}
     folder = tmp_path_factory.mktemp("prometheus")
-    async with _exporting(workers) as port, scraping(binary, folder, _configuration(port, workers)) as url:
+
+    def text(key: str) -> str | None:
+        return workers[key].exposition() if workers[key].answers else None
+
+    async with exporting(text) as port, scraping(binary, folder, _configuration(port, workers)) as url:
 
         async def is_scraping() -> bool:
             with contextlib.suppress(aiohttp.ClientError, KeyError):

@@ -58,29 +58,29 @@ def configs(draw):
     )
 
 
-def sample(at: float = 1.0, **given) -> LinkSample:
-    return LinkSample(**{"sampled_at_seconds": at, "age_seconds": 0.5, "traffic_mbps": 0.0} | given)
+def sample(at: float = 1.0, **changes) -> LinkSample:
+    return LinkSample(**{"sampled_at_seconds": at, "age_seconds": 0.5, "traffic_mbps": 0.0} | changes)
 
 
-def world(link: LinkSample | None, *, now: float = 100.0, offloads: int | None = 1, **given) -> ControllerFacts:
-    facts = {"cluster": "eu", "capacity_mbps": 100.0, "reachable": True, "ready_instances": 1, "sample": link} | given
+def world(link: LinkSample | None, *, now: float = 100.0, offloads: int | None = 1, **changes) -> ControllerFacts:
+    facts = {"cluster": "eu", "capacity_mbps": 100.0, "reachable": True, "ready_instances": 1, "sample": link} | changes
     hub = facts.pop("hub_measured", True)
     return ControllerFacts(now_seconds=now, links=(LinkFacts(**facts),), hub_measured=hub, recent_offloads=offloads)
 
 
-def at(tokens: float, **given) -> State:
-    return State(tokens=tokens, **given)
+def at(tokens: float, **changes) -> State:
+    return State(tokens=tokens, **changes)
 
 
-def one(link: LinkSample | None, tokens: float = 2000.0, **given) -> Step:
-    return step(CONFIG, at(tokens), world(link, **given))
+def one(link: LinkSample | None, tokens: float = 2000.0, **changes) -> Step:
+    return step(CONFIG, at(tokens), world(link, **changes))
 
 
 # --- bounds and direction ---------------------------------------------------------------------------------------------
 
 
 @given(configs(), st.lists(worlds, min_size=1, max_size=8))
-def test_whatever_is_measured_every_step_stays_within_bounds_and_makes_sense(config, seen):
+def test_every_step_stays_within_bounds_for_any_measurements(config, seen):
     state = initial_state(config)
     for facts in seen:
         result = step(config, state, facts)
@@ -136,7 +136,7 @@ def test_halfway_into_saturation_it_rises_by_a_quarter():
     assert one(sample(traffic_mbps=90.0)).tokens == 2500
 
 
-def test_four_waiting_prefills_an_instance_are_saturation_and_leave_the_bandwidth_alone():
+def test_four_waiting_prefills_an_instance_are_saturation_and_keep_the_bandwidth():
     result = one(sample(waiting_prefills=8.0), ready_instances=2)
     assert (result.tokens, result.bandwidth) == (3000, "Abundant")
 
@@ -223,9 +223,9 @@ def test_more_traffic_than_the_link_can_carry_is_capped_and_raises():
 # --- effective capacity -----------------------------------------------------------------------------------------------
 
 
-def narrowed(**given) -> LinkSample:
+def narrowed(**changes) -> LinkSample:
     """A link of 100 Mbit/s that now carries 5, all the time, with more waiting."""
-    return sample(traffic_mbps=5.0, delivery_mbps=5.0, backlogged_fraction=1.0, **given)
+    return sample(traffic_mbps=5.0, delivery_mbps=5.0, backlogged_fraction=1.0, **changes)
 
 
 def test_a_narrowed_link_under_load_is_saturated():
@@ -235,9 +235,9 @@ def test_a_narrowed_link_under_load_is_saturated():
     assert (result.tokens, result.bandwidth) == (3000, "Scarce")
 
 
-def test_negative_control_by_declared_capacity_alone_the_same_link_looks_idle():
-    traffic_alone = sample(traffic_mbps=5.0)
-    result = one(traffic_alone)
+def test_negative_control_by_declared_capacity_the_same_link_looks_idle():
+    idle = sample(traffic_mbps=5.0)
+    result = one(idle)
     assert result.links[0].utilisation_percent == 5.0
     assert (result.tokens, result.bandwidth) == (1460, "Abundant")
 
@@ -267,7 +267,7 @@ def test_too_short_a_wait_says_nothing_about_the_capacity():
     assert effective_capacity_mbps(sample(delivery_mbps=1.0, backlogged_fraction=0.01), 100, 100) == 100
 
 
-def test_what_others_send_over_the_link_counts_as_capacity_and_as_traffic():
+def test_traffic_of_others_on_the_link_counts_as_capacity_and_as_traffic():
     shared = sample(traffic_mbps=81.0, delivery_mbps=20.0, backlogged_fraction=0.05)
     assert effective_capacity_mbps(shared, 100, 100) == 100
     assert one(shared).links[0].utilisation_percent == pytest.approx(81.0)
@@ -302,7 +302,7 @@ def test_a_sample_that_never_renews_is_as_blind_as_none():
 
 
 @pytest.mark.parametrize(
-    ("given", "state"),
+    ("facts", "state"),
     [
         ({"reachable": False}, "Unreachable"),
         ({"ready_instances": 0}, "NoReadyInstance"),
@@ -311,10 +311,10 @@ def test_a_sample_that_never_renews_is_as_blind_as_none():
         ({"link": sample(age_seconds=math.nan)}, "Silent"),
     ],
 )
-def test_a_dead_link_turns_offload_off_in_that_very_step(given, state):
+def test_a_dead_link_turns_offload_off_in_that_very_step(facts, state):
     alive = one(sample())
     assert alive.offload_clusters == ("eu",)
-    dead = step(CONFIG, alive.state, world(given.pop("link", sample(2.0)), now=102.0, **given))
+    dead = step(CONFIG, alive.state, world(facts.pop("link", sample(2.0)), now=102.0, **facts))
     assert dead.links[0].state == state
     assert dead.offload_clusters == ()
     assert dead.tokens == alive.tokens, "the threshold itself waits for the link to come back"
@@ -369,8 +369,8 @@ def test_other_modes_keep_their_tokens_and_still_report_the_link(mode, offload):
     assert mode in result.reason
 
 
-def test_what_is_remembered_of_a_link_goes_when_the_link_goes():
-    state = step(CONFIG, at(2000.0), world(narrowed(), cluster="gone")).state
-    assert [kept.cluster for kept in state.links] == ["gone"]
+def test_forgets_a_link_that_is_removed():
+    state = step(CONFIG, at(2000.0), world(narrowed(), cluster="removed")).state
+    assert [kept.cluster for kept in state.links] == ["removed"]
     after = step(CONFIG, state, world(sample(2.0))).state
     assert [kept.cluster for kept in after.links] == ["eu"]

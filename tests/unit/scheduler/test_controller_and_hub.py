@@ -82,7 +82,7 @@ def test_a_hub_that_stays_saturated_takes_the_threshold_below_the_optimum():
     assert state.tokens < 0.5 * optimum
 
 
-def test_equal_waits_are_equal_pressures_however_many_prompts_they_are_of():
+def test_equal_waits_are_equal_pressures_for_any_number_of_prompts():
     """Two seconds in the hub weigh as much as two seconds before the link: five prompts of 0.4 s, or one of 2 s."""
     full = {"traffic_mbps": 100.0, "unsent_bytes": 25e6}
     long = changed(token_seconds=5e-4)
@@ -97,13 +97,13 @@ def test_a_pool_that_was_never_measured_counts_its_prompts():
     assert max(known, guessed) < 20_000.0
 
 
-def test_a_link_where_nobody_waits_longer_than_in_the_hub_is_kept_busy():
-    """A backlog of 1.8 s would else be drained by sending nothing; while the hub waits for 2 s it is none."""
+def test_keeps_a_link_busy_where_no_request_waits_longer_than_in_the_hub():
+    """Otherwise sending nothing would drain a backlog of 1.8 s; while the hub waits for 2 s it is none."""
     full = {"traffic_mbps": 100.0, "unsent_bytes": 22.5e6}
-    alone, both = (after(waiting, tokens=20_000.0, **full).state.base_tokens for waiting in (0, 5))
-    assert alone is not None
-    assert both is not None
-    assert both < alone
+    idle, waited = (after(waiting, tokens=20_000.0, **full).state.base_tokens for waiting in (0, 5))
+    assert idle is not None
+    assert waited is not None
+    assert waited < idle
 
 
 def busy_share(tokens: float, arrivals: float) -> float:
@@ -113,7 +113,7 @@ def busy_share(tokens: float, arrivals: float) -> float:
 
 
 def test_a_link_is_drained_only_as_far_as_the_hub_bears_what_comes():
-    """Four prompts a second are more than the hub alone can do, one is not."""
+    """Four prompts a second are more than the hub can do, one is not."""
     few, many = (after(0.5, arrivals=rate, **FULL_LINK).state.base_tokens for rate in (1.0, 4.0))
     assert few is not None
     assert many is not None
@@ -139,7 +139,7 @@ def test_more_that_waits_in_the_hub_never_means_a_higher_threshold(tokens, one, 
 
 
 @given(st.floats(0, 1000), st.floats(0, 400), st.floats(0, 400))
-def test_more_traffic_never_means_a_lower_threshold_whatever_waits_in_the_hub(waiting, one_mbps, other_mbps):
+def test_more_traffic_never_means_a_lower_threshold_for_any_backlog_of_the_hub(waiting, one_mbps, other_mbps):
     less, more = sorted([one_mbps, other_mbps])
     before = after(waiting, tokens=20_000.0, traffic_mbps=less)
     assert before.state.tokens <= after(waiting, tokens=20_000.0, traffic_mbps=more).state.tokens

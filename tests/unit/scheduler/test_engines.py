@@ -1,4 +1,4 @@
-"""Every engine has an adapter, which asks for its own pools alone and for nothing that it does not publish."""
+"""Every engine has an adapter, which queries only its own pools and only what it publishes."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from prfaas_scheduler import engines
 from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.queries import long_query, sample_time_query, short_query
 
-ASKED = [
+QUERIES = [
     ('sum(rate(node_bytes_total{device="wan0"}[10s]))', ['node_bytes_total{device="wan0"}']),
     ("sum(rate(bytes_total[5s])) * 8 / 1e6", ["bytes_total"]),
     ('max(a{x="}"}) + sum(b{y=~"{[}"})', ['a{x="}"}', 'b{y=~"{[}"}']),
@@ -35,7 +35,7 @@ def test_every_engine_has_an_adapter():
 def test_an_adapter_answers_facts_that_have_a_name(engine):
     known = set((engines.__doc__ or "").replace(",", " ").split())
     assert ENGINES[engine].short.keys() | ENGINES[engine].long.keys() | ENGINES[engine].lacks.keys() <= known
-    assert "instances_sampled_at_seconds" in ENGINES[engine].short, "a dead link is else a quiet one"
+    assert "instances_sampled_at_seconds" in ENGINES[engine].short, "otherwise a dead link looks like a quiet one"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -45,15 +45,15 @@ def test_queries_have_no_placeholder_left(table, engine):
         assert query.count("(") == query.count(")")
 
 
-def test_each_engine_is_asked_of_its_own_pools(table):
+def test_queries_each_engine_for_its_own_pools(table):
     mixed = (*of_engine(table, "vllm-nixl").instances[:1], *of_engine(table, "prfaas").instances[1:])
     query = short_query(table(instances=mixed), 5)
     assert 'vllm:num_requests_running{cluster=~"hub|eu", pool=~"offload"}' in query
     assert 'prfaas_prefills_waiting{cluster=~"hub|eu", pool=~"decode"}' in query
 
 
-def test_decoding_is_asked_of_each_engines_own_decode_pools_and_of_no_instance_that_prefills(table):
-    """Instances that two pools share carry one pool's name, and our worker exports vLLM's names as well."""
+def test_queries_decoding_of_each_engines_decode_pools_and_of_no_instance_that_prefills(table):
+    """Instances that two pools share carry one pool's name."""
     mixed = (*of_engine(table, "vllm-nixl").instances[:1], *of_engine(table, "prfaas").instances[1:])
     query = long_query(table(instances=mixed), 300)
     assert 'prfaas_decode_steps_total{cluster=~"hub", pool=~"decode", role!="prefill"}[300s]' in query
@@ -67,23 +67,23 @@ def test_the_namespace_is_matched_where_all_are_known(table):
     assert 'namespace=~"prfaas|team\\\\-a|"' in long_query(table(clusters=(cluster,)), 5)
 
 
-def test_a_table_without_instances_asks_for_links_alone(table):
+def test_a_table_without_instances_queries_only_links(table):
     assert long_query(table(instances=()), 300) == ""
     assert "pool" not in short_query(table(instances=()), 5)
 
 
-@pytest.mark.parametrize(("query", "selectors"), ASKED)
+@pytest.mark.parametrize(("query", "selectors"), QUERIES)
 def test_the_time_of_a_users_query_is_that_of_the_samples_that_it_reads(query, selectors):
     assert sample_time_query(query) == f"max({' or '.join(f'timestamp({one})' for one in selectors)})"
 
 
-def test_a_query_that_names_no_sample_has_no_time_of_its_own():
+def test_a_query_that_names_no_sample_has_no_time():
     assert sample_time_query("vector(1)") == ""
 
 
-def test_every_name_that_vllm_is_asked_for_stands_in_the_metrics_of_a_running_server():
+def test_every_name_in_the_queries_of_vllm_is_in_the_metrics_of_a_running_server():
     text = (Path(__file__).parent / "vllm-0.32.0.metrics.txt").read_text()
     queries = [*ENGINES["vllm-nixl"].short.values(), *ENGINES["vllm-nixl"].long.values()]
-    asked = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
-    assert len(asked) > 10
-    assert {name for name in asked if not re.search(rf'^{name}{{engine="0"', text, re.MULTILINE)} == set()
+    names = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
+    assert len(names) > 10
+    assert {name for name in names if not re.search(rf'^{name}{{engine="0"', text, re.MULTILINE)} == set()

@@ -19,9 +19,7 @@ LENGTHS = (256, 1024, 4096, 16384, 65536)
 
 def counters(*lengths: int) -> Counters:
     total = sum(lengths)
-    return Counters(
-        offloaded=total, local=0, failed_offloads=0, in_flight_offloads=0, in_flight_local=0, lengths=lengths
-    )
+    return Counters(offloaded=total, local=0, failed_offloads=0, lengths=lengths)
 
 
 def test_lengths_and_arrivals_are_those_of_the_window():

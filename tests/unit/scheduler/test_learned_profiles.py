@@ -147,8 +147,8 @@ def test_without_the_size_of_a_cache_only_the_hub_has_a_profile(table):
         found = learned.profiles(table(), measured(there, here, sizes=False))
     assert found.keys() == {("hub", "local")}
     sizes = Profile(state_bytes=7, token_bytes=8)
-    said = table(profiles=(PoolProfile(cluster="hub", pool="decode", profile=sizes),))
-    found = learned.profiles(said, measured(there, here, sizes=False))
+    declared = table(profiles=(PoolProfile(cluster="hub", pool="decode", profile=sizes),))
+    found = learned.profiles(declared, measured(there, here, sizes=False))
     assert {(one.state_bytes, one.token_bytes) for one in found.values()} == {(7, 8)}, "one model, one size"
     assert found.keys() == {("hub", "local"), POOL}
 

@@ -1,4 +1,4 @@
-"""A link that nobody of ours counts: the utilisationQuery alone moves the threshold, and a dead link is found."""
+"""A link that no worker of ours counts: only the utilisationQuery moves the threshold, and a dead link is found."""
 
 from dataclasses import dataclass, field
 
@@ -45,7 +45,7 @@ def driven(table) -> Driven:
     return Driven(config, initial_state(config))
 
 
-def test_a_query_alone_is_a_sample(driven):
+def test_a_query_without_counters_is_a_sample(driven):
     sample = samples_of([], {"eu": LinkTraffic(990.0, 20.0, 19.0)})["eu"]
     assert (sample.traffic_mbps, sample.sampled_at_seconds, sample.age_seconds) == (990.0, 19.0, 1.0)
 
@@ -69,7 +69,7 @@ def test_nothing_moves_twice_on_one_sample(driven):
     assert driven.step([], LinkTraffic(990.0, 18.0, 17.0)).tokens > first.tokens
 
 
-def test_a_member_whose_instances_fell_silent_is_dead_even_if_a_router_goes_on_counting(driven):
+def test_a_member_whose_instances_fell_silent_is_dead_even_if_a_router_still_counts(driven):
     def seen(now: float) -> list[Figure]:
         return [instances("hub", now, now), instances("eu", now, now)]
 
@@ -86,7 +86,7 @@ def test_a_member_whose_instances_fell_silent_is_dead_even_if_a_router_goes_on_c
     assert step.offload_clusters == ("eu",)
 
 
-def test_where_the_member_was_never_scraped_the_query_alone_decides(driven):
+def test_where_the_member_was_never_scraped_only_the_query_decides(driven):
     for now in range(5):
         step = driven.step([instances("hub", float(now), float(now))], driven.traffic(10.0), hub_measured=True)
     assert (step.links[0].state, step.metrics) == ("Alive", "Fresh")

@@ -6,6 +6,8 @@ import json
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
+from tests.serving import serving
 
 from prfaas.wire.control import Counters
 from prfaas.wire.routes import Threshold
@@ -13,16 +15,6 @@ from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import RETRY_SECONDS, Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.observe import CounterHistory
-
-
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @contextlib.asynccontextmanager
@@ -33,23 +25,15 @@ async def prometheus_answering(answer):
         status, body = answer(dict(await request.post()))
         return web.Response(status=status, body=body)
 
-    app = web.Application()
-    app.router.add_post("/api/v1/query", query)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(query) as url:
+        yield url
 
 
 @contextlib.asynccontextmanager
 async def looping(gateway, clock=None):
     async with gateway.listening(), aiohttp.ClientSession() as session, GatewayClient(gateway.path) as client:
         metrics = SchedulerMetrics()
-        yield Loop(client, session, metrics, clock or Clock()), metrics
+        yield Loop(client, session, metrics, clock or Clock(1000.0)), metrics
 
 
 def vector(*elements) -> tuple[int, bytes]:
@@ -73,7 +57,7 @@ def quiet_link(traffic: str):
 
 async def test_without_a_gateway_or_its_table_it_tries_again_and_then_pushes(gateway, table):
     async with aiohttp.ClientSession() as session, GatewayClient(gateway.path) as client:
-        loop = Loop(client, session, SchedulerMetrics(), Clock())
+        loop = Loop(client, session, SchedulerMetrics(), Clock(1000.0))
         assert await loop.once() == RETRY_SECONDS
         assert loop.report is None
         async with gateway.listening():
@@ -123,13 +107,13 @@ async def test_measured_traffic_moves_the_threshold_and_the_metrics(gateway, tab
         ((200, b'{"status":"success","data":{"resultType":"vector","result":[]}}'), "NoSamples"),
     ],
 )
-async def test_garbage_is_survived_held_then_told(gateway, table, answer, reason):
-    clock = Clock()
+async def test_survives_garbage_holds_and_then_reports_it(gateway, table, answer, reason):
+    clock = Clock(1000.0)
     async with prometheus_answering(lambda _: answer) as url, looping(gateway, clock) as (loop, metrics):
         gateway.table = table(prometheus_url=url)
         for _ in range(3):
             assert await loop.once() == 1.0
-            clock.now += 5.1
+            clock.seconds += 5.1
     assert [update.tokens for update in gateway.updates] == [1024] * 3
     assert loop.report.conditions["MetricsFresh"][:2] == ("False", reason)
     assert loop.report.figures["linkUtilisationPercent"] is None
@@ -146,7 +130,7 @@ async def test_an_endless_answer_is_cut_off(gateway, table):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://", "http://[::1", "http://no-such-host.invalid"])
-async def test_an_address_where_nobody_answers_is_survived(gateway, table, url):
+async def test_survives_an_address_that_does_not_answer(gateway, table, url):
     async with looping(gateway) as (loop, _):
         gateway.table = table(prometheus_url=url)
         assert await loop.once() == 1.0
@@ -175,7 +159,7 @@ async def test_the_link_of_a_forbidden_datacenter_is_neither_measured_nor_used(g
 
 
 def counted(offloaded: int, local: int) -> Counters:
-    return Counters(offloaded=offloaded, local=local, failed_offloads=0, in_flight_offloads=0, in_flight_local=0)
+    return Counters(offloaded=offloaded, local=local, failed_offloads=0)
 
 
 def test_the_offloaded_share_is_of_the_last_minute():
@@ -186,10 +170,10 @@ def test_the_offloaded_share_is_of_the_last_minute():
     history.add(10.0, counted(3, 1))
     assert history.offloaded_percent() == 75
     history.add(65.0, counted(3, 5))
-    assert history.offloaded_percent() == 0, "what was counted before the minute began is gone"
+    assert history.offloaded_percent() == 0, "what was counted before the minute began is dropped"
 
 
-def test_offloads_within_the_window_are_told_from_older_ones():
+def test_distinguishes_offloads_within_the_window_from_older_ones():
     history = CounterHistory()
     assert history.offloads_since(0.0) is None
     for second, offloaded in enumerate([0, 2, 2, 2, 2]):

@@ -1,4 +1,4 @@
-"""What an engine lacks is said in a sentence with its cure, and never a threshold that silently stays where it is."""
+"""A sentence names what an engine lacks and its cure; no threshold stays silently where it is."""
 
 import pytest
 
@@ -23,25 +23,25 @@ def of_engine(table, engine, **more):
     return table(instances=instances, prometheus_url="http://p:9090", stale_after_seconds=10, **more)
 
 
-def measured(facts=("instances_sampled_at_seconds", "waiting_prefills"), **given) -> Measurements:
+def measured(facts=("instances_sampled_at_seconds", "waiting_prefills"), **changes) -> Measurements:
     found = {(fact, cluster) for fact in facts for cluster in BOTH}
-    more = {("sampled_at_seconds", "eu")} if given.pop("counted", True) else set()
-    sample = LinkSample(sampled_at_seconds=1.0, age_seconds=0.0, traffic_mbps=given.pop("traffic_mbps", 5.0))
+    more = {("sampled_at_seconds", "eu")} if changes.pop("counted", True) else set()
+    sample = LinkSample(sampled_at_seconds=1.0, age_seconds=0.0, traffic_mbps=changes.pop("traffic_mbps", 5.0))
     defaults = {
         "samples": {"eu": sample},
         "profiles": {("eu", "offload"): PROFILE, ("hub", "local"): PROFILE},
         "cache_sizes": {("eu", "offload"): CacheSizes(1, 2)},
     }
-    return Measurements(**{"hub_measured": True, "errors": (), "facts": frozenset(found | more), **defaults, **given})
+    return Measurements(**{"hub_measured": True, "errors": (), "facts": frozenset(found | more), **defaults, **changes})
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_where_everything_is_measured_nothing_is_said(table, engine):
+def test_reports_nothing_where_everything_is_measured(table, engine):
     assert list(lacking(of_engine(table, engine), measured())) == []
 
 
 @pytest.mark.parametrize(
-    ("engine", "given", "words"),
+    ("engine", "changes", "words"),
     [
         ("vllm-nixl", {"facts": ()}, ["no instance of vllm-nixl in eu is measured", "in hub is measured", "port api"]),
         ("vllm-prfaas", {"counted": False}, ["counted and not scraped", "port link-metrics"]),
@@ -54,15 +54,15 @@ def test_where_everything_is_measured_nothing_is_said(table, engine):
         ("dynamo", {"profiles": {}}, ["Dynamo publishes no prefill times"]),
     ],
 )
-def test_each_missing_fact_has_its_cure(table, engine, given, words):
-    said = ". ".join(lacking(of_engine(table, engine), measured(**given)))
-    assert [word for word in words if word not in said] == []
+def test_each_missing_fact_has_its_cure(table, engine, changes, words):
+    message = ". ".join(lacking(of_engine(table, engine), measured(**changes)))
+    assert [word for word in words if word not in message] == []
 
 
 def test_what_a_pool_says_is_not_missing(table):
-    said = tuple(PoolProfile(cluster=cluster, pool=pool, profile=PROFILE) for cluster, pool in measured().profiles)
-    given = measured(cache_sizes={}, prefills={})
-    assert list(lacking(of_engine(table, "vllm-nixl", profiles=said), given)) == []
+    declared = tuple(PoolProfile(cluster=cluster, pool=pool, profile=PROFILE) for cluster, pool in measured().profiles)
+    partial = measured(cache_sizes={}, prefills={})
+    assert list(lacking(of_engine(table, "vllm-nixl", profiles=declared), partial)) == []
 
 
 def test_a_policy_that_offloads_nothing_needs_no_link(table):
@@ -78,9 +78,9 @@ def test_the_condition_changes_only_for_what_stays(table):
     assert condition.state(11.0, wanted, measured(counted=False)).status == "True", "one lost scrape is no lack"
     assert condition.state(12.0, wanted, measured()).status == "True"
     assert condition.state(13.0, wanted, measured(counted=False)).status == "True"
-    said = condition.state(23.0, wanted, measured(counted=False))
-    assert said[:2] == ("False", "LoopNotMeasured")
-    assert "link-metrics" in said.message
+    state = condition.state(23.0, wanted, measured(counted=False))
+    assert state[:2] == ("False", "LoopNotMeasured")
+    assert "link-metrics" in state.message
 
 
 def test_failed_queries_say_nothing_new(table):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 from tests.waiting import PATIENCE_SECONDS, eventually_async
 
-from prfaas.wire.routes import Threshold
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
@@ -78,20 +77,3 @@ async def test_a_cut_a_dead_link_and_a_dead_prometheus(site, http, gateway, tabl
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
-
-
-@pytest.mark.parametrize(("mode", "offload"), [("Fixed", ("eu",)), ("Disabled", ())])
-async def test_other_modes_still_report_the_link(site, http, gateway, table, mode, offload):
-    next(iter(site.workers.values())).move(mbps=60, backlogged_share=0.6)
-    threshold = Threshold(mode=mode, tokens=1024, min_tokens=512, max_tokens=32768)
-    gateway.table = table(prometheus_url=site.prometheus_url, threshold=threshold)
-    async with gateway.listening(), GatewayClient(gateway.path) as client:
-        loop = Loop(client, http, SchedulerMetrics())
-
-        async def is_half_used() -> bool:
-            await loop.once()
-            return (loop.report.figures["linkUtilisationPercent"] or 0) >= 50
-
-        await eventually_async(is_half_used, lambda: f"the link is used: {loop.report}", poll=0.2)
-    assert {update.tokens for update in gateway.updates} == {1024}
-    assert gateway.updates[-1].offload_clusters == offload

@@ -108,10 +108,7 @@ def test_the_mean_of_arrivals_needs_half_a_minute():
 
     def add(at_seconds: float, prompts: int) -> None:
         counts = counted([100] * prompts)
-        history.add(
-            at_seconds,
-            Counters(offloaded=0, local=0, failed_offloads=0, in_flight_offloads=0, in_flight_local=0, lengths=counts),
-        )
+        history.add(at_seconds, Counters(offloaded=0, local=0, failed_offloads=0, lengths=counts))
 
     assert history.mean_arrivals_per_second() is None
     for at_seconds, prompts in ((0.0, 0), (10.0, 20), (29.0, 58)):

@@ -1,4 +1,4 @@
-"""The process: flags, a start before its gateway, a clean end, metrics, and how little memory it takes."""
+"""The process: a start before its gateway, a clean end, metrics, and how little memory it takes."""
 
 import asyncio
 import os
@@ -29,23 +29,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("KUBERNETES_SERVICE")}
 
 
-def test_help_shows_an_example():
-    shown = run("--help")
-    assert shown.returncode == 0
-    assert "prfaas-scheduler --control-socket" in shown.stdout
-
-
-@pytest.mark.parametrize("flags", [["--nonsense"], [], ["--metrics-port", "soon"]])
-def test_a_wrong_flag_is_a_usage_error(flags):
-    shown = run(*flags)
-    assert shown.returncode == 2
-    assert shown.stderr.count("\n") == 1
-    assert "(see prfaas-scheduler --help)" in shown.stderr
-
-
 def flags_for(gateway, port: int) -> list[str]:
-    given = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
-    named = [f"--{name}={value}" for name, value in given.items()]
+    flags = {"control-socket": gateway.path, "policy": "kimi", "namespace": "prfaas", "identity": "pod-a"}
+    named = [f"--{name}={value}" for name, value in flags.items()]
     return [*named, "--host=127.0.0.1", f"--metrics-port={port}"]
 
 

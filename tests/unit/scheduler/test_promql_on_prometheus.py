@@ -31,12 +31,12 @@ def ask(site, http, table):
 async def until(ask, holds, what: str) -> Measurements:
     measured = None
 
-    async def asked() -> Measurements | None:
+    async def measure_once() -> Measurements | None:
         nonlocal measured
         measured = await ask()
         return measured if holds(measured) else None
 
-    return await eventually_async(asked, lambda: f"{what}: {measured}", poll=0.2)
+    return await eventually_async(measure_once, lambda: f"{what}: {measured}", poll=0.2)
 
 
 def about(measured: Measurements, **expected: float) -> bool:
@@ -96,15 +96,15 @@ async def test_every_figure_is_what_the_counters_do_and_staleness_tells_dead_fro
     await until(ask, lambda m: m.hub_measured and about(m, traffic_mbps=0), "measured again")
 
 
-async def test_a_cache_that_was_refused_lately_is_told_with_its_reason(site, ask):
+async def test_reports_a_cache_that_was_refused_lately_with_its_reason(site, ask):
     one, other, hub, stranger = site.workers.values()
     now = time.time()
     hub.mismatch, hub.mismatched_at = "groups[1] is 16, this instance needs 64", now
     one.mismatch, one.mismatched_at = "mended since", now - 700
     stranger.mismatch, stranger.mismatched_at = "groups[1] is 16, this instance needs 64", now - 5
-    told = await until(ask, lambda m: m.mismatches, "told")
-    assert told.mismatches == (("hub", "groups[1] is 16, this instance needs 64"),)
-    assert set(told.samples) == {"eu"}
+    measured = await until(ask, lambda m: m.mismatches, "a mismatch")
+    assert measured.mismatches == (("hub", "groups[1] is 16, this instance needs 64"),)
+    assert set(measured.samples) == {"eu"}
     for worker in (one, other, hub, stranger):
         worker.mismatch = ""
     await until(ask, lambda m: not m.mismatches, "silent again")
@@ -123,7 +123,7 @@ async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_quest
 
 
 @pytest.mark.parametrize(
-    ("query", "said"),
+    ("query", "message"),
     [
         ("sum(rate(", "parse error"),
         ("prfaas_prefills_waiting", "4 values"),
@@ -131,13 +131,13 @@ async def test_the_samples_time_moves_with_every_scrape_and_not_with_every_quest
         ("sum(prfaas_prefills_waiting) + on() group_left() prfaas_prefills_waiting", "many-to-many"),
     ],
 )
-async def test_a_query_that_answers_no_single_value_is_the_users_and_says_why(site, http, query, said):
-    with pytest.raises(ConfigError, match=said) as error:
+async def test_a_query_that_answers_no_single_value_is_the_users_and_says_why(site, http, query, message):
+    with pytest.raises(ConfigError, match=message) as error:
         await Prometheus(http, site.prometheus_url, 5.0).value(query)
     assert query in str(error.value)
 
 
-async def test_scalars_absence_and_numbers_that_are_none_are_answers(site, http):
+async def test_scalars_absence_and_invalid_numbers_are_answers(site, http):
     prometheus = Prometheus(http, site.prometheus_url + "/", 5.0)
     assert await prometheus.value("42") == 42
     assert await prometheus.value("sum(no_such_metric)") is None
@@ -152,11 +152,11 @@ async def test_names_with_characters_that_mean_something_in_promql_are_only_name
     measured = await measure(prometheus, table(clusters=tuple(awkward)), WINDOW_SECONDS)
     assert measured.errors == ()
     assert measured.samples.keys() == {'a"b\\c.*'}
-    alone = measured.samples['a"b\\c.*']
-    assert (alone.traffic_mbps, alone.instances_age_seconds) == (1.0, None), "its query answers, no instance is there"
+    sample = measured.samples['a"b\\c.*']
+    assert (sample.traffic_mbps, sample.instances_age_seconds) == (1.0, None), "its query answers, no instance is there"
 
 
-async def test_the_long_loops_query_answers_with_what_decoding_takes_and_who_waits(site, http, table):
+async def test_the_long_loops_query_answers_with_what_decoding_takes_and_what_waits(site, http, table):
     prometheus = Prometheus(http, site.prometheus_url, 5.0)
     for waiting, worker in enumerate(site.workers.values()):  # 0 + 1 of offload, 2 of decode, 3 of another policy
         worker.waiting = waiting

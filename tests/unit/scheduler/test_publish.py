@@ -4,6 +4,7 @@ import json
 
 import pytest
 from aiohttp import web
+from tests.clocks import Clock
 from tests.serving import serving
 
 from prfaas.conditions import ConditionState
@@ -62,27 +63,19 @@ class World:
     async def run(self, seconds: float) -> None:
         for _ in range(round(seconds * 2)):
             await self.publisher.once()
-            self.clock.now += 0.5
-
-
-class Clock:
-    def __init__(self):
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
+            self.clock.seconds += 0.5
 
 
 @pytest.fixture
 async def world():
-    api, clock = ApiServer(), Clock()
+    api, clock = ApiServer(), Clock(50.0)
     async with serving(api.handle) as url, KubeSession(url) as session:
         publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: made.report, clock)
         made = World(api, publisher, clock)
         yield made
 
 
-def said(tokens: int, link: str = "True", utilisation: int = 10) -> Report:
+def make_report(tokens: int, link: str = "True", utilisation: int = 10) -> Report:
     figures = {
         "thresholdTokens": tokens,
         "bandwidth": "Abundant",
@@ -103,31 +96,31 @@ async def test_nothing_is_written_before_there_is_something_to_say(world):
 
 
 async def test_a_steady_state_is_written_every_ten_seconds(world):
-    world.report = said(1000)
+    world.report = make_report(1000)
     await world.run(30.5)
     assert len(world.api.writes) == 4  # at 0, 10, 20 and 30
 
 
-async def test_figures_alone_wait_and_a_turn_does_not(world):
-    world.report = said(1000)
+async def test_new_figures_wait_and_a_turn_does_not(world):
+    world.report = make_report(1000)
     await world.run(3)
-    world.report = said(1000, utilisation=90)
+    world.report = make_report(1000, utilisation=90)
     await world.run(3)
     assert len(world.api.writes) == 1
-    world.report = said(1000, link="False", utilisation=90)
+    world.report = make_report(1000, link="False", utilisation=90)
     await world.run(0.5)
     assert len(world.api.writes) == 2
 
 
 async def test_a_threshold_that_moves_all_the_time_is_written_every_two_seconds(world):
     for tokens in range(1000, 1020):
-        world.report = said(tokens)
+        world.report = make_report(tokens)
         await world.run(0.5)
     assert [write["thresholdTokens"] for write in world.api.writes] == [1000, 1004, 1008, 1012, 1016]
 
 
 async def test_transition_times_survive_from_the_writer_before(world):
-    world.report = said(1000)
+    world.report = make_report(1000)
     await world.run(0.5)
     times = {one["type"]: one["lastTransitionTime"] for one in world.api.writes[0]["conditions"]}
     assert times["LinkHealthy"] == EARLIER
@@ -137,7 +130,7 @@ async def test_transition_times_survive_from_the_writer_before(world):
 async def test_another_holder_keeps_us_silent_until_it_has_been_for_its_whole_duration(world):
     held = {"holderIdentity": "pod-b", "leaseDurationSeconds": 15, "renewTime": "a", "leaseTransitions": 0}
     world.api.lease = {"metadata": {"name": "kimi-scheduler"}, "spec": held}
-    world.report = said(1000)
+    world.report = make_report(1000)
     await world.run(14)
     assert world.api.writes == []
     await world.run(8)
@@ -146,19 +139,19 @@ async def test_another_holder_keeps_us_silent_until_it_has_been_for_its_whole_du
 
 
 @pytest.mark.parametrize("code", [403, 404, 500])
-async def test_an_api_server_in_trouble_is_asked_sparingly_and_written_to_when_it_is_back(world, code, caplog):
-    world.report = said(1000)
+async def test_an_api_server_in_trouble_is_called_sparingly_and_written_to_when_it_is_back(world, code, caplog):
+    world.report = make_report(1000)
     await world.run(2)
     world.api.failing = code
-    world.report = said(2000)
+    world.report = make_report(2000)
     await world.run(20)
-    assert sum("etcd is away" in record.message for record in caplog.records) == 1, "said once"
+    assert sum("etcd is away" in record.message for record in caplog.records) == 1, "logged once"
     world.api.failing = 0
     await world.run(5)
     assert world.api.writes[-1]["thresholdTokens"] == 2000
 
 
-async def test_a_server_that_is_not_there_is_survived(tmp_path):
+async def test_survives_an_absent_server(tmp_path):
     async with KubeSession("http://127.0.0.1:9") as session:
-        publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: said(1), Clock())
+        publisher = Publisher(session, policy_ref("prfaas", "kimi"), "pod-a", lambda: make_report(1), Clock(50.0))
         await publisher.once()

@@ -11,8 +11,8 @@ from prfaas_scheduler import status
 NOW, EARLIER = "2026-02-03T04:05:06Z", "2026-01-01T00:00:00Z"
 
 
-def stepped(metrics="Fresh", **given) -> Step:
-    links = given.pop("links", (link("eu", 41.6),))
+def stepped(metrics="Fresh", **changes) -> Step:
+    links = changes.pop("links", (link("eu", 41.6),))
     values = {
         "state": State(tokens=2000.0),
         "tokens": 2000,
@@ -22,7 +22,7 @@ def stepped(metrics="Fresh", **given) -> Step:
         "metrics": metrics,
         "reason": "",
     }
-    return Step(**(values | given))
+    return Step(**(values | changes))
 
 
 def link(cluster: str, percent: float | None, state="Alive") -> LinkReport:
@@ -35,8 +35,8 @@ def policy(table):
 
 
 def test_the_body_is_what_the_custom_resource_declares(policy):
-    said = status.report_of(policy, stepped(), (), 37, None)
-    body = status.body_of(said, (), NOW)
+    report = status.report_of(policy, stepped(), (), 37, None)
+    body = status.body_of(report, (), NOW)
     parsed = PrfaaSPolicyStatus.model_validate(body, extra="forbid")
     assert body["thresholdTokens"] == parsed.threshold_tokens == 2000
     assert (parsed.bandwidth, parsed.offloaded_percent, parsed.link_utilisation_percent) == ("Abundant", 37, 42)
@@ -49,8 +49,8 @@ def test_the_body_is_what_the_custom_resource_declares(policy):
 
 
 def test_what_is_not_known_is_left_out(policy):
-    said = status.report_of(policy, stepped(links=(link("eu", None),)), (), None, None)
-    assert set(status.body_of(said, (), NOW)) == {"thresholdTokens", "bandwidth", "conditions"}
+    report = status.report_of(policy, stepped(links=(link("eu", None),)), (), None, None)
+    assert set(status.body_of(report, (), NOW)) == {"thresholdTokens", "bandwidth", "conditions"}
 
 
 def test_a_stale_or_dead_links_utilisation_is_not_shown(policy):
@@ -77,7 +77,7 @@ def test_stale_without_an_error_means_that_nothing_is_scraped(policy):
     assert status.metrics_fresh(policy, stepped("Stale"), [])[:2] == ("False", "NoSamples")
 
 
-def test_a_short_gap_changes_nothing_and_before_the_first_sample_nothing_is_known(policy):
+def test_a_short_gap_changes_nothing_and_nothing_is_known_before_the_first_sample(policy):
     first = status.report_of(policy, stepped("Held"), (), None, None)
     assert first.conditions["MetricsFresh"][:2] == ("Unknown", "Starting")
     fresh = status.report_of(policy, stepped("Fresh"), (), None, first)
@@ -96,7 +96,7 @@ def test_a_dead_link_is_named_with_its_cause(state, reason):
     assert "us" not in verdict.message.split(":")[0].split()
 
 
-def test_a_policy_of_the_hub_alone_has_no_link_to_be_healthy():
+def test_a_policy_with_only_the_hub_has_no_link_to_be_healthy():
     assert status.link_healthy([])[:2] == ("Unknown", "NoMemberCluster")
 
 
@@ -106,12 +106,12 @@ def test_a_condition_keeps_its_time_until_its_status_changes(policy):
         {"type": "LinkHealthy", "status": "True", "lastTransitionTime": EARLIER},
         {"type": "Ready", "status": "True", "lastTransitionTime": EARLIER},
     ]
-    said = status.report_of(policy, stepped(links=(link("eu", 1.0, "Silent"),)), (), None, None)
-    times = {one["type"]: one["lastTransitionTime"] for one in status.body_of(said, known, NOW)["conditions"]}
+    report = status.report_of(policy, stepped(links=(link("eu", 1.0, "Silent"),)), (), None, None)
+    times = {one["type"]: one["lastTransitionTime"] for one in status.body_of(report, known, NOW)["conditions"]}
     assert times == {"MetricsFresh": EARLIER, "LinkHealthy": NOW}
 
 
-def test_figures_alone_are_no_turning_point(policy):
+def test_new_figures_are_no_turning_point(policy):
     first = status.report_of(policy, stepped(), (), 10, None)
     figures = status.report_of(policy, stepped(links=(link("eu", 77.0),)), (), 99, first)
     assert first.turning_points == figures.turning_points

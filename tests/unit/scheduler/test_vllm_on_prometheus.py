@@ -188,16 +188,16 @@ async def test_counters_of_a_node_move_the_threshold_of_pools_with_nixl(tmp_path
         assert run.loop.report.figures["linkUtilisationPercent"] > 80
         assert run.loop.report.conditions["MetricsFresh"].status == "True"
 
-        run.plant.silent = {"eu/offload/offload-0/8000"}  # the node is counted on, the instances are gone
+        run.plant.silent = {"eu/offload/offload-0/8000"}  # the node is counted on, the instances are not
         await run.until(lambda: run.update.offload_clusters == (), "off")
         run.plant.silent = set()
         await run.until(lambda: run.update.offload_clusters == ("eu",), "back")
 
         lacks = "does not say what waits for the link of MemberCluster eu"  # once the silence before is forgotten
-        await run.until(lambda: lacks in run.loop.report.conditions["LoopMeasured"].message, "said")
-        said = run.loop.report.conditions["LoopMeasured"]
-        assert said.reason == "LoopNotMeasured"
-        assert "set profile.tokenBytes and stateBytes of pool offload" in said.message
+        await run.until(lambda: lacks in run.loop.report.conditions["LoopMeasured"].message, "named")
+        condition = run.loop.report.conditions["LoopMeasured"]
+        assert condition.reason == "LoopNotMeasured"
+        assert "set profile.tokenBytes and stateBytes of pool offload" in condition.message
 
         run.plant.silent = {node}
         await run.until(lambda: run.loop.report.conditions["MetricsFresh"].status == "False", "stale")

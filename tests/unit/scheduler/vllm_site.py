@@ -20,13 +20,12 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from prfaas.ports import free_ports
 from prfaas.routing.lengths import BINS, EDGES, DemandAbove, demand_of
 from prfaas.wire.control import Counters
 from prfaas.wire.profile import PoolProfile, Profile
 from prfaas.wire.routes import Cluster, Instance
 
-from .conftest import FakeGateway, prometheus_binary, scraping
+from .conftest import FakeGateway, exporting, prometheus_binary, scraping
 
 TEXT = (Path(__file__).parent / "vllm-0.32.0.metrics.txt").read_text()
 SCRAPE_SECONDS = 1
@@ -184,7 +183,7 @@ class Plant:
 
 @dataclass
 class CountingGateway(FakeGateway):
-    """A gateway that counts lengths; it gets its plant before it is asked."""
+    """A gateway that counts lengths; it gets its plant before the first request."""
 
     plant: Plant | None = None
     _counts: list[int] = field(default_factory=lambda: [0] * len(SHARES))
@@ -197,14 +196,7 @@ class CountingGateway(FakeGateway):
 
     async def get_counters(self, _: web.Request) -> web.Response:
         self.plant.advance()
-        counters = Counters(
-            offloaded=self.offloaded,
-            local=self.local,
-            failed_offloads=0,
-            in_flight_offloads=0,
-            in_flight_local=0,
-            lengths=self._lengths(),
-        )
+        counters = Counters(offloaded=self.offloaded, local=self.local, failed_offloads=0, lengths=self._lengths())
         return web.Response(body=msgspec.json.encode(counters), content_type="application/json")
 
 
@@ -250,23 +242,6 @@ def _configuration(port: int, keys: list[str]) -> str:
 @contextlib.asynccontextmanager
 async def scraped(text: Callable[[str], str | None], keys: list[str], folder: Path) -> AsyncIterator[str]:
     """Serve these texts and let a real Prometheus scrape them; yields its address."""
-
-    async def expose(request: web.Request) -> web.Response:
-        found = text(request.path.strip("/"))
-        if found is None:
-            return web.Response(status=503)
-        return web.Response(text=found, headers={"Content-Type": "text/plain; version=0.0.4"})
-
-    app = web.Application()
-    app.router.add_get("/{key:.*}", expose)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    (port,) = free_ports(1)
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    binary = prometheus_binary()
-    try:
-        async with scraping(binary, folder, _configuration(port, keys)) as url:
-            await asyncio.sleep(0)
-            yield url
-    finally:
-        await runner.cleanup()
+    async with exporting(text) as port, scraping(prometheus_binary(), folder, _configuration(port, keys)) as url:
+        await asyncio.sleep(0)
+        yield url

@@ -26,7 +26,7 @@ def test_bursts_change_when_requests_come_and_not_how_many_or_which():
     assert inside == pytest.approx(4 * 0.2 / (4 * 0.2 + 0.8), abs=0.03)
 
 
-def test_a_prompt_that_goes_on_shares_leading_blocks_alone():
+def test_a_continued_prompt_shares_only_leading_blocks():
     seen: list[tuple[int, ...]] = []
     shared = 0
     for one in islice(sharing(drawn(), 0.5, random.Random(2)), COUNT):
@@ -50,6 +50,6 @@ def test_sharing_changes_neither_times_nor_lengths_and_shares_nothing_at_0():
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan")])
-def test_a_share_that_is_none_is_refused_at_once(share):
+def test_refuses_an_invalid_share_at_once(share):
     with pytest.raises(ConfigError, match="prefixShare"):
         sharing(drawn(), share, random.Random(2))

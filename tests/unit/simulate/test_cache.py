@@ -16,7 +16,7 @@ def cache(capacity_bytes: float = 1e9) -> PrefixCache:
     return PrefixCache(capacity_bytes, BLOCK, TOKEN_BYTES, STATE_BYTES)
 
 
-def test_the_end_of_a_prompt_serves_the_prompt_that_goes_on():
+def test_the_end_of_a_prompt_serves_its_continuation():
     known = cache()
     known.insert([1, 2, 3], 30)
     assert known.match([1, 2, 3, 4], 40) == 30
@@ -68,7 +68,7 @@ def named(path: list[int]) -> list[int]:
 
 @example([[1, 0], [0, 0, 0, 0, 0], [1, 0, 0]], [1, 0], 80)
 @given(st.lists(PATHS, max_size=12), PATHS, st.sampled_from([80, 200, 1e9]))
-def test_a_match_is_the_longest_with_attention_and_a_state(paths, asked, capacity_bytes):
+def test_a_match_is_the_longest_with_attention_and_a_state(paths, prompt, capacity_bytes):
     room, attention, states = cache(capacity_bytes), set[int](), set[int]()
     for path in paths:
         blocks = named(path)
@@ -79,7 +79,7 @@ def test_a_match_is_the_longest_with_attention_and_a_state(paths, asked, capacit
         states |= {blocks[-1], *(blocks[end - 1] for end in branches)}
         room.insert(blocks, len(blocks) * BLOCK)
         assert 0 <= room.used_bytes <= capacity_bytes
-    blocks, before = named(asked), room.used_bytes
+    blocks, before = named(prompt), room.used_bytes
     possible = [end for end in range(len(blocks)) if end and blocks[end - 1] in attention & states]
     found = room.match(blocks, len(blocks) * BLOCK)
     if capacity_bytes == 1e9:

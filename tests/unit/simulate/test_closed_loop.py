@@ -1,11 +1,10 @@
-"""Proves the short loop closed over simulated requests: from the lengths that come and the profiles of who serves them
+"""Proves the short loop closed over simulated requests: from the lengths that come and the profiles of the instances
 it finds the planner's threshold wherever it began, and follows when either changes.
 """
 
 from itertools import pairwise
 from statistics import median
 
-import msgspec
 import pytest
 
 from prfaas.capacity import optimum
@@ -13,11 +12,10 @@ from prfaas.capacity.workload import Workload
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.scenario import Scenario
 
-from .worlds import FAST, PAPER, SLOW, requests, run, threshold, world
+from .worlds import PAPER, requests, run, threshold, world
 
 RATE = 2.0
 SHORTER = Workload([max(1, tokens // 4) for tokens in PAPER.lengths[512::16]], PAPER.weights[512::16])
-QUICKER = msgspec.structs.replace(SLOW, fixed_seconds=SLOW.fixed_seconds / 2, token_seconds=SLOW.token_seconds / 2)
 
 
 def planned(scenario: Scenario, workload: Workload) -> int:
@@ -56,24 +54,3 @@ def test_it_follows_when_the_lengths_change():
     assert before == pytest.approx(planned(scenario, PAPER), rel=0.15)
     assert after == pytest.approx(planned(scenario, SHORTER), rel=0.2)
     assert after < 0.5 * before
-
-
-def test_with_other_lengths_and_other_profiles_at_once_it_is_still_the_planners():
-    """Half the time a prefill in the hub, and lengths of a quarter: each moves the optimum, the other way round."""
-    scenario = world(threshold(19_400, "Auto"), profiles=(FAST, QUICKER))
-    arrivals = list(requests(1600, RATE, 3, SHORTER))
-    end = arrivals[-1].at_seconds
-    found = settled(scenario, arrivals, end / 2, end)
-    assert found == pytest.approx(planned(scenario, SHORTER), rel=0.2)
-    slower = world(threshold(19_400, "Auto"))
-    assert planned(slower, SHORTER) < 0.9 * planned(scenario, SHORTER), "negative control: the profile matters"
-
-
-def test_a_threshold_that_moves_serves_as_well_as_the_planned_one_and_better_than_one_far_off():
-    arrivals = list(requests(1500, RATE, 4))
-    moving, best, far_off = (
-        run(world(threshold(tokens, mode)), arrivals).ttft_seconds.p90
-        for tokens, mode in ((60_000, "Auto"), (19_400, "Fixed"), (60_000, "Fixed"))
-    )
-    assert moving < 1.4 * best
-    assert moving < 0.5 * far_off

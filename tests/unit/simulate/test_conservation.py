@@ -57,7 +57,7 @@ def test_every_request_ends_exactly_once_whatever_fails(prompts, schedule, failu
 
 @given(PROMPTS, SCHEDULES, MODES)
 @settings(max_examples=30)
-def test_a_link_alone_loses_no_request(prompts, schedule, mode):
+def test_a_link_loses_no_request(prompts, schedule, mode):
     served = run(small(mode, schedule, ()), arrivals(prompts))
     assert served.completed == len(prompts)
 
@@ -81,9 +81,9 @@ def test_a_decode_instance_that_dies_costs_time_and_no_answer():
 def test_a_dead_link_sends_prompts_to_the_hub_within_the_time_of_detection():
     conditions = {"member": LinkShape(schedule=((10.2, 0.0),))}  # between two looks of the short loop
     served = run(world(threshold(100), conditions=conditions), [Arrival(10.5, 20_000, 10)])
-    alone = run(world(threshold(100_000)), [Arrival(10.5, 20_000, 10)])
+    undisturbed = run(world(threshold(100_000)), [Arrival(10.5, 20_000, 10)])
     assert (served.offloaded, served.rerouted, served.completed) == (1, 1, 1)
-    assert served.ttft_seconds.mean == pytest.approx(alone.ttft_seconds.mean + 1.0)
+    assert served.ttft_seconds.mean == pytest.approx(undisturbed.ttft_seconds.mean + 1.0)
 
 
 def test_all_decode_instances_dead_is_a_refusal_not_a_wait():

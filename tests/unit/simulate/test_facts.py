@@ -5,7 +5,6 @@ still to be prefilled where, and profiles; so that both place the same requests 
 import random
 from contextlib import ExitStack
 
-import msgspec
 import pytest
 
 from prfaas.routing.decide import decide
@@ -23,7 +22,7 @@ from prfaas_gateway.limits import Limits
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.state import GatewayState
 
-from .worlds import linear, run, threshold, world
+from .worlds import linear, threshold, world
 
 CACHES = {"hub": 1e12, "member": 1e12}
 
@@ -85,7 +84,7 @@ def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
 
 
 def lone(decoding: int = 0, prefilling: int = 0, **more) -> Scenario:
-    """A hub alone."""
+    """A hub without members in use."""
     return world(threshold(1 << 20), offload=0, hub=(prefilling, decoding), **more)
 
 
@@ -93,34 +92,6 @@ def turn(number: int, blocks: int, conversation: int = 0) -> Request:
     """A prompt of so many full blocks of a conversation, each turn of which begins with the one before."""
     names = [conversation * 1000 + i for i in range(blocks)]
     return Request(number, Arrival(0.0, 512 * blocks, 1, names))
-
-
-def placed(scenario: Scenario, arrivals: list[Arrival]) -> list[str]:
-    """The instances that prefill these, which come at once."""
-    process = RequestProcess(scenario.validated(), Tally())
-    names = []
-    for index, arrival in enumerate(arrivals):
-        request = Request(index, arrival)
-        route = process.gateway.decide(request)
-        assert isinstance(route, Route)
-        process.gateway.enter(route, request)
-        names.append((route.prefill or route.decode).name)
-    return names
-
-
-def test_a_short_queue_of_long_prompts_is_left_alone_for_a_long_one_of_short_ones():
-    prompts = [Arrival(0.0, tokens, 10) for tokens in (60_000, 1_000, 1_000, 1_000)]
-    first, *others = placed(lone(decoding=1, prefilling=2), prompts)
-    assert others == [next(name for name in ("home-prefill-0", "home-prefill-1") if name != first)] * 3
-
-
-def test_a_conversation_comes_back_to_the_instance_that_has_it_and_others_do_not():
-    scenario = lone(decoding=3, profiles=(linear(1e-4), linear(1e-4)), cache_bytes={"hub": 1e12})
-    turns = [turn(n, 40 + n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    others = [turn(n, 40 + n, n).arrival._replace(at_seconds=100.0 * n) for n in range(6)]
-    total = sum(one.input_tokens for one in turns)
-    assert run(scenario, turns).hit_rate == pytest.approx(1 - (40 + 5) * 512 / total), "each found the one before"
-    assert run(scenario, others).hit_rate == 0.0
 
 
 def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_computes_the_rest():
@@ -136,7 +107,7 @@ def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_compute
         assert process.tally.result(0.0).ttft_seconds.mean == pytest.approx(seconds, abs=0.01)
 
 
-def test_a_prefix_over_a_link_that_stops_is_done_without():
+def test_does_without_a_prefix_whose_link_stops():
     """A hub's instance takes a prefix from the member cluster, abundant as bandwidth is, until the link falls."""
     profile = linear(1e-3, token_bytes=6_000)  # 10,240 tokens take 4.9 s to cross, and 10.2 s to compute
     for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512), (2.0, 2.0 + 1.0 + 10.752)):
@@ -187,20 +158,3 @@ def test_memory_of_a_cluster_is_shared_by_its_instances():
         return sum(bool(caches.match("home-decode-0", turn(1, 11, conversation))) for conversation in range(8))
 
     assert (kept(16 * prompt_bytes), kept(8 * prompt_bytes)) == (8, 4)
-
-
-def test_a_gateway_that_forgets_what_is_queued_places_requests_elsewhere():
-    """Negative control of the first test: what it compares matters."""
-    process = RequestProcess(world(threshold(1 << 20), offload=0, hub=(2, 1)).validated(), Tally())
-    live = Live(process)
-    long = Request(0, Arrival(0.0, 60_000, 1))
-    with ExitStack() as legs:
-        for request in (long, *(Request(n, Arrival(0.0, 1_000, 1)) for n in (1, 2))):
-            route = decide(live.facts(request))
-            assert isinstance(route, Route)
-            legs.enter_context(live.state.occupied(route))
-        facts = live.facts(Request(3, Arrival(0.0, 1_000, 1)))
-        told, untold = decide(facts), decide(msgspec.structs.replace(facts, queued_tokens={}))
-    assert isinstance(told, Route)
-    assert isinstance(untold, Route)
-    assert told.prefill != untold.prefill

@@ -14,37 +14,37 @@ from prfaas.simulate.scenario import LinkShape
 from .worlds import FAST, OUTPUT_TOKENS, SLOW, linear, quick_decode, requests, run, world
 
 
-def alone(scenario, tokens: int) -> float:
+def first_token_seconds(scenario, tokens: int) -> float:
     return run(scenario, [Arrival(5.0, tokens, 100)]).ttft_seconds.mean
 
 
-def test_a_local_prompt_waits_for_its_prefill_alone():
-    assert alone(world(), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000))
+def test_a_local_prompt_waits_only_for_its_prefill():
+    assert first_token_seconds(world(), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000))
 
 
-def test_an_offloaded_cache_crosses_while_the_prefill_goes_on():
+def test_an_offloaded_cache_crosses_during_the_prefill():
     tokens, mbps = 40_000, 1_000.0
     scenario = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), chunk_tokens=10_000)
     # Four chunks of 1 s and 10 MB, each 0.08 s on the link; only the last one and the state follow the prefill.
-    assert alone(scenario, tokens) == pytest.approx(4.0 + (10e6 + 5e6) * 8 / (mbps * 1e6))
+    assert first_token_seconds(scenario, tokens) == pytest.approx(4.0 + (10e6 + 5e6) * 8 / (mbps * 1e6))
     whole = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), chunk_tokens=tokens)
-    assert alone(whole, tokens) == pytest.approx(4.0 + (40e6 + 5e6) * 8 / (mbps * 1e6))
+    assert first_token_seconds(whole, tokens) == pytest.approx(4.0 + (40e6 + 5e6) * 8 / (mbps * 1e6))
 
 
 def test_a_link_slower_than_the_prefill_is_what_counts():
     scenario = world(link_mbps=10.0, profiles=(linear(1e-4, 1000), SLOW), chunk_tokens=10_000)
     # The first chunk is there after 1 s; from then on the link is never idle.
-    assert alone(scenario, 40_000) == pytest.approx(1.0 + 40e6 * 8 / 10e6)
+    assert first_token_seconds(scenario, 40_000) == pytest.approx(1.0 + 40e6 * 8 / 10e6)
 
 
 def test_the_round_trip_is_paid_before_the_prefill_and_half_after():
     near = world()
     far = world(conditions={"member": LinkShape(round_trip_seconds=0.2)})
-    assert alone(far, 40_000) - alone(near, 40_000) == pytest.approx(0.3)
+    assert first_token_seconds(far, 40_000) - first_token_seconds(near, 40_000) == pytest.approx(0.3)
 
 
 def test_a_decode_instance_without_prefill_beside_it_prefills_itself():
-    assert alone(world(hub=(0, 8)), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000))
+    assert first_token_seconds(world(hub=(0, 8)), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000))
 
 
 @pytest.mark.parametrize("load", [0.5, 0.7])

@@ -38,7 +38,7 @@ def test_azure_stamps_have_seven_decimals_and_no_prefixes():
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "message"),
     [
         ([], "t is empty"),
         (["", " \n"], "t is empty"),
@@ -54,8 +54,8 @@ def test_azure_stamps_have_seven_decimals_and_no_prefixes():
         ([*AZURE, "2023-11-16 18:17:03.9,10,8"], "request 3: it comes before"),
     ],
 )
-def test_a_trace_that_makes_no_sense_is_named_with_its_place(lines, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_trace_that_makes_no_sense_is_named_with_its_place(lines, message):
+    with pytest.raises(ConfigError, match=message):
         read_trace("t", lines)
 
 

@@ -66,7 +66,7 @@ def world(
 
 
 def quick_decode(scenario: Scenario) -> Scenario:
-    """Return the scenario with a decode that takes no time to speak of, and never makes anyone wait."""
+    """Return the scenario with a decode that takes hardly any time, and never makes a request wait."""
     pools = tuple(msgspec.structs.replace(pool, max_batch=1_000_000, step_seconds=1e-9) for pool in scenario.system.hub)
     return msgspec.structs.replace(scenario, system=msgspec.structs.replace(scenario.system, hub=pools))
 

@@ -9,7 +9,7 @@ GOOD = f"00-{TRACE}-{PARENT}-01"
 
 
 @pytest.mark.parametrize("parent", [GOOD, f"00-{TRACE}-{PARENT}-00", f"cc-{TRACE}-{PARENT}-01-what-the-future-brings"])
-def test_a_context_goes_on_as_it_came(parent: str):
+def test_forwards_a_context_as_it_came(parent: str):
     found = read_trace({"traceparent": parent, "tracestate": "a=1,b=2"})
     assert found.headers() == {"traceparent": parent, "tracestate": "a=1,b=2"}
     assert found.trace_id == TRACE
@@ -29,11 +29,11 @@ def test_a_context_goes_on_as_it_came(parent: str):
         f"cc-{TRACE}-{PARENT}-01-{'x' * 100}",
     ],
 )
-def test_what_breaks_the_format_goes_no_further_and_takes_its_state_along(parent: str):
+def test_drops_a_malformed_context_with_its_state(parent: str):
     assert read_trace({"traceparent": parent, "tracestate": "a=1"}) == NO_TRACE
     assert NO_TRACE.headers() == {}
 
 
 @pytest.mark.parametrize("state", ["a=\n1", "ä=1", "a=" + "x" * 600])
-def test_a_bad_state_is_dropped_alone(state: str):
+def test_drops_only_a_bad_state(state: str):
     assert read_trace({"traceparent": GOOD, "tracestate": state}) == TraceContext(GOOD)

@@ -1,5 +1,5 @@
-"""Proves that tracing costs nothing where nobody wants it, and where somebody does holds nothing up: not with a
-collector that is slow, away or wrong, and not with more spans than anybody takes.
+"""Proves that tracing costs nothing where it is off, and delays nothing where it is on: not with a collector that is
+slow, away or wrong, and not with more spans than it takes.
 """
 
 import logging
@@ -29,7 +29,7 @@ assert not found, found
 
 
 class Exporter(SpanExporter):
-    """A collector as a test wants it."""
+    """A collector that a test configures."""
 
     def __init__(self, takes: Callable[[], bool] = lambda: True):
         self.takes = takes
@@ -60,7 +60,7 @@ def test_without_an_endpoint_gateway_and_front_import_nothing_of_it():
     assert ran.returncode == 0, ran.stderr
 
 
-def test_without_tracing_the_callers_context_is_the_one_that_goes_on():
+def test_without_tracing_the_callers_context_is_forwarded():
     with OFF.start("request", CALLER, "server") as span:
         span.set(a=1)
         span.event("b", c=2)
@@ -109,12 +109,12 @@ def test_the_sampler_is_the_environments_and_what_is_not_sampled_passes_on(monke
     tracing = Tracing(OtlpTracer("s", {}, exporter))
     with tracing.start("x", CALLER) as span:
         assert span.context.trace_id == CALLER.trace_id
-        assert span.context.traceparent.endswith("-00"), "nor shall those that come after sample it"
+        assert span.context.traceparent.endswith("-00"), "later spans do not sample it either"
     tracing.close()
     assert exporter.spans == []
 
 
-def test_a_collector_that_hangs_holds_nobody_up_and_the_queue_has_an_end(monkeypatch):
+def test_a_collector_that_hangs_delays_no_request_and_the_queue_has_an_end(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "50")
     answers = threading.Event()
@@ -149,7 +149,7 @@ def test_a_collector_that_is_away_costs_one_line_until_it_is_back(caplog):
 
 
 @pytest.mark.system
-def test_an_endpoint_where_nobody_listens_is_one_line_too(monkeypatch, caplog):
+def test_an_endpoint_that_does_not_listen_is_one_line_too(monkeypatch, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     tracing = tracing_from_environment("s", {"prfaas.instance": ""})

@@ -30,7 +30,7 @@ def other() -> KeyPair:
 
 @pytest.fixture
 def mount(tmp_path: Path, authority: KeyPair) -> Callable[..., Mount]:
-    """Make a mount for a cluster: of the first authority unless said otherwise."""
+    """Make a mount for a cluster: of the first authority by default."""
 
     numbers = itertools.count()
 

@@ -45,14 +45,14 @@ GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, e
 
 
 class Port(NamedTuple):
-    """A running API port, and what its engine has heard."""
+    """A running API port, and the requests that its engine got."""
 
     address: tuple[str, int]
-    asked: list[StartPrefill]
+    requests: list[StartPrefill]
     app: web.Application
 
 
-async def play_engine(sock: socket.socket, asked: list[StartPrefill]) -> None:
+async def play_engine(sock: socket.socket, requests: list[StartPrefill]) -> None:
     """Grant every prefill, until the front goes away."""
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
@@ -60,7 +60,7 @@ async def play_engine(sock: socket.socket, asked: list[StartPrefill]) -> None:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             for message in decode_for_engine(await reader.readexactly(length)):
                 if isinstance(message, StartPrefill):
-                    asked.append(message)
+                    requests.append(message)
                     writer.write(encode_batch([Granted(message.handle, GRANT)]))
     except asyncio.IncompleteReadError:
         writer.close()
@@ -70,8 +70,8 @@ async def serve(directory: Path, started: Callable[[Port], None], stop: threadin
     (port,) = free_ports(1)
     flags = ["--model-source", "x", "--model-name", "tiny", "--api-port", str(port), "--tls-dir", str(directory)]
     ours, theirs = socket.socketpair()
-    asked: list[StartPrefill] = []
-    engine = asyncio.create_task(play_engine(theirs, asked))
+    requests: list[StartPrefill] = []
+    engine = asyncio.create_task(play_engine(theirs, requests))
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
     credentials = PeerCredentials(directory)
@@ -81,7 +81,7 @@ async def serve(directory: Path, started: Callable[[Port], None], stop: threadin
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await open_api_port(runner, serving.options, credentials)
-    started(Port(("127.0.0.1", port), asked, app))
+    started(Port(("127.0.0.1", port), requests, app))
     await asyncio.to_thread(stop.wait)
     await runner.cleanup()
     client.close()
@@ -120,7 +120,7 @@ def port(eu_mount) -> Iterator[Port]:
 
 
 class Calls:
-    """HTTP calls to a port, each on a connection of its own unless one is kept."""
+    """HTTP calls to a port, each on a new connection unless one is kept."""
 
     def __init__(self, port: Port):
         self.port = port
@@ -170,14 +170,14 @@ def calls(port: Port) -> Iterator[Calls]:
 def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: PeerCredentials):
     status, body = calls.once(eu, *PREFILL)
     assert (status, msgspec.json.decode(body, type=PrefillGrant)) == (201, GRANT)
-    assert [message.identity for message in calls.port.asked] == ["eu"]
+    assert [message.identity for message in calls.port.requests] == ["eu"]
 
 
 def test_clients_and_probes_need_no_certificate(calls: Calls):
     assert calls.once(None, "GET", "/healthz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/v1/models")[0] == 200
-    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it is heard"
+    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it arrives"
 
 
 def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
@@ -192,7 +192,7 @@ def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
         status, body = calls.once(None, method, path, {})
         code = msgspec.json.decode(body)["error"]["code"] if method != "HEAD" else "client_certificate_required"
         assert (status, code) == (401, "client_certificate_required"), path
-    assert not calls.port.asked
+    assert not calls.port.requests
 
 
 def test_a_stranger_is_refused_even_where_no_certificate_is_needed(calls: Calls, mount, authority, other):
@@ -210,7 +210,7 @@ def test_a_call_of_another_scheme_is_no_answer(calls: Calls):
 
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
 def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, authority, other, loop):
-    """The steps of docs/tls.md: trust both, issue anew, trust the new one alone."""
+    """The steps of docs/operate/tls.md: trust both, issue anew, trust only the new one."""
     year = identity.valid_for(CREATED, 300)
     server_mount, client_mount = mount("hub"), mount("eu")
     client = PeerCredentials(client_mount.path)
@@ -253,7 +253,7 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
             thread.join(SECONDS)
         next(running, None)
     assert set(served) == {201}
-    assert {message.identity for message in port.asked} == {"eu"}
+    assert {message.identity for message in port.requests} == {"eu"}
 
 
 def test_a_kept_connection_is_checked_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):

@@ -111,12 +111,12 @@ def test_a_silent_peer_ends_a_read_and_a_full_one_ends_a_write_when_the_caller_s
         pair[0].send([bytes(1 << 26)], ignore, give_up)
 
 
-def test_the_caller_is_asked_between_bytes_too_so_that_a_trickle_cannot_outlast_a_deadline(pair: Pair):
-    asked: list[float] = []
+def test_checks_the_deadline_between_bytes_too_so_that_a_trickle_cannot_outlast_it(pair: Pair):
+    silences: list[float] = []
 
     def give_up(silent_seconds: float) -> None:
-        asked.append(silent_seconds)
-        if len(asked) == 3:
+        silences.append(silent_seconds)
+        if len(silences) == 3:
             raise UnreachableError("too slow")
 
     ended = threading.Event()
@@ -167,7 +167,7 @@ def test_the_end_of_a_large_payload_is_taken_when_it_comes_though_nothing_follow
     asleep = thread.is_alive()
     reader.shutdown()
     thread.join()
-    assert not asleep, "the reader waits for bytes that nobody sends"
+    assert not asleep, "the reader waits for bytes that never come"
 
 
 def test_a_peer_that_closes_ends_both(pair: Pair):
@@ -212,7 +212,7 @@ def test_readable_tells_of_bytes_also_of_those_that_tls_holds_and_of_an_end(pair
     await_readable(pair[1])
 
 
-def test_a_peer_is_known_inside_tls_alone_and_the_kernel_knows_what_arrived(pair: Pair):
+def test_knows_a_peer_only_inside_tls_and_the_kernel_knows_what_arrived(pair: Pair):
     known = [stream.peer.cluster if stream.peer else "" for stream in pair]
     assert known in (["", ""], ["eu", "hub"])
     pair[0].send([bytes(100_000)], ignore)

@@ -14,14 +14,14 @@ from prfaas_transfer.net import SOCKET_TIMEOUT_SECONDS, DataStream
 from prfaas_transfer.pull import GONE_SECONDS
 
 from ..worker.transfer_proxy import Proxy
-from .test_mover import Engine, announced, over
+from .engines import Engine
 
 pytestmark = pytest.mark.system
 BUSY_SECONDS = GONE_SECONDS + 1.5
 
 
 class BusyEngine(Engine):
-    """An engine whose first copy takes longer than a destination bears silence."""
+    """An engine whose first copy takes longer than a destination tolerates silence."""
 
     is_busy = True
 
@@ -34,12 +34,10 @@ class BusyEngine(Engine):
 
 def test_a_source_shows_life_while_its_engine_has_no_time_to_copy():
     source, destination = BusyEngine(), Engine()
-    message = announced()
-    source.mover.announce(message)
-    source.compute(message.transfer_id)
+    message = source.offer()
     with Proxy(("127.0.0.1", source.mover.data_port)) as proxy:
         destination.fetch(source, message, port=proxy.address[1])
-        assert over(destination).reason == ""
+        assert destination.take_ended_fetch().reason == ""
         assert proxy.connections == 1, "the destination counted no connection as broken"
     assert not source.is_busy
     for one in (source, destination):
@@ -86,7 +84,7 @@ def sock() -> Iterator[socket.socket]:
         yield ours
 
 
-def silences(
+def collect_silences(
     sock: socket.socket, clock: Clock, waits: list[float], *, sends: bool = False
 ) -> tuple[list[float], DataStream]:
     """Return the silence after each wait to receive, or to send, and the stream."""
@@ -105,18 +103,18 @@ def silences(
 
 
 def test_time_without_a_cpu_is_no_silence_of_the_peer(sock: socket.socket, clock: Clock):
-    found, stream = silences(sock, clock, [0.2, 3.0, 0.2, 5.0])
+    found, stream = collect_silences(sock, clock, [0.2, 3.0, 0.2, 5.0])
     assert found == [0.2, 0.6, 0.8, 1.2]
     assert stream.late_seconds == pytest.approx(2.6 + 4.6)
     assert clock.seconds - stream.heard_at == pytest.approx(1.2)
 
 
 def test_nor_does_it_count_for_a_peer_that_takes_nothing(sock: socket.socket, clock: Clock):
-    found, _ = silences(sock, clock, [0.2, 3.0, 0.2, 5.0], sends=True)
+    found, _ = collect_silences(sock, clock, [0.2, 3.0, 0.2, 5.0], sends=True)
     assert found == [0.2, 0.6, 0.8, 1.2]
 
 
 def test_on_a_quiet_machine_all_silence_counts(sock: socket.socket, clock: Clock):
-    found, stream = silences(sock, clock, [SOCKET_TIMEOUT_SECONDS] * 6)
+    found, stream = collect_silences(sock, clock, [SOCKET_TIMEOUT_SECONDS] * 6)
     assert found == [0.2, 0.4, 0.6, 0.8, 1.0, 1.2]
     assert stream.late_seconds == 0

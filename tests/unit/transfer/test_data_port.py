@@ -1,4 +1,4 @@
-"""A data port and destinations by hand: who comes early waits, and a machine without threads costs a connection."""
+"""A data port and destinations by hand: an early one waits, and a machine without threads costs a connection."""
 
 import socket
 import threading
@@ -45,7 +45,7 @@ def connect(offers: Offers) -> Iterator[Callable[[float], socket.socket]]:
         sock.close()
 
 
-def announced(offers: Offers) -> Offer:
+def announce(offers: Offers) -> Offer:
     manifest = LAYOUT.manifest(ADDRESS, 0, TOKENS, is_prefix=True)
     return offers.announce(TransferSubject(3, "request"), manifest, "token")
 
@@ -56,14 +56,14 @@ def test_a_destination_that_comes_early_hears_keep_alives_until_its_cache_is_ann
         sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
         for _ in range(3):
             assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.KEEP_ALIVE
-        announced(offers)
+        announce(offers)
         found = parse_header(reader.read(HEADER_BYTES))
         while found.kind == Kind.KEEP_ALIVE:
             found = parse_header(reader.read(HEADER_BYTES))
         assert found.kind == Kind.WELCOME
 
 
-def test_a_destination_that_nobody_announces_hears_so_when_the_patience_is_over(connect):
+def test_a_destination_whose_cache_is_never_announced_hears_so_when_the_patience_ends(connect):
     sock = connect(1.0)
     with sock.makefile("rb") as reader:
         sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
@@ -72,11 +72,11 @@ def test_a_destination_that_nobody_announces_hears_so_when_the_patience_is_over(
             found.append(parse_header(reader.read(HEADER_BYTES)))
         message = decode_message(found[-1], reader.read(found[-1].payload_bytes), Abort).message
     assert "no prefill" in message
-    assert len(found) > 1, "nobody waited"
+    assert len(found) > 1, "the port did not wait"
 
 
 def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_without_a_wait(offers, connect):
-    offers.end(announced(offers), "cancelled")
+    offers.end(announce(offers), "cancelled")
     sock = connect(PATIENCE_SECONDS)
     with sock.makefile("rb") as reader:
         sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
@@ -87,17 +87,17 @@ def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(off
     """The thread that accepts ends the leases, too."""
     start = threading.Thread.start
 
-    def refused(thread: threading.Thread) -> None:
+    def refuse(thread: threading.Thread) -> None:
         if thread.name == "data-send":
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    with closing(connect(0.0)) as refused_one:
-        assert refused_one.recv(1) == b""
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with closing(connect(0.0)) as refused:
+        assert refused.recv(1) == b""
     assert "127.0.0.1 is refused: can't start new thread" in caplog.text
-    announced(offers).lease.renew(0)
-    eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease is over")
+    announce(offers).lease.renew(0)
+    eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease ends")
 
 
 def test_after_a_late_round_no_lease_ends_until_signs_of_life_were_read():

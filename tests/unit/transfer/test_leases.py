@@ -3,6 +3,7 @@
 from typing import cast
 
 import pytest
+from tests.clocks import Clock
 
 from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.wire.engine import TransferSubject
@@ -21,16 +22,6 @@ LAYOUT = CacheLayout("f", GROUPS, 0)
 STREAM = cast(DataStream, None)
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 class OffersOnAClock(Offers):
     """Offers that expire on a test's clock, and the handles of those that ended."""
 
@@ -47,7 +38,7 @@ class OffersOnAClock(Offers):
         return {outcome: count for _, outcome, count in self.counters.snapshot()[0]}
 
 
-def hello(start_token: int = 0, connection: int = 0) -> Hello:
+def make_hello(start_token: int = 0, connection: int = 0) -> Hello:
     return Hello(token="token", connection=connection, start_token=start_token)
 
 
@@ -56,13 +47,13 @@ def offers() -> OffersOnAClock:
     return OffersOnAClock()
 
 
-def announced(offers: Offers, address: Address = ADDRESS) -> Offer:
+def announce(offers: Offers, address: Address = ADDRESS) -> Offer:
     manifest = LAYOUT.manifest(address, 0, TOKENS, is_prefix=True)
     return offers.announce(TransferSubject(3, "request"), manifest, "token")
 
 
-def granted(offers: Offers) -> Offer:
-    grant = PrefillGrant(
+def grant(offers: Offers) -> Offer:
+    terms = PrefillGrant(
         transfer_id=ADDRESS.transfer_id,
         token="token",
         epoch=ADDRESS.epoch,
@@ -70,11 +61,11 @@ def granted(offers: Offers) -> Offer:
         end_token=TOKENS,
         expires_seconds=leases.LEASE_SECONDS,
     )
-    return offers.open(TransferSubject(3, "request", "hub"), grant, 0)
+    return offers.open(TransferSubject(3, "request", "hub"), terms, 0)
 
 
 @pytest.mark.parametrize(
-    ("make", "lease_seconds"), [(granted, leases.LEASE_SECONDS), (announced, leases.ANNOUNCED_SECONDS)]
+    ("make", "lease_seconds"), [(grant, leases.LEASE_SECONDS), (announce, leases.ANNOUNCED_SECONDS)]
 )
 def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(offers, make, lease_seconds):
     make(offers)
@@ -85,8 +76,8 @@ def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(of
 
 
 def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(offers):
-    offer = granted(offers)
-    offers.connect(ADDRESS, hello(), "hub", STREAM)
+    offer = grant(offers)
+    offers.connect(ADDRESS, make_hello(), "hub", STREAM)
     for _ in range(3):
         offers.pass_seconds(leases.LEASE_SECONDS - 0.1)
         offer.note_life()
@@ -100,21 +91,21 @@ def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_sta
 
 
 def test_a_destination_may_return_during_the_resume_time_and_not_later(offers):
-    offer = granted(offers)
+    offer = grant(offers)
     for connection in range(3):
-        offers.connect(ADDRESS, hello(connection=connection), "hub", STREAM)
+        offers.connect(ADDRESS, make_hello(connection=connection), "hub", STREAM)
         offers.disconnect(offer, connection)
         offers.pass_seconds(leases.RESUME_SECONDS)
     assert offers.outcomes == {}
     offers.pass_seconds(0.1)
     assert (offers.ended, offers.outcomes) == ([3], {"failed": 1})
     with pytest.raises(PeerError, match="no prefill"):
-        offers.connect(ADDRESS, hello(connection=3), "hub", STREAM)
+        offers.connect(ADDRESS, make_hello(connection=3), "hub", STREAM)
 
 
 def test_a_destination_that_lives_and_takes_only_a_byte_now_and_then_is_dropped_after_the_computation(offers):
-    offer = granted(offers)
-    offers.connect(ADDRESS, hello(), "hub", STREAM)
+    offer = grant(offers)
+    offers.connect(ADDRESS, make_hello(), "hub", STREAM)
     offers.pass_seconds(leases.LEASE_SECONDS)
     offer.finish_computing(0.0)
     left_seconds = leases.DELIVERY_GRACE_SECONDS + offer.manifest.nbytes / leases.DELIVERY_FLOOR_BYTES_PER_SECOND
@@ -127,41 +118,41 @@ def test_a_destination_that_lives_and_takes_only_a_byte_now_and_then_is_dropped_
 
 
 @pytest.mark.parametrize("start_token", [-1, TOKENS, TOKENS + 1])
-def test_a_destination_that_asks_for_nothing_of_a_cache_hears_its_length(offers, start_token):
-    announced(offers)
+def test_a_destination_that_wants_nothing_of_a_cache_hears_its_length(offers, start_token):
+    announce(offers)
     with pytest.raises(ProtocolError, match=f"asks from token {start_token} of {TOKENS}"):
-        offers.connect(ADDRESS, hello(start_token), "hub", STREAM)
-    assert offers.connect(ADDRESS, hello(TOKENS - 1), "hub", STREAM).manifest.start_token == TOKENS - 1
+        offers.connect(ADDRESS, make_hello(start_token), "hub", STREAM)
+    assert offers.connect(ADDRESS, make_hello(TOKENS - 1), "hub", STREAM).manifest.start_token == TOKENS - 1
 
 
-def test_an_announced_cache_belongs_to_the_cluster_that_asked_first(offers):
-    announced(offers)
-    assert offers.connect(ADDRESS, hello(8), "hub", STREAM).subject.peer == "hub"
+def test_an_announced_cache_belongs_to_the_cluster_that_connected_first(offers):
+    announce(offers)
+    assert offers.connect(ADDRESS, make_hello(8), "hub", STREAM).subject.peer == "hub"
     with pytest.raises(PeerError, match="no prefill"):
-        offers.connect(ADDRESS, hello(8, 1), "other", STREAM)
-    assert offers.connect(ADDRESS, hello(0, 1), "hub", STREAM).manifest.start_token == 8, "the first one said it"
+        offers.connect(ADDRESS, make_hello(8, 1), "other", STREAM)
+    assert offers.connect(ADDRESS, make_hello(0, 1), "hub", STREAM).manifest.start_token == 8, "the first one set it"
 
 
 def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
     several = Offers(CacheLayout("f", GROUPS, 0), 2)
-    announced(several)
+    announce(several)
     with pytest.raises(ProtocolError, match=f"transfer {ADDRESS.transfer_id} was announced before"):
-        announced(several)
-    announced(several, Address("b" * 32, 7))
+        announce(several)
+    announce(several, Address("b" * 32, 7))
     with pytest.raises(CapacityError, match="2 prefills are queued or undelivered already"):
-        announced(several, Address("c" * 32, 7))
+        announce(several, Address("c" * 32, 7))
 
 
-def test_an_offers_memory_is_given_back_once_when_it_is_over_and_nothing_sends_it_any_more(offers):
+def test_an_offers_memory_is_freed_once_when_it_ended_and_nothing_sends_it(offers):
     for connections in (0, 1, 2):
-        offer = announced(offers, Address(f"{connections:032x}", 7))
+        offer = announce(offers, Address(f"{connections:032x}", 7))
         for connection in range(connections):
-            offers.connect(offer.manifest.address, hello(connection=connection), "hub", STREAM)
+            offers.connect(offer.manifest.address, make_hello(connection=connection), "hub", STREAM)
         if connections == 2:
             offers.disconnect(offer, 0)
             offers.disconnect(offer, 1)
             assert offers.ended == [], "the destination may come again"
-            offers.connect(offer.manifest.address, hello(connection=2), "hub", STREAM)
+            offers.connect(offer.manifest.address, make_hello(connection=2), "hub", STREAM)
         for _ in range(2):
             offers.end(offer, "cancelled")
         if connections:

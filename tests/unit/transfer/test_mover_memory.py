@@ -30,15 +30,15 @@ ROWS = LayerRows(1, 1, 0, PAGE_TOKENS)
 
 def test_a_copy_that_comes_late_meets_no_other_requests_bytes(monkeypatch):
     monkeypatch.setattr(shared, "COPY_SECONDS", 0.1)
-    asked: list[CopyRequest] = []
-    memory = SharedMemory(Slots(mmap.mmap(-1, SLOT_BYTES), SLOT_BYTES, 1), asked.append)  # type: ignore[arg-type]
+    requests: list[CopyRequest] = []
+    memory = SharedMemory(Slots(mmap.mmap(-1, SLOT_BYTES), SLOT_BYTES, 1), requests.append)  # type: ignore[arg-type]
     with pytest.raises(PeerError, match="copied nothing"), memory.load(MANIFEST.transfer_id, GROUPS[1], PAGE):
         pass
     cache = SharedCache(memory, "other")
     with pytest.raises(InternalError, match="no slot is free"), cache.room_for(MANIFEST, ROWS):
         pass
-    for _ in range(2):  # the second answer is nobody's
-        memory.copies.finish(CopyDone(asked[0].number))
+    for _ in range(2):  # the second answer is of no request
+        memory.copies.finish(CopyDone(requests[0].number))
     with cache.room_for(MANIFEST, ROWS) as room:
         assert sum(map(len, room)) == PAGE_BYTES
         with pytest.raises(InternalError, match="no slot is free"), cache.room_for(MANIFEST, ROWS):
@@ -54,16 +54,16 @@ def test_a_late_copy_that_is_made_while_its_slot_is_held_frees_it_once():
         pass
 
 
-def slots(count: int = 1) -> Slots:
+def make_slots(count: int = 1) -> Slots:
     return Slots(mmap.mmap(-1, count * SLOT_BYTES), SLOT_BYTES, count)
 
 
-def wanted(offset: int = 0) -> CopyRequest:
+def make_request(offset: int = 0) -> CopyRequest:
     return CopyRequest(0, "load", "key", CopyPart(1, 1, 0, PAGE_TOKENS), offset, PAGE_BYTES)
 
 
 def test_a_part_may_be_as_large_as_a_slot_and_no_larger():
-    found = slots()
+    found = make_slots()
     with found.take(SLOT_BYTES) as (_, view):
         assert len(view) == SLOT_BYTES
     with (
@@ -74,7 +74,7 @@ def test_a_part_may_be_as_large_as_a_slot_and_no_larger():
 
 
 def test_slots_lie_apart_and_each_comes_back_also_after_a_late_copy():
-    found = slots(2)
+    found = make_slots(2)
     for _ in range(2):
         with found.take(SLOT_BYTES) as (first, one), found.take(SLOT_BYTES) as (second, other):
             assert {first, second} == {0, SLOT_BYTES}
@@ -93,34 +93,34 @@ def test_slots_lie_apart_and_each_comes_back_also_after_a_late_copy():
 
 def test_a_copy_that_is_made_before_the_question_is_on_its_way_is_waited_for_no_longer(monkeypatch):
     monkeypatch.setattr(shared, "COPY_SECONDS", PATIENCE_SECONDS)
-    copies: Copies = Copies(slots(), lambda asked: copies.finish(CopyDone(asked.number)))  # type: ignore[union-attr]
+    copies: Copies = Copies(make_slots(), lambda request: copies.finish(CopyDone(request.number)))  # type: ignore[union-attr]
     began = time.monotonic()
-    copies.make(wanted())
+    copies.make(make_request())
     assert time.monotonic() - began < PATIENCE_SECONDS / 2
 
 
-def test_each_answer_reaches_who_waits_for_it():
-    asked: list[CopyRequest] = []
-    copies = Copies(slots(2), asked.append)  # type: ignore[arg-type]
+def test_each_answer_reaches_the_caller_that_waits_for_it():
+    requests: list[CopyRequest] = []
+    copies = Copies(make_slots(2), requests.append)  # type: ignore[arg-type]
     with ThreadPoolExecutor(2) as pool:
         waiting = []
         for offset in (0, SLOT_BYTES):
-            waiting.append(pool.submit(copies.make, wanted(offset)))
-            eventually(lambda: len(asked) == len(waiting), "the engine is asked")
-        copies.finish(CopyDone(asked[1].number))
+            waiting.append(pool.submit(copies.make, make_request(offset)))
+            eventually(lambda: len(requests) == len(waiting), "the engine gets the request")
+        copies.finish(CopyDone(requests[1].number))
         waiting[1].result(PATIENCE_SECONDS)
         assert not waiting[0].done()
-        copies.finish(CopyDone(asked[0].number, "the request has lost its blocks"))
+        copies.finish(CopyDone(requests[0].number, "the request has lost its blocks"))
         with pytest.raises(PeerError, match="the engine refused a copy: the request has lost its blocks"):
             waiting[0].result(PATIENCE_SECONDS)
 
 
 def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
     monkeypatch.setattr(shared, "CATCH_UP_SECONDS", 0.2)
-    asked: list[AskAnnounce] = []
-    copies = Copies(slots(), asked.append)  # type: ignore[arg-type]
+    requests: list[AskAnnounce] = []
+    copies = Copies(make_slots(), requests.append)  # type: ignore[arg-type]
     copies.catch_up()
-    threading.Timer(0.05, lambda: copies.finish(CopyDone(asked[1].number))).start()
+    threading.Timer(0.05, lambda: copies.finish(CopyDone(requests[1].number))).start()
     monkeypatch.setattr(shared, "CATCH_UP_SECONDS", PATIENCE_SECONDS)
     began = time.monotonic()
     copies.catch_up()
@@ -130,13 +130,13 @@ def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
 
 def test_a_connection_that_breaks_during_a_copy_keeps_its_slot_until_the_copy_is_made(monkeypatch):
     monkeypatch.setattr(shared, "KEEP_ALIVE_SECONDS", 0.01)
-    asked: list[CopyRequest] = []
-    memory = SharedMemory(slots(), asked.append)  # type: ignore[arg-type]
+    requests: list[CopyRequest] = []
+    memory = SharedMemory(make_slots(), requests.append)  # type: ignore[arg-type]
     broken = threading.Event()
 
     def show_life() -> None:
         broken.set()
-        raise UnreachableError("the destination is gone")
+        raise UnreachableError("the destination left")
 
     def load(show: Callable[[], None]) -> int:
         with memory.load(MANIFEST.transfer_id, GROUPS[1], PAGE, show_life=show) as payload:
@@ -146,10 +146,10 @@ def test_a_connection_that_breaks_during_a_copy_keeps_its_slot_until_the_copy_is
         first = pool.submit(load, show_life)
         assert broken.wait(PATIENCE_SECONDS)
         assert not first.done(), "its slot is not free, so neither is its share of the memory budget"
-        memory.copies.finish(CopyDone(asked[0].number))
-        with pytest.raises(UnreachableError, match="the destination is gone"):
+        memory.copies.finish(CopyDone(requests[0].number))
+        with pytest.raises(UnreachableError, match="the destination left"):
             first.result(PATIENCE_SECONDS)
         second = pool.submit(load, lambda: None)
-        eventually(lambda: len(asked) == 2, "the next copy is asked for")
-        memory.copies.finish(CopyDone(asked[1].number))
+        eventually(lambda: len(requests) == 2, "the next copy is requested")
+        memory.copies.finish(CopyDone(requests[1].number))
         assert second.result(PATIENCE_SECONDS) == PAGE_BYTES

@@ -1,7 +1,7 @@
-"""A reader of the transfer protocol written from docs/protocol.md and docs/compression.md alone, without a line of the
-product.
+"""A reader of the transfer protocol, written only from docs/extend/protocol.md and docs/understand/compression.md,
+without a line of the product.
 
-It reads what a source said on the connections of one transfer, in any order, with any codec; returns the tensors.
+It reads what a source sent on the connections of one transfer, in any order, with any codec; returns the tensors.
 """
 
 import json

@@ -9,7 +9,6 @@ from prfaas.errors import ProtocolError
 from prfaas.wire.kvevents import (
     ATTENTION_GROUP,
     MEDIUM_DEVICE,
-    MEDIUM_HOST,
     STATE_GROUP,
     AllBlocksCleared,
     BlockRemoved,
@@ -36,17 +35,17 @@ def read(payload: bytes) -> list[KvEvent]:
 
 def test_attention_blocks_are_written_in_vllms_positions():
     tokens = list(range(128))
-    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, tokens, "mla_attention", MEDIUM_DEVICE)
+    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, tokens, "mla_attention")
     ts, events, rank = unpack(encode_events(EventBatch(12.5, [event])))
     assert (ts, rank) == (12.5, None)
     hashes = [b"a" * 32, b"b" * 32]
     assert events == [["BlockStored", hashes, b"p" * 32, tokens, 64, None, "GPU", None, None, 0, "mla_attention", None]]
 
 
-def test_a_state_checkpoint_is_told_as_a_mamba_block_of_another_group():
-    event = state_stored(b"s" * 32, None, [7] * 64, MEDIUM_HOST)
+def test_writes_a_state_checkpoint_as_a_mamba_block_of_another_group():
+    event = state_stored(b"s" * 32, None, [7] * 64)
     (raw,) = unpack(encode_events(EventBatch(0.0, [event])))[1]
-    assert raw == ["BlockStored", [b"s" * 32], None, [7] * 64, 64, None, "CPU", None, None, STATE_GROUP, "mamba", None]
+    assert raw == ["BlockStored", [b"s" * 32], None, [7] * 64, 64, None, "GPU", None, None, STATE_GROUP, "mamba", None]
     assert STATE_GROUP != ATTENTION_GROUP
 
 
@@ -151,9 +150,9 @@ def test_nesting_without_end_is_refused_like_any_nonsense(nesting):
 
 
 def test_sglangs_way_to_name_a_salt_counts_as_vllms():
-    told = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
+    stored = {"type": "BlockStored", "block_hashes": [-7], "parent_block_hash": None, "token_ids": [1], "block_size": 1}
     for salt, keys in (("s", [("s",)]), ("", None)):
-        (event,) = read(pack({"ts": 0.0, "events": [told | {"cache_salt": salt}]}))
+        (event,) = read(pack({"ts": 0.0, "events": [stored | {"cache_salt": salt}]}))
         assert (event.extra_keys, event.block_hashes) == (keys, [-7])
     positional = ["BlockStored", [-7], None, [1], 1, None, "GPU", {"cache_salt": "s", "session_id": "x"}]
     (event,) = read(pack([0.0, [positional]]))

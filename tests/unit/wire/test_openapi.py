@@ -1,4 +1,4 @@
-"""Proves that the written OpenAPI documents are those of the types and speak of the routes that are served alone, and
+"""Proves that the written OpenAPI documents are those of the types and name only the routes that are served, and
 that the page's examples are what the types read.
 """
 
@@ -14,7 +14,7 @@ from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = {"gateway": openapi.gateway, "prefill": openapi.prefill}
-PAGE = (ROOT / "docs" / "prefill-api.md").read_text()
+PAGE = (ROOT / "docs" / "extend" / "prefill-api.md").read_text()
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

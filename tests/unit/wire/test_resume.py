@@ -19,14 +19,14 @@ from prfaas.wire.resume import (
 )
 
 TOKENS = st.lists(st.integers(0, (1 << 32) - 1), max_size=9)
-TOLD = st.tuples(st.integers(0, 127), st.integers(0, 1 << 40), TOKENS, st.sampled_from(["", "stop", "tool_calls"]))
+COMMENT = st.tuples(st.integers(0, 127), st.integers(0, 1 << 40), TOKENS, st.sampled_from(["", "stop", "length"]))
 
 
-@given(st.lists(TOLD))
-def test_comments_between_events_are_read_as_they_were_written(told):
+@given(st.lists(COMMENT))
+def test_comments_between_events_are_read_as_they_were_written(comments):
     event = b'data: {"text": ": t 0 1 5;"}\n\n'
-    data = b"".join(event + comment(*one) for one in told)
-    assert [(one.choice, one.characters, one.token_ids.tolist(), one.reason) for one in read_comments(data)] == told
+    data = b"".join(event + comment(*one) for one in comments)
+    assert [(one.choice, one.characters, one.token_ids.tolist(), one.reason) for one in read_comments(data)] == comments
 
 
 def test_a_comment_is_one_line_that_readers_of_events_skip():

@@ -4,22 +4,12 @@ import gzip
 
 import msgspec
 import pytest
+from tests.tables import make_instance, make_table
 
 from prfaas.errors import ProtocolError
-from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, decode, encode
+from prfaas.wire.routes import decode, encode
 
-TABLE = RoutingTable(
-    policy="p",
-    namespace="n",
-    generation=1,
-    model="m",
-    on_offload_failure="PrefillLocally",
-    threshold=Threshold(mode="Auto", tokens=1000, min_tokens=10, max_tokens=5000),
-    watermarks=LinkWatermarks(high_percent=80, low_percent=50),
-    short_interval_seconds=1,
-    ttft_slo_millis=4000,
-    instances=(Instance(name="d0", pool="d", cluster="hub", role="decode", url="http://10.0.0.1:8000"),),
-)
+TABLE = make_table(make_instance("d0"), ttft_slo_millis=4000)
 
 
 def test_a_table_is_read_as_it_was_written_and_equal_ones_are_equal_bytes():

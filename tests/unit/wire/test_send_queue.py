@@ -28,7 +28,7 @@ class Connection:
     """What each end believes of a connection, and what is between them."""
 
     hello: tuple[tuple[int, ...], Ranges] | None
-    told: tuple[int, ...]
+    known_broken: tuple[int, ...]
     source_serves: bool = False
     destination_reads: bool = True
     on_its_way: deque[bytes] = field(default_factory=deque)
@@ -50,7 +50,7 @@ class Link:
 
     @property
     def broken(self) -> tuple[int, ...]:
-        """Connections that the destination does not read from any more."""
+        """Connections that the destination no longer reads."""
         return tuple(number for number, one in enumerate(self.connections) if not one.destination_reads)
 
     def open(self) -> None:
@@ -67,7 +67,7 @@ class Link:
             try:
                 self.queue.connect(number, broken, received)
             except ProtocolError:
-                assert number in self.broken, "only a connection that was given up meanwhile may be refused"
+                assert number in self.broken, "only a connection that was dropped meanwhile may be refused"
             else:
                 one.source_serves = True
 
@@ -118,7 +118,7 @@ class Link:
             self.connections[at].cut = True
 
     def destination_breaks(self, number: int | None = None) -> None:
-        """The destination notices a break, and hears no more from there."""
+        """The destination notices a break, and reads no more from there."""
         for at in self._any_of(lambda one: one.destination_reads) if number is None else [number]:
             self.destination.ledger.lost(at)
             self.connections[at].destination_reads = False
@@ -148,8 +148,8 @@ class Link:
     @property
     def _owes_a_connection(self) -> bool:
         """Whether no HELLO that can still arrive tells of the latest break."""
-        told = [one.told for one in self.connections if one.destination_reads and not one.cut]
-        return not told or not set(self.broken) <= set().union(*told)
+        known_broken = [one.known_broken for one in self.connections if one.destination_reads and not one.cut]
+        return not known_broken or not set(self.broken) <= set().union(*known_broken)
 
     def _ends_reach_the_destination(self) -> None:
         for number, one in enumerate(self.connections):
@@ -174,7 +174,7 @@ seeds = st.integers(0, 2**64)
 
 @settings(max_examples=400)
 @given(seeds, st.integers(0, 20))
-def test_over_connections_that_break_at_any_moment_every_frame_is_placed_exactly_once(seed: int, faults: int):
+def test_places_every_frame_exactly_once_although_connections_break_at_any_moment(seed: int, faults: int):
     Link(SendQueue(), random.Random(seed)).run(faults)
 
 
@@ -263,7 +263,7 @@ def test_done_waits_for_what_a_broken_connection_may_have_lost():
     assert queue.take(2) is NextStep.DONE
 
 
-def test_a_connection_that_the_destination_gave_up_carries_nothing_any_more():
+def test_a_connection_that_the_destination_dropped_carries_nothing():
     queue = shipped(2, 2)
     queue.add(2, 10)
     queue.connect(2, (0,), ((0, 2),))
@@ -275,7 +275,7 @@ def test_a_connection_that_the_destination_gave_up_carries_nothing_any_more():
     ("connection", "broken", "received"),
     [
         (0, (), ()),  # a HELLO that comes again, or was copied
-        (9, (), ((0, 1),)),  # it was given up by a later HELLO that came first
+        (9, (), ((0, 1),)),  # a later HELLO that came first dropped it
         (-1, (), ()),
         (MAX_CONNECTIONS, (), ()),
         (2, (), ((0, 3),)),

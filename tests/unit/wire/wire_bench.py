@@ -99,7 +99,7 @@ def rows_at(layer: int, start: int, rows: bytes) -> dict[object, bytes]:
 
 
 class Receiver:
-    """What a shell does, on bytes instead of a socket: payloads land before anybody knows whether they are right."""
+    """What a shell does, on bytes instead of a socket: payloads land before it is known whether they are right."""
 
     def __init__(self, expected: Manifest = MANIFEST):
         self.ledger = ReceiveLedger(expected)
@@ -122,7 +122,7 @@ class Receiver:
             self.take(frame)
 
     def take_or_break(self, frame: bytes, connection: int) -> bool:
-        """The same; False if the connection is of no use any more."""
+        """The same; False if the connection is of no more use."""
         try:
             self.take(frame, connection)
         except (UnreachableError, DamagedError):

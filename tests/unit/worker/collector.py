@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from ...waiting import eventually
 
 
-class Told(NamedTuple):
+class Span(NamedTuple):
     """A span as it came; `error` is None where it did not fail."""
 
     service: str
@@ -34,7 +34,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._spans: list[Told] = []
+        self._spans: list[Span] = []
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,12 +71,12 @@ class Collector:
             about = {one.key: _value(one.value) for one in resource.resource.attributes}
             for scope in resource.scope_spans:
                 with self._lock:
-                    self._spans += [_told(about, span) for span in scope.spans]
+                    self._spans += [_read_span(about, span) for span in scope.spans]
 
-    def trace(self, trace_id: str, *names: str) -> list[Told]:
+    def trace(self, trace_id: str, *names: str) -> list[Span]:
         """Wait until a trace has a span of each name, as often as it is named, and return all that it has then."""
 
-        def found() -> list[Told]:
+        def found() -> list[Span]:
             with self._lock:
                 return [span for span in self._spans if span.trace_id == trace_id]
 
@@ -84,9 +84,9 @@ class Collector:
         return found()
 
 
-def _told(about: dict[str, object], span) -> Told:
+def _read_span(about: dict[str, object], span) -> Span:
     failed = span.status.code == span.status.STATUS_CODE_ERROR
-    return Told(
+    return Span(
         service=str(about["service.name"]),
         instance=str(about.get("prfaas.instance", "")),
         name=span.name,

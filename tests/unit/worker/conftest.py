@@ -1,4 +1,4 @@
-"""Real workers on loopback: each is the two processes that a pod runs, on an address of its own."""
+"""Real workers on loopback: each is the two processes that a pod runs, on its own address."""
 
 import asyncio
 import itertools
@@ -19,6 +19,7 @@ from aiohttp import web
 
 from prfaas.processes import ends_with_us
 from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
+from prfaas_worker.engine import schedule
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState
@@ -26,7 +27,7 @@ from prfaas_worker.options import parse
 
 from ...waiting import eventually_async
 
-# Loopback addresses of this test process alone, so that several test runs can share a machine.
+# Loopback addresses of this test process, so that several test runs can share a machine.
 _ADDRESSES = (f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.{n}" for n in itertools.count(2))
 START_SECONDS = 300.0  # `import torch` on a busy machine
 
@@ -127,6 +128,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Wor
 
 async def _all_ready(*workers: Worker) -> None:
     await asyncio.gather(*(worker.ready() for worker in workers))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The model that ships along, without a worker."""
+    from prfaas_worker.models import load_model
+
+    return load_model("builtin:kimi-linear-tiny", 1)[0]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of 64 tokens, so that short prompts take several steps."""
+    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
 
 
 class Client:

@@ -13,9 +13,7 @@ from prfaas_transfer.fetch import Fetched
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
-from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
@@ -27,8 +25,6 @@ from prfaas_worker.models.solo import Solo
 from .granted_offers import GrantedOffers
 
 GREEDY = Sampling(0.0, 1.0, 0, 0)
-# Bytes, and tokens that end an answer, as the built-in model has them.
-GRAMMARS = Grammars(lambda: Vocabulary([bytes([i]) for i in range(256)], frozenset(range(256, 264)), (257, 262), 264))
 TRAFFIC = unlimited()
 
 
@@ -69,16 +65,8 @@ class FetchByHand:
 class Bench:
     """An engine that is stepped by hand."""
 
-    def __init__(
-        self,
-        model: Model,
-        max_running: int = 8,
-        max_waiting: int = 3,
-        num_pages: int = 256,
-        tiers: Tiers | None = None,
-        grammars: Any = GRAMMARS,
-    ):
-        self.said: list[ToFront] = []
+    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
+        self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
@@ -86,7 +74,7 @@ class Bench:
         layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.offers = GrantedOffers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
-        runner, cache = Runner(model, self.memory), HybridCache(self.memory, tiers)
+        runner, cache = Runner(model, self.memory), HybridCache(self.memory)
         fetcher: Any = self
         self.engine = EngineLoop(
             inbox=inbox,
@@ -94,9 +82,8 @@ class Bench:
             cache=cache,
             kv_events=[],
             remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
-            grammars=grammars,
             profiler=Profiler(1, 1, lambda _profile: None),
-            send=self.said.extend,
+            send=self.sent.extend,
             role="mixed",
             max_waiting=max_waiting,
         )
@@ -122,11 +109,11 @@ class Bench:
             pass
 
     def tokens(self, handle: int, choice: int = 0) -> list[int]:
-        mine = [m for m in self.said if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
+        mine = [m for m in self.sent if isinstance(m, Tokens) and (m.handle, m.choice) == (handle, choice)]
         return [token for message in mine for token in message.token_ids]
 
     def ends(self, handle: int) -> list[str]:
-        return [m.finish_reason for m in self.said if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
+        return [m.finish_reason for m in self.sent if isinstance(m, Tokens) and m.handle == handle and m.finish_reason]
 
     def assert_nothing_is_held(self) -> None:
         """Every slot is free, and every page free or only cached."""
@@ -136,7 +123,7 @@ class Bench:
         assert cache.stats().used_pages == 0
 
 
-def alone(model: Model, prompt: bytes, count: int) -> list[int]:
+def generate(model: Model, prompt: bytes, count: int) -> list[int]:
     """Greedy tokens straight from the model: one prefill, one step a token."""
     bound = model._memory if hasattr(model, "_memory") else None
     solo = Solo(model, slots=1, tokens=len(prompt) + count)

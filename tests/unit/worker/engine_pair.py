@@ -33,12 +33,12 @@ class Source(Bench):
         self.offers._data_port = listener.getsockname()[1]
         DataPort(listener, self.offers, TRAFFIC)
         self.answers: queue.SimpleQueue[Granted | Failed] = queue.SimpleQueue()
-        self.asked = 0
+        self.requests = 0
 
     def step(self) -> bool:
-        said = len(self.said)
+        before = len(self.sent)
         busy = super().step()
-        for message in self.said[said:]:
+        for message in self.sent[before:]:
             if isinstance(message, (Granted, Failed)) and message.handle > FAR:
                 self.answers.put(message)
         return busy
@@ -61,17 +61,17 @@ class Source(Bench):
 
     def grant_prefill(self, prompt: list[int], start_token: int) -> PrefillGrant:
         """Queue a prefill for another."""
-        self.asked += 1
+        self.requests += 1
         body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, start_token=start_token)
-        message = StartPrefill(FAR + self.asked, body)
+        message = StartPrefill(FAR + self.requests, body)
         offer, grant = self.offers.grant(message.subject, start_token, len(prompt))
         self.engine.inbox.put(PrefillOffered(message, offer))
         return grant
 
     def _ask_prefix(self, request_id: str, prompt: list[int], start_token: int) -> None:
-        self.asked += 1
+        self.requests += 1
         body = PrefixRequest(request_id=request_id, model="tiny", token_ids=prompt, start_token=start_token)
-        self.engine.inbox.put(StartPrefix(FAR + self.asked, body))
+        self.engine.inbox.put(StartPrefix(FAR + self.requests, body))
 
 
 class FetchWithoutHttp(RemoteFetch):
@@ -112,7 +112,7 @@ class Destination(Bench):
 
     def close(self) -> None:
         """Close the connections that were kept for the next transfer."""
-        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         source = pull.SourceAddress("127.0.0.1", self.source.offers._data_port)
         while stream := self.connections.take(source):
             self.connections.drop(source, stream)

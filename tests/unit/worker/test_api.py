@@ -2,51 +2,40 @@
 
 import asyncio
 import copy
-from typing import Any
 
 import pytest
 from tests.documented import keeps_its_word
 
 from prfaas.wire import openapi
 
+from .test_api_prompts import post, stream
+
 pytestmark = pytest.mark.system
 
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 40}
-
-
-async def streamed(client, worker, path: str, body: dict[str, Any]) -> list[Any]:
-    ask = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}} | body
-    async with client.session.post(f"{worker.url}{path}", json=ask) as answer:
-        assert answer.status == 200
-        assert answer.content_type == "text/event-stream"
-        assert int(answer.headers["x-prfaas-prompt-tokens"]) > 0
-        return [event async for event in client.events(answer)]
-
-
-async def whole(client, worker, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    async with client.session.post(f"{worker.url}{path}", json={"model": "tiny"} | body) as answer:
-        assert answer.status == 200, await answer.text()
-        return await answer.json()
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 async def test_a_stream_is_the_whole_answer_in_pieces(client, pair):
-    body = SAMPLED | {"prompt": "def f(", "n": 2, "logprobs": 1}
-    *chunks, usage, done = await streamed(client, pair[1], "/v1/completions", body)
-    expected = await whole(client, pair[1], "/v1/completions", body)
+    body = SAMPLED | {"prompt": ["def f(", "import "], "n": 2, "logprobs": 1}
+    *chunks, usage, done = await stream(client, pair[1], "/v1/completions", body | WITH_USAGE)
+    expected = await post(client, pair[1], "/v1/completions", body)
+    assert len(expected["choices"]) == 4
     for choice in expected["choices"]:
         mine = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert [part["finish_reason"] for part in mine if part["finish_reason"]] == [choice["finish_reason"]]
         logprobs = [value for part in mine if part["logprobs"] for value in part["logprobs"]["token_logprobs"]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+    assert {chunk["usage"] for chunk in chunks} == {None}
     assert (usage["choices"], usage["usage"]) == ([], expected["usage"])
     assert done == "[DONE]"
 
 
-async def test_a_chat_stream_says_whose_turn_it_is_once(client, pair):
+async def test_a_chat_stream_names_the_role_once(client, pair):
     body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}]}
-    *chunks, usage, done = await streamed(client, pair[1], "/v1/chat/completions", body)
-    expected = await whole(client, pair[1], "/v1/chat/completions", body)
+    *chunks, usage, done = await stream(client, pair[1], "/v1/chat/completions", body | WITH_USAGE)
+    expected = await post(client, pair[1], "/v1/chat/completions", body)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [delta.get("role") for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
     assert "".join(delta.get("content", "") for delta in deltas) == expected["choices"][0]["message"]["content"]
@@ -58,9 +47,9 @@ async def test_a_chat_stream_says_whose_turn_it_is_once(client, pair):
 
 async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_stops_too(client, pair):
     body = SAMPLED | {"prompt": "def f("}
-    text = (await whole(client, pair[1], "/v1/completions", body))["choices"][0]["text"]
+    text = (await post(client, pair[1], "/v1/completions", body))["choices"][0]["text"]
     stop = text[8:10]
-    cut = await whole(client, pair[1], "/v1/completions", body | {"stop": stop, "max_tokens": 20_000})
+    cut = await post(client, pair[1], "/v1/completions", body | {"stop": stop, "max_tokens": 20_000})
     assert cut["choices"][0]["text"] == text[: text.index(stop)]
     assert cut["choices"][0]["finish_reason"] == "stop"
     assert cut["usage"]["completion_tokens"] <= 40
@@ -69,7 +58,7 @@ async def test_a_stop_string_ends_the_answer_before_it_and_the_engine_stops_too(
 
 async def test_every_token_of_a_chat_can_have_logprobs(client, pair):
     body = SAMPLED | {"messages": [{"role": "user", "content": "Hello"}], "logprobs": True, "top_logprobs": 3}
-    answer = await whole(client, pair[1], "/v1/chat/completions", body)
+    answer = await post(client, pair[1], "/v1/chat/completions", body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == answer["usage"]["completion_tokens"]
     for entry in content:
@@ -116,6 +105,7 @@ DEEP_ARGUMENTS = b'{"model": "tiny", "messages": [], "chat_template_kwargs": ' +
         ("POST", "/v1/completions", TOO_LONG, (400, "context_length_exceeded")),
         ("POST", "/v1/chat/completions", DEEP_ARGUMENTS, (400, "invalid_json")),
         ("POST", "/v1/prefills", DEEP, (400, "invalid_json")),
+        ("POST", "/tokenize", b'{"messages": [], "tools": [{}]}', (400, "unsupported_parameter")),
         ("GET", "/v1/completions", b"", (405, "invalid_request")),
         ("GET", "/v1/nothing", b"", (404, "invalid_request")),
     ],
@@ -130,13 +120,13 @@ async def test_every_error_has_an_openai_body(
         assert set(error) == {"message", "type", "param", "code"}
 
 
-async def test_the_model_list_tells_the_context(client, pair):
+async def test_the_model_list_shows_the_context(client, pair):
     async with client.session.get(f"{pair[1].url}/v1/models") as answer:
         (model,) = (await answer.json())["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 131072)
 
 
-async def test_it_tells_how_prefills_are_asked_for(client, pair):
+async def test_describes_how_to_request_prefills(client, pair):
     async with client.session.get(f"{pair[1].url}/openapi.json") as answer:
         assert await answer.json() == openapi.prefill()
 

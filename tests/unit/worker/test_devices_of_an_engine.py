@@ -22,11 +22,11 @@ def options(device: Any, **more: Any) -> Options:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A GPU with 20 MiB free, whose models stand on the CPU and say that they are there; the devices asked for."""
-    asked: list[str] = []
+    """A GPU with 20 MiB free, whose models stand on the CPU and say that they are there; the requested devices."""
+    devices: list[str] = []
 
     def load(source: str, threads: int | None, device: str, dtype: str) -> tuple[Any, Path]:
-        asked.append(device)
+        devices.append(device)
         model, directory = load_model(source, threads, "cpu", "float32")
         if device == "cpu":
             return model, directory
@@ -36,11 +36,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(assembly, "load_model", load)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 << 20, 80 << 30))
-    return asked
+    return devices
 
 
-def build(given: Options) -> str:
-    model, *_ = assembly.load_and_assemble(given, cast("Any", SimpleNamespace(put=lambda _: None)))
+def build(chosen: Options) -> str:
+    model, *_ = assembly.load_and_assemble(chosen, cast("Any", SimpleNamespace(put=lambda _: None)))
     return model.device.type
 
 
@@ -66,7 +66,7 @@ def test_auto_takes_the_cpu_where_the_first_prefills_find_no_memory(loads, monke
     assert loads == ["auto", "cpu"]
 
 
-def test_a_gpu_that_was_asked_for_is_not_replaced_and_no_flag_is_blamed_that_nobody_gave(loads):
+def test_replaces_no_requested_gpu_and_blames_no_absent_flag(loads):
     with pytest.raises(ConfigError) as refused:
         build(options("cuda"))
     assert loads == ["cuda"]
@@ -76,7 +76,7 @@ def test_a_gpu_that_was_asked_for_is_not_replaced_and_no_flag_is_blamed_that_nob
 
 
 def test_a_wrong_option_is_refused_on_the_cpu_too(loads):
-    with pytest.raises(ConfigError, match="--max-context 1000000 is more than"):
+    with pytest.raises(ConfigError, match="--max-context 1000000 is more than the 131072 tokens of this model"):
         build(options("auto", max_context_tokens=1_000_000))
 
 
@@ -85,8 +85,8 @@ def test_one_line_says_on_what_the_model_computes(loads, caplog):
         build(options("cpu", profile_seconds=0.0))
     lines = [record.message for record in caplog.records if "computes on" in record.message]
     threads = torch.get_num_threads()
-    said = f"the model computes on the CPU with {threads} threads: float32 products, delta rule by plain torch"
-    assert (lines, loads) == ([said], ["cpu"])
+    line = f"the model computes on the CPU with {threads} threads: float32 products, delta rule by plain torch"
+    assert (lines, loads) == ([line], ["cpu"])
 
 
 def test_a_gpu_is_called_by_its_name(monkeypatch):

@@ -1,4 +1,4 @@
-"""The egress cap: exact in every window, whoever wakes late; fair among connections; nobody waits for nothing."""
+"""The egress cap: exact in every window, also if one wakes late; fair among connections; no wait is in vain."""
 
 import threading
 import time
@@ -135,7 +135,7 @@ def test_turns_go_round(monkeypatch):
         EgressBucket, "_delay_seconds", lambda _self, _count: 0.0 if opened.acquire(blocking=False) else float("inf")
     )
     for served in range(1, 21):
-        eventually(lambda: len(bucket._fifo) >= 5, "whoever was served has come back", poll=0.0005)
+        eventually(lambda: len(bucket._fifo) >= 5, "the one that was served has come back", poll=0.0005)
         opened.release()
         with bucket._fifo.lock:
             bucket._fifo.wake()
@@ -147,7 +147,7 @@ def test_turns_go_round(monkeypatch):
 
 
 @pytest.mark.parametrize("mbps", [None, 400])
-def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
+def test_a_changed_cap_reaches_those_that_wait(monkeypatch, mbps):
     bucket = EgressBucket(1)
     real = EgressCredit.delay_seconds
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_a_changed_cap_reaches_those_who_wait(monkeypatch, mbps):
     assert granted == [9000] * 3
 
 
-def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
+def test_a_stopped_transfer_waits_no_longer_and_delays_no_other(monkeypatch):
     bucket, stop = EgressBucket(1), Stop()
     monkeypatch.setattr(EgressCredit, "delay_seconds", lambda _self, _count, _now: 1e6)
     ended: list[Exception] = []
@@ -198,7 +198,7 @@ def test_a_stopped_transfer_waits_no_longer_and_holds_nobody_up(monkeypatch):
 
 
 class Granting(EgressBucket):
-    """A bucket that grants what it was told to."""
+    """A bucket that makes these grants."""
 
     def __init__(self, grants: list[int]):
         super().__init__()
@@ -227,7 +227,7 @@ def test_without_a_cap_there_is_one_portion_and_of_nothing_none():
 
 
 @pytest.mark.parametrize(("mbps", "in_line"), [(200, 256), (1000, 100), (8, 1)])
-def test_everybody_has_a_turn_within_a_quarter_of_a_second(mbps, in_line):
+def test_all_have_a_turn_within_a_quarter_of_a_second(mbps, in_line):
     credit = EgressCredit(mbps * BYTES_PER_MBIT, 0.0)
     assert in_line * credit.grant_bytes(in_line) <= 0.25 * credit.rate_per_second
     assert MIN_GRANT_BYTES <= credit.grant_bytes(in_line) <= credit.grant_bytes(1) <= credit.depth

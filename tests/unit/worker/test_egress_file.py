@@ -1,4 +1,4 @@
-"""The cap from a file: in force at once, followed when it changes, gone with the file, and unharmed by nonsense."""
+"""The cap from a file: in force at once, followed when it changes, removed with the file, and unharmed by nonsense."""
 
 import logging
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_the_file_overrides_the_flag_while_it_exists(path: Path):
     assert bucket.mbps == 50
 
 
-def test_what_somebody_set_by_hand_stays_until_the_file_changes(path: Path):
+def test_a_cap_set_by_hand_stays_until_the_file_changes(path: Path):
     path.write_bytes(b"400")
     bucket = EgressBucket()
     file = EgressFile(path, bucket, otherwise=None)

@@ -1,31 +1,24 @@
-"""Ten thousand cancels, whole or by choice, at every stage of a request while others go on: nothing stays held."""
+"""Ten thousand cancels, whole or by choice, at every stage of a request while others run: nothing stays held."""
 
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from prfaas.errors import PeerError, PrfaasError, RequestError
-from prfaas.wire.engine import Cancel, Grammar
+from prfaas.errors import PeerError, PrfaasError
+from prfaas.wire.engine import Cancel
 from prfaas_transfer.fetch import Fetched
-from prfaas_worker.cache.tiers import Tiers
-from prfaas_worker.engine import loop, schedule
 from prfaas_worker.engine.sequences import Phase
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from .engine_bench import GRAMMARS, Bench, FetchByHand, Parrot, fetched, prefix_fetched
+from .engine_bench import Bench, FetchByHand, Parrot, fetched, prefix_fetched
 
 pytestmark = pytest.mark.system
 
 CANCELS = 10_000
 STAGES = {
     "arriving",
-    "grammar",
-    "loading",
     "queued",
     "prefilling",
     "fetching",
@@ -36,54 +29,6 @@ STAGES = {
     "preempted",
     "ended",
 }
-AWAITS = {"grammar": "grammar", "cache": "loading", "prefix": "joining"}
-DIGITS = Grammar("regex", "[0-9]{1,9}")
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-class AtOnce(ThreadPoolExecutor):
-    """A thread's work, done by whoever asks for it: a busy machine changes no order."""
-
-    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(call(*arguments))
-        return future
-
-
-class ByHand:
-    """What threads would do, done when the test says so: reads of the disk, and compiled grammars."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Future[Any], Any, tuple[Any, ...]]] = []
-        self._digits = GRAMMARS.prepare(DIGITS).result()
-
-    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, call, arguments))
-        return future
-
-    def prepare(self, grammar: Grammar) -> Future[Any]:
-        return self.submit(self._compiled, grammar)
-
-    def go_on(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future, call, arguments in waiting:
-            try:
-                future.set_result(call(*arguments))
-            except RequestError as error:
-                future.set_exception(error)
-
-    def shutdown(self, **_: object) -> None:
-        self.go_on()
-
-    def _compiled(self, grammar: Grammar) -> Any:
-        if grammar != DIGITS:
-            raise RequestError("no such grammar")
-        return self._digits
 
 
 def stage(bench: Bench, handle: int) -> str:
@@ -91,9 +36,9 @@ def stage(bench: Bench, handle: int) -> str:
     request = bench.engine.requests.get(handle)
     if request is None:
         return "ended" if handle in bench.seen else "arriving"
-    if request.awaits:
-        return next(stage for part, stage in AWAITS.items() if part in request.awaits)
     phases = {sequence.phase for sequence in request.sequences}
+    if Phase.JOINING in phases:
+        return "joining"
     if Phase.FETCHING in phases:
         return "fetching a prefix" if request.prefix_source[0] else "fetching"
     if Phase.WAITING in phases:
@@ -104,11 +49,11 @@ def stage(bench: Bench, handle: int) -> str:
 
 
 class Crowd(Bench):
-    """Requests of every kind on a small memory over a disk, in an order that chance gives and repeats."""
+    """Requests of every kind on a small memory, in an order that chance gives and repeats."""
 
-    def __init__(self, model: Any, tiers: Tiers, by_hand: ByHand):
-        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24, tiers=tiers, grammars=by_hand)
-        self.model, self.chance, self.by_hand = model, Random(1), by_hand
+    def __init__(self, model: Any):
+        super().__init__(model, max_running=8, max_waiting=CANCELS, num_pages=24)
+        self.model, self.chance = model, Random(1)
         self.alive: list[int] = []
         self.last = b"x" * 200
         """Wanted again while it is fetched: that is joined."""
@@ -123,13 +68,10 @@ class Crowd(Bench):
         if number(3) == 0:
             prompt = bytes([40 + number(30)]) * 200 if number(3) == 0 else self.last
             fields["prefix_url"], self.last = "http://127.0.0.1:2", prompt
-        if number(5) == 0:
-            fields["grammar"] = DIGITS if number(3) else Grammar("regex", "another")
         self.alive.append(self.ask(prompt, **fields))
 
     def others_go_on(self) -> None:
         """Let threads come back with what they were sent for."""
-        self.by_hand.go_on()
         for fetch in self.fetches:
             fetch.on_end(self.result_of(fetch))
         self.fetches.clear()
@@ -149,13 +91,13 @@ class Crowd(Bench):
         return self.engine.step(wait=False)
 
     def preempt(self) -> None:
-        """Take the memory of somebody who runs, as the schedule does when pages are short."""
+        """Take the memory of a running sequence, as the schedule does when pages are short."""
         running = [one for one in self.engine.requests.sequences() if one.phase is Phase.RUNNING]
         if running:
             self.engine._preempt(self.chance.choice(running))
 
     def cancel(self, stages: Counter[str]) -> None:
-        """Cancel somebody at a stage that chance takes: all stages alike, however few stand there."""
+        """Cancel a request at a random stage: all stages alike, however few requests are there."""
         standing: dict[str, list[int]] = {}
         for handle in self.alive:
             standing.setdefault(stage(self, handle), []).append(handle)
@@ -167,17 +109,9 @@ class Crowd(Bench):
             self.alive.remove(handle)
 
 
-def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-    monkeypatch.setattr(loop, "LOAD_SECONDS", 1000.0)
-    monkeypatch.setattr("os.fsync", lambda _: None)
-    tiers, by_hand = Tiers(model.fingerprint, disk_directory=tmp_path, disk_bytes=1 << 26), ByHand()
-    tiers.disk._reader.shutdown()
-    tiers.disk._writer.shutdown()
-    tiers.disk._reader, tiers.disk._writer = by_hand, AtOnce()
-    crowd, stages = Crowd(Parrot(model), tiers, by_hand), Counter[str]()
+@pytest.mark.usefixtures("small_chunks")
+def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(model: Model):
+    crowd, stages = Crowd(Parrot(model)), Counter[str]()
     while stages.total() < CANCELS:
         for _ in range(crowd.chance.randrange(12)):
             crowd.arrive()
@@ -197,4 +131,3 @@ def test_ten_thousand_cancels_at_every_stage_leave_no_page_held(
     crowd.assert_nothing_is_held()
     assert stages.keys() == STAGES
     assert min(stages.values()) >= 100, stages
-    tiers.close()

@@ -1,4 +1,4 @@
-"""The step loop and its memory: what is shared, who gives way, and that whatever ends leaves nothing behind."""
+"""The step loop and its memory: what is shared, what gives way, and that all that ends leaves nothing behind."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,44 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from prfaas.wire.engine import Cancel, Failed, Sampling
-from prfaas_worker.engine import schedule
+from prfaas.wire.engine import Failed, Sampling
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 
-from .engine_bench import Bench, Parrot, alone
+from .engine_bench import Bench, Parrot, generate
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 64 tokens, so that short prompts take several steps."""
-    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 64))
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 5])
-def test_a_cancelled_request_frees_its_memory_wherever_it_stands(model: Model, steps: int):
-    bench = Bench(model)
-    handle = bench.ask(b"z" * 100, choices=2, max_tokens=50)
-    for _ in range(steps):
-        bench.step()
-    bench.engine.inbox.put(Cancel(handle))
-    bench.step()
-    bench.assert_nothing_is_held()
-    assert bench.engine.requests.get(handle) is None
-    stats = bench.engine.stats
-    assert (stats.requests_running, stats.requests_waiting, stats.prefills_running, stats.prefills_waiting) == (0,) * 4
-    said = len(bench.said)
-    bench.run()
-    assert len(bench.said) == said
-
-
-def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_alone(model: Model):
+def test_sequences_that_outgrow_the_memory_take_turns_and_answer_as_if_alone(model: Model):
     """Three streams of up to four pages on five: the last one gives way, and comes back as if nothing had been."""
     bench = Bench(model, num_pages=5)
     prompts = [b"def f(x):\n    return", b"import os\n\n\nclass A", b"for i in range("]
@@ -59,17 +31,7 @@ def test_sequences_that_outgrow_the_memory_take_turns_and_say_what_they_would_al
         assert bench.tokens(handle) == roomy.tokens(other)
 
 
-def test_choices_share_their_prompts_pages(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x" * 200, choices=4, max_tokens=30, sampling=Sampling(1.0, 1.0, 0, 1))
-    while not bench.tokens(handle, 3):
-        bench.step()
-    assert bench.engine.cache.stats().used_pages == 3 + 4
-    bench.run()
-    bench.assert_nothing_is_held()
-
-
-def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
+def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_again(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ):
     bench = Bench(model)
@@ -90,16 +52,16 @@ def test_a_step_without_memory_fails_its_prompts_and_computes_its_decodes_anew(
     bench.step()
     monkeypatch.undo()
     bench.run()
-    (failed,) = [message for message in bench.said if isinstance(message, Failed)]
+    (failed,) = [message for message in bench.sent if isinstance(message, Failed)]
     assert (failed.handle, failed.status, failed.code) == (refused, 503, "overloaded")
-    expected = alone(model, b"def f(", 20)
+    expected = generate(model, b"def f(", 20)
     cut = next((at for at, token in enumerate(expected) if token in model.eos_token_ids), 20)
     assert bench.tokens(stream) == expected[:cut]
     bench.assert_nothing_is_held()
 
 
 def test_a_step_without_memory_ends_all_choices_of_a_prompt_in_it(model: Model, monkeypatch: pytest.MonkeyPatch):
-    """One choice decodes beside another that has lost its memory and is computed anew."""
+    """One choice decodes beside another that has lost its memory and is computed again."""
     bench = Bench(model)
     handle = bench.ask(b"def f(", choices=2, max_tokens=50)
     while not bench.tokens(handle, 1):
@@ -117,12 +79,12 @@ def test_a_step_without_memory_ends_all_choices_of_a_prompt_in_it(model: Model, 
 
     monkeypatch.setattr(model, "forward", forward)
     bench.step()
-    assert [type(message) for message in bench.said if message.handle == handle].count(Failed) == 1
+    assert [type(message) for message in bench.sent if message.handle == handle].count(Failed) == 1
     bench.assert_nothing_is_held()
 
 
 def test_requests_behind_one_long_prefix_need_only_their_own_pages(model: Model):
-    """A prefix of 160 pages, made hot, in a pool of 256: each of eight requests on it needs a few pages of its own."""
+    """A prefix of 160 pages, made hot, in a pool of 256: each of eight requests on it needs only a few pages more."""
     bench = Bench(Parrot(model), max_running=16, max_waiting=16, num_pages=256)
     prefix = [token % 200 for token in range(160 * 64)]
     for number in range(3):

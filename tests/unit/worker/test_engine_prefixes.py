@@ -1,5 +1,5 @@
 """Prefixes from other instances, in an engine that is stepped by hand: what comes is used as if it had been cached,
-what does not come costs time alone, what many want is fetched once, and what is lossy stays with who received it.
+what does not come costs only time, what many want is fetched once, and what is lossy stays with its receiver.
 """
 
 from typing import Any
@@ -11,18 +11,12 @@ from prfaas.wire.engine import Cancel, Started, StartPrefill
 from prfaas.wire.prefill import PrefillRequest
 from prfaas_transfer.fetch import AbsentError
 from prfaas_worker.engine.sequences import Phase, PrefillOffered
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, FetchByHand, alone, prefix_fetched
+from .engine_bench import Bench, FetchByHand, generate, prefix_fetched
 
 URL = "http://127.0.0.1:1"
 SHARED = (b"You are a careful assistant that answers in Python. " * 5)[:192]
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model("builtin:kimi-linear-tiny", 1)[0]
 
 
 def prompt_of(tail: bytes) -> bytes:
@@ -37,8 +31,8 @@ def bring(model: Model, fetch: FetchByHand, tokens: int = len(SHARED), *, is_exa
     fetch.on_end(prefix_fetched(model, fetch.sequence, tokens, is_exact=is_exact))
 
 
-def started(bench: Bench, handle: int) -> Started:
-    return next(one for one in bench.said if isinstance(one, Started) and one.handle == handle)
+def find_started(bench: Bench, handle: int) -> Started:
+    return next(one for one in bench.sent if isinstance(one, Started) and one.handle == handle)
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
@@ -47,7 +41,7 @@ def outcomes(bench: Bench) -> dict[str, int]:
 
 def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
-    expected = alone(model, prompt, 6)
+    expected = generate(model, prompt, 6)
     handle = ask(bench, prompt)
     bench.step()
     (fetch,) = bench.fetches
@@ -59,27 +53,13 @@ def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     assert bench.tokens(handle) == expected
     assert bench.engine.stats.prompt_tokens == len(prompt) - len(SHARED)
     assert bench.engine.stats.prefix_tokens == len(SHARED)
-    told = started(bench, handle)
-    assert (told.cached_tokens, told.kv_bytes, told.transfer_seconds) == (len(SHARED), 7, 0.25)
+    message = find_started(bench, handle)
+    assert (message.cached_tokens, message.kv_bytes, message.transfer_seconds) == (len(SHARED), 7, 0.25)
     assert outcomes(bench) == {"fetched": 1}
     bench.assert_nothing_is_held()
 
 
-def test_others_find_a_fetched_prefix_without_asking(model: Model):
-    bench = Bench(model)
-    ask(bench, prompt_of(b"first"))
-    bench.step()
-    bring(model, bench.fetches[0])
-    bench.run()
-    computed, prompt = bench.engine.stats.prompt_tokens, prompt_of(b"second")
-    handle = bench.ask(prompt)
-    bench.run()
-    assert bench.tokens(handle) == alone(model, prompt, 6)
-    assert started(bench, handle).cached_tokens == len(SHARED)
-    assert bench.engine.stats.prompt_tokens - computed == len(prompt) - len(SHARED)
-
-
-def test_nobody_is_asked_for_what_cannot_be_more_than_is_cached(model: Model):
+def test_fetches_nothing_that_cannot_be_more_than_is_cached(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     bench.ask(prompt)
     bench.run()
@@ -87,14 +67,14 @@ def test_nobody_is_asked_for_what_cannot_be_more_than_is_cached(model: Model):
     short = ask(bench, b"less than a block")
     bench.run()
     assert bench.fetches == []
-    assert started(bench, again).cached_tokens == len(prompt) // 64 * 64
-    assert started(bench, short).cached_tokens == 0
+    assert find_started(bench, again).cached_tokens == len(prompt) // 64 * 64
+    assert find_started(bench, short).cached_tokens == 0
 
 
 @pytest.mark.parametrize("error", [PeerError("gone"), AbsentError("nothing")])
 def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerError):
     bench, prompt = Bench(model), prompt_of(b"first")
-    expected = alone(model, prompt, 6)
+    expected = generate(model, prompt, 6)
     handle = ask(bench, prompt)
     bench.step()
     (fetch,) = bench.fetches
@@ -102,28 +82,15 @@ def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerEr
     fetch.on_end(error)
     bench.run()
     assert bench.tokens(handle) == expected
-    assert len(bench.fetches) == 1, "it is not asked for again"
-    assert started(bench, handle).cached_tokens == 0
+    assert len(bench.fetches) == 1, "it is not fetched again"
+    assert find_started(bench, handle).cached_tokens == 0
     assert outcomes(bench) == {"absent" if isinstance(error, AbsentError) else "failed": 1}
     bench.assert_nothing_is_held()
 
 
-def test_the_state_that_came_is_what_the_rest_stands_on(model: Model):
-    """The control of the test above: half written states do change the answer."""
-    bench, prompt = Bench(model), prompt_of(b"first")
-    handle = ask(bench, prompt, logprobs=0)
-    bench.step()
-    (fetch,) = bench.fetches
-    result = prefix_fetched(model, fetch.sequence, len(SHARED))
-    bench.memory.slots[fetch.sequence.held.slot].fill_(0x3C)
-    fetch.on_end(result)
-    bench.run()
-    assert bench.tokens(handle) != alone(model, prompt, 6)
-
-
-def test_many_who_want_the_same_make_one_transfer(model: Model):
+def test_many_that_want_the_same_make_one_transfer(model: Model):
     bench, prompt = Bench(model, max_running=8, max_waiting=8), prompt_of(b"first")
-    expected = alone(model, prompt, 6)
+    expected = generate(model, prompt, 6)
     handles = [ask(bench, prompt) for _ in range(6)]
     bench.step()
     assert len(bench.fetches) == 1
@@ -144,17 +111,17 @@ def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
     bench.step()
     bring(model, bench.fetches[0])
     bench.step()
-    # What they have in common is cached now, and none of it is longer than that: nobody asks again.
+    # What they have in common is cached now, and none of it is longer than that: none is fetched again.
     for fetch in bench.fetches[1:]:
         assert fetch.sequence.computed_tokens == len(SHARED)
         fetch.on_end(AbsentError("nothing longer"))
     bench.run()
-    assert [bench.tokens(handle) for handle in handles] == [alone(model, prompt, 6) for prompt in prompts]
+    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6) for prompt in prompts]
     assert outcomes(bench)["fetched"] == 1
     assert bench.engine.stats.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
 
 
-def test_who_waited_in_vain_asks_for_itself_once(model: Model):
+def test_requests_that_waited_in_vain_fetch_once(model: Model):
     """Two conversations that begin alike: what came for one is of no use to the other."""
     bench = Bench(model)
     one, other = SHARED[:64] + b"a" * 200, SHARED[:64] + b"b" * 200
@@ -167,7 +134,9 @@ def test_who_waited_in_vain_asks_for_itself_once(model: Model):
     assert len(bench.fetches) == 2, "the two others ask once"
     bring(model, bench.fetches[1], 192)
     bench.run()
-    assert [bench.tokens(handle) for handle in handles] == [alone(model, prompt, 6) for prompt in (one, other, other)]
+    assert [bench.tokens(handle) for handle in handles] == [
+        generate(model, prompt, 6) for prompt in (one, other, other)
+    ]
     assert outcomes(bench) == {"fetched": 2, "joined": 3}
     bench.assert_nothing_is_held()
 
@@ -182,18 +151,18 @@ def test_strangers_and_other_sources_are_not_waited_for(model: Model):
     assert len(bench.fetches) == 4
 
 
-def test_a_source_that_fails_one_is_not_tried_by_those_who_waited(model: Model):
+def test_a_source_that_fails_one_is_not_tried_by_those_that_waited(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()
     bench.fetches[0].on_end(PeerError("gone"))
     bench.run()
     assert len(bench.fetches) == 1
-    assert [bench.tokens(handle) for handle in handles] == [alone(model, prompt, 6)] * 3
+    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6)] * 3
     bench.assert_nothing_is_held()
 
 
-def test_another_asks_when_who_asked_leaves(model: Model):
+def test_another_request_fetches_when_the_first_leaves(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()
@@ -206,27 +175,14 @@ def test_another_asks_when_who_asked_leaves(model: Model):
     assert len(bench.fetches) == 2
     bring(model, bench.fetches[1])
     bench.run()
-    assert [bench.tokens(handle) for handle in handles[1:]] == [alone(model, prompt, 6)] * 2
+    assert [bench.tokens(handle) for handle in handles[1:]] == [generate(model, prompt, 6)] * 2
     assert outcomes(bench) == {"cancelled": 1, "fetched": 1, "joined": 3}
-    bench.assert_nothing_is_held()
-
-
-def test_who_waits_for_another_may_leave(model: Model):
-    bench, prompt = Bench(model), prompt_of(b"first")
-    first, second = ask(bench, prompt), ask(bench, prompt)
-    bench.step()
-    bench.engine.inbox.put(Cancel(second))
-    bench.step()
-    bring(model, bench.fetches[0])
-    bench.run()
-    assert bench.tokens(first) == alone(model, prompt, 6)
-    assert bench.tokens(second) == []
     bench.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_lossy_rows_are_never_found_by_others(model: Model, is_exact: bool):
-    """Neither what came, nor what was computed on it, nor what was said behind it; an exact one is found."""
+    """Neither what came, nor what was computed on it, nor what was generated behind it; an exact one is found."""
     bench, prompt = Bench(model), prompt_of(b"first" * 20)
     handle = ask(bench, prompt, max_tokens=150, ignore_eos=True, choices=2)
     bench.step()
@@ -236,11 +192,11 @@ def test_lossy_rows_are_never_found_by_others(model: Model, is_exact: bool):
     assert (bench.engine.cache.stats().cached_pages > 0) == is_exact
     again = bench.ask([*prompt, *bench.tokens(handle), 1])
     bench.run()
-    assert (started(bench, again).cached_tokens > len(prompt)) == is_exact
+    assert (find_started(bench, again).cached_tokens > len(prompt)) == is_exact
     bench.assert_nothing_is_held()
 
 
-def test_who_gives_its_memory_back_computes_lossy_rows_anew(model: Model):
+def test_a_request_that_frees_its_memory_computes_lossy_rows_again(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
     handle = ask(bench, prompt, max_tokens=70, ignore_eos=True)
     bench.step()
@@ -256,10 +212,10 @@ def test_who_gives_its_memory_back_computes_lossy_rows_anew(model: Model):
 
 def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
-    asked = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL)
+    body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL)
     for handle, ends_early in ((1, False), (2, True)):
         bench.engine.cache.reset()
-        message = StartPrefill(handle, asked)
+        message = StartPrefill(handle, body)
         offer, _ = bench.offers.grant(message.subject, 0, len(prompt))
         bench.engine.inbox.put(PrefillOffered(message, offer))
         bench.step()
@@ -280,7 +236,7 @@ def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(
         bench.assert_nothing_is_held()
 
 
-def test_what_a_prefill_computes_on_lossy_rows_is_told_to_be_so(model: Model):
+def test_marks_what_a_prefill_computes_on_lossy_rows(model: Model):
     bench, prompt = Bench(model), list(prompt_of(b"first"))
     message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
     offer, _ = bench.offers.grant(message.subject, 0, len(prompt))

@@ -1,4 +1,4 @@
-"""Cache events as readers see them who know only what is documented: msgpack without types, plain HTTP, plain ZMQ.
+"""Cache events as readers see them that know only what is documented: msgpack without types, plain HTTP, plain ZMQ.
 
 The front is the real one, HTTP and all; the engine is the other end of its socket, played here.
 """
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.system
 
 
 class Reader:
-    """Reads the stream with the standard library and a msgpack decoder: the ten lines that anybody needs."""
+    """Reads the stream with the standard library and a msgpack decoder: the ten lines that a reader needs."""
 
     def __init__(self, host: str, query: str = ""):
         self._connection = http.client.HTTPConnection(host, 8000, timeout=10)
@@ -47,7 +47,7 @@ class Reader:
 
 
 async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]:
-    """Connect anew, read so many frames and leave."""
+    """Connect again, read so many frames and leave."""
 
     def run() -> list[tuple[str, int, Any]]:
         reader = Reader(front.host, query)
@@ -59,8 +59,8 @@ async def read(front: Any, query: str, count: int) -> list[tuple[str, int, Any]]
     return await asyncio.to_thread(run)
 
 
-async def test_a_stream_says_who_speaks_and_then_what_happened(front):
-    await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention", MEDIUM_DEVICE))
+async def test_a_stream_names_its_instance_and_then_what_happened(front):
+    await front.change_cache(attention_stored([b"h" * 32], None, list(range(64)), "mla_attention"))
     await front.change_cache(BlockRemoved([b"h" * 32], MEDIUM_DEVICE, 0), AllBlocksCleared())
     hello, first, second = await read(front, "", 3)
     topic = "kv@pod-1@tiny"
@@ -76,7 +76,7 @@ async def test_a_stream_says_who_speaks_and_then_what_happened(front):
     assert second[2][1] == [["BlockRemoved", [b"h" * 32], "GPU", 0], ["AllBlocksCleared"]]
 
 
-async def test_a_reader_that_was_away_goes_on_where_it_was(front):
+async def test_a_reader_that_was_away_continues_where_it_was(front):
     for n in range(5):
         await front.change_cache(BlockRemoved([n]))
     frames = await read(front, "", 3)
@@ -87,7 +87,7 @@ async def test_a_reader_that_was_away_goes_on_where_it_was(front):
     assert [batch[1][0][1] for _, _, batch in rest] == [[2], [3], [4], [5]]
 
 
-async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypatch):
+async def test_events_arrive_as_they_happen_and_silence_is_reported(front, monkeypatch):
     monkeypatch.setattr(kv_event_stream, "ALIVE_SECONDS", 0.05)
     reader = await asyncio.to_thread(Reader, front.host)
     assert [topic for topic, _, _ in await asyncio.to_thread(reader.take, 3)] == [
@@ -101,7 +101,7 @@ async def test_events_arrive_as_they_happen_and_silence_is_told(front, monkeypat
     reader.close()
 
 
-async def test_a_reader_too_slow_for_the_log_is_cut_off_with_a_reason_and_slows_nobody(front):
+async def test_a_reader_too_slow_for_the_log_is_cut_off_with_a_reason_and_slows_no_other(front):
     big = b"x" * 100_000
     reader = await asyncio.to_thread(Reader, front.host)
     for _ in range(800):  # 80 MB: beyond what the sockets and the log hold together
@@ -137,7 +137,7 @@ async def test_a_reader_that_leaves_while_it_is_written_to_is_no_error(front, mo
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_the_byte_map_has_numbers_of_its_own(front):
+async def test_the_byte_map_has_its_own_numbers(front):
     await front.change_cache(AllBlocksCleared())
     front.serving.events.learn([ByteBlock(1, b"a" * 32, 64), ByteBlock(2, b"b" * 32, 128)])
     _, kv, learned = await read(front, "", 3)
@@ -146,7 +146,7 @@ async def test_the_byte_map_has_numbers_of_its_own(front):
     assert learned[2]["blocks"][1] == {"byte_hash": 2, "block_hash": b"b" * 32, "tokens": 128}
 
 
-def test_byte_blocks_are_told_once_while_the_log_has_them():
+def test_byte_blocks_are_published_once_while_the_log_has_them():
     events = KvEventPublisher(parse(["--model-source", "x", "--model-name", "m"]))
     events.byte_map = TopicLog("bytes", kept_batches=2)
     first, second, third = (ByteBlock(n, b"h" * 32, 64) for n in range(3))
@@ -199,7 +199,7 @@ async def next_frames(receiver: zmq.asyncio.Socket) -> list[bytes]:
 
 async def test_zmq_subscribers_get_vllms_frames(front, sockets):
     subscriber = await subscribe(sockets, front, "kv@")
-    front.serving.events.learn([ByteBlock(1, b"a" * 32, 64)])  # another topic: not asked for
+    front.serving.events.learn([ByteBlock(1, b"a" * 32, 64)])  # another topic: not requested
     await front.change_cache(BlockRemoved([b"h"], MEDIUM_DEVICE, 0))
     seqs = []
     while True:
@@ -234,7 +234,7 @@ async def test_zmq_replays_what_a_subscriber_missed(front, sockets):
     ]
 
 
-async def test_a_damaged_request_for_a_replay_hurts_nobody(front, sockets):
+async def test_a_damaged_request_for_a_replay_harms_nothing(front, sockets):
     await front.change_cache(AllBlocksCleared())
     asker = sockets(zmq.DEALER)
     asker.connect(f"tcp://{front.host}:{front.events_port + 1}")

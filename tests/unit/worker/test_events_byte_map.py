@@ -1,11 +1,10 @@
 """The byte map: what a request teaches is what a gateway computes from the same bytes, and never too many tokens.
 
-Hashes are computed here a second time, from their description alone.
+Hashes are computed here a second time, only from their description.
 """
 
 import asyncio
 import hashlib
-import http.client
 import json
 import struct
 from pathlib import Path
@@ -19,6 +18,8 @@ from prfaas.wire.engine import Generate, Ready
 from prfaas_worker.front.generate import INLINE_MAP_BYTES
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
+
+from .test_events import Reader
 
 pytestmark = pytest.mark.system
 
@@ -51,19 +52,13 @@ async def ask(client, front, path: str, body: dict[str, Any]) -> Generate:
 async def learned(front) -> list[dict[str, Any]]:
     """The published pairs, read as a router reads them."""
 
-    def read() -> list[dict[str, Any]]:
-        connection = http.client.HTTPConnection(front.host, 8000, timeout=10)
-        connection.request("GET", "/v1/kv-events")
-        with connection.getresponse() as answer:
-            while True:
-                (size,) = struct.unpack("!I", answer.read(4))
-                topic, _, payload = msgspec.msgpack.decode(answer.read(size))
-                if topic == "bytes@pod-1@tiny":
-                    break
-        connection.close()
-        return msgspec.msgpack.decode(payload)["blocks"]
+    def run() -> list[dict[str, Any]]:
+        reader = Reader(front.host)
+        blocks = next(payload["blocks"] for topic, _, payload in reader if topic == "bytes@pod-1@tiny")
+        reader.close()
+        return blocks
 
-    return await asyncio.to_thread(read)
+    return await asyncio.to_thread(run)
 
 
 def token_names(token_ids: list[int], salt: str = "") -> list[bytes]:
@@ -115,10 +110,10 @@ async def test_a_chat_teaches_tokens_of_its_contents(client, loaded):
 
 
 async def test_byte_blocks_before_the_first_block_of_tokens_are_taught_too(client, loaded):
-    """Else a reader could not tell them from those that nobody has asked about."""
-    tools = [{"type": "function", "function": {"name": f"tool{n}", "description": "x" * 200}} for n in range(4)]
+    """Otherwise a reader could not distinguish them from those of no request."""
+    variables = {"chat_template_kwargs": {"unused": "x" * 800}}
     messages = [{"role": "user", "content": "What is there? " * 40}]
-    await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages, "tools": tools})
+    await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages} | variables)
     tokens = [pair["tokens"] for pair in await learned(loaded)]
     assert tokens == sorted(tokens)
     assert tokens[0] == 0

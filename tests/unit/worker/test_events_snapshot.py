@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from prfaas.wire.kvevents import (
     MEDIUM_DEVICE,
-    MEDIUM_HOST,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -46,19 +45,19 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def stored(first: int, last: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
+def stored(first: int, last: int) -> BlockStored:
     """Blocks of one chain, in which each is the next one's parent."""
     tokens = [block for block in range(first, last) for _ in range(2)]
     parent = key(first - 1) if first else None
-    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention", medium)
+    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention")
 
 
-def state(number: int, medium: str = MEDIUM_DEVICE) -> BlockStored:
-    return state_stored(key(number), key(number - 1) if number else None, [number, number], medium)
+def state(number: int) -> BlockStored:
+    return state_stored(key(number), key(number - 1) if number else None, [number, number])
 
 
 class Index:
-    """What a router knows who knows vLLM's format alone: every block with all that was said of it."""
+    """What a router knows that knows only vLLM's format: every block with all its fields."""
 
     def __init__(self, events: list[KvEvent] = []):  # noqa: B006 - read only
         self.blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
@@ -80,21 +79,19 @@ class Index:
                     parent = one
 
 
-def told(events: list[KvEvent]) -> list[KvEvent]:
+def take_snapshot(events: list[KvEvent]) -> list[KvEvent]:
     kept = CacheSnapshot()
     kept.apply(events)
     return [event for batch in snapshot_batches(kept.blocks()) for event in batch]
 
 
 chains = st.tuples(st.integers(0, 7), st.integers(1, 4)).map(lambda at: (at[0], at[0] + at[1]))
-mediums = st.sampled_from([MEDIUM_DEVICE, MEDIUM_HOST])
 changes = st.one_of(
-    st.builds(lambda at, medium: stored(*at, medium), chains, mediums),
-    st.builds(state, st.integers(0, 9), mediums),
+    st.builds(lambda at: stored(*at), chains),
+    st.builds(state, st.integers(0, 9)),
     st.builds(
-        lambda at, medium, group: BlockRemoved([key(n) for n in range(*at)], medium, group),
+        lambda at, group: BlockRemoved([key(n) for n in range(*at)], MEDIUM_DEVICE, group),
         chains,
-        mediums,
         st.sampled_from([0, 1]),
     ),
     st.just(AllBlocksCleared()),
@@ -103,7 +100,7 @@ changes = st.one_of(
 
 @given(st.lists(changes, max_size=30))
 def test_a_snapshot_leads_to_what_all_events_lead_to(events: list[KvEvent]):
-    found = told(events)
+    found = take_snapshot(events)
     assert found[0] == AllBlocksCleared()
     assert Index(found).blocks == Index(events).blocks
     # Also over whatever the reader believed before.
@@ -112,23 +109,13 @@ def test_a_snapshot_leads_to_what_all_events_lead_to(events: list[KvEvent]):
 
 @given(st.lists(changes, max_size=30))
 def test_parents_come_before_their_children_and_rows_before_states(events: list[KvEvent]):
-    found = [event for event in told(events) if isinstance(event, BlockStored)]
+    found = [event for event in take_snapshot(events) if isinstance(event, BlockStored)]
     order = [event.block_hashes[0] for event in found]
     for place, event in enumerate(found):
         assert event.parent_block_hash not in order[place:]
     for before, after in pairwise(found):
         if before.block_hashes == after.block_hashes:
-            assert (before.group_idx, before.medium) < (after.group_idx, after.medium)
-
-
-def test_what_comes_tail_first_is_told_head_first():
-    found = told([stored(2, 3), stored(1, 2), stored(0, 1), state(2)])[1:]
-    assert [(event.block_hashes[0], event.group_idx) for event in found] == [
-        (key(0), 0),
-        (key(1), 0),
-        (key(2), 0),
-        (key(2), 1),
-    ]
+            assert (before.group_idx, after.group_idx) == (0, 1)
 
 
 @pytest.mark.parametrize("count", [0, 1, EVENTS_PER_BATCH - 1, EVENTS_PER_BATCH, 3 * EVENTS_PER_BATCH])
@@ -141,7 +128,7 @@ def test_a_snapshot_has_as_many_batches_as_it_says(count: int):
     assert snapshot_batch_count(blocks) == len(list(snapshot_batches(blocks)))
 
 
-def test_what_is_gone_takes_no_memory():
+def test_removed_blocks_take_no_memory():
     kept = CacheSnapshot()
     kept.apply([stored(0, 9), state(8), BlockRemoved([key(n) for n in range(9)], MEDIUM_DEVICE, 0)])
     assert list(kept.blocks()) == [key(8)]
@@ -241,8 +228,8 @@ async def test_a_replay_that_reaches_back_too_far_begins_with_a_snapshot(moved_o
     assert (await next_frames(asker))[1:] == [b"\xff" * 8, b""]
 
 
-def test_a_block_in_several_places_is_kept_once():
+def test_a_block_in_both_groups_is_kept_once():
     kept = CacheSnapshot()
-    kept.apply([stored(0, 1), stored(0, 1, MEDIUM_HOST), state(0)])
+    kept.apply([stored(0, 1), state(0)])
     (block,) = kept.blocks().values()
-    assert (len(block.locations), block.token_ids) == (3, array("I", [0, 0]))
+    assert (len(block.groups), block.token_ids) == (2, array("I", [0, 0]))

@@ -1,10 +1,9 @@
 """Proves that one transfer can be followed through a real gateway and two real workers: by its id in the response, in
 one log line a side, and as spans of one trace in a collector; that a failed one says why, and a broken connection
-shows. The trace is torn where somebody on the way drops its context, so the tests would see it.
+shows.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import re
@@ -12,8 +11,8 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +23,14 @@ from prfaas.names import HUB
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 from ...waiting import eventually, eventually_async
-from .collector import Collector, Told
+from .collector import Collector, Span
 from .conftest import Worker, _all_ready, _launcher
+from .relays import relayed
 
 pytestmark = pytest.mark.system
 
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
-RELAYS = itertools.count(220)
 REMOTE = ["prefill.remote", "transfer", "prefill"]
 
 
@@ -92,7 +91,7 @@ def _port(log: Path) -> int:
 
 
 async def ask(url: str, prompt: str = PROMPT, /, **headers: str) -> tuple[int, dict[str, str]]:
-    """Complete a prompt that nobody has cached, in a trace of the client's; returns status and headers."""
+    """Complete a prompt that is not cached, in a trace of the client's; returns status and headers."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "cache_salt": secrets.token_hex(8)}
     async with (
         aiohttp.ClientSession() as session,
@@ -119,7 +118,7 @@ def lines(log: Path, **wanted: str) -> list[dict[str, str]]:
     return found
 
 
-async def told(log: Path, count: int, **wanted: str) -> list[dict[str, str]]:
+async def wait_for_lines(log: Path, count: int, **wanted: str) -> list[dict[str, str]]:
     """Wait until there are so many such lines at INFO or above, and return them."""
 
     def found() -> list[dict[str, str]]:
@@ -129,10 +128,10 @@ async def told(log: Path, count: int, **wanted: str) -> list[dict[str, str]]:
     return found()
 
 
-def tree(spans: list[Told], root: str = "") -> set[tuple[str, str, str]]:
+def tree(spans: list[Span], root: str = "") -> set[tuple[str, str, str]]:
     """Return (name, service, name of the parent); `root` is the id of the client's own span."""
     names = {span.span_id: span.name for span in spans} | {root: "client"}
-    return {(span.name, span.service, names.get(span.parent_id, "nobody")) for span in spans}
+    return {(span.name, span.service, names.get(span.parent_id, "none")) for span in spans}
 
 
 async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_three(system):
@@ -140,7 +139,7 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
     transfer_id = headers["x-prfaas-transfer-id"]
     assert (status, headers["x-request-id"], headers["x-prfaas-decision"]) == (200, "follow-me/1", "offload")
     assert re.fullmatch("[0-9a-f]{32}", transfer_id)
-    ends = {side: await told(log, 1, transfer_id=transfer_id) for side, log in system.logs.items()}
+    ends = {side: await wait_for_lines(log, 1, transfer_id=transfer_id) for side, log in system.logs.items()}
     assert {side: [line["words"] for line in found] for side, found in ends.items()} == {
         "gateway": ["request"],
         "D": ["transfer received"],
@@ -166,10 +165,10 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
     assert destination["trace_id"] == source["trace_id"] == gateway["trace_id"]
 
 
-async def test_the_steps_of_a_transfer_are_there_for_who_asks_for_them(system):
+async def test_the_debug_log_has_the_steps_of_a_transfer(system):
     _, headers = await ask(system.gateway_url)
     transfer_id = headers["x-prfaas-transfer-id"]
-    await told(system.prefill.log, 1, transfer_id=transfer_id)
+    await wait_for_lines(system.prefill.log, 1, transfer_id=transfer_id)
     steps = {line["words"] for line in lines(system.prefill.log, transfer_id=transfer_id) if line["level"] == "DEBUG"}
     assert steps == {"transfer granted", "transfer computing", "transfer connected", "transfer computed"}
     (granted,) = (line for line in lines(system.decode.log, transfer_id=transfer_id) if line["level"] == "DEBUG")
@@ -179,12 +178,12 @@ async def test_the_steps_of_a_transfer_are_there_for_who_asks_for_them(system):
 async def test_no_log_holds_the_token_that_opens_a_transfer(system):
     url = f"{system.prefill.url}/v1/prefills"
     async with aiohttp.ClientSession() as session:
-        asked = {"request_id": "secretive", "model": "tiny", "token_ids": [1, 2, 3]}
-        async with session.post(url, json=asked) as answer:
+        body = {"request_id": "secretive", "model": "tiny", "token_ids": [1, 2, 3]}
+        async with session.post(url, json=body) as answer:
             grant = await answer.json()
         async with session.delete(f"{url}/{grant['transfer_id']}"):
             pass
-    (end,) = await told(system.prefill.log, 1, request_id="secretive")
+    (end,) = await wait_for_lines(system.prefill.log, 1, request_id="secretive")
     assert (end["words"], end["outcome"], end["transfer_id"]) == ("transfer sent", "cancelled", grant["transfer_id"])
     assert not any(grant["token"] in log.read_text() for log in system.logs.values())
 
@@ -240,56 +239,6 @@ async def test_a_prompt_below_the_threshold_is_prefilled_in_one_span_and_moves_n
     }
 
 
-@asynccontextmanager
-async def relayed(worker: Worker, *, api: tuple[bytes, bytes] = (b"", b""), cut_after: int = 0) -> AsyncIterator[str]:
-    """A middleman before both ports of a worker: replaces bytes on the way to its API, and cuts the first data
-    connections once so many bytes came over them.
-    """
-    host = f"{worker.host.rsplit('.', 1)[0]}.{next(RELAYS)}"  # workers keep connections, by address
-    left = cut_after
-
-    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, port: int, up: bool) -> None:
-        nonlocal left
-        try:
-            while piece := await reader.read(1 << 14):
-                writer.write(piece.replace(*api) if up and port == 8000 and api[0] else piece)
-                await writer.drain()
-                if left > 0 and not up and port == 8001:
-                    left -= len(piece)
-                    if left <= 0:
-                        return
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
-
-    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = writer.get_extra_info("sockname")[1]
-        theirs = await asyncio.open_connection(worker.host, port)
-        up = asyncio.create_task(pipe(reader, theirs[1], port=port, up=True))
-        await pipe(theirs[0], writer, port=port, up=False)
-        theirs[1].close()
-        await up
-
-    servers = [await asyncio.start_server(relay, host, port) for port in (8000, 8001)]
-    try:
-        yield f"http://{host}:8000"
-    finally:
-        for server in servers:
-            server.close()
-
-
-async def test_a_trace_is_torn_where_the_context_is_dropped_between_the_workers(system):
-    trace_id, root, context = trace_context()
-    async with relayed(system.prefill, api=(b"traceparent:", b"tracelesss:")) as url:
-        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
-    assert status == 200, headers
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
-    (end,) = await told(system.prefill.log, 1, transfer_id=headers["x-prfaas-transfer-id"])
-    assert "trace_id" not in end
-    assert ("prefill", "prfaas-worker", "prefill.remote") not in tree(spans, root)
-
-
 async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(system, client):
     trace_id, _, context = trace_context()
     before = [await client.metrics(worker) for worker in (system.prefill, system.decode)]
@@ -298,7 +247,7 @@ async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(s
     assert status == 200, headers
     ends: list[int] = []
     for log in (system.prefill.log, system.decode.log):
-        *resumes, end = await told(log, 2, transfer_id=headers["x-prfaas-transfer-id"])
+        *resumes, end = await wait_for_lines(log, 2, transfer_id=headers["x-prfaas-transfer-id"])
         assert [line["words"] for line in resumes] == ["transfer resumes"] * int(end["breaks"])
         assert end["outcome"] == "delivered"
         ends.append(int(end["breaks"]))
@@ -327,7 +276,7 @@ async def test_a_transfer_that_fails_is_an_error_with_its_reason_everywhere(syst
     spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
     assert all("refused with HTTP 404" in (span.error or "") for span in spans), spans
     assert "refused with HTTP 404" in json.loads(headers["body"])["error"]["message"]
-    (end,) = await told(system.decode.log, 1, trace_id=trace_id)
+    (end,) = await wait_for_lines(system.decode.log, 1, trace_id=trace_id)
     assert (end["level"], end["outcome"]) == ("WARNING", "failed")
     assert "refused with HTTP 404" in end["reason"]
 
@@ -353,7 +302,7 @@ async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
     assert {span.attributes.get("transfer_id") for span in spans} == {transfer_id}
 
 
-async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system):
+async def test_a_request_that_falls_back_is_served_and_names_what_failed(system):
     trace_id, headers = "", dict[str, str]()
     async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
         with routed(system, url):
@@ -372,7 +321,7 @@ async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system)
     assert sum(span.error is not None for span in spans) == 3, "the second decode leg is well, and the request too"
     (request,) = (span for span in spans if span.name == "request")
     assert (request.attributes["outcome"], request.events) == ("fallback", ["leg failed"])
-    (leg, end) = await told(system.gateway_log, 2, request_id=headers["x-request-id"])
+    (leg, end) = await wait_for_lines(system.gateway_log, 2, request_id=headers["x-request-id"])
     assert (leg["level"], leg["words"], leg["leg"], leg["instance"]) == ("WARNING", "leg failed", "prefill", "p0")
     assert "refused with HTTP 404" in leg["reason"]
     assert (end["words"], end["outcome"]) == ("request", "fallback")
@@ -380,7 +329,7 @@ async def test_a_request_that_falls_back_is_served_and_tells_what_failed(system)
 
 
 async def offloads(system: System) -> None:
-    """Wait until the gateway sends requests to the prefill worker again: it leaves alone for a moment what failed."""
+    """Wait until the gateway sends requests to the prefill worker again: it avoids for a moment what failed."""
 
     async def offloads_one() -> bool:
         return (await ask(system.gateway_url))[1].get("x-prfaas-decision") == "offload"

@@ -48,7 +48,7 @@ def connection() -> Iterator[Pair]:
 
 
 class Kernel:
-    """What a kernel would say of a connection, told by the test."""
+    """What a kernel would report of a connection, set by the test."""
 
     def __init__(self, **figures: float):
         self.now = TcpInfo(None, None, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0)._replace(**figures)
@@ -91,7 +91,7 @@ def test_the_data_path_does_not_depend_on_the_hosts_congestion_control(connectio
     assert name.rstrip(b"\0") == b"cubic"
 
 
-def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pair):
+def test_the_kernel_reports_what_the_peer_has_and_what_still_waits(connection: Pair):
     ours, theirs = connection
     before, theirs_before = read_tcp_info(ours), read_tcp_info(theirs)
     ours.sendall(bytes(5000))
@@ -107,7 +107,7 @@ def test_the_kernel_tells_what_the_peer_has_and_what_still_waits(connection: Pai
     assert 0 < read_tcp_info(ours).unsent_bytes <= filled
 
 
-def test_the_peers_full_window_is_told_from_our_own_buffer(connection: Pair):
+def test_distinguishes_the_peers_full_window_from_our_own_buffer(connection: Pair):
     ours, _ = connection
     fill(ours)
     # The kernel counts in ticks, and once it has tried to send into the full window.
@@ -122,7 +122,7 @@ def test_of_a_kept_connection_only_what_each_watch_added_counts(monitor: LinkMon
     for total in (11_000, 12_500):
         with monitor.watch(kernel, nothing, "hub"):
             kernel.move(sent_bytes=total, received_bytes=total // 10, retransmits=total // 1000)
-        kernel.move(sent_bytes=total + 70)  # between two watches: nobody's
+        kernel.move(sent_bytes=total + 70)  # between two watches: of neither
     found = link(monitor, "hub")
     assert (found.sent_bytes, found.received_bytes, found.retransmits) == (1000 + 1430, 1250, 12 - 3)
     assert found.busy_seconds == 0
@@ -194,7 +194,7 @@ def test_delays_and_rates_fade_some_time_after_the_last_connection(
     assert found.sent_bytes == 4
 
 
-def test_a_socket_closed_under_the_monitor_disturbs_nobody(monitor: LinkMonitor, connection: Pair):
+def test_a_socket_closed_under_the_monitor_disturbs_no_other(monitor: LinkMonitor, connection: Pair):
     ours, theirs = connection
     with monitor.watch(partial(read_tcp_info, ours), nothing, "hub"):
         ours.sendall(bytes(100))

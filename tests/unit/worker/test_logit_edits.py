@@ -1,4 +1,4 @@
-"""Biases, penalties and held-back ends beside a loop over the whole history."""
+"""Biases and penalties beside their definition, and held-back ends."""
 
 from collections import Counter
 
@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
-from prfaas.wire.engine import Generate, Sampling
-from prfaas_worker.engine.logit_edits import LogitTable, apply_tables
+from prfaas.wire.engine import Sampling
+from prfaas_worker.engine.logit_edits import LogitEdits
 from prfaas_worker.engine.sampling import Outputs, Sampler, check_tokens, sample
+
+from .test_sampling import request
 
 VOCAB = 40
 EOS = 0
@@ -19,11 +21,6 @@ MODEL = Outputs(VOCAB, (EOS,))
 
 def greedy(**changes: object) -> Sampling:
     return Sampling(**{"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 1, **changes})
-
-
-def request(sampling: Sampling, **fields: object) -> Generate:
-    common = {"handle": 1, "request_id": "r", "token_ids": [5, 6, 5], "choices": 1, "max_tokens": 99}
-    return Generate(**{**common, "sampling": sampling, "logprobs": -1, "prefill_url": "", **fields})
 
 
 def reference(logits: list[float], sampling: Sampling, prompt: list[int], generated: list[int]) -> list[float]:
@@ -48,37 +45,25 @@ penalised = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.2, 0.5]),
     logit_bias=st.lists(st.tuples(tokens, st.floats(-100, 100)), max_size=5).map(tuple),
 )
-rows = st.tuples(penalised, st.lists(tokens, max_size=30), st.lists(tokens, max_size=600))
 
 
 @settings(max_examples=80, deadline=None)
-@given(asked=st.lists(rows, min_size=1, max_size=4))
-def test_penalties_and_biases_are_those_of_their_definition(asked: list[tuple[Sampling, list[int], list[int]]]):
-    logits = 4 * torch.randn(len(asked) + 1, VOCAB, generator=torch.Generator().manual_seed(len(asked)))
-    expected = [reference(logits[row + 1].tolist(), *one) for row, one in enumerate(asked)]
-    tables = []
-    for row, (sampling, prompt, generated) in enumerate(asked):
-        table = LogitTable(sampling, prompt)
-        for token in generated:
-            table.count(token)
-        tables.append((row + 1, table))
-    untouched = logits[0].clone()
-    apply_tables(logits, tables)
-    assert torch.equal(logits[0], untouched)
-    torch.testing.assert_close(logits[1:], torch.tensor(expected), rtol=1e-5, atol=1e-4)
-
-
-def test_many_different_tokens_fit_a_table():
-    sampling = greedy(frequency_penalty=1.0, repetition_penalty=2.0)
-    table = LogitTable(sampling, range(1000))
-    for token in range(3000):
-        table.count(token)
-    logits = torch.full((1, 4000), 8.0)
-    biases = LogitTable(greedy(logit_bias=tuple((token, 1.0) for token in range(1000))), [])
-    logits = logits.expand(2, -1).clone()
-    apply_tables(logits, [(0, table), (1, biases)])
-    assert logits[0].tolist() == [3.0] * 3000 + [8.0] * 1000
-    assert logits[1].tolist() == [9.0] * 1000 + [8.0] * 3000
+@given(
+    sampling=penalised,
+    prompt=st.lists(tokens, max_size=30),
+    generated=st.lists(tokens, max_size=600),
+    seed=st.integers(0, 2**32),
+)
+def test_penalties_and_biases_are_those_of_their_definition(
+    sampling: Sampling, prompt: list[int], generated: list[int], seed: int
+):
+    logits = 4 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
+    expected = reference(logits.tolist(), sampling, prompt, generated)
+    edits = LogitEdits(sampling, prompt)
+    for token in generated:
+        edits.count(token)
+    edits.apply(logits)
+    torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-4)
 
 
 def test_penalties_keep_greedy_text_from_repeating_itself():
@@ -112,7 +97,7 @@ def test_nothing_ends_an_answer_before_min_tokens(temperature: float):
 def test_min_tokens_counts_what_was_generated_elsewhere():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS] = 50.0
-    sampler = Sampler(request(greedy(), min_tokens=5), 0, MODEL, None, [9, 9, 9, 9])
+    sampler = Sampler(request(greedy(), min_tokens=5), 0, MODEL, [9, 9, 9, 9])
     assert [sample(logits.clone(), [sampler])[0].token for _ in range(2)] == [1, EOS]
 
 

@@ -1,4 +1,4 @@
-"""Memory is added up before it is taken: --cache-mib is all of the cache, and a refusal names what was really given."""
+"""Memory is added up before it is taken: --cache-mib is all of the cache, and a refusal names only set flags."""
 
 import json
 import logging
@@ -15,29 +15,23 @@ from prfaas_worker import memory as host_memory
 from prfaas_worker.assets import model_directory
 from prfaas_worker.engine import __main__ as process
 from prfaas_worker.engine import assembly
-from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
-from prfaas_worker.models.generic.model import load_causal_model
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint
 from prfaas_worker.models.kimi_linear.model import KimiLinear
+from prfaas_worker.models.qwen3_next.model import load_causal_model
 from prfaas_worker.options import Options
 
 TINY = "builtin:kimi-linear-tiny"
-
-
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(TINY, 1)[0]
 
 
 def options(**more: Any) -> Options:
     return Options(model_source=TINY, model_name="tiny", profile_seconds=0.0, **more)
 
 
-def reserved(model: Model, given: Options) -> Any:
+def reserved(model: Model, chosen: Options) -> Any:
     """The memory of an engine that is made with these options."""
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    engine, _ = assembly.assemble(model, model_directory(TINY), given, outbox)
+    engine, _ = assembly.assemble(model, chosen, outbox)
     return engine.runner.memory
 
 
@@ -52,11 +46,11 @@ def test_the_states_of_running_sequences_are_in_the_caches_memory(model: Model, 
 def test_the_log_says_what_the_cache_takes(model: Model, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO):
         reserved(model, options(cache_mib=64, max_running=16))
-    said = "the cache has 64 MiB: 4032 pages of 64 tokens, and 1 MiB for the states of 16 running sequences"
-    assert said in caplog.messages
+    line = "the cache has 64 MiB: 4032 pages of 64 tokens, and 1 MiB for the states of 16 running sequences"
+    assert line in caplog.messages
 
 
-def test_too_many_states_are_refused_by_the_flag_that_asks_for_them(model: Model):
+def test_too_many_states_are_refused_with_the_name_of_their_flag(model: Model):
     with pytest.raises(ConfigError) as refused:
         reserved(model, options(cache_mib=64, max_running=900))
     assert str(refused.value) == (
@@ -66,7 +60,7 @@ def test_too_many_states_are_refused_by_the_flag_that_asks_for_them(model: Model
     )
 
 
-def test_a_default_that_is_too_little_is_not_called_a_flag_that_was_given(model: Model):
+def test_calls_no_default_that_is_too_little_a_flag(model: Model):
     with pytest.raises(ConfigError) as refused:
         reserved(model, options(max_running=20_000))
     assert str(refused.value).startswith("the cache's 1024 MiB are too little for the states of 20000 sequences")
@@ -76,7 +70,7 @@ def test_a_default_that_is_too_little_is_not_called_a_flag_that_was_given(model:
 def test_a_cache_beyond_the_machines_memory_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(assembly, "available_bytes", lambda: 100 * MIB)
     reserved(model, options(cache_mib=90))
-    reserved(model, options())  # nobody asked for it, and what is not used costs nothing
+    reserved(model, options())  # the default: what is not used costs nothing
     with pytest.raises(ConfigError, match="--cache-mib 101 is more than the 100 MiB of memory that are available"):
         reserved(model, options(cache_mib=101))
 
@@ -88,10 +82,11 @@ def test_weights_beyond_the_machines_memory_are_refused_before_one_is_read(monke
         KimiLinear.load(model_directory(TINY), "float32")
 
 
-def test_weights_of_other_families_are_added_up_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_weights_of_qwen3_next_are_added_up_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     import torch
 
-    config = {"model_type": "lfm2", "hidden_size": 64}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 1000}
+    config = {"model_type": "qwen3_next"} | sizes
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(
         {"model.embed_tokens.weight": torch.zeros(1000, 64, dtype=torch.bfloat16)}, tmp_path / "model.safetensors"

@@ -71,13 +71,13 @@ class Engine:
         self.memory.pages.zero_()
         staging = Staging(self.memory) if is_staged else None
         self.place = CachePlace(self.memory, 1, [n * 7 % (MODEL.pages + 3) for n in range(MODEL.pages)], staging)
-        self.said: list[ToFront] = []
+        self.sent: list[ToFront] = []
         self.posted: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         (port,) = free_ports(1)
         options = Options(model_source="", model_name="tiny", data_port=port, max_running=1)
         layout = CacheLayout(FINGERPRINT, layer_groups(MODEL.layers), len(HIDDEN))
-        self.transfers = EngineTransfers(layout, self.memory, options, self.said.extend, self.posted.put)
+        self.transfers = EngineTransfers(layout, self.memory, options, self.sent.extend, self.posted.put)
         self.transfers.start(self.answers.put)
         self.apis: list[ThreadingHTTPServer] = []
 
@@ -113,7 +113,7 @@ class Engine:
         return ended
 
     def ended(self) -> list[TransferEnded]:
-        return [message for message in self.said if isinstance(message, TransferEnded)]
+        return [message for message in self.sent if isinstance(message, TransferEnded)]
 
     def kill_mover(self) -> None:
         process = self.transfers.mover._process
@@ -180,9 +180,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
 def test_a_cache_crosses_bit_by_bit_mapped_or_through_slots(engines):
     source, destination = engines
     source.fill()
+    destination.memory.pages.fill_(9)
     result = take_next(destination.fetch(api_of(source, computes=True).url), "a fetch ends")
     assert isinstance(result, Fetched), result
     assert_same_bits(MODEL, destination.place, source.place)
+    others = set(range(destination.memory.num_pages)) - set(destination.place.pages)
+    assert all(bool((destination.memory.pages[page] == 9).all()) for page in others), "nothing else is written"
+    assert not destination.memory.slots[0].any()
     assert torch.equal(torch.frombuffer(result.hidden, dtype=torch.float32), HIDDEN)
     assert (result.tokens, result.done.prefill_seconds, result.is_exact) == (MODEL.tokens, 0.5, True)
     assert result.received_bytes == MODEL.nbytes
@@ -194,18 +198,6 @@ def test_a_cache_crosses_bit_by_bit_mapped_or_through_slots(engines):
     assert source.transfers.counters.snapshot()[0] == [("send", "delivered", 1)]
     for copies in (source.transfers._copies, destination.transfers._copies):
         assert copies is None or not (copies._frames or copies._places or copies._running)
-
-
-@pytest.mark.parametrize("engines", [(False, False), (True, True)], indirect=True)
-def test_nothing_but_the_sequences_own_memory_is_written(engines):
-    source, destination = engines
-    source.fill()
-    destination.memory.pages.fill_(9)
-    assert isinstance(take_next(destination.fetch(api_of(source, computes=True).url), "a fetch ends"), Fetched)
-    others = set(range(destination.memory.num_pages)) - set(destination.place.pages)
-    assert others
-    assert all(bool((destination.memory.pages[page] == 9).all()) for page in others)
-    assert not destination.memory.slots[0].any()
 
 
 def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):
@@ -220,12 +212,12 @@ def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):
     lost = take_next(waiting, "a fetch ends")
     assert isinstance(lost, PeerError)
     assert str(lost) == f"prefill at {api.url} failed: the mover ended with status -9"
-    (told,) = destination.ended()
-    assert (told.outcome, told.direction, told.subject.handle) == ("failed", "receive", 7)
-    destination.transfers.ask(AskStats(2))  # asked while there is no mover: the next one answers
+    (end,) = destination.ended()
+    assert (end.outcome, end.direction, end.subject.handle) == ("failed", "receive", 7)
+    destination.transfers.ask(AskStats(2))  # sent while there is no mover: the next one answers
     stats = take_next(destination.answers, "an answer")
     assert (stats.handle, stats.egress_mbps) == (2, 70), "the cap that was set stays"
-    source.transfers.cancel(api.offers[0][1].transfer_id)  # nobody was left to delete it
+    source.transfers.cancel(api.offers[0][1].transfer_id)  # nothing was left to delete it
     eventually(lambda: not source.transfers._handles, "the source has no open offer")
     again = take_next(destination.fetch(api_of(source, computes=True).url, handle=9), "a fetch ends")
     assert isinstance(again, Fetched)
@@ -240,8 +232,8 @@ def test_a_sources_mover_that_dies_gives_the_memory_back_and_its_engine_grants_a
     source.kill_mover()
     assert take_next(source.posted, "an offer ends") == OfferEnded(BUSY)
     assert isinstance(take_next(waiting, "a fetch ends"), PeerError)
-    (told,) = source.ended()
-    assert (told.outcome, told.reason) == ("failed", "the mover ended")
+    (end,) = source.ended()
+    assert (end.outcome, end.reason) == ("failed", "the mover ended")
 
     def granted() -> bool:
         body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * MODEL.tokens)
@@ -276,7 +268,7 @@ def test_an_engine_grants_no_more_than_it_may_and_says_how_a_grant_stands(engine
     source.transfers.grant(StartPrefill(99, body).subject, 0, 10)
 
 
-def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_hears_of_it(engines):
+def test_a_fetch_that_is_cancelled_ends_at_once_and_the_source_learns_of_it(engines):
     source, destination = engines
     api = api_of(source, computes=False)
     body = PrefillRequest(request_id="r", model="tiny", token_ids=[1] * MODEL.tokens)

@@ -11,7 +11,7 @@ from openai.types.chat import completion_create_params
 
 from prfaas.client.requests import Parameters
 from prfaas.errors import RequestError
-from prfaas.wire.engine import Generate, Grammar, Sampling
+from prfaas.wire.engine import Generate, Sampling
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front.openai_bodies import NEUTRAL, ChatBody, CompletionBody, IgnoredFields, UnservedFields
 from prfaas_worker.front.openai_in import Job, RequestReader
@@ -23,7 +23,6 @@ pytestmark = pytest.mark.system
 SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=100, max_choices=8)
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 READER = RequestReader(SERVED, TINY)
-SCHEMA_OBJECT, SCHEMA_NULL = Grammar("json_schema", '{"type":"object"}'), Grammar("json_schema", '{"type":"null"}')
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -42,7 +41,7 @@ def test_a_bare_completion_gets_the_apis_defaults():
     sampling = Sampling(1.0, 1.0, 0, 5)
     assert job.prompts == [Generate(0, "", [256, *b"hello"], 1, 16, sampling, logprobs=-1, prefill_url="")]
     assert not job.is_chat
-    assert (job.choices, job.stop, job.echoes, job.tools) == (1, [], [""], None)
+    assert (job.choices, job.stop, job.echoes) == (1, [], [""])
     assert (job.body.stream, job.has_usage, job.has_continuous_usage) == (None, False, False)
 
 
@@ -73,7 +72,6 @@ def test_every_served_field_arrives():
         stream=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},
         logprobs=2,
-        guided_regex="a+",
         cache_salt="mine",
         user="someone",
         store=True,
@@ -92,7 +90,6 @@ def test_every_served_field_arrives():
         min_tokens=2,
         ignore_eos=True,
         stop_token_ids=(7, 8),
-        grammar=Grammar("regex", "a+"),
         cache_salt="mine",
     )
     assert (job.choices, job.stop, job.echoes) == (4, ["a", "b"], [""])
@@ -172,14 +169,10 @@ def refused(function: Any, **fields: Any) -> RequestError:
     [
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
         ({"max_tokens": "many"}, "max_tokens", "Expected `int | null`, got `str`"),
-        ({"max_tokens": True}, "max_tokens", "got `bool`"),
-        ({"max_tokens": 1.5}, "max_tokens", "got `float`"),
         ({"n": 0}, "n", "must be 1 to 8"),
-        ({"n": -1}, "n", "must be 1 to 8"),
         ({"n": 9}, "n", "must be 1 to 8"),
         ({"temperature": -0.1}, "temperature", "must be 0 to 2"),
         ({"temperature": 2.1}, "temperature", "must be 0 to 2"),
-        ({"temperature": "hot"}, "temperature", "got `str`"),
         ({"top_p": 0}, "top_p", "must be above 0"),
         ({"top_p": 1.1}, "top_p", "must be above 0"),
         ({"top_k": -2}, "top_k", "must be at least 1"),
@@ -187,8 +180,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": ["a", ""]}, "stop", "empty string"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
-        ({"stop": [1]}, "stop", "Expected `str`, got `int`"),
-        ({"stream": "yes"}, "stream", "got `str`"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "must be -2 to 2"),
         ({"presence_penalty": -2.1}, "presence_penalty", "must be -2 to 2"),
         ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
@@ -205,26 +196,6 @@ def refused(function: Any, **fields: Any) -> RequestError:
         ({"best_of": 2}, "best_of", "must equal n"),
         ({"suffix": "x"}, "suffix", "is not served"),
         ({"lora": "x"}, "lora", "LoRA adapter"),
-        ({"lora_request": {"name": "x"}}, "lora_request", "LoRA adapter"),
-        ({"adapters": ["x"]}, "adapters", "LoRA adapter"),
-        ({"use_beam_search": True}, "use_beam_search", "is not served"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "is not served"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "is not served"),
-        ({"guided_regex": "("}, "guided_regex", "cannot be used"),
-        ({"guided_json": 5}, "guided_json", "cannot be used"),
-        ({"guided_choice": []}, "guided_choice", "at least one"),
-        ({"guided_grammar": "start: nothing"}, "guided_grammar", "cannot be used"),
-        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "give one"),
-        ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "is not served"),
-        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs.regex", "give one"),
-        ({"response_format": {"type": "xml"}}, "response_format", "Invalid enum value 'xml'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
-            "response_format",
-            "cannot be used",
-        ),
-        ({"model": 7}, "model", "got `int`"),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, Any], param: str, sentence: str):
@@ -242,20 +213,19 @@ def test_a_wrong_field_is_a_400_that_names_it(function: Any, fields: dict[str, A
         (completion, {"prompt": None}, "prompt"),
         (completion, {"prompt": [264]}, "prompt"),
         (completion, {"prompt": [-1]}, "prompt"),
-        (completion, {"prompt": [1.0]}, "prompt"),
         (completion, {"prompt": [True]}, "prompt"),
         (completion, {"prompt": [[1], []]}, "prompt"),
         (completion, {"prompt": ["a", [2]]}, "prompt"),
-        (completion, {"prompt": [1, "a"]}, "prompt"),
         (completion, {"echo": True, "logprobs": 0}, "echo"),
         (completion, {"logprobs": 21}, "logprobs"),
         (chat, {"messages": []}, "messages"),
         (chat, {"messages": "hello"}, "messages"),
         (chat, {"messages": [{"role": "user"}]}, "messages"),
-        (chat, {"messages": [{"role": "user", "content": None}]}, "messages"),
         (chat, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
         (chat, {"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        (chat, {"tools": [{"type": "function"}]}, "tools"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": []}]}, "messages"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [7]}]}, "messages"),
+        (chat, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),  # not for this template
         (chat, {"echo": True}, "echo"),
         (chat, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         (chat, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -273,36 +243,47 @@ def test_each_endpoints_own_fields_are_checked(function: Any, fields: dict[str, 
 
 def test_neutral_values_of_unserved_fields_are_fine():
     completion(use_beam_search=False, length_penalty=1.0, echo=False, suffix="", best_of=1, bad_words=[])
-    chat(tools=[], functions=[], response_format={"type": "text"}, modalities=["text"], skip_special_tokens=True)
+    chat(tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], skip_special_tokens=True)
 
 
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
+
+
+@pytest.mark.parametrize("function", [completion, chat])
 @pytest.mark.parametrize(
-    ("fields", "wanted"),
+    ("name", "value"),
     [
-        ({"response_format": {"type": "json_object"}}, SCHEMA_OBJECT),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
-            SCHEMA_NULL,
-        ),
-        ({"guided_json": {"type": "null"}}, SCHEMA_NULL),
-        ({"guided_json": '{"type":"null"}'}, SCHEMA_NULL),
-        ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
-        ({"guided_choice": ["a.b", "c|<é> #"]}, Grammar("regex", r"a\.b|c\|<é> \#")),
-        ({"guided_grammar": 'start: "x"'}, Grammar("lark", 'start: "x"')),
-        ({"structured_outputs": {"json_object": True}}, SCHEMA_OBJECT),
-        ({"structured_outputs": {"choice": ["a"]}}, Grammar("regex", "a")),
-        ({"structured_outputs": {"grammar": 'start: "x"'}}, Grammar("lark", 'start: "x"')),
+        ("tools", [CLOCK]),
+        ("tool_choice", "auto"),
+        ("tool_choice", CLOCK),
+        ("functions", [CLOCK]),
+        ("function_call", "auto"),
+        ("guided_choice", ["a"]),
+        ("guided_json", {}),
+        ("guided_regex", ""),
+        ("response_format", SCHEMA),
+        ("structured_outputs", {"regex": "a"}),
     ],
 )
-@pytest.mark.parametrize("function", [completion, chat])
-def test_every_way_to_ask_for_structure_is_one_grammar(function: Any, fields: dict[str, Any], wanted: Grammar):
-    assert only(function(**fields)).grammar == wanted
+def test_tools_and_structured_output_are_refused_with_the_engine_that_serves_them(function: Any, name: str, value: Any):
+    error = refused(function, **{name: value})
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
+    cure = "serve the model with vLLM (engine.type: vllm), or leave the field out"
+    assert str(error) == f"{name} is not served by this engine; {cure}"
 
 
-def test_a_schema_goes_on_as_it_came():
-    own = '{"x-guidance": {"whitespace_flexible": false}, "type": "null"}'
-    assert only(completion(guided_json=own)).grammar == Grammar("json_schema", own)
-    assert only(completion(guided_json=True)).grammar == Grammar("json_schema", "true")
+CALL = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": '{"a" :1'}}
+CALLED = [
+    *HELLO,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "noon<|tool|>", "tool_call_id": "1"},
+]
+
+
+def test_past_calls_and_their_results_are_rendered_by_the_template():
+    past = [260, 263, *b'clock\n{"a" :1', 262, 263, *b"noon<|tool|>", 262, 260]
+    assert only(chat(messages=CALLED)).token_ids == [256, 259, *b"hello", 262, *past]
 
 
 @pytest.mark.parametrize("function", [completion, chat])
@@ -310,20 +291,11 @@ def test_a_schema_goes_on_as_it_came():
     ("fields", "param", "meant"),
     [
         ({"max_token": 4}, "max_token", "max_tokens"),
-        ({"frequency_penaltyy": 1}, "frequency_penaltyy", "frequency_penalty"),
         ({"stopp": None}, "stopp", "stop"),
         ({"foo": 1}, "foo", None),
-        ({"mirostat": 2}, "mirostat", None),
         ({"kv_transfer_params": {}}, "kv_transfer_params", None),
         ({"stream_options": {"foo": 1}}, "stream_options.foo", None),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "regex"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "json_schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "scheme": 1}}},
-            "response_format.json_schema.scheme",
-            "schema",
-        ),
     ],
 )
 def test_a_parameter_that_no_endpoint_knows_is_refused_by_its_name(
@@ -351,20 +323,14 @@ def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(name: str)
 
 @pytest.mark.parametrize(
     ("function", "param"),
-    [
-        (completion, "reasoning_effort"),
-        (completion, "tools"),
-        (completion, "messages"),
-        (completion, "top_logprobs"),
-        (chat, "prompt"),
-    ],
+    [(completion, "reasoning_effort"), (completion, "messages"), (completion, "top_logprobs"), (chat, "prompt")],
 )
 def test_a_parameter_of_the_other_endpoint_is_refused(function: Any, param: str):
     assert refused(function, **{param: 1}).param == param
 
 
 @pytest.mark.parametrize("function", [completion, chat])
-def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(function: Any):
+def test_ignores_any_value_of_what_no_answer_depends_on(function: Any):
     ignored = {name: {"any": [1, "thing"]} for name in IgnoredFields.__struct_fields__}
     assert function(seed=1, **ignored).prompts == function(seed=1).prompts
     options = {"include_usage": True, "include_obfuscation": False}
@@ -373,13 +339,13 @@ def test_what_clients_send_and_no_answer_depends_on_is_ignored_whatever_it_is(fu
 
 @pytest.mark.parametrize("name", sorted(set(UnservedFields.__struct_fields__) - set(IgnoredFields.__struct_fields__)))
 @pytest.mark.parametrize("function", [completion, chat])
-def test_an_unserved_field_is_refused_unless_it_asks_for_what_happens_anyway(function: Any, name: str):
+def test_an_unserved_field_is_refused_unless_it_changes_nothing(function: Any, name: str):
     assert refused(function, **{name: "something else"}).param == name
     assert function(seed=1, **{name: getattr(NEUTRAL, name)}).prompts == function(seed=1).prompts
 
 
 def test_every_parameter_of_the_openai_client_and_of_ours_is_served_ignored_or_refused_by_name():
-    """Else a new release of the client would be refused for what it sends by itself."""
+    """Otherwise a new release of the client would be refused for what it sends by itself."""
     known = set(CompletionBody.__struct_fields__) | set(ChatBody.__struct_fields__)
     theirs = completion_create_params.CompletionCreateParamsBase, openai_completion.CompletionCreateParamsBase
     for params in (*theirs, Parameters):

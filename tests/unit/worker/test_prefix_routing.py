@@ -1,5 +1,5 @@
 """A real gateway before two real workers: a prompt goes where its beginning is cached, and the worker says that it was;
-where that one is busy it goes to the other, which takes the beginning over. Without the index the same requests spread.
+where that one is busy it goes to the other, which takes the beginning over.
 """
 
 import json
@@ -22,6 +22,7 @@ from prfaas_gateway.request import GatewayRequest, read_fields
 from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
+from .test_two_workers import text_of
 
 pytestmark = pytest.mark.system
 
@@ -29,7 +30,6 @@ BUSY = 6
 """Streams that are dearer together than a prompt of 1700 tokens."""
 SURELY_CACHED = 3000 - 3 * 64
 """Tokens of a beginning of 3000 bytes, each a token, but for the last blocks."""
-find = KvManager.find
 
 
 def table(urls: dict[str, str]) -> RoutingTable:
@@ -60,11 +60,11 @@ class Gateway:
     def open(self, prompt: str, number: int, **fields):
         """Begin a request, whose answer is the caller's to read."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0} | fields
-        told = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
-        return self.session.post(f"{self.url}/v1/completions", json=body, headers=told)
+        extra = {headers.REQUEST_ID: random.Random(number).randbytes(16).hex()}
+        return self.session.post(f"{self.url}/v1/completions", json=body, headers=extra)
 
     async def ask(self, prompt: str, number: int, **fields) -> tuple[str, int]:
-        """Return who decoded, and the tokens that it found cached, by its own word."""
+        """Return which instance decoded, and the tokens that it reports as cached."""
         async with self.open(prompt, number, **fields) as answer:
             assert answer.status == 200, await answer.text()
             return answer.headers[headers.DECODE_INSTANCE], int(answer.headers[headers.CACHED_TOKENS])
@@ -104,16 +104,12 @@ def managers(monkeypatch) -> list[KvManager]:
     made: list[KvManager] = []
 
     class Shown(KvManager):
-        def __init__(self, *given):
-            super().__init__(*given)
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
             made.append(self)
 
     monkeypatch.setattr("prfaas_gateway.server.KvManager", Shown)
     return made
-
-
-def text_of(length: int, seed: str) -> str:
-    return "".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz ,.\n", k=length))
 
 
 async def known(manager: KvManager, prompt: str) -> GatewayRequest:
@@ -122,7 +118,7 @@ async def known(manager: KvManager, prompt: str) -> GatewayRequest:
     request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
     request.model, request.fields = read_fields(body, every=False)
     request.total_tokens = len(prompt)
-    await find(manager, request)
+    await manager.find(request)
     return request
 
 
@@ -135,38 +131,21 @@ async def until_known(managers: list[KvManager], prompt: str, true: Callable[[Ga
     await eventually_async(is_known, "the gateway knows of the prompt")
 
 
-async def asked(door: Gateway, managers: list[KvManager], seed: str) -> list[tuple[str, int]]:
-    """Ask once, wait until the gateway knows what that left behind, and ask with six other endings."""
-    await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
-    beginning = text_of(3000, seed)
-    name, cached = await door.ask(beginning, 0)
-    prompts = [beginning + text_of(200, f"{seed}{number}") for number in range(1, 7)]
-    await until_known(managers, prompts[0], lambda found: found.cached_on.get(name, 0) >= SURELY_CACHED)
-    return [(name, cached)] + [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
-
-
 async def test_a_prompt_goes_to_the_instance_that_has_its_beginning(gateway, managers, pair):
-    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
-    async with gateway(urls) as door:
-        (first, cached), *others = await asked(door, managers, "with")
+    async with gateway({f"d{n}": worker.url for n, worker in enumerate(pair)}) as door:
+        await door.until('prfaas_gateway_kv_instances{state="followed"}', lambda count: count == 2)
+        beginning = text_of(3000, "with")
+        first, cached = await door.ask(beginning, 0)
         assert cached == 0
+        prompts = [beginning + text_of(200, f"with {number}") for number in range(1, 7)]
+        await until_known(managers, prompts[0], lambda found: found.cached_on.get(first, 0) >= SURELY_CACHED)
+        others = [await door.ask(prompt, number) for number, prompt in enumerate(prompts, 1)]
         assert [name for name, _ in others] == [first] * 6
         assert all(cached >= SURELY_CACHED for _, cached in others), others
         assert await door.until("prfaas_gateway_kv_matched_tokens_total", lambda _: True) >= 6 * (SURELY_CACHED)
 
 
-async def test_without_the_index_the_same_requests_spread(gateway, managers, pair, monkeypatch):
-    async def find_nothing(*_: object) -> None:
-        pass
-
-    monkeypatch.setattr(KvManager, "find", find_nothing)
-    urls = {f"d{n}": worker.url for n, worker in enumerate(pair)}
-    async with gateway(urls) as door:
-        answers = await asked(door, managers, "without")
-        assert {name for name, _ in answers} == set(urls)
-
-
-async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, managers, pair, client):
+async def test_a_prompt_that_goes_elsewhere_fetches_its_beginning(gateway, managers, pair, client):
     first, second = pair
     beginning, fields = text_of(1500, "elsewhere"), {"max_tokens": 12, "logprobs": 5}
     prompt, surely = beginning + text_of(200, "its ending"), 1500 - 3 * 64
@@ -182,9 +161,9 @@ async def test_a_prompt_that_goes_elsewhere_takes_its_beginning_over(gateway, ma
         await until_known(managers, prompt, lambda found: "d1" in found.profiles)
         before = await client.metrics(second)
         async with door.open(prompt, 100, **fields) as answer:
-            told, found = answer.headers, await answer.json()
-        assert told[headers.DECODE_INSTANCE] == "d1"
-        assert int(told[headers.CACHED_TOKENS]) >= surely
+            head, found = answer.headers, await answer.json()
+        assert head[headers.DECODE_INSTANCE] == "d1"
+        assert int(head[headers.CACHED_TOKENS]) >= surely
         assert await door.until("prfaas_gateway_kv_prefixes_total", lambda count: count >= 1) == 1
     after = await client.metrics(second)
     name = 'prfaas_prefix_fetches_total{outcome="fetched"}'

@@ -1,4 +1,4 @@
-"""The worker's profile: measured in the time that it is given, refined by real prefills, told to whoever asks."""
+"""The worker's profile: measured within its time, refined by real prefills, published on request."""
 
 import logging
 from types import SimpleNamespace
@@ -28,13 +28,13 @@ TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_secon
 
 
 class Machine:
-    """A machine with a clock of its own, on which prefills take what TRUE says; the first one compiles something."""
+    """A machine with its own clock, on which prefills take what TRUE says; the first one compiles something."""
 
     def __init__(self, first_seconds: float = 0.05) -> None:
         self.now, self.first_seconds = 0.0, first_seconds
         self.lengths: list[int] = []
-        self.told: list[Profile] = []
-        self.profiler = Profiler(1000, 10, self.told.append, clock=lambda: self.now)
+        self.profiles: list[Profile] = []
+        self.profiler = Profiler(1000, 10, self.profiles.append, clock=lambda: self.now)
 
     def prefill(self, tokens: int) -> float:
         seconds = prefill_seconds(TRUE, tokens) + (0 if self.lengths else self.first_seconds)
@@ -46,11 +46,11 @@ class Machine:
     def error(self) -> float:
         """Largest relative error at lengths up to 16K."""
         lengths = [64, 500, 4096, 16384]
-        return max(abs(prefill_seconds(self.told[-1], n) / prefill_seconds(TRUE, n) - 1) for n in lengths)
+        return max(abs(prefill_seconds(self.profiles[-1], n) / prefill_seconds(TRUE, n) - 1) for n in lengths)
 
 
-def test_sizes_are_told_before_anything_is_measured():
-    assert Machine().told == [Profile(state_bytes=1000, token_bytes=10)]
+def test_publishes_sizes_before_anything_is_measured():
+    assert Machine().profiles == [Profile(state_bytes=1000, token_bytes=10)]
 
 
 @pytest.mark.parametrize("budget_seconds", [0.5, 2.0, 10.0])
@@ -59,19 +59,19 @@ def test_measuring_keeps_to_its_time_and_finds_the_curve(budget_seconds):
     machine.profiler.measure(machine.prefill, budget_seconds, max_tokens=100_000)
     assert machine.now <= budget_seconds + 0.01
     assert machine.error < 0.05
-    assert machine.told[-1].samples == (len(machine.lengths) - 1) / 3
+    assert machine.profiles[-1].samples == (len(machine.lengths) - 1) / 3
 
 
 @pytest.mark.parametrize("first_seconds", [0.05, 0.5, 60.0])
 def test_what_the_first_prefill_takes_to_get_ready_costs_no_sample(first_seconds):
     machine = Machine(first_seconds)
     machine.profiler.measure(machine.prefill, 1.0, max_tokens=100_000)
-    assert machine.told[-1].samples == 5
+    assert machine.profiles[-1].samples == 5
     assert machine.error < 0.05
 
 
 class Steps:
-    """A machine with a clock of its own, and memory for steps of so many tokens."""
+    """A machine with its own clock, and memory for steps of so many tokens."""
 
     def __init__(self, fixed_seconds: float, token_seconds: float, most_tokens: int = 1 << 20):
         self.now, self.most_tokens = 0.0, most_tokens
@@ -104,16 +104,16 @@ def test_steps_are_measured_as_far_as_time_memory_and_context_go():
     assert Steps(0.02, 3e-6).measured(0.0) == []
 
 
-def assembled(**given: Any) -> Any:
+def assembled(**chosen: Any) -> Any:
     """An engine that is made with these options, on the built-in model."""
-    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    options = Options(model_source="", model_name="tiny", **given)
-    engine, _ = assembly.assemble(model, directory, options, outbox)
+    options = Options(model_source="", model_name="tiny", **chosen)
+    engine, _ = assembly.assemble(model, options, outbox)
     return engine
 
 
-def test_the_length_of_steps_is_measured_unless_it_is_given_or_there_is_no_time(monkeypatch, caplog):
+def test_measures_the_length_of_steps_unless_it_is_set_or_there_is_no_time(monkeypatch, caplog):
     monkeypatch.setattr(assembly, "measure_steps", lambda *_: {512: 0.1, 1024: 0.1, 2048: 0.1, 4096: 0.1})
     monkeypatch.setattr(assembly, "step_tokens", lambda seconds: max(seconds, default=1024))
     with caplog.at_level(logging.INFO):
@@ -135,7 +135,7 @@ def test_what_is_measured_is_the_work_of_many_experts(monkeypatch):
 
 def test_prefills_are_measured_in_the_steps_that_are_served(monkeypatch):
     chunks: list[int] = []
-    monkeypatch.setattr(assembly, "prefill_seconds", lambda *given: chunks.append(given[2]) or 0.001)
+    monkeypatch.setattr(assembly, "prefill_seconds", lambda *values: chunks.append(values[2]) or 0.001)
     assembled(profile_seconds=0.1, step_tokens=96)
     assembled(profile_seconds=0.1, step_tokens=96, role="prefill")
     assert set(chunks) == {96, 192}
@@ -174,11 +174,11 @@ def test_a_context_of_a_few_tokens_needs_no_warm_up():
 
 
 def test_an_engine_is_warm_before_it_measures():
-    model, directory = load_model("builtin:kimi-linear-tiny", 1)
+    model, _ = load_model("builtin:kimi-linear-tiny", 1)
     kinds = kinds_of_steps(model)
     options = Options(model_source="", model_name="tiny", profile_seconds=0.2)
     outbox: Any = SimpleNamespace(put=lambda _: None)
-    assembly.assemble(model, directory, options, outbox)
+    assembly.assemble(model, options, outbox)
     assert kinds[:6] == ["chunk", "chunk behind rows", "decode", "chunk", "decodes", "chunk behind rows beside decode"]
     assert "chunk" in kinds[6:], "and then it measures"
 
@@ -210,23 +210,23 @@ def test_nothing_is_measured_without_time_or_room(budget_seconds, max_tokens):
     machine = Machine()
     machine.profiler.measure(machine.prefill, budget_seconds, max_tokens)
     assert machine.lengths == []
-    assert machine.told[-1].samples == 0
+    assert machine.profiles[-1].samples == 0
 
 
 def test_too_little_time_even_for_one_sample_is_no_error():
     machine = Machine()
     machine.profiler.measure(machine.prefill, 0.001, max_tokens=4096)
-    assert machine.told[-1].samples == 0
+    assert machine.profiles[-1].samples == 0
 
 
-def test_real_prefills_teach_the_curve_and_are_told_once_a_second():
+def test_real_prefills_teach_the_curve_which_is_published_once_a_second():
     machine = Machine()
     for n in range(100):
         tokens, start = 50 + 37 * n, 64 * (n % 7)
         machine.now += 0.1
         machine.profiler.observe(tokens, prefill_seconds(TRUE, tokens, start), start)
     assert machine.error < 0.05
-    assert 9 <= len(machine.told) <= 12
+    assert 9 <= len(machine.profiles) <= 12
 
 
 async def test_the_profile_is_published(client, front):

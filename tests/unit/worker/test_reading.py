@@ -103,5 +103,5 @@ async def test_a_client_that_leaves_within_its_body_counts_no_more(loaded):
     await until_unread(loaded, 0)
 
 
-def test_long_bodies_wait_for_each_other_and_for_nobody_else(loaded):
+def test_long_bodies_wait_only_for_each_other(loaded):
     assert loaded.serving.reader(LONG_BYTES + 1) is loaded.serving.reader(MOST) is not loaded.serving.reader(LONG_BYTES)

@@ -1,4 +1,4 @@
-"""The schedule: who is admitted, what a step computes, who gives way, and that run to the end it serves everyone."""
+"""The schedule: what is admitted, what a step computes, what gives way, and that run to the end it serves all."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def facts(
         (0.004, 1e-4, 256, 1024),  # the same, without the time to measure more
         (0.02, 3e-6, 32_768, 16_384),  # every step reads 98 GB of weights
         (0.02, 3e-6, 4096, 2048),  # as quick, with memory for 4,096 tokens
-        (0.0, 1e-2, 1024, 256),  # a large model on a small machine: nobody waits longer than he must
+        (0.0, 1e-2, 1024, 256),  # a large model on a small machine: no request waits longer than it must
         (0.1, 7e-4, 1024, 512),  # half a second at most
     ],
 )
@@ -73,7 +73,7 @@ def test_nothing_to_do_is_an_empty_batch():
     assert schedule(facts(), BUDGETS).empty
 
 
-def test_decoding_goes_on_beside_one_chunk_of_prompt():
+def test_decoding_continues_beside_one_chunk_of_prompt():
     found = schedule(facts(prompt(3, 5000), decoding(1), decoding(2)), BUDGETS)
     assert found == Schedule(chunks=(ScheduledChunk(3, 512),), decodes=(1, 2))
 
@@ -147,7 +147,7 @@ def test_further_choices_take_their_share_of_the_slots_in_turn_and_then_let_othe
     )
 
 
-def test_nobody_is_looked_at_who_cannot_be_admitted():
+def test_examines_no_request_that_cannot_be_admitted():
     def waits() -> Iterator[WaitingSequence[int]]:
         yield waiting(1)
         yield waiting(2)
@@ -162,7 +162,7 @@ def test_admission_leaves_a_page_for_every_decode():
     assert schedule(facts(decoding(1), decoding(2), waits=(waiting(3),), pages=3), BUDGETS).admit == (3,)
 
 
-def test_without_a_page_the_last_to_arrive_gives_way_and_nobody_is_admitted():
+def test_without_a_page_the_last_to_arrive_gives_way_and_none_is_admitted():
     found = schedule(facts(decoding(1, short=True), decoding(2), prompt(3, 9), waits=(waiting(4),), pages=0), BUDGETS)
     assert found == Schedule(preempt=(3,), decodes=(1, 2))
 
@@ -213,11 +213,11 @@ lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.boolean
 
 @given(lines, st.integers(2, 6), st.integers(30, 60), st.integers(64, 700))
 def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
-    asked: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
+    entries: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
 ):
     """A run that preempts at will still ends, because the first to arrive always gets on."""
     budgets = Budgets(step_tokens, max(1, step_tokens // 2))
-    everyone = {handle: Line(*entry) for handle, entry in enumerate(asked)}
+    everyone = {handle: Line(*entry) for handle, entry in enumerate(entries)}
     waits, runs = list(everyone), []
     for _ in range(60_000):
         if not everyone:

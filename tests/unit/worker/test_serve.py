@@ -1,5 +1,5 @@
 """`prfaas serve` beside a real service inside TLS: long prompts are prefilled there, short ones here, and all of them
-here once the service is dead. A process of its own that dies ends it, with the reason.
+here once the service is dead. A child process that dies ends it, with the reason.
 """
 
 import asyncio
@@ -57,11 +57,9 @@ class Hybrid(NamedTuple):
 
 
 def start(output: Path, *flags: str) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command, environment = [*ends_with_us(), *COMMAND, *flags], os.environ | {"OMP_NUM_THREADS": "1"}
     with output.open("wb") as file:
-        return subprocess.Popen(
-            [*ends_with_us(), *COMMAND, *flags], stdout=file, stderr=file, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
 
 
 @pytest.fixture
@@ -95,22 +93,18 @@ async def ask(client: Client, hybrid: Hybrid, length: int, seed: int) -> aiohttp
         return answer
 
 
-async def ask_until(client: Client, hybrid: Hybrid, decision: str, outcome: str = "ok") -> aiohttp.ClientResponse:
+async def ask_until(client: Client, hybrid: Hybrid, decision: str) -> aiohttp.ClientResponse:
     """Ask with long prompts, each a new one, until it is decided so: the gateway hears of the service each second."""
     seeds = itertools.count(1)
 
     async def answered() -> aiohttp.ClientResponse | None:
         answer = await ask(client, hybrid, 6000, seed=next(seeds))
-        is_so = (answer.headers["x-prfaas-decision"], answer.headers["x-prfaas-outcome"]) == (decision, outcome)
+        is_so = (answer.headers["x-prfaas-decision"], answer.headers["x-prfaas-outcome"]) == (decision, "ok")
         return answer if is_so else None
 
     answer = await eventually_async(answered, hybrid.output.read_text, poll=0.1)
     assert answer is not None
     return answer
-
-
-def children_of(process: subprocess.Popen[bytes]) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 async def test_long_prompts_are_bought_while_the_service_lives_and_all_are_served(client, hybrid):
@@ -126,9 +120,9 @@ async def test_long_prompts_are_bought_while_the_service_lives_and_all_are_serve
     await ask_until(client, hybrid, "local")
     # The gateway decides by the update before the command has shown it.
     shown = lambda: f"{hybrid.service.url} is not used" in hybrid.output.read_text()  # noqa: E731
-    await eventually_async(shown, "the service that ended is said to be unused")
+    await eventually_async(shown, "the service that ended is reported as unused")
 
-    children = children_of(hybrid.process)
+    children = Path(f"/proc/{hybrid.process.pid}/task/{hybrid.process.pid}/children").read_text().split()
     assert len(children) == 2
     os.killpg(hybrid.process.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
     assert await asyncio.to_thread(hybrid.process.wait, WAIT_SECONDS) == 0, hybrid.output.read_text()
@@ -137,7 +131,7 @@ async def test_long_prompts_are_bought_while_the_service_lives_and_all_are_serve
 
 def test_a_worker_that_cannot_start_ends_it_with_the_reason(tmp_path: Path):
     flags = ["--model", str(tmp_path / "nothing"), "--prefill-service", "http://127.0.0.1:9", "--port", "0"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # its logs stay for whoever wants to know more
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # its logs stay for a reader
     ended = subprocess.run(
         [*COMMAND, *flags], capture_output=True, text=True, timeout=START_SECONDS, check=False, env=environment
     )

@@ -1,4 +1,4 @@
-"""Copies of an accelerator's cache: the memory of a transfer that is forgotten is not touched any more."""
+"""Copies of an accelerator's cache: the memory of a forgotten transfer is not touched."""
 
 import threading
 from collections.abc import Iterator, Sequence

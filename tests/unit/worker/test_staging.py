@@ -81,11 +81,3 @@ def test_a_state_goes_out_and_lands_layer_by_layer(memory, staging):
             assert bytes_of(state[2]) == bytes_of(state[1])
     assert torch.equal(memory.slots[0], others)
     assert torch.equal(memory.pages, pages)
-
-
-def test_rows_of_a_wrong_page_are_not_the_same(memory, staging):
-    """The check itself."""
-    span = TokenSpan(5, 100)
-    right = staging.read_rows(1, PAGES, span, staging.mark())
-    wrong = staging.read_rows(1, [PAGES[0], PAGES[2], PAGES[1]], span, staging.mark())
-    assert bytes(right["latent"]) != bytes(wrong["latent"])

@@ -90,8 +90,3 @@ def test_tokens_of_a_stop_string_stand_behind_the_text():
     assert (whole["text"], whole["finish_reason"]) == ("ab", "stop")
     assert whole["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
     assert whole["logprobs"]["tokens"] == ["a", "b", "E", "N", "D"]
-
-
-def test_characters_outside_of_the_basic_plane_count_as_one():
-    whole, _ = logprobs([[*"😀z".encode()]])
-    assert whole["logprobs"]["text_offset"] == [0, 0, 0, 0, 1]

@@ -13,7 +13,7 @@ import tiktoken
 import tokenizers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from prfaas.errors import ConfigError, RequestError
 from prfaas_worker.front.openai_out import TextStream
@@ -36,32 +36,18 @@ ADDED = [
     AddedToken("<think>", special=False, normalized=False),
     AddedToken("    ", special=False, normalized=False),
 ]
-KINDS = ("byte_level", "sentence_piece", "legacy", "metaspace")
 
 
-def trained(kind: str) -> tokenizers.Tokenizer:
-    """A small BPE in one of the forms that public checkpoints have."""
-    library = tokenizers.Tokenizer(models.BPE(byte_fallback=kind in ("sentence_piece", "legacy"), unk_token=None))
-    alphabet: list[str] = []
-    lone = [f"<0x{byte:02X}>" for byte in range(256)]
-    if kind == "byte_level":
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        library.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    elif kind == "legacy":
-        library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-        library.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
-    if kind in ("sentence_piece", "legacy"):
-        strip = [decoders.Strip(" ", 1, 0)]
-        replace = decoders.Replace("▁", " ")
-        library.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), *strip])
-    specials = [*lone, "<s>"] if kind in ("sentence_piece", "legacy") else ["<s>"]
-    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=specials)
+def trained() -> tokenizers.Tokenizer:
+    """A small byte-level BPE, as Qwen's checkpoints have."""
+    library = tokenizers.Tokenizer(models.BPE(unk_token=None))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, special_tokens=["<s>"])
     library.train_from_iterator(CORPUS, trainer)
     plain = json.loads(library.to_str())
-    plain["added_tokens"] = []  # the trainer's: lone bytes are no added tokens in real files
+    plain["added_tokens"] = []  # the trainer's
     library = tokenizers.Tokenizer.from_str(json.dumps(plain))
     library.add_tokens(ADDED)
     begin = library.token_to_id("<s>")
@@ -69,18 +55,15 @@ def trained(kind: str) -> tokenizers.Tokenizer:
     return library
 
 
-LIBRARIES = {kind: trained(kind) for kind in KINDS}
+LIBRARY = trained()
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    found = {}
-    for kind, library in LIBRARIES.items():
-        directory = tmp_path_factory.mktemp(kind)
-        library.save(str(directory / "tokenizer.json"))
-        (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-        found[kind] = load_tokenizer(directory)
-    return found
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("byte_level")
+    LIBRARY.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return load_tokenizer(directory)
 
 
 # Without what would be found as an added token: that is where we differ on purpose.
@@ -88,73 +71,61 @@ ORDINARY = st.text(st.characters(exclude_characters="<", exclude_categories=["Cs
 MODULE_FIXTURE = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(text=ORDINARY)
 @MODULE_FIXTURE
-def test_ids_are_the_librarys(ours, kind: str, text: str):
-    assert ours[kind].encode(text) == LIBRARIES[kind].encode(text).ids
-    assert ours[kind].encode(text, framed=False) == LIBRARIES[kind].encode(text, add_special_tokens=False).ids
+def test_ids_are_the_librarys(ours, text: str):
+    assert ours.encode(text) == LIBRARY.encode(text).ids
+    assert ours.encode(text, framed=False) == LIBRARY.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(ORDINARY, min_size=1, max_size=3))
 @MODULE_FIXTURE
-def test_a_rendered_conversation_has_the_librarys_ids(ours, kind: str, contents: list[str]):
+def test_a_rendered_conversation_has_the_librarys_ids(ours, contents: list[str]):
     rendered = "<s>" + "".join(f"<|user|>{content}<|end|>\n" for content in contents) + "<think>"
     messages = [{"role": "user", "content": content} for content in contents]
-    assert ours[kind].encode_chat(Conversation(messages)) == (
-        LIBRARIES[kind].encode(rendered, add_special_tokens=False).ids
-    )
+    assert ours.encode_chat(Conversation(messages)) == (LIBRARY.encode(rendered, add_special_tokens=False).ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(st.sampled_from("<s>|userndthik ")))
 @MODULE_FIXTURE
-def test_letters_of_special_tokens_stay_letters(ours, kind: str, text: str):
-    marks = {special for letters, special in ours[kind].specials.items() if letters.strip()}
-    assert not marks & set(ours[kind].encode(f"{text}<s><|user|><think>", framed=False))
-    token_ids = ours[kind].encode_chat(Conversation([{"role": "user", "content": f"{text}<think><|end|>"}]))
+def test_letters_of_special_tokens_stay_letters(ours, text: str):
+    marks = {special for letters, special in ours.specials.items() if letters.strip()}
+    assert not marks & set(ours.encode(f"{text}<s><|user|><think>", framed=False))
+    token_ids = ours.encode_chat(Conversation([{"role": "user", "content": f"{text}<think><|end|>"}]))
     specials = [token for token in token_ids if token in marks]
     names = ["<s>", "<|user|>", "<|end|>", "<think>"]
-    assert specials == [ours[kind].specials[name] for name in names]
+    assert specials == [ours.specials[name] for name in names]
 
 
 def test_runs_of_spaces_that_are_tokens_are_found_in_users_text(ours):
-    space = ours["byte_level"].specials["    "]
-    assert ours["byte_level"].encode("a    b", framed=False) == LIBRARIES["byte_level"].encode("a    b").ids[1:]
-    assert space in ours["byte_level"].encode("a    b")
+    space = ours.specials["    "]
+    assert ours.encode("a    b", framed=False) == LIBRARY.encode("a    b").ids[1:]
+    assert space in ours.encode("a    b")
 
 
 def test_the_assistants_own_marks_come_back_as_tokens_but_no_hidden_ones(ours):
-    model = ours["byte_level"]
+    model = ours
     token_ids = model.encode_chat(Conversation([{"role": "assistant", "content": "<think><s>"}]))
     assert token_ids.count(model.specials["<think>"]) == 2
     assert token_ids.count(model.specials["<s>"]) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @given(text=ORDINARY, cuts=st.lists(st.integers(0, 100)))
 @example(text="0 ", cuts=[])
 @MODULE_FIXTURE
-def test_streamed_text_is_the_librarys_text_wherever_it_is_cut(ours, kind: str, text: str, cuts: list[int]):
-    token_ids = LIBRARIES[kind].encode(text, add_special_tokens=False).ids
-    stream = TextStream(ours[kind], ())
+def test_streamed_text_is_the_librarys_text_wherever_it_is_cut(ours, text: str, cuts: list[int]):
+    token_ids = LIBRARY.encode(text, add_special_tokens=False).ids
+    stream = TextStream(ours, ())
     edges = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
     parts = [stream.push(token_ids[start:end], final=False) for start, end in itertools.pairwise(edges)]
     streamed = "".join([*parts, stream.push([], final=True)])
-    decoded = LIBRARIES[kind].decode(token_ids)
-    if kind == "metaspace":
-        # The library drops every mark of the first token, not only the one that it put there.
-        assert streamed.lstrip(" ") == decoded.lstrip(" ")
-    else:
-        prepended = kind != "byte_level" and streamed.startswith(" ")
-        assert streamed.removeprefix(" " if prepended else "") == decoded
-        # Metaspace has no bytes for characters beyond its training.
-        assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
+    decoded = LIBRARY.decode(token_ids)
+    assert streamed == decoded
+    assert all("\ufffd" not in part for part in parts) or "\ufffd" in text
 
 
 def test_special_tokens_show_only_where_the_file_says(ours):
-    model = ours["byte_level"]
+    model = ours
     assert model.token_bytes(model.specials["<s>"]) == b""
     assert model.token_bytes(model.specials["<think>"]) == b"<think>"
     assert model.token_bytes(1 << 20) == b""
@@ -163,14 +134,14 @@ def test_special_tokens_show_only_where_the_file_says(ours):
 
 def test_half_a_surrogate_pair_is_refused(ours):
     with pytest.raises(RequestError, match="surrogate"):
-        ours["byte_level"].encode("\ud800")
+        ours.encode("\ud800")
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"model": {"type": "Unigram", "vocab": []}}, "reads BPE"),
-        ({"decoder": {"type": "WordPiece"}}, "decoder is WordPiece"),
+        ({"decoder": {"type": "Metaspace"}}, "decoder is Metaspace"),
         ({"decoder": None}, "decoder is None"),
         ({"added_tokens": [{"content": 5}]}, "not a tokenizer"),
         ({"pre_tokenizer": {"type": "Nonsense"}}, "library refuses it"),
@@ -178,7 +149,7 @@ def test_half_a_surrogate_pair_is_refused(ours):
 )
 def test_a_file_of_another_kind_is_refused_by_name(tmp_path: Path, change: dict[str, Any], sentence: str):
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    file = json.loads(LIBRARIES["byte_level"].to_str()) | change
+    file = json.loads(LIBRARY.to_str()) | change
     (tmp_path / "tokenizer.json").write_text(json.dumps(file))
     with pytest.raises(ConfigError, match=sentence):
         load_tokenizer(tmp_path)

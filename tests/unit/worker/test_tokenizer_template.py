@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prfaas.errors import ConfigError, RequestError
 from prfaas_worker.tokenizer import Conversation, Tokenizer, load_tokenizer
 from prfaas_worker.tokenizer.base import ByteTokenizer
-from prfaas_worker.tokenizer.chat_template import DEFAULT, ChatTemplate, Special
+from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 
 SPECIALS = {"256": {"content": "<s>"}, "257": {"content": "[END]"}, "258": {"content": "[END]]"}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -36,17 +36,11 @@ def test_the_file_wins_over_the_configuration(tmp_path: Path):
     assert rendered(tmp_path, "configuration") == "file"
 
 
-def test_a_conversation_with_tools_takes_the_template_named_for_them(tmp_path: Path):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+def test_of_several_templates_the_default_is_used(tmp_path: Path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert rendered(tmp_path, named) == "plain"
-    assert rendered(tmp_path, named, tools=[{"a": "<é>"}]) == '[{"a": "<é>"}]'
-
-
-def test_templates_that_leave_the_default_out_serve_tools_alone(tmp_path: Path):
-    named = [{"name": "tool_use", "template": "tools"}]
-    assert rendered(tmp_path, named, tools=[{}]) == "tools"
-    with pytest.raises(RequestError, match="tool_use, none of them the default"):
-        rendered(tmp_path, named)
+    with pytest.raises(RequestError, match="this model has no chat template"):
+        rendered(tmp_path, named[:1])
 
 
 @pytest.mark.parametrize(
@@ -54,6 +48,7 @@ def test_templates_that_leave_the_default_out_serve_tools_alone(tmp_path: Path):
     [
         ("{% for m in messages %}{% if true %}{% continue %}{% endif %}x{% endfor %}ok", "ok"),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hello!"),
+        ("{{ ['<é>'] | tojson }}", '["<é>"]'),
         ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "hello"\n}'),
         ("{{ strftime_now('%') }}{{ tools is none }}", "%True"),
         ("  {% if true %}\nx\n  {% endif %}\ny", "x\ny"),
@@ -74,7 +69,7 @@ def test_the_callers_variables_reach_the_template_as_letters(tmp_path: Path):
 GUARDED = ByteTokenizer(
     {"<s>": Special(256), "[END]": Special(257), "[END]]": Special(258)},
     None,
-    ChatTemplate({DEFAULT: "{% for m in messages %}<s>{{ m.content }}[END]]{% endfor %}"}, {}, Path("here")),
+    ChatTemplate("{% for m in messages %}<s>{{ m.content }}[END]]{% endfor %}", {}, Path("here")),
 )
 
 

@@ -1,5 +1,5 @@
-"""Two real workers inside TLS, of clusters hub and eu: requests go on while certificates and authorities are replaced,
-and a peer of another cluster than was named gives nothing.
+"""Two real workers inside TLS, of clusters hub and eu: requests are served while certificates and authorities are
+replaced, and a peer of another cluster than was named gives nothing.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from prfaas_transfer.tls import TlsAuth
 
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
+from .test_prefixes import difference, fetches
 from .test_two_workers import IDLE, choices, text_of
 
 pytestmark = pytest.mark.system
@@ -27,8 +28,6 @@ pytestmark = pytest.mark.system
 NOW = datetime.datetime.now(datetime.UTC)
 EXPIRES = "prfaas_certificate_expires_timestamp_seconds"
 SENT = 'prfaas_transfers_total{direction="send",outcome="delivered"}'
-FAILED = 'prfaas_prefix_fetches_total{outcome="failed"}'
-FETCHED = 'prfaas_prefix_fetches_total{outcome="fetched"}'
 FIRST, SECOND = (identity.make_authority(name, identity.valid_for(NOW, 400)) for name in ("first", "second"))
 _days = itertools.count(1)
 
@@ -122,7 +121,7 @@ async def test_certificates_and_their_authority_are_replaced_under_load_and_no_r
 
     asking = [asyncio.create_task(ask_on()) for _ in range(2)]
     both = FIRST, SECOND
-    # A renewal, and the three steps of docs/tls.md; each reaches one instance after the other.
+    # A renewal, and the three steps of docs/operate/tls.md; each reaches one instance after the other.
     steps: list[tuple[KeyPair, tuple[KeyPair, ...]]] = [
         (FIRST, (FIRST,)),
         (FIRST, both),
@@ -144,11 +143,11 @@ async def test_certificates_and_their_authority_are_replaced_under_load_and_no_r
     assert_refused_with(FIRST, eu, hub)
 
 
-def assert_refused_with(gone: KeyPair, eu: Secure, hub: Secure) -> None:
-    """The control: the authority that was replaced is believed no more."""
+def assert_refused_with(former: KeyPair, eu: Secure, hub: Secure) -> None:
+    """The control: the authority that was replaced is not trusted."""
     for one in (eu, hub):
         path = one.mount.path.parent / f"{one.cluster}-of-old"
-        old = Mount(path).put(identity.issue(gone, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
+        old = Mount(path).put(identity.issue(former, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
         with pytest.raises(PeerError):
             call(PeerCredentials(old.path), one.worker.url)
 
@@ -161,10 +160,6 @@ def by_prefix(one: Secure, cluster: str) -> dict[str, str]:
     return {"x-prfaas-prefix-url": one.worker.url, "x-prfaas-prefix-cluster": cluster}
 
 
-async def difference(client: Client, one: Secure, before: dict[str, float], name: str) -> float:
-    return (await client.metrics(one.worker)).get(name, 0.0) - before.get(name, 0.0)
-
-
 @pytest.mark.parametrize(("cluster", "cached"), [("eu", 1024), ("", 1024), ("hub", 0), ("elsewhere", 0)])
 async def test_a_prefix_comes_from_the_cluster_that_was_named_or_is_computed(client, secure, cluster: str, cached: int):
     eu, hub = secure
@@ -174,10 +169,10 @@ async def test_a_prefix_comes_from_the_cluster_that_was_named_or_is_computed(cli
     answer = await ask(client, hub.worker, by_prefix(eu, cluster), prompt=prompt, cache_salt=salt)
     assert (await logprobs(answer))["tokens"] == wanted["tokens"]
     assert int(answer.headers["x-prfaas-cached-tokens"]) == cached
-    assert await difference(client, hub, before, FETCHED if cached else FAILED) == 1
+    assert await difference(client, hub.worker, before, fetches("fetched" if cached else "failed")) == 1
 
 
-@pytest.mark.parametrize(("cluster", "outcome"), [("hub", FETCHED), ("eu", FAILED)])
+@pytest.mark.parametrize(("cluster", "outcome"), [("hub", "fetched"), ("eu", "failed")])
 async def test_an_instance_that_prefills_holds_its_source_of_prefixes_to_the_same(
     client, secure, cluster: str, outcome: str
 ):
@@ -189,7 +184,7 @@ async def test_an_instance_that_prefills_holds_its_source_of_prefixes_to_the_sam
     headers = prefilled_by(eu) | by_prefix(hub, cluster)
     answer = await ask(client, hub.worker, headers, prompt=prompt + "?", cache_salt=salt)
     assert len((await logprobs(answer))["tokens"]) == len(wanted["tokens"])
-    assert await difference(client, eu, before, outcome) == 1
+    assert await difference(client, eu.worker, before, fetches(outcome)) == 1
 
 
 async def test_an_instance_that_prefills_must_be_of_the_cluster_that_was_named(client, secure):

@@ -71,7 +71,7 @@ class Model(NamedTuple):
         return rows * self.tokens + states + 4 * len(HIDDEN)
 
     def reserved(self, *pages: int) -> CachePlace:
-        """Memory of its own with room for one sequence in these pages, in order unless they are given."""
+        """Separate memory with room for one sequence, in these pages or in order."""
         memory = CacheMemory(CacheGeometry(self.layers), num_pages=self.pages + 3, num_slots=2, max_context=self.tokens)
         memory.pages.zero_()
         memory.slots.zero_()
@@ -210,7 +210,7 @@ def compute(model: Model, offer: Offer, cache: CachePlace, step: int = 300) -> N
 
 
 class Taking:
-    """A destination in a thread of its own. Its connections are its own too, unless they are given."""
+    """A destination in its own thread. Its connections are its own too by default."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Taking:
 
     def close(self) -> int:
         """Close the connections that were kept for the next transfer, and count them."""
-        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives any more")
+        eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
         closed = 0
         while stream := self.connections.take(self.source):
             self.connections.drop(self.source, stream)
@@ -283,7 +283,7 @@ def hello(grant: PrefillGrant, **fields: object) -> bytes:
 
 
 def connect(port: Port, first: bytes) -> socket.socket:
-    """A destination by hand: a connection on which something was said."""
+    """A destination by hand: a connection on which something was sent."""
     sock = socket.create_connection(port.address, PATIENCE_SECONDS)
     sock.sendall(first)
     return sock

@@ -1,4 +1,4 @@
-"""A middleman between a destination and a source's data port, who sees frames and does with them what a test says."""
+"""A proxy between a destination and a source's data port, which sees frames and does with them what a test says."""
 
 import random
 import socket
@@ -43,9 +43,9 @@ def as_it_is(seen: Seen) -> Sequence[bytes]:
 
 
 class Proxy:
-    """Relays connections; `down` sees what the source says, `up` what the destination says; each returns what passes.
+    """Relays connections; `down` sees what the source sends, `up` what the destination sends; each returns what passes.
 
-    A frame may be passed on later too: whoever returns nothing keeps it. Ends are passed on like frames. CutError ends
+    A frame may be passed on later too: what returns nothing keeps it. Ends are passed on like frames. CutError ends
     both directions, so that everything passed on before still arrives.
     """
 
@@ -106,13 +106,13 @@ class Proxy:
                 destination.close()
                 self.connections += 1
                 continue
-            source.settimeout(None)  # a source that is slow to answer is none that is gone
+            source.settimeout(None)  # a source that is slow to answer is not lost
             with self._lock:
                 closed = self._closed
                 if not closed:
                     self._sockets |= {destination, source}
-                    self.connections += 1  # whoever sees it counted can cut it
-            if closed:  # nobody would cut it any more
+                    self.connections += 1  # a test that sees it counted can cut it
+            if closed:  # nothing would cut it later
                 destination.close()
                 source.close()
                 return
@@ -149,7 +149,7 @@ class Proxy:
             pass
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
-        with suppress(OSError):  # what it still says is nobody's: unread, it would make the close a reset
+        with suppress(OSError):  # what it still sends is dropped: unread, it would make the close a reset
             while source.recv(1 << 16):
                 pass
 

@@ -47,6 +47,8 @@ _ROUNDER = np.float32(1.5 * 2**23)
 def error_bound(dtype: str, largest: NDArray[Any]) -> NDArray[np.float64]:
     """Bound of a value's error, given the largest magnitude of its channel in the frame."""
     kind = KINDS[dtype]
+    # Half a step of max/127 is max/254. Scale, its inverse, their product with a value, and the decoded value are each
+    # rounded to float32: 4 x 2^-24 = 2^-22.
     return largest.astype(np.float64) * (1 / (2 * LEVELS) + 2.0**-22 + kind.rounding) + kind.step
 
 
@@ -140,6 +142,8 @@ def _from_float(values: NDArray[np.float32], dtype: str, out: Words) -> None:
     """Round to the nearest of the type; overwrites `values`."""
     if dtype == "bfloat16":
         bits = values.view(np.uint32)
+        # Sign and magnitude: halves go away from zero, as compression.md says. `_most_scale` keeps the carry below
+        # infinity.
         np.add(bits, 0x8000, out=bits)
         np.right_shift(bits, 16, out=bits)
         np.copyto(out, bits, casting="unsafe")

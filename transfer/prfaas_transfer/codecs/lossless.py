@@ -9,7 +9,7 @@ that states its content's size.
     float32             low half (16 bits, little endian), third byte, high byte
 
 zstd runs with its smallest table for matches: planes of exponents have no repetitions worth the search. What is left is
-its Huffman coder, at more than twice the speed of level 1. It is not behind in size (docs/compression.md).
+its Huffman coder, at more than twice the speed of level 1. It is not behind in size (docs/understand/compression.md).
 """
 
 import struct
@@ -109,6 +109,7 @@ def _shrinks(raw: NDArray[np.uint8]) -> bool:
 
 
 def _compress(raw: NDArray[np.uint8]) -> bytes:
+    # A compressor a call: two threads may not use one of python-zstandard's objects at once.
     return zstandard.ZstdCompressor(compression_params=_ZSTD).compress(raw.data)
 
 

@@ -80,7 +80,7 @@ OfferCommand = AnnounceCache | OfferCache | StartCache | ComputedParts | Compute
 
 
 class ReportOutbox:
-    """Writes reports to the engine, from a thread of its own: whoever reads the engine's messages never waits."""
+    """Writes reports to the engine, from its own thread: whoever reads the engine's messages never waits."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
@@ -103,7 +103,7 @@ class ReportOutbox:
 
 
 class OpenOffers:
-    """The open offers, by the engine's names. `over` may come from any thread, all else comes from one."""
+    """The open offers, by the engine's names. `release` may come from any thread, all else comes from one."""
 
     def __init__(self, layout: CacheLayout, memory: EngineCache, say: Callable[[MoverReport], None]):
         self._layout, self._memory, self._say = layout, memory, say
@@ -125,7 +125,7 @@ class OpenOffers:
                 if (offer := self._open.get(message.key)) is not None:
                     self._go_on(offer, message, offers)
 
-    def over(self, handle: int) -> None:
+    def release(self, handle: int) -> None:
         """Tell the engine that nothing reads an offer's cache any more."""
         with self._lock:
             key = self._key_of.pop(handle)
@@ -153,7 +153,7 @@ class OpenOffers:
                 offer = self._open[key] = make()
         except PrfaasError as error:
             log.warning("cache of %s is not offered: %s", subject.request_id, error)
-            self.over(subject.handle)
+            self.release(subject.handle)
             return None
         return offer
 
@@ -167,6 +167,8 @@ class OpenOffers:
             case StartCache():
                 offer.start_computing()
             case ComputedParts(_, parts, place):
+                # Only before the first HELLO: one whose destination came and was lost has RESUME_SECONDS, however long
+                # the prompt.
                 if offer.is_announced:
                     offer.note_life()  # a destination may come until a while after the last part
                 if place is not None:
@@ -207,7 +209,7 @@ def _grant(message: OfferCache) -> PrefillGrant:
         transfer_id=message.transfer_id,
         token=message.token,
         epoch=message.epoch,
-        data_port=0,  # the engine has told the destination
+        data_port=0,  # the destination has it from the engine
         end_token=message.end_token,
         expires_seconds=LEASE_SECONDS,
     )
@@ -220,7 +222,7 @@ class RunningFetch(Protocol):
 
 
 class Fetches:
-    """All fetches under way, by the engine's names. Calls come from one thread; each fetch has threads of its own."""
+    """All fetches under way, by the engine's names. Calls come from one thread; each fetch has its own threads."""
 
     def __init__(self, context: FetchContext, memory: EngineCache, say: Callable[[MoverReport], None]):
         self._context, self._memory, self._say = context, memory, say
@@ -284,7 +286,7 @@ class Fetches:
             log.info("the source of %s keeps its cache for its lease: %s", message.request_id, error)
 
     def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
-        """Run a fetch to its end, in a thread of its own."""
+        """Run a fetch to its end, in its own thread."""
         key, reason = message.key, ""
         outcome: TransferOutcome = "delivered"
         try:
@@ -320,7 +322,7 @@ class Mover:
         self.metrics = MoverMetrics(options, self._stats)
         self.counters = TransferCounters(self._ended)
         self._open = OpenOffers(layout, engine_cache, outbox.put)
-        self._offers = Offers(layout, options.max_offers, self._open.over, self.counters)
+        self._offers = Offers(layout, options.max_offers, self._open.release, self.counters)
         context = FetchContext(layout, Connections(self.traffic.auth), self.counters, self.traffic)
         self._fetches = Fetches(context, engine_cache, outbox.put)
         DataPort(listener, self._offers, self.traffic, options.patience_seconds, self._copies.catch_up)
@@ -379,6 +381,7 @@ def _engine_cache(
 ) -> tuple[EngineCache, Copies]:
     """Return what the options say of the memory, and who asks the engine for copies."""
     if options.map is not None:
+        # Without slots: nothing is copied here, and `catch_up` needs none.
         return MappedMemory(memoryview(memory), options.map), Copies(Slots(memory, 1, 0), say)
     shared = SharedMemory(Slots(memory, options.slot_bytes, options.slots), say)
     return shared, shared.copies

@@ -92,7 +92,7 @@ class EngineMemory(Protocol):
 class MoverClient:
     """Starts a mover, and another when it dies. Any thread may call; nothing waits for the network.
 
-    `on_offer_over(key)` and `on_fetch_over(EndedFetch)` are called from the client's thread, once for each offer and
+    `on_offer_end(key)` and `on_fetch_end(EndedFetch)` are called from the client's thread, once for each offer and
     fetch, by its message's key. From then on nothing of them touches the engine's memory. `on_answer` gets the records
     of ended transfers, and the answers to `ask`, which outlive a mover. `descriptor` is that of a mapped cache, which
     has no `memory` to copy from.
@@ -102,15 +102,15 @@ class MoverClient:
         self,
         options: MoverOptions,
         memory: EngineMemory | None,
-        on_offer_over: Callable[[str], None],
-        on_fetch_over: Callable[[EndedFetch], None],
+        on_offer_end: Callable[[str], None],
+        on_fetch_end: Callable[[EndedFetch], None],
         on_answer: Callable[[TransferEnded | MoverAnswer], None] = lambda _answer: None,
         descriptor: int | None = None,
     ):
         self._options, self._memory = options, memory
-        self._on_offer_over, self._on_fetch_over, self._on_answer = on_offer_over, on_fetch_over, on_answer
+        self._on_offer_end, self._on_fetch_end, self._on_answer = on_offer_end, on_fetch_end, on_answer
         self._copiers = ThreadPoolExecutor(threads, "mover-copy") if (threads := options.copy_threads) else None
-        self._asked: dict[int, Question] = {}
+        self._questions: dict[int, Question] = {}
         self._egress: SetEgress | None = None
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
@@ -125,6 +125,7 @@ class MoverClient:
             self._descriptor = os.memfd_create("prfaas-mover")
             os.ftruncate(self._descriptor, options.memory_bytes)
         else:
+            # A copy of our own: the thread closes it at its end, whenever the engine closes its own.
             self._descriptor = os.dup(descriptor)
         self.shared = memoryview(mmap.mmap(self._descriptor, options.memory_bytes))
         threading.Thread(target=self._run, name="mover", daemon=True).start()
@@ -166,7 +167,7 @@ class MoverClient:
     def ask(self, question: Question) -> None:
         """Have a question of the engine's front answered, by the next mover if this one dies. An egress cap stays."""
         with self._lock:
-            self._asked[question.handle] = question
+            self._questions[question.handle] = question
             if isinstance(question, SetEgress):
                 self._egress = question
         self._send(question)
@@ -235,6 +236,8 @@ class MoverClient:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
         with ours, ours.makefile("rb") as reader:
             try:
+                # Our copy of the mover's end closes with the block: while any process has it open, a dead mover gives
+                # no end of file.
                 with theirs:
                     process = self._process = self._start(theirs)
             except OSError as error:
@@ -243,7 +246,7 @@ class MoverClient:
                 self._socket = ours
                 if self._closed.is_set():  # before there was a socket
                     ours.shutdown(socket.SHUT_RDWR)
-                repeated = [*([self._egress] if self._egress else []), *self._asked.values()]
+                repeated = [*([self._egress] if self._egress else []), *self._questions.values()]
             for question in repeated:
                 self._send(question)
             refusal = ""
@@ -290,8 +293,8 @@ class MoverClient:
                 self._on_answer(message)
             case PrefillAnswer(handle) | Stats(handle) | EgressSet(handle):
                 with self._lock:
-                    asked = self._asked.pop(handle, None)
-                if asked is not None:
+                    answered = self._questions.pop(handle, None)
+                if answered is not None:
                     self._on_answer(message)
             case EndedOffer(key):
                 self._end_offer(key)
@@ -323,14 +326,14 @@ class MoverClient:
             known = key in self._offers
             self._offers.discard(key)
         if known:
-            self._on_offer_over(key)
+            self._on_offer_end(key)
 
     def _end_fetch(self, message: EndedFetch) -> None:
         with self._lock:
             known = message.key in self._fetches
             self._fetches.discard(message.key)
         if known:
-            self._on_fetch_over(message)
+            self._on_fetch_end(message)
 
     def _fail_open(self, reason: str) -> None:
         with self._lock:

@@ -58,6 +58,7 @@ def cache_bytes(options: MoverOptions, tokens: int) -> int:
     """Return what the cache of a prompt of so many tokens brings over a link, from all ranks together."""
     sizes = [_group_bytes(group, tokens) for group in options.groups]
     copies = options.copies or (1,) * len(sizes)
+    # `held` ranks have the same bytes, which cross once.
     return sum(options.ranks * size // held for size, held in zip(sizes, copies, strict=True))
 
 
@@ -89,7 +90,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def serve(host: str, port: int, metrics: MoverMetrics, other_ports: Iterable[int] = ()) -> None:
-    """Serve on a thread of its own; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
+    """Serve on a thread; `other_ports` are those of the other ranks. Raises ConfigError if the port is not
     available."""
     others = tuple(other_ports)
 

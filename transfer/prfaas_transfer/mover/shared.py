@@ -95,7 +95,7 @@ class Copies:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
     def catch_up(self, show_life: Callable[[], None] = lambda: None) -> None:
-        """Wait until all that the engine has said so far is known here, or for a while in vain."""
+        """Wait until all messages of the engine until now are handled, or for a while in vain."""
         self._ask(AskAnnounce, CATCH_UP_SECONDS, show_life)
 
     def _ask(
@@ -110,6 +110,7 @@ class Copies:
         number, deadline = next(self._numbers), Deadline(seconds)
         failure: PeerError | None = None
         with self._changed:
+            # Before the question leaves: its answer may come at once, and an unknown number is dropped.
             self._done[number] = None
         self._send(report(number))
         try:
@@ -138,6 +139,7 @@ class Copies:
             if copied.number in self._done:
                 self._done[copied.number] = copied
                 self._changed.notify_all()
+            # Nobody waits for this copy any more, but until now the engine could still touch the slot.
             elif copied.number in self._late:
                 self._slots.release(self._late.pop(copied.number))
 

@@ -63,13 +63,10 @@ class Match(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """An evicted block or checkpoint. Its pages hold their bytes until the callback returns. A `spent` checkpoint was
-    replaced by a later one of its own sequence: hardly worth a place elsewhere."""
+    """An evicted block or checkpoint."""
 
     key: Key
-    pages: tuple[int, ...]
     is_state: bool = False
-    spent: bool = False
 
 
 class Blocks:
@@ -97,21 +94,8 @@ class Blocks:
     def free_pages(self) -> int:
         return len(self._free) + self.cached_pages
 
-    def page(self, key: Key) -> int | None:
-        return self._page_of.get(key)
-
     def has_state(self, key: Key) -> bool:
         return key in self._states
-
-    def pages_of(self, key: Key, *, is_state: bool) -> tuple[int, ...] | None:
-        if is_state:
-            return self._states[key].pages if key in self._states else None
-        return (self._page_of[key],) if key in self._page_of else None
-
-    def newest(self) -> tuple[list[Key], list[Key]]:
-        """Return the evictable states and blocks, the most recently used first, without spent states."""
-        states = [self._state_at[page].key for page in reversed(self._order) if page in self._state_at]
-        return states, [self._key_of[page] for page in reversed(self._order) if page not in self._state_at]
 
     def match(self, chain: Sequence[Key], max_blocks: int) -> Match:
         """Return the cached part of a prompt with this chain, at most so many blocks. Changes nothing."""
@@ -171,6 +155,7 @@ class Blocks:
         """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks. The page of
         a block that exists stays private, unless only the cache holds the existing one."""
         new: list[int] = []
+        # A reset came in between: nothing of the lease is found in the cache any more, and its rows get no names.
         if lease.epoch != self._epoch:
             return new
         page_of, key_of, pages = self._page_of, self._key_of, lease.pages
@@ -251,22 +236,6 @@ class Blocks:
                 idle += 1
         self.cached_pages += idle
 
-    def adopt_block(self, key: Key) -> tuple[int, ...] | None:
-        """Return the page of a block that was loaded from elsewhere; None if it is cached or there is no room."""
-        if key in self._page_of or not self.free_pages:
-            return None
-        (page,) = self._allocate(1)
-        self._page_of[key], self._key_of[page] = page, key
-        self.release((page,))
-        return (page,)
-
-    def adopt_state(self, key: Key) -> tuple[int, ...] | None:
-        """Return pages for a checkpoint from elsewhere; None if it exists, its block does not, or there is no room."""
-        if key in self._states or key not in self._page_of:
-            return None
-        made = self._new_state(key)
-        return made.pages if made else None
-
     def reset(self) -> int:
         """Forget all names, also of held pages, which their holders keep. Return the number of pages freed."""
         before = len(self._free)
@@ -328,9 +297,8 @@ class Blocks:
         lease.rolling = None
         if not state.uses and self._is_cached(state):
             lease.touched.remove(state)
-            pages = self._drop_state(state)
-            self._on_evicted([Evicted(state.key, pages, is_state=True, spent=True)])
-            self._free += pages
+            self._free += self._drop_state(state)
+            self._on_evicted([Evicted(state.key, is_state=True)])
 
     def _new_state(self, key: Key) -> StateCheckpoint | None:
         if self.pages_per_state > self.free_pages:
@@ -363,10 +331,8 @@ class Blocks:
 
     def _evict(self, count: int) -> None:
         evicted: list[Evicted] = []
-        freed: list[int] = []
-        short = count - len(self._free)
-        while len(freed) < short:
-            spent = bool(self._spent)
+        free_before = len(self._free)
+        while len(self._free) < count:
             page, _ = (self._spent or self._order).popitem(last=False)
             state = self._state_at.get(page)
             if state is None:
@@ -375,14 +341,13 @@ class Blocks:
                 del self._page_of[key]
                 self._key_of[page] = None
                 self.cached_pages -= 1
-                freed.append(page)
-                evicted.append(Evicted(key, (page,)))
+                self._free.append(page)
+                evicted.append(Evicted(key))
             if state is not None:
-                freed += self._drop_state(state)
-                evicted.append(Evicted(state.key, state.pages, is_state=True, spent=spent))
-        self.evicted_pages += len(freed)
+                self._free += self._drop_state(state)
+                evicted.append(Evicted(state.key, is_state=True))
+        self.evicted_pages += len(self._free) - free_before
         self._on_evicted(evicted)
-        self._free += freed
 
     def _drop_state(self, state: StateCheckpoint) -> tuple[int, ...]:
         """Forget a checkpoint and return its pages, which nothing owns then."""

@@ -1,31 +1,23 @@
 """The hybrid prefix cache of one engine: memory for sequences, and the prefixes that earlier prompts left in it.
 
-`Blocks` knows who holds which page, `CacheMemory` has the bytes, and `Tiering` loads what the pool evicted. A sequence
-finds cached blocks, which it shares, and a state, which is copied into its slot. It leaves blocks, which it published,
-and copies of its state at some lengths.
+`Blocks` knows who holds which page, and `CacheMemory` has the bytes. A sequence finds cached blocks, which it shares,
+and a state, which is copied into its slot. It leaves blocks, which it published, and copies of its state at some
+lengths.
 
-Used from the engine's thread only. Questions that end in None or False change nothing. Nothing here waits for the disk:
-`prefetch` starts loading from the tiers, and the request is opened once that is done.
+Used from the engine's thread only. Questions that end in None or False change nothing.
 """
 
-import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain, BlockHash
-from prfaas.util import MIB
 from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
 from prfaas.wire.stats import CacheStats
-from prfaas_worker.cache.blocks import Blocks, Evicted, Lease, Match, checkpoint_blocks
+from prfaas_worker.cache.blocks import Blocks, Lease, Match, checkpoint_blocks
 from prfaas_worker.cache.kv_events import CacheEventRecorder
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.cache.tiering import PrefixLoad, Tiering
-from prfaas_worker.cache.tiers import Tiers
-
-log = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
@@ -39,12 +31,11 @@ class Opened(NamedTuple):
 
 
 class HybridCache:
-    """Pages and slots of one memory, and the prefixes in them and in the tiers below."""
+    """Pages and slots of one memory, and the prefixes in them."""
 
     def __init__(
         self,
         memory: CacheMemory,
-        tiers: Tiers | None = None,
         on_event: Callable[[KvEvent], None] | None = None,
         *,
         attention_kind: AttentionSpecKind = "full_attention",
@@ -52,8 +43,7 @@ class HybridCache:
         self._memory = memory
         self._geometry = memory.geometry
         self._events = CacheEventRecorder(on_event, attention_kind)
-        self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._on_evicted)
-        self._tiering = Tiering(memory, self._blocks, tiers, self._events) if tiers else None
+        self._blocks = Blocks(memory.num_pages, self._geometry.pages_per_state, self._events.record_evicted)
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
@@ -78,14 +68,8 @@ class HybridCache:
     def capacity_tokens(self, lease: Lease) -> int:
         return len(lease.pages) * self._geometry.page_tokens
 
-    def prefetch(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixLoad | None:
-        """Start loading a prompt's prefix from the tiers, before it is opened; None if they add nothing."""
-        if self._tiering is None:
-            return None
-        return self._tiering.prefetch(chain[: max_tokens // self._geometry.page_tokens])
-
     def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int) -> int:
-        """Return how many of a prompt's first `max_tokens` tokens are cached on the device, with a state."""
+        """Return how many of a prompt's first `max_tokens` tokens are cached, with a state."""
         size = self._geometry.page_tokens
         return self._blocks.match(chain, max_tokens // size).state_blocks * size
 
@@ -94,8 +78,6 @@ class HybridCache:
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None if either is short now. At most `max_tokens` come from the
         cache. Without `use_state` the state comes from elsewhere, so only rows count as cached."""
-        if self._tiering is not None:
-            self._tiering.adopt_loaded()
         size = self._geometry.page_tokens
         match = self._blocks.match(chain, max_tokens // size)
         shared = _shared_pages(match, use_state=use_state)
@@ -134,13 +116,13 @@ class HybridCache:
         """Share the rows of the chain's first `blocks` blocks, which are complete in the lease's pages."""
         self._events.record_published(chain, self._blocks.publish(lease, chain.hashes, blocks))
 
-    def checkpoint(self, lease: Lease, chain: Sequence[BlockHash], blocks: int, *, rolling: bool = False) -> bool:
+    def checkpoint(self, lease: Lease, chain: BlockChain, blocks: int, *, rolling: bool = False) -> bool:
         """Keep a copy of the slot's state after `blocks` published blocks, see `Blocks`; False if it is not kept."""
-        pages = self._blocks.checkpoint(lease, chain, blocks, rolling=rolling)
+        pages = self._blocks.checkpoint(lease, chain.hashes, blocks, rolling=rolling)
         if pages is not None:
             self._memory.save_state(lease.slot, pages)
-            self._events.record_checkpoint(chain[blocks - 1])
-        return self._blocks.has_state(chain[blocks - 1])
+            self._events.record_checkpoint(chain, blocks - 1)
+        return self._blocks.has_state(chain.hashes[blocks - 1])
 
     def store(self, lease: Lease, tokens: int) -> Lease | None:
         """Return a lease without a slot, to be forked later; None without free pages. It shares full pages, and has the
@@ -183,30 +165,14 @@ class HybridCache:
         self._blocks.close(lease)
 
     def reset(self) -> int:
-        """Forget all cached prefixes in all tiers; return the pages freed. Open leases keep their memory."""
+        """Forget all cached prefixes; return the pages freed. Open leases keep their memory."""
         freed = self._blocks.reset()
-        if self._tiering is not None:
-            self._tiering.clear()
         self._events.record_cleared()
         return freed
 
-    def flush(self, seconds_left: Callable[[], float]) -> None:
-        """Write what a restart could use to the disk until the time is over; called before the process ends."""
-        began = time.monotonic()
-        result = self._tiering.flush(seconds_left) if self._tiering is not None else None
-        if result is not None:
-            log.info(
-                "the disk keeps %d entries of the prefix cache for the next start: %.1f MiB were written in %.1f s, "
-                "%d entries are left out",
-                result.entries,
-                result.written_bytes / MIB,
-                time.monotonic() - began,
-                result.left_out,
-            )
-
     def stats(self) -> CacheStats:
         """Return counters; any thread may call."""
-        stats = CacheStats(
+        return CacheStats(
             page_bytes=self._geometry.page_bytes,
             total_pages=self._memory.num_pages,
             used_pages=self._memory.num_pages - self._blocks.free_pages,
@@ -216,7 +182,6 @@ class HybridCache:
             stateless_tokens=self._stateless_tokens,
             evicted_pages=self._blocks.evicted_pages,
         )
-        return self._tiering.add_stats(stats) if self._tiering is not None else stats
 
     def check_integrity(self) -> None:
         """Raise InternalError unless all books agree on slots and pages. Takes time in proportion to the pool."""
@@ -236,6 +201,7 @@ class HybridCache:
         if start is None:
             self._memory.clear_slot(slot)
         else:
+            # Before `open`, which may evict this checkpoint for the pages that it lends.
             self._memory.load_state(self._blocks.state_pages(start), slot)
         lease = self._blocks.open(shared, count, start)
         if lease is None:
@@ -259,11 +225,6 @@ class HybridCache:
             len(match.pages), match.state_blocks, max_tokens // size, size, self._geometry.pages_per_state
         )
         return tuple(count * size for count in blocks)
-
-    def _on_evicted(self, evicted: list[Evicted]) -> None:
-        if self._tiering is not None:
-            self._tiering.put(evicted)
-        self._events.record_evicted(evicted)
 
 
 def _shared_pages(match: Match, *, use_state: bool) -> list[int]:

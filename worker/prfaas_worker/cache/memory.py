@@ -4,20 +4,19 @@ A *page* has room for the rows of `page_tokens` tokens in all layers, layer afte
 hold state checkpoints. A *slot* is the working state of one running sequence. Kernels change it in place, so it is
 dense, and copying it to or from pages is one operation. `table[slot]` lists its sequence's pages in order of tokens.
 
-Memory that is reserved but not written costs nothing on a CPU; see populate.py. `Blocks` knows who holds which page.
+Memory that is reserved but not written costs nothing on a CPU. `Blocks` knows who holds which page.
 """
 
 import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from prfaas.kvindex.blocks import BLOCK_TOKENS
-from prfaas.wire.transfer import Buffer
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 # Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
@@ -121,14 +120,6 @@ class CacheMemory:
 
     def load_state(self, pages: Sequence[int], slot: int) -> None:
         self.slots[slot].view(len(pages), -1).copy_(self.pages[torch.tensor(pages)])
-
-    def read_pages(self, pages: Sequence[int]) -> memoryview:
-        return self.pages[torch.tensor(pages)].cpu().numpy().data.cast("B")
-
-    def write_pages(self, pages: Sequence[int], content: Iterable[Buffer]) -> None:
-        """Copy the bytes of pages, in any number of pieces, to the device in one operation."""
-        source = torch.frombuffer(bytearray().join(content), dtype=torch.uint8).view(len(pages), -1)
-        self.pages[torch.tensor(pages)] = source.to(self.device)
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] to span[1], one piece a page. CPU memory only."""

@@ -53,6 +53,7 @@ class Staging:
         """Mark the device's work so far; called in `on_layer`, on the thread that runs the model."""
         if not self._is_gpu:
             return DeviceMark(None)
+        # blocking: who waits for it sleeps, instead of taking a core from the step.
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._memory.device))
         return DeviceMark(event)
@@ -89,16 +90,16 @@ class Staging:
             at = torch.arange(span.start, span.end, device=self._memory.device)
             table = self._device_index(pages)
             for spec in self._memory.geometry.layers[layer].rows:
-                given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(-1, *spec.shape)
-                self._memory.rows(layer)[spec.name][table[at // page_tokens], at % page_tokens] = given
+                landed = self._to_device(received[spec.name]).view(spec.torch_dtype).view(-1, *spec.shape)
+                self._memory.rows(layer)[spec.name][table[at // page_tokens], at % page_tokens] = landed
             self._finish()
 
     @torch.inference_mode()
     def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None:
         with self._aside(DeviceMark(None)):
             for spec in self._memory.geometry.layers[layer].state:
-                given = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
-                self._memory.states(layer)[spec.name][slot] = given
+                landed = self._to_device(received[spec.name]).view(spec.torch_dtype).view(spec.shape)
+                self._memory.states(layer)[spec.name][slot] = landed
             self._finish()
 
     def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":
@@ -185,6 +186,7 @@ def block_frames(
     if group is None:
         return
     layout = manifest.groups[group]
+    # One less: rows that begin in the middle of a page reach into one page more.
     pages = MAX_PIECES // len(layout.tensors) - 1
     step = max(1, min(BLOCK_BYTES // layout.nbytes, pages * place.memory.geometry.page_tokens))
     for start in range(max(span[0], manifest.start_token), span[1], step):

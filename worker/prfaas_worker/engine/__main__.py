@@ -60,7 +60,7 @@ def _run(options: Options, front: socket.socket) -> None:
         sys.exit(1)
     ready = Ready(model.fingerprint, str(directory), model.vocab_size, max_context(model, options), options.data_port)
     outbox.put([ready])
-    serve_front(front, engine, messages)
+    serve_front(front, messages)
     engine.run()
 
 

@@ -1,4 +1,4 @@
-"""Builds an engine: the model's memory and cache, the step loop, and its transfers and grammars."""
+"""Builds an engine: the model's memory and cache, the step loop, and its transfers."""
 
 import logging
 import queue
@@ -14,10 +14,7 @@ from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.populate import populate_in_background
-from prfaas_worker.cache.tiers import Tiers
 from prfaas_worker.cache.transfer_frames import Staging, layer_groups
-from prfaas_worker.engine.grammar import Grammars, Vocabulary, read_vocabulary
 from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler, measure_steps
@@ -29,14 +26,11 @@ from prfaas_worker.memory import available_bytes
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.options import Options
-from prfaas_worker.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
 CPU_CACHE_MIB = 1024
 _STEPS_SHARE = 0.5  # Share of the time for measurements that is for the length of steps.
-LARGE_VOCABULARY = 10_000
-"""With more tokens the trie is built at the start. The first grammar would delay every stream for most of a second."""
 
 
 def load_and_assemble(options: Options, outbox: Outbox) -> tuple[Model, Path, EngineLoop, EngineTransfers]:
@@ -47,22 +41,22 @@ def load_and_assemble(options: Options, outbox: Outbox) -> tuple[Model, Path, En
     """
     model, directory = load_model(options.model_source, options.threads or None, options.device, options.dtype)
     try:
-        return model, directory, *assemble(model, directory, options, outbox)
+        return model, directory, *assemble(model, options, outbox)
     except (ConfigError, CapacityError) as error:
         if options.device != "auto" or model.device.type == "cpu":
             raise
         log.warning("the model runs on the CPU, not on the GPU: %s", error)
     del model  # its memory on the GPU is needed no more
     model, directory = load_model(options.model_source, options.threads or None, "cpu", options.dtype)
-    return model, directory, *assemble(model, directory, options, outbox)
+    return model, directory, *assemble(model, options, outbox)
 
 
-def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) -> tuple[EngineLoop, EngineTransfers]:
+def assemble(model: Model, options: Options, outbox: Outbox) -> tuple[EngineLoop, EngineTransfers]:
     """Return the step loop of a model and its transfers. Raises ConfigError if the requested cache cannot be had."""
     memory = _cache_memory(model, options)
     runner = Runner(model, memory, Staging(memory) if model.device.type == "cuda" else None)
     kv_events: list[KvEvent] = []
-    cache = HybridCache(memory, _tiers(model, options), on_event=kv_events.append, attention_kind=model.attention_kind)
+    cache = HybridCache(memory, on_event=kv_events.append, attention_kind=model.attention_kind)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
     transfers = EngineTransfers(layout, memory, options, outbox.put, inbox.put)
@@ -73,23 +67,19 @@ def assemble(model: Model, directory: Path, options: Options, outbox: Outbox) ->
         cache=cache,
         kv_events=kv_events,
         remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, options.model_name, transfers), inbox.put),
-        grammars=_grammars(model, directory),
         profiler=_profiler(runner, cache, options, outbox, budgets[options.role].step_tokens),
         send=outbox.put,
         role=options.role,
         max_waiting=options.max_waiting,
         budgets=budgets,
     )
-    if options.cache_mib and model.device.type == "cpu":  # the default is for those who gave memory no thought
-        populate_in_background(memory.pages.data_ptr(), memory.pages.nbytes)
     log.info("the model computes on %s: %s", _device_name(model.device), model.arithmetic)
     return engine, transfers
 
 
 def _measured_budgets(runner: Runner, cache: HybridCache, options: Options) -> dict[Role, Budgets]:
-    """Compile the decode steps, warm up, and measure how long steps should be, unless the options say it."""
+    """Warm up, and measure how long steps should be, unless the options say it."""
     context = max_context(runner.model, options)
-    _compile(runner.model, options)
     warm_up(runner, cache, context)
     tokens = options.step_tokens
     if not tokens:
@@ -187,36 +177,3 @@ def max_context(model: Model, options: Options) -> int:
             "leave it out"
         )
     return wanted
-
-
-def _compile(model: Model, options: Options) -> None:
-    """Compile the decode steps that the options name. Raises ConfigError if that is not possible."""
-    if not options.compile:
-        return
-    from prfaas_worker.models.kimi_linear.model import KimiLinear, StepShape
-
-    if not isinstance(model, KimiLinear):
-        raise ConfigError("--compile is for Kimi Linear on the CPU: leave it out")
-    model.compile_decodes([StepShape(*shape) for shape in options.compile])
-
-
-def _tiers(model: Model, options: Options) -> Tiers | None:
-    """Return the tiers that the options name. Raises ConfigError if the directory is unusable."""
-    if not (options.host_cache_mib or options.disk_cache):
-        return None
-    return Tiers(
-        model.fingerprint,
-        host_bytes=options.host_cache_mib * MIB,
-        disk_directory=Path(options.disk_cache) if options.disk_cache else None,
-        disk_bytes=options.disk_cache_mib * MIB,
-    )
-
-
-def _grammars(model: Model, directory: Path) -> Grammars:
-    def load_vocabulary() -> Vocabulary:
-        return read_vocabulary(load_tokenizer(directory), tuple(sorted(model.eos_token_ids)), model.vocab_size)
-
-    grammars = Grammars(load_vocabulary)
-    if model.vocab_size > LARGE_VOCABULARY:
-        grammars.warm()
-    return grammars

@@ -119,12 +119,12 @@ class FrontMessages:
         )
 
 
-def serve_front(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
-    """Start the reading thread, which ends the engine and the process when the front closes its end."""
-    threading.Thread(target=_read, args=(sock, engine, messages), name="front-read", daemon=True).start()
+def serve_front(sock: socket.socket, messages: FrontMessages) -> None:
+    """Start the reading thread, which ends the process when the front closes its end."""
+    threading.Thread(target=_read, args=(sock, messages), name="front-read", daemon=True).start()
 
 
-def _read(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> None:
+def _read(sock: socket.socket, messages: FrontMessages) -> None:
     reader = sock.makefile("rb")
     try:
         while body := read_body(reader):
@@ -136,5 +136,5 @@ def _read(sock: socket.socket, engine: EngineLoop, messages: FrontMessages) -> N
         log.exception("the engine cannot read the front's messages")
         os._exit(1)
     log.info("the front closed its end: the engine ends")
-    engine.end()
+    # `sys.exit` would end this thread alone.
     os._exit(0)

@@ -1,110 +1,48 @@
-"""Edits logits before a draw: biases, penalties, and forbidden tokens.
+"""Edits logits before a draw: biases and penalties.
 
 As OpenAI defines them and in vLLM's order. First the bias is added. Then the repetition penalty divides positive and
 multiplies negative logits of tokens in prompt or answer. Then the frequency penalty is subtracted as often as the
-answer has the token, and the presence penalty once. Only the tokens concerned are touched, few beside the vocabulary.
+answer has the token, and the presence penalty once.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 
 from prfaas.wire.engine import Sampling
 
-_FIRST_ROOM: Final = 256
-_NO_PENALTIES: Final = (1.0, 0.0, 0.0)
 
-
-class LogitTable:
-    """The tokens of one choice with a bias or an occurrence, and the change to the logit of each."""
+class LogitEdits:
+    """The changes to the logits of one choice."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]):
-        self._repetition, self._frequency, self._presence = _penalties(sampling)
-        self._counted = _penalties(sampling) != _NO_PENALTIES
-        self._slots: dict[int, int] = {}
-        self._counts: list[int] = []
-        self._tokens = np.zeros(_FIRST_ROOM, dtype=np.int64)
-        self._changes = np.zeros((3, _FIRST_ROOM), dtype=np.float32)
-        for token, bias in sampling.logit_bias:
-            slot = self._slot(token)  # first: it may exchange the array
-            self._changes[0, slot] += bias
-        for token in sorted(set(prompt)) if self._repetition != 1 else ():
-            slot = self._slot(token)
-            self._changes[1, slot] = self._repetition
-
-    @property
-    def tokens(self) -> np.ndarray:
-        return self._tokens[: len(self._slots)]
-
-    @property
-    def changes(self) -> np.ndarray:
-        """For each token the bias, the repetition penalty, and the sum of the other penalties: fp32 [3, n]."""
-        return self._changes[:, : len(self._slots)]
+        self._sampling = sampling
+        self._prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
+        self._counts: Counter[int] = Counter()
 
     def count(self, token: int) -> None:
-        if not self._counted:
-            return
-        slot = self._slot(token)
-        self._counts[slot] += 1
-        self._changes[1, slot] = self._repetition
-        self._changes[2, slot] = self._frequency * self._counts[slot] + self._presence
+        """Advance over a token of the answer."""
+        self._counts[token] += 1
 
-    def _slot(self, token: int) -> int:
-        slot = self._slots.get(token)
-        if slot is None:
-            slot = self._slots[token] = len(self._slots)
-            self._counts.append(0)
-            if slot == len(self._tokens):
-                self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
-                self._changes = np.concatenate([self._changes, np.zeros_like(self._changes)], axis=1)
-            self._tokens[slot] = token
-            self._changes[1, slot] = 1
-        return slot
-
-
-def _penalties(sampling: Sampling) -> tuple[float, float, float]:
-    return sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    def apply(self, logits: torch.Tensor) -> None:
+        """Add biases and penalties in place to fp32 [vocab_size]."""
+        sampling, device = self._sampling, logits.device
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            biases = torch.tensor(biases, dtype=torch.float32, device=device)
+            logits.index_add_(0, torch.tensor(tokens, device=device), biases)
+        if sampling.repetition_penalty != 1 and (seen := self._prompt | self._counts.keys()):
+            tokens = torch.tensor(list(seen), device=device)
+            values = logits[tokens]
+            penalty = sampling.repetition_penalty
+            logits[tokens] = torch.where(values > 0, values / penalty, values * penalty)
+        if self._counts and (sampling.frequency_penalty or sampling.presence_penalty):
+            counts = torch.tensor(list(self._counts.values()), device=device)
+            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+            logits[torch.tensor(list(self._counts), device=device)] -= penalties
 
 
-def needs_table(sampling: Sampling) -> bool:
-    return bool(sampling.logit_bias) or _penalties(sampling) != _NO_PENALTIES
-
-
-def apply_tables(logits: torch.Tensor, tables: Sequence[tuple[int, LogitTable]]) -> None:
-    """Add biases and penalties to the rows that have them, in place in contiguous fp32 [B, vocab_size]."""
-    width = logits.shape[1]
-    places = torch.from_numpy(np.concatenate([table.tokens + row * width for row, table in tables])).to(logits.device)
-    changes = torch.from_numpy(np.concatenate([table.changes for _, table in tables], axis=1)).to(logits.device)
-    bias, factor, less = changes
-    values = logits.view(-1).index_select(0, places).add_(bias)
-    values = torch.where(values > 0, values / factor, values * factor).sub_(less)
-    logits.view(-1).scatter_(0, places, values)
-
-
-class Mask(NamedTuple):
-    """Tokens that one row may draw, one bit each: int32 [ceil(vocab_size / 32)]."""
-
-    row: int
-    words: np.ndarray
-
-
-def apply_masks(logits: torch.Tensor, masks: Sequence[Mask]) -> None:
-    banned = np.stack([mask.words for mask in masks])
-    np.invert(banned, out=banned)
-    # Little-endian words: bit i of the mask is bit i % 8 of byte i // 8.
-    bits = np.unpackbits(banned.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    where = torch.from_numpy(bits).view(torch.bool).to(logits.device)
-    rows = [mask.row for mask in masks]
-    if len(rows) == len(logits):
-        logits.masked_fill_(where, -torch.inf)
-    else:
-        index = torch.tensor(rows, device=logits.device)
-        logits[index] = logits[index].masked_fill_(where, -torch.inf)
-
-
-def apply_bans(logits: torch.Tensor, bans: Sequence[tuple[int, Sequence[int]]]) -> None:
-    pairs = [(row, token) for row, tokens in bans for token in tokens]
-    rows, tokens = torch.tensor(pairs, device=logits.device).T
-    logits[rows, tokens] = -torch.inf
+def needs_edits(sampling: Sampling) -> bool:
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    return bool(sampling.logit_bias) or penalties != (1.0, 0.0, 0.0)

@@ -5,11 +5,9 @@ It runs on one thread and waits only when idle. Other threads talk to it through
 """
 
 import queue
-import threading
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import Final
 
@@ -40,31 +38,24 @@ from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
 from prfaas.wire.kvevents import KvEvent
 from prfaas_transfer.fetch import Fetched
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled, Grammars
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner, StepWork
 from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
 from prfaas_worker.engine.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas_worker.engine.sequences import (
-    End,
     EngineRequest,
     Event,
     FetchEnded,
     OfferEnded,
     Phase,
     PrefillOffered,
-    Prepared,
     Requests,
     Sequence,
     StoredPrompt,
 )
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
-LOAD_SECONDS: Final = 2.0
-"""Most time to wait for a cached prefix from host memory or disk: the prompt can be computed instead."""
-FLUSH_SECONDS: Final = 3.0  # Time at an orderly end to save the cache for a restart.
-_LAST_STEP_SECONDS: Final = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,7 +68,6 @@ class EngineLoop:
     cache: HybridCache
     kv_events: list[KvEvent]
     remote: RemoteCaches
-    grammars: Grammars
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
@@ -86,27 +76,17 @@ class EngineLoop:
     stats: Stats = field(init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _messages: list[ToFront] = field(default_factory=list, init=False)
-    _end_at: float | None = field(default=None, init=False)
-    _flushed: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self, role: Role) -> None:
         self.stats = Stats(role=role)
         model = self.runner.model
         self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
-    def end(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Make `run` return once the cache is flushed, or after so many seconds; return True if it was flushed. Called
-        from another thread; a second call with 0 cuts the flush short. Files are whole at any time."""
-        self._end_at = time.monotonic() + seconds
-        self.inbox.put(End())
-        return self._flushed.wait(seconds + _LAST_STEP_SECONDS)
-
     def run(self) -> None:
+        """Step until the process ends."""
         idle = True
-        while self._end_at is None:
+        while True:
             idle = not self.step(wait=idle)
-        self.cache.flush(lambda: (self._end_at or 0.0) - time.monotonic())
-        self._flushed.set()
 
     @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
@@ -158,15 +138,11 @@ class EngineLoop:
                 self._end(handle)
             case FetchEnded(handle, result):
                 self._finish_fetch(handle, result)
-            case Prepared():
-                self._finish_preparation(event)
             case ResetCache(handle):
                 self._messages.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
                 self.stats = msgspec.structs.replace(self.stats, role=role)
                 self._messages.append(RoleSet(handle, role))
-            case End():
-                pass  # wakes a loop that waits; `run` checks for itself
 
     def _add_generation(self, message: Generate) -> None:
         if self.requests.counts()[False, True] >= self.max_waiting:
@@ -187,64 +163,14 @@ class EngineLoop:
             token_ids, choice = token_ids + request.generate.generated, request.generate.choice
         chain = BlockChain(chain_root(self.runner.model.fingerprint, prompt.cache_salt))
         chain.extend(token_ids)
-        sequence = Sequence(request, choice, token_ids, chain, Phase.PREPARING)
+        sequence = Sequence(request, choice, token_ids, chain)
         request.sequences.append(sequence)
         self.requests[request.handle] = request
-        self._prepare_grammar(request)
-        self._prepare_cache(sequence)
-        if not request.awaits:
-            self._make_ready(sequence)
-
-    def _prepare_grammar(self, request: EngineRequest) -> None:
-        grammar, handle = request.generate.grammar if request.is_generation else None, request.handle
-        if grammar is None:
-            return
-        request.awaits.add("grammar")
-
-        def post(future: Future[Compiled]) -> None:
-            self.inbox.put(Prepared(handle, "grammar", future))
-
-        self.grammars.prepare(grammar).add_done_callback(post)
-
-    def _prepare_cache(self, sequence: Sequence) -> None:
-        request = sequence.request
-        loading = self.cache.prefetch(sequence.chain.hashes, len(sequence.token_ids) - 1)
-        if loading is None or loading.done():
-            return
-        request.awaits.add("cache")
-        ready = Prepared(request.handle, "cache")
-        timer = threading.Timer(LOAD_SECONDS, self.inbox.put, (ready,))
-        timer.daemon = True
-        timer.start()
-
-        def post() -> None:
-            timer.cancel()  # each is a thread
-            self.inbox.put(ready)
-
-        loading.add_done_callback(post)
-
-    def _finish_preparation(self, event: Prepared) -> None:
-        request = self.requests.get(event.handle)
-        if request is None or event.part not in request.awaits:  # cancelled, or waited for long enough already
-            return
-        request.awaits.remove(event.part)
-        if event.grammar is not None:
-            try:
-                request.grammar = event.grammar.result()
-            except PrfaasError as error:
-                self._fail(request, error)
-                return
-        if not request.awaits:
-            self._make_ready(request.sequences[0])
-
-    def _make_ready(self, sequence: Sequence) -> None:
-        """Let a sequence be admitted from now on; grant or refuse a request for a cached prefix at once."""
-        sequence.phase = Phase.WAITING
-        if isinstance(sequence.request.message, StartPrefix):
+        if isinstance(request.message, StartPrefix):
             facts, promised_slots = self.requests.facts(self.cache), self.requests.promised_slots(self.cache)
             self._messages.append(self.remote.offer_prefix(sequence, facts, promised_slots))
             if sequence.lease is None:
-                self._end(sequence.request.handle)
+                self._end(request.handle)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
@@ -292,6 +218,7 @@ class EngineLoop:
         request = self.requests.get(handle)
         if request is None:
             return
+        # Choices are made of a computed prompt, so there is one while anything is fetched.
         (sequence,) = request.sequences
         transfer_id = request.fetch.transfer_id if request.fetch else ""
         request.fetch = None
@@ -338,7 +265,7 @@ class EngineLoop:
             finished += self._advance(sequence, 1, row)
         if finished:
             rows = [row for _, row in finished]
-            # As many rows may still be others: a prompt with two choices beside a chunk that goes on.
+            # As many rows may still be others: a prompt with two choices beside a chunk that continues.
             hidden = result.hidden if rows == list(range(len(result.hidden))) else result.hidden[rows]
             self._draw([sequence for sequence, _ in finished], self.runner.model.logits(hidden))
 
@@ -373,21 +300,14 @@ class EngineLoop:
                 further_slots -= 1
             elif request.stored is None and (lease := self.cache.store(prompt.lease, prompt.tokens)) is not None:
                 request.stored = prompt._replace(lease=lease)
-        try:
-            for choice in request.sequences:
-                matcher = request.grammar.matcher() if request.grammar else None
-                choice.sampler = Sampler(generate, choice.index, self._outputs, matcher, generate.generated)
-        except RequestError as error:  # what was generated elsewhere does not follow the grammar
-            self._fail(request, error)
-            return []
+        for choice in request.sequences:
+            choice.sampler = Sampler(generate, choice.index, self._outputs, generate.generated)
         request.started = True
         self._messages.append(_started(request, fetched))
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
         """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all."""
-        if not drawing:
-            return
         self._count(generation_tokens=len(drawing))
         drawn = sample(logits.expand(len(drawing), -1), [sequence.ready_sampler for sequence in drawing])
         for sequence, one in zip(drawing, drawn, strict=True):
@@ -398,13 +318,13 @@ class EngineLoop:
         if self.requests.get(request.handle) is None:  # another choice of it has just failed
             return
         if drawn.error is not None:
-            self._fail(request, drawn.error)
+            self._messages.append(_failure(request.handle, drawn.error))
+            self._end(request.handle)
             return
         sequence.token_ids.append(drawn.token)
-        sampler = sequence.ready_sampler
-        stopped = drawn.token in sampler.ends
+        stopped = drawn.token in sequence.ready_sampler.ends
         reason: FinishReason | None = None
-        if stopped or sampler.complete:
+        if stopped:
             reason = "stop"
         elif sequence.generated_tokens == request.generate.max_tokens:
             reason = "length"
@@ -426,10 +346,6 @@ class EngineLoop:
         for sequence in work.decodes:
             if sequence.lease is not None:  # else another choice of its request was among the prompts
                 self._preempt(sequence)
-
-    def _fail(self, request: EngineRequest, error: PrfaasError) -> None:
-        self._messages.append(_failure(request.handle, error))
-        self._end(request.handle)
 
     def _end(self, handle: int) -> None:
         request = self.requests.get(handle)
@@ -468,6 +384,7 @@ class EngineLoop:
             prefix_tokens=self.remote.prefix_tokens,
         )
         if self.kv_events:
+            # A copy: the cache goes on to fill this very list.
             self._messages.append(KvEvents(self.kv_events[:]))
             self.kv_events.clear()
         if self._messages:

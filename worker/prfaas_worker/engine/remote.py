@@ -137,7 +137,7 @@ class EngineTransfers:
         self._lock = threading.Lock()
         self._handles: dict[str, int] = {}  # Of open offers, by transfer.
         self._fetches: dict[str, MovedFetch] = {}
-        self._records: dict[tuple[Direction, int], TransferLog] = {}  # What is told of them if the mover dies.
+        self._records: dict[tuple[Direction, int], TransferLog] = {}  # Reported if the mover dies.
         self._client: MoverClient | None = None
         self._on_answer: Callable[[MoverAnswer], None] = lambda _answer: None
 
@@ -212,6 +212,7 @@ class EngineTransfers:
         with self._lock:
             handle = self._handles.pop(transfer_id)
             record = self._records.pop(("send", handle), None)
+        # A mover reports a transfer's end before it releases the offer, so a record that is left is of one that died.
         if record is not None and not self.mover.is_running:
             self._lose(record, "the mover ended")
         self._post(OfferEnded(handle))
@@ -229,7 +230,7 @@ class EngineTransfers:
             result = ended.fetched
         elif ended.is_absent:
             result = AbsentError(ended.reason)
-        elif record is not None:  # the mover has not told how it ended
+        elif record is not None:  # the mover has not reported its end
             self._lose(record, ended.reason)
             result = PeerError(f"{fetch.request.wanted.subject.what} at {fetch.request.url} failed: {ended.reason}")
         else:
@@ -308,8 +309,7 @@ class RemoteCaches:
             may_be_same = fetch.blocks[known : known + 1] == blocks[known : known + 1] and not request.has_joined
             if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
                 request.has_joined = True
-                request.awaits.add("prefix")
-                sequence.phase = Phase.PREPARING
+                sequence.phase = Phase.JOINING
                 fetch.waiting.append(sequence)
                 self.outcomes["joined"] += 1
                 return True
@@ -381,7 +381,6 @@ class RemoteCaches:
     def _wake(self, fetch: _PrefixFetch, outcome: FetchOutcome) -> None:
         for waiter in fetch.waiting:
             request = waiter.request
-            request.awaits.discard("prefix")
             waiter.phase = Phase.WAITING
             if outcome == "cancelled":
                 request.has_joined = False
@@ -391,6 +390,7 @@ class RemoteCaches:
     def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
         sequence.request.prefix = prefix
         sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
+        # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
         sequence.request.cached_tokens = prefix.tokens
         sequence.publish(self._cache)

@@ -69,6 +69,7 @@ class Runner:
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise CapacityError(f"no memory left to compute this step: {error}") from error
         except RuntimeError as error:
+            # torch's allocator for CPUs has no error class of its own.
             if "can't allocate memory" not in str(error):
                 raise
             raise CapacityError(f"no memory left to compute this step: {error}") from error

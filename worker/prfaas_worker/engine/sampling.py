@@ -7,26 +7,26 @@ choice are its key, the position its counter. A counter yields four numbers, of 
 A `Sampler` is one answer's state, a function of (request, choice, tokens generated). Made anew from these, here or on
 another instance, it continues as the old one would have. It holds no cache, so a preempted request keeps its sampler.
 
-`sample` makes one step's draws. It computes for the whole batch what every row needs, and the rest only for the rows
-that ask for it. An error in one row (a grammar that no token fits, logits that are not numbers) is that row's result.
-The batch continues.
+`sample` makes one step's draws. An error in one row (no token that may be drawn, logits that are not numbers) is that
+row's result. The batch continues.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
-from prfaas.wire.engine import Generate, TokenLogprob
-from prfaas_worker.engine.grammar import Matcher
-from prfaas_worker.engine.logit_edits import LogitTable, Mask, apply_bans, apply_masks, apply_tables, needs_table
-from prfaas_worker.engine.top_k_top_p import BLOCK, RowDraw, draw_rows, largest, pad_to_blocks
+from prfaas.wire.engine import Generate, Sampling, TokenLogprob
+from prfaas_worker.engine.logit_edits import LogitEdits, needs_edits
 
-_AHEAD: Final = 64
-_WIDE: Final = 4096
+# A row's weights add up to about this: below 2^53, so a float64 holds every sum exactly.
+_ONE: Final = 2.0**52
+# A float32 holds it. A temperature that rounds to 0 there would divide by it.
+_COLDEST: Final = 1e-30
+_NUMBERS_AT_ONCE: Final = 1 << 19  # bounds the memory of a draw
 
 
 class Outputs(NamedTuple):
@@ -37,50 +37,31 @@ class Outputs(NamedTuple):
 
 
 class Sampler:
-    """The state of one choice of a request, whose tokens `check_tokens` has checked. With a grammar, `matcher` is at
-    its beginning, and `ignore_eos` has no effect. Raises RequestError if `generated` does not follow the grammar."""
+    """The state of one choice of a request, whose tokens `check_tokens` has checked."""
 
-    __slots__ = ("ends", "generated", "greedy", "hold_back", "logprobs", "matcher", "random", "sampling", "table")
+    __slots__ = ("choice", "edits", "ends", "greedy", "hold_back", "logprobs", "position", "sampling")
 
-    def __init__(
-        self,
-        generate: Generate,
-        choice: int,
-        outputs: Outputs,
-        matcher: Matcher | None = None,
-        generated: Sequence[int] = (),
-    ):
+    def __init__(self, generate: Generate, choice: int, outputs: Outputs, generated: Sequence[int] = ()):
         sampling = generate.sampling
         self.sampling = sampling
         self.greedy = sampling.temperature == 0 or sampling.top_k == 1
         self.logprobs = generate.logprobs
-        eos_ids = () if generate.ignore_eos and matcher is None else outputs.eos_ids
+        eos_ids = () if generate.ignore_eos else outputs.eos_ids
         self.ends = frozenset(eos_ids) | frozenset(generate.stop_token_ids)
         self.hold_back = generate.min_tokens - len(generated) if self.ends else 0
-        self.matcher = matcher
-        self.generated = len(generated)
-        self.table = LogitTable(sampling, generate.token_ids) if needs_table(sampling) else None
-        if self.table is not None:
+        self.edits = LogitEdits(sampling, generate.token_ids) if needs_edits(sampling) else None
+        if self.edits is not None:
             for token in generated:
-                self.table.count(token)
-        if matcher is not None and generated:
-            matcher.accept(generated)
-        position = len(generate.token_ids) + len(generated)
-        self.random = None if self.greedy else RandomNumbers(sampling.seed, choice, position)
-
-    @property
-    def complete(self) -> bool:
-        """True if the grammar allows no more text: the last drawn token ends the answer and belongs to it."""
-        return self.matcher is not None and self.matcher.complete
+                self.edits.count(token)
+        self.choice = choice
+        self.position = len(generate.token_ids) + len(generated)
 
     def accept(self, token: int) -> None:
-        """Advance over a drawn token, the last if in `ends`. Raises RequestError if the grammar becomes too complex."""
-        self.generated += 1
+        """Advance over a drawn token."""
+        self.position += 1
         self.hold_back -= 1
-        if self.table is not None:
-            self.table.count(token)
-        if self.matcher is not None and token not in self.ends:
-            self.matcher.accept([token])
+        if self.edits is not None:
+            self.edits.count(token)
 
 
 def check_tokens(generate: Generate, vocab_size: int) -> None:
@@ -103,135 +84,97 @@ class Drawn(NamedTuple):
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
     """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler. May change `logits`. Log
     probabilities are the model's, before any edit, temperature and truncation."""
-    logprob_rows = _logprob_rows(logits, samplers)
-    edited = [row for row, sampler in enumerate(samplers) if sampler.table or sampler.matcher or sampler.hold_back > 0]
+    logprobs = {row: torch.log_softmax(logits[row], dim=-1) for row, one in enumerate(samplers) if one.logprobs >= 0}
+    edited = [row for row, sampler in enumerate(samplers) if sampler.edits or sampler.hold_back > 0]
     if edited:  # choices of one prompt may all look at one row
         logits = logits.contiguous()
-    errors = _edit(logits, samplers, edited) if edited else {}
-    tops, peaks = _peaks(logits)
-    for row, top in enumerate(tops.tolist()):
-        if not math.isfinite(top):
-            errors.setdefault(row, _undrawable(top, samplers[row]))
-    tokens = peaks.tolist()
-    drawn = [row for row, sampler in enumerate(samplers) if not sampler.greedy and row not in errors]
-    if drawn:
-        draws = [_row_draw(row, samplers[row]) for row in drawn]
-        for row, token in zip(drawn, draw_rows(logits, tops, draws), strict=True):
+    for row in edited:
+        _edit(logits[row], samplers[row])
+    tops, likeliest = logits.max(-1)
+    errors = {row: _undrawable(top, samplers[row]) for row, top in enumerate(tops.tolist()) if not math.isfinite(top)}
+    tokens = likeliest.tolist()
+    random = [row for row, sampler in enumerate(samplers) if not sampler.greedy and row not in errors]
+    at_once = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
+    for rows in (random[start : start + at_once] for start in range(0, len(random), at_once)):
+        drawing = [samplers[row] for row in rows]
+        numbers = [uniform(one.sampling.seed, one.choice, one.position) for one in drawing]
+        for row, token in zip(rows, draw(logits[rows], [one.sampling for one in drawing], numbers), strict=True):
             tokens[row] = token
-    logprobs = _logprobs(logprob_rows, samplers, tokens) if logprob_rows else {}
-    return [_finish(sampler, tokens[row], logprobs.get(row), errors.get(row)) for row, sampler in enumerate(samplers)]
+    drawn = []
+    for row, sampler in enumerate(samplers):
+        if row in errors:
+            drawn.append(Drawn(-1, None, errors[row]))
+            continue
+        sampler.accept(tokens[row])
+        logprob = _logprob(logprobs[row], tokens[row], sampler.logprobs) if row in logprobs else None
+        drawn.append(Drawn(tokens[row], logprob))
+    return drawn
 
 
-def _finish(sampler: Sampler, token: int, logprob: TokenLogprob | None, error: PrfaasError | None) -> Drawn:
-    if error is None:
-        try:
-            sampler.accept(token)
-        except RequestError as refused:
-            error = refused
-    return Drawn(token, logprob) if error is None else Drawn(-1, None, error)
-
-
-def _row_draw(row: int, sampler: Sampler) -> RowDraw:
-    sampling, random = sampler.sampling, sampler.random
-    assert random is not None  # noqa: S101 - it has one unless it is greedy
-    return RowDraw(row, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, random.next())
-
-
-def _edit(logits: torch.Tensor, samplers: Sequence[Sampler], rows: Sequence[int]) -> dict[int, PrfaasError]:
-    """Apply these rows' samplers in place; return the rows that a grammar refuses."""
-    errors: dict[int, PrfaasError] = {}
-    masks: list[Mask] = []
-    tables = [(row, table) for row in rows if (table := samplers[row].table)]
-    bans = []
-    for row in rows:
-        sampler = samplers[row]
-        if sampler.matcher is not None:
-            words = np.empty(-(-logits.shape[1] // 32), dtype=np.int32)
-            try:
-                sampler.matcher.fill(words, sampler.ends, hold_back=sampler.hold_back > 0)
-                masks.append(Mask(row, words))
-            except RequestError as refused:
-                errors[row] = refused
-        elif sampler.hold_back > 0:
-            bans.append((row, sampler.ends))
-    if tables:
-        apply_tables(logits, tables)
-    if masks:
-        apply_masks(logits, masks)
-    if bans:
-        apply_bans(logits, bans)
-    return errors
+def _edit(logits: torch.Tensor, sampler: Sampler) -> None:
+    if sampler.edits is not None:
+        sampler.edits.apply(logits)
+    if sampler.hold_back > 0:
+        logits[list(sampler.ends)] = -torch.inf
 
 
 def _undrawable(top: float, sampler: Sampler) -> PrfaasError:
-    if top == -math.inf and (sampler.matcher is not None or sampler.table is not None or sampler.hold_back > 0):
-        return RequestError("no token is left to draw: grammar, min_tokens and logit_bias together rule out every one")
+    if top == -math.inf and (sampler.edits is not None or sampler.hold_back > 0):
+        return RequestError("no token is left to draw: min_tokens and logit_bias together rule out every one")
     return InternalError(f"the model's largest logit is {top}: no token can be drawn")
 
 
-def _peaks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's maximum, and the first token with it: [B] each."""
-    width = logits.shape[1]
-    if width < _WIDE or logits.device.type != "cpu":
-        tops, tokens = logits.max(-1)
-        return tops, tokens
-    # A processor finds maxima with vector instructions, but places one by one: so first the block, then the place.
-    whole = width // BLOCK * BLOCK
-    peaks = logits[:, :whole].unflatten(1, (-1, BLOCK)).amax(-1)
-    if whole < width:
-        peaks = torch.cat([peaks, logits[:, whole:].amax(-1, keepdim=True)], dim=1)
-    block = peaks.argmax(-1, keepdim=True)
-    places = (block * BLOCK + torch.arange(BLOCK)).clamp_(max=width - 1)
-    tops, offset = logits.gather(1, places).max(-1, keepdim=True)
-    return tops[:, 0], places.gather(1, offset)[:, 0]
+def _logprob(logprobs: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    """Return the log probability of a token, and the `count` likeliest; of equal ones those with lower ids."""
+    top: list[tuple[int, float]] = []
+    if count > 0:
+        values, ids = logprobs.sort(descending=True, stable=True)
+        top = list(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return TokenLogprob(float(logprobs[token]), top)
 
 
-class _LogprobRows(NamedTuple):
-    """Rows that need log probabilities, and those of the whole vocabulary, fp32 [rows, vocab_size]."""
+def draw(logits: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
+    """Draw a token from each row of `logits`, fp32 [R, vocab_size] with finite maxima, by a random number of [0, 1).
 
-    rows: list[int]
-    logprobs: torch.Tensor
+    Each filter applies to what the one before left (the order of vLLM): temperature, min_p, top_k, top_p. The token is
+    found by inverting the distribution function over what is left, in the order of ids. A last bit that differs in the
+    logits then moves a bound by as little. In the order of likelihood it could swap two tokens.
+
+    No row may depend on which others share its batch, but sums of floats depend on their order, and that on shapes. So
+    probabilities become whole numbers of 2^-52.
+    """
+
+    def column(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.float64, device=logits.device)[:, None]
+
+    temperatures = column(max(one.temperature, _COLDEST) for one in samplings)
+    # The maximum first: then nothing overflows at a tiny temperature.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperatures.float()
+    weights = torch.softmax(scaled, dim=-1).mul_(_ONE).long()
+    if any(one.min_p for one in samplings):
+        weights[weights < weights.amax(-1, keepdim=True) * column(one.min_p for one in samplings)] = 0
+    if any(one.top_k or one.top_p < 1 for one in samplings):
+        top_k = column(one.top_k or math.inf for one in samplings)
+        weights = _likeliest(weights, top_k, column(one.top_p for one in samplings))
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding must not reach the total, above which there is no token.
+    targets = torch.minimum((column(numbers) * total).long(), total - 1)
+    return torch.searchsorted(cumulative, targets, right=True)[:, 0].tolist()
 
 
-def _logprob_rows(logits: torch.Tensor, samplers: Sequence[Sampler]) -> _LogprobRows | None:
-    rows = [row for row, sampler in enumerate(samplers) if sampler.logprobs >= 0]
-    if not rows:
-        return None
-    asked = logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
-    return _LogprobRows(rows, torch.log_softmax(asked, dim=-1))
-
-
-def _logprobs(
-    logprob_rows: _LogprobRows, samplers: Sequence[Sampler], tokens: Sequence[int]
-) -> dict[int, TokenLogprob]:
-    most = max(samplers[row].logprobs for row in logprob_rows.rows)
-    width = logprob_rows.logprobs.shape[1]
-    top_values, top_tokens = largest(pad_to_blocks(logprob_rows.logprobs, -math.inf), min(max(most, 1), width))
-    drawn = torch.tensor([[tokens[row]] for row in logprob_rows.rows], device=logprob_rows.logprobs.device)
-    columns = logprob_rows.logprobs.gather(1, drawn)[:, 0].tolist(), top_tokens.tolist(), top_values.tolist()
-    found = {}
-    for row, own, ids, values in zip(logprob_rows.rows, *columns, strict=True):
-        count = samplers[row].logprobs
-        found[row] = TokenLogprob(own, list(zip(ids[:count], values[:count], strict=True)))
-    return found
+def _likeliest(weights: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Leave the weights of the likeliest tokens by top_k and top_p; of equal ones the lower id is the likelier."""
+    values, ids = weights.sort(dim=-1, descending=True, stable=True)
+    values.masked_fill_(torch.arange(values.shape[1], device=values.device) >= top_k, 0)
+    cumulative = values.cumsum(-1)
+    # top_p keeps every token before which less than top_p has gathered, and always the first.
+    left_out = cumulative - values >= cumulative[:, -1:] * top_p
+    left_out[:, 0] = False
+    return weights.scatter(1, ids, values.masked_fill(left_out, 0))
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
+    """Return the random number of a position, in [0, 1)."""
     key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key, counter=position)).random())
-
-
-class RandomNumbers:
-    """The numbers of one choice at `position` and after it, made in bulk."""
-
-    def __init__(self, seed: int, choice: int, position: int):
-        key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, choice], dtype=np.uint64)
-        self._bits = np.random.Philox(key=key, counter=position)
-        self._ahead: list[float] = []
-
-    def next(self) -> float:
-        if not self._ahead:
-            # As numpy's Generator makes a double of 64 bits.
-            numbers = (self._bits.random_raw(4 * _AHEAD)[::4] >> np.uint64(11)) * 2.0**-53
-            self._ahead = numbers.tolist()[::-1]
-        return self._ahead.pop()

@@ -3,10 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
@@ -16,22 +15,20 @@ from prfaas_transfer.fetch import CacheFetch, Fetched
 from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.grammar import Compiled
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
-
-Part = Literal["grammar", "cache", "prefix"]  # Parts that a request may wait for before it can be admitted.
 
 
 class Phase(Enum):
     """The phase of a sequence.
 
-    PREPARING waits for other threads; it and WAITING hold no memory. FETCHING waits for another instance's cache.
-    DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to release the memory.
+    WAITING and JOINING hold no memory; JOINING waits for a prefix that another sequence fetches. FETCHING waits for
+    another instance's cache. DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to
+    release the memory.
     """
 
-    PREPARING = "preparing"
     WAITING = "waiting"
+    JOINING = "joining"
     FETCHING = "fetching"
     RUNNING = "running"
     DELIVERING = "delivering"
@@ -98,7 +95,7 @@ class Sequence:
             self.chain.extend(self.token_ids[self.chain.tokens : self.computed_tokens])
         cache.publish(self.held, self.chain, blocks)
         if rest == 0 and (decoding or self.computed_tokens in self.cuts):
-            cache.checkpoint(self.held, self.chain.hashes, blocks, rolling=decoding)
+            cache.checkpoint(self.held, self.chain, blocks, rolling=decoding)
 
     def release(self, cache: HybridCache) -> None:
         """Release the memory and wait to be computed again; published blocks may still be cached then."""
@@ -124,8 +121,6 @@ class EngineRequest:
     offer: OfferedCache | None = None
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
-    awaits: set[Part] = field(default_factory=set)
-    grammar: Compiled | None = None
     started: bool = False
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
@@ -239,7 +234,9 @@ def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
     tokens, stored = len(sequence.token_ids), sequence.request.stored
     if stored is not None:
         return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
+    # The other instance sends the state in any case, so cached pages count without one.
     use_state = not sequence.request.is_remote
+    # The last token is computed in any case: the next one is drawn from its output.
     return cache.free_pages_for(sequence.chain.hashes, tokens, tokens - 1, use_state=use_state)
 
 
@@ -270,18 +267,4 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
-class Prepared(NamedTuple):
-    """A request no longer waits for this part; `grammar` is the outcome of the part "grammar"."""
-
-    handle: int
-    part: Part
-    grammar: Future[Compiled] | None = None
-
-
-class End(NamedTuple):
-    """The loop should end."""
-
-
-Event = (
-    Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded | Prepared | End
-)
+Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded

@@ -104,6 +104,7 @@ def mover_options(options: Options, layout: CacheLayout, memory: CacheMemory) ->
         wire_codec=options.wire_codec,
         hidden_size=layout.hidden_size,
         map=_map_of(layout, memory) if is_mapped else None,
+        # A destination knows of a transfer by the engine's grant alone, and `catch_up` brings what of it is on its way.
         patience_seconds=0.0,
         max_offers=options.max_running + options.max_waiting,
         copy_threads=0 if is_mapped else COPY_THREADS,

@@ -1,7 +1,7 @@
 """Endpoints for the operator and the scheduler: the role, the egress cap, the prefix cache, and the measured profile.
 
 GET  /v1/profile            -> what prefills cost here and how large their caches are: `prfaas.wire.profile`
-POST /v1/cache/reset        -> {"freed_pages": n}; POST /reset_prefix_cache is vLLM's name for it, without a body
+POST /v1/cache/reset        -> {"freed_pages": n}
 GET  /v1/role               -> {"role": "prefill" | "decode" | "mixed"}
 PUT  /v1/role {"role": ...} -> the same, once it is in force. No request is lost, no model loaded anew
 GET  /v1/egress             -> {"mbps": n}: what all data connections together may send, null for no cap
@@ -18,7 +18,7 @@ from prfaas.errors import UNREADABLE, RequestError
 from prfaas.wire.engine import CacheReset, EgressSet, ResetCache, Role, RoleSet, SetEgress, SetRole, StartFailed
 from prfaas.wire.profile import CurvePoint, Fitted, Profile, ProfileAnswer
 from prfaas_worker.front.metrics import PROFILE_TOKENS
-from prfaas_worker.front.serving import STATE, FrontState
+from prfaas_worker.front.serving import STATE
 
 
 class RoleBody(msgspec.Struct, frozen=True):
@@ -33,12 +33,9 @@ B = TypeVar("B", RoleBody, EgressBody)
 
 
 async def reset_cache(request: web.Request) -> web.Response:
-    return web.json_response({"freed_pages": await _reset(request.app[STATE])})
-
-
-async def reset_prefix_cache(request: web.Request) -> web.Response:
-    await _reset(request.app[STATE])
-    return web.Response()
+    state = request.app[STATE]
+    state.require_loaded()
+    return web.json_response({"freed_pages": (await state.engine.ask(ResetCache, CacheReset)).freed_pages})
 
 
 async def read_role(request: web.Request) -> web.Response:
@@ -50,8 +47,8 @@ async def read_role(request: web.Request) -> web.Response:
 async def set_role(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    asked = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
-    answer = await state.engine.ask(lambda handle: SetRole(handle, asked.role), RoleSet)
+    wanted = await _body(request, RoleBody, 'send {"role": "prefill"}, "decode" or "mixed"', "role")
+    answer = await state.engine.ask(lambda handle: SetRole(handle, wanted.role), RoleSet)
     return _answer(RoleBody(answer.role))
 
 
@@ -64,8 +61,8 @@ async def read_egress(request: web.Request) -> web.Response:
 async def set_egress(request: web.Request) -> web.Response:
     state = request.app[STATE]
     state.require_loaded()
-    asked = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
-    answer = await state.engine.ask(lambda handle: SetEgress(handle, asked.mbps), EgressSet)
+    wanted = await _body(request, EgressBody, 'send {"mbps": 800}, or null for no cap', "mbps")
+    answer = await state.engine.ask(lambda handle: SetEgress(handle, wanted.mbps), EgressSet)
     return _answer(EgressBody(answer.mbps))
 
 
@@ -92,11 +89,6 @@ async def _body(request: web.Request, kind: type[B], want: str, param: str) -> B
         return msgspec.json.decode(await request.read(), type=kind)
     except UNREADABLE as error:
         raise RequestError(f"{error}; {want}", param=param) from error
-
-
-async def _reset(state: FrontState) -> int:
-    state.require_loaded()
-    return (await state.engine.ask(ResetCache, CacheReset)).freed_pages
 
 
 def _answer(body: msgspec.Struct) -> web.Response:

@@ -31,7 +31,7 @@ from prfaas.wire.resume import Resume
 from prfaas.wire.trace import read_trace
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
-from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens
+from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens, refuse_unserved
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, error_body, sse, usage_body
 from prfaas_worker.front.resume import TokenComments, read_resume, read_resume_headers, remaining_messages, replay
 from prfaas_worker.front.serving import (
@@ -200,21 +200,21 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
     state = request.app[STATE]
     began = time.monotonic()
     state.require_open()
-    given = _read_headers(request, request_id)
+    read_headers = _read_headers(request, request_id)
 
     def read(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> tuple[Job, Resume | None]:
-        document, body = data[: given.resume_bytes], data[given.resume_bytes :]
-        job = make_job(RequestReader(served, tokenizer, given), body)
-        return job, read_resume(document, job, served) if given.resume_bytes else None
+        document, body = data[: read_headers.resume_bytes], data[read_headers.resume_bytes :]
+        job = make_job(RequestReader(served, tokenizer, read_headers), body)
+        return job, read_resume(document, job, served) if read_headers.resume_bytes else None
 
-    size, (job, resume) = await read_request(request, read, given.resume_bytes)
+    size, (job, resume) = await read_request(request, read, read_headers.resume_bytes)
     state.require_open()
-    created = given.resumable.created if given.resumable else None
+    created = read_headers.resumable.created if read_headers.resumable else None
     formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
     messages = remaining_messages(job, resume)
     with state.engine.call(len(messages)) as call:
         calls = EngineCalls(call, messages, job, resume, state)
-        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if given.resumable else None)
+        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if read_headers.resumable else None)
         calls.send(spans)
         _record_prompt(state, job, size)
         started = await calls.start()
@@ -223,25 +223,25 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:
             return await reply.whole(answer_headers)
-        if given.resumable:
+        if read_headers.resumable:
             answer_headers[headers.RESUMABLE] = state.served.fingerprint
         return await reply.stream(request, answer_headers)
 
 
 def _request_id(request: web.Request) -> str:
-    given = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
-    return given if given and given.isascii() else uuid4().hex
+    request_id = request.headers.get(headers.REQUEST_ID, "")[:MAX_REQUEST_ID]
+    return request_id if request_id and request_id.isascii() else uuid4().hex
 
 
 def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
-    options, given = request.app[STATE].options, request.headers
-    resumable, resume_bytes = read_resume_headers(given)
+    options, read_headers = request.app[STATE].options, request.headers
+    resumable, resume_bytes = read_resume_headers(read_headers)
     return RequestHeaders(
         request_id=request_id,
-        prefill_url=require_instance(given.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
-        prefill_cluster=given.get(headers.PREFILL_CLUSTER, ""),
-        prefix_url=require_instance(given.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
-        prefix_cluster=given.get(headers.PREFIX_CLUSTER, ""),
+        prefill_url=require_instance(read_headers.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
+        prefill_cluster=read_headers.get(headers.PREFILL_CLUSTER, ""),
+        prefix_url=require_instance(read_headers.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
+        prefix_cluster=read_headers.get(headers.PREFIX_CLUSTER, ""),
         resumable=resumable,
         resume_bytes=resume_bytes,
     )
@@ -299,6 +299,7 @@ def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]
 def _tokenized(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> bytes:
     body = read_body(data, TokenizeBody)
     require_model(body.model or served.model_name, served)
+    refuse_unserved(body)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     if body.prompt is not None:

@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from prfaas.wire.engine import KvEvents, ToEngine, ToFront
 from prfaas.wire.kvevents import (
+    MEDIUM_DEVICE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -163,28 +164,27 @@ class KvEventPublisher:
         self._published = asyncio.Event()
 
 
-class BlockLocation(NamedTuple):
-    group: int | None
-    medium: str | None
+class BlockGroup(NamedTuple):
+    number: int | None
     kind: str | None
 
 
 class CachedBlock(NamedTuple):
     parent: EventHash | None
     token_ids: array
-    locations: frozenset[BlockLocation]
+    groups: frozenset[BlockGroup]
 
 
 CachedBlocks: TypeAlias = Mapping[EventHash, CachedBlock]
 
 
 class CacheSnapshot:
-    """The blocks that are cached after all events so far. A block is kept once for all tiers."""
+    """The blocks that are cached after all events so far. A block is kept once for both groups."""
 
     def __init__(self) -> None:
         self._blocks: dict[EventHash, CachedBlock] = {}
-        # There are few sets of locations, and many blocks that have each.
-        self._sets: dict[frozenset[BlockLocation], frozenset[BlockLocation]] = {}
+        # There are few sets of groups, and many blocks that have each.
+        self._sets: dict[frozenset[BlockGroup], frozenset[BlockGroup]] = {}
 
     def apply(self, events: Sequence[KvEvent]) -> None:
         for event in events:
@@ -201,15 +201,15 @@ class CacheSnapshot:
         return self._blocks.copy()
 
     def _store(self, event: BlockStored) -> None:
-        location = BlockLocation(event.group_idx, event.medium, event.kv_cache_spec_kind)
+        group = BlockGroup(event.group_idx, event.kv_cache_spec_kind)
         parent, size = event.parent_block_hash, event.block_size
         for number, key in enumerate(event.block_hashes):
             known = self._blocks.get(key)
             if known is None:
                 token_ids = array("I", event.token_ids[number * size : (number + 1) * size])
-                self._put(key, CachedBlock(parent, token_ids, frozenset([location])))
+                self._put(key, CachedBlock(parent, token_ids, frozenset([group])))
             else:
-                self._put(key, known._replace(locations=known.locations | {location}))
+                self._put(key, known._replace(groups=known.groups | {group}))
             parent = key
 
     def _remove(self, event: BlockRemoved) -> None:
@@ -217,20 +217,18 @@ class CacheSnapshot:
             known = self._blocks.get(key)
             if known is None:
                 continue
-            left = frozenset(
-                one for one in known.locations if (one.group, one.medium) != (event.group_idx, event.medium)
-            )
+            left = frozenset(group for group in known.groups if group.number != event.group_idx)
             if left:
-                self._put(key, known._replace(locations=left))
+                self._put(key, known._replace(groups=left))
             else:
                 del self._blocks[key]
 
     def _put(self, key: EventHash, block: CachedBlock) -> None:
-        self._blocks[key] = block._replace(locations=self._sets.setdefault(block.locations, block.locations))
+        self._blocks[key] = block._replace(groups=self._sets.setdefault(block.groups, block.groups))
 
 
 def snapshot_batch_count(blocks: CachedBlocks) -> int:
-    return -(-(1 + sum(len(block.locations) for block in blocks.values())) // EVENTS_PER_BATCH)
+    return -(-(1 + sum(len(block.groups) for block in blocks.values())) // EVENTS_PER_BATCH)
 
 
 def snapshot_batches(blocks: CachedBlocks) -> Iterator[list[KvEvent]]:
@@ -247,15 +245,15 @@ def snapshot_batches(blocks: CachedBlocks) -> Iterator[list[KvEvent]]:
 
 def _stored(key: EventHash, block: CachedBlock) -> Iterator[BlockStored]:
     token_ids = block.token_ids.tolist()
-    for location in sorted(block.locations, key=lambda location: (location.group or 0, location.medium or "")):
+    for group in sorted(block.groups, key=lambda group: group.number or 0):
         yield BlockStored(
             block_hashes=[key],
             parent_block_hash=block.parent,
             token_ids=token_ids,
             block_size=len(token_ids),
-            medium=location.medium,
-            group_idx=location.group,
-            kv_cache_spec_kind=location.kind,
+            medium=MEDIUM_DEVICE,
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
         )
 
 

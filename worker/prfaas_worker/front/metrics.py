@@ -1,31 +1,26 @@
-"""Serves GET /metrics: this worker's figures in the Prometheus text format, under our names and under vLLM's.
+"""Serves GET /metrics: this worker's figures in the Prometheus text format.
 
-vLLM's names, with its labels and buckets, let its dashboards and other routers read our workers. Figures of the engine
-are from its `Stats` at each scrape. Latencies are from the messages between front and engine, which run for every token
-of every stream. A histogram is therefore a list and a bisection, and becomes text only at a scrape. There are no
-cluster or pool labels: Prometheus adds them from the pod.
+Figures of the engine are from its `Stats` at each scrape. Latencies are from the messages between front and engine,
+which run for every token of every stream. A histogram is therefore a list and a bisection, and becomes text only at a
+scrape. There are no cluster or pool labels: Prometheus adds them from the pod.
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
-from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas.wire.engine import (
     ALL_CHOICES,
     Cancel,
     Failed,
     Generate,
-    Granted,
     Measured,
     Started,
-    StartPrefill,
     Stats,
     ToEngine,
     ToFront,
@@ -33,7 +28,6 @@ from prfaas.wire.engine import (
     TransferEnded,
 )
 from prfaas.wire.profile import Profile
-from prfaas.wire.stats import CacheStats
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_transfer.metrics import (
     PROFILE_TOKENS,
@@ -62,10 +56,9 @@ COUNTERS: Final[Described] = {
 }
 CACHE_GAUGES: Final[Described] = {
     "prfaas_cache_page_bytes": ("page_bytes", "Size of a page of the cache."),
-    "prfaas_cache_pages": ("total_pages", "Pages of the cache on the device."),
+    "prfaas_cache_pages": ("total_pages", "Pages of the cache."),
     "prfaas_cache_used_pages": ("used_pages", "Pages held by requests."),
     "prfaas_cache_cached_pages": ("cached_pages", "Evictable pages (held by the prefix cache only)."),
-    "prfaas_cache_disk_paused": ("disk_paused", "1 while the disk tier takes no entries because a write failed."),
 }
 CACHE_COUNTERS: Final[Described] = {
     "prfaas_prefix_cache_query_tokens": ("query_tokens", "Prompt tokens looked up in the prefix cache."),
@@ -75,113 +68,64 @@ CACHE_COUNTERS: Final[Described] = {
         "Prompt tokens computed again because their attention rows had no state at their end.",
     ),
     "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes that were evicted."),
-    "prfaas_prefix_cache_corrupt_entries": ("corrupt_entries", "Entries dropped because their digest was wrong."),
-    "prfaas_prefix_cache_disk_failures": ("disk_failures", "Entries that the disk tier could not write or read."),
 }
-VLLM_GAUGES: Final[Described] = {
-    "vllm:num_requests_running": ("requests_running", "Requests in model execution batches."),
-    "vllm:num_requests_waiting": ("requests_waiting", "Requests waiting to be processed."),
-}
-VLLM_COUNTERS: Final[Described] = {
-    "vllm:generation_tokens": ("generation_tokens", "Generation tokens processed."),
-    "vllm:num_preemptions": ("preemptions", "Preemptions of running requests."),
-}
-# vLLM's buckets, so that its dashboards show ours; those of requests begin lower, for small models.
+# vLLM's buckets, and lower ones for small models.
 FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
     *(160.0, 640.0, 2560.0),
 )
-TOKEN_BUCKETS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0),
-)
-
-
-class _Stream(NamedTuple):
-    """One call: its start, and the time of the last token of each running choice (None: none yet)."""
-
-    sent_at: float
-    prompt_tokens: int
-    choices: dict[int, float | None]
 
 
 class LatencyMetrics:
-    """Measures requests by the messages between front and engine. `clock` is monotonic, in seconds."""
+    """Measures and counts requests by the messages between front and engine."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self) -> None:
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
-        self.between_tokens = Histogram(TOKEN_BUCKETS)
-        self.request = Histogram(REQUEST_BUCKETS)
         self.queue = Histogram(REQUEST_BUCKETS)
         self.prefill = Histogram(REQUEST_BUCKETS)
         self.transfer = Histogram(REQUEST_BUCKETS)
         self.finished: Counter[str] = Counter()
         """Choices that ended, by reason: stop, length, abort (the client disconnected) or error."""
-        self.prompt_tokens = 0  # Tokens of all started prompts, cached or not, prefilled here or elsewhere.
-        self._clock = clock
-        self._streams: dict[int, _Stream] = {}
-        self._offered: dict[int, int] = {}
+        self._running: dict[int, set[int]] = {}
+        """The choices of each call that have not ended."""
 
     def on_sent(self, message: ToEngine) -> None:
         match message:
             case Generate():
-                choices = range(message.choice, message.choice + message.choices)
-                self._streams[message.handle] = _Stream(self._clock(), len(message.token_ids), dict.fromkeys(choices))
-            case StartPrefill():
-                self._offered[message.handle] = len(message.request.token_ids)
+                self._running[message.handle] = set(range(message.choice, message.choice + message.choices))
             case Cancel(handle, choice):
                 # A single choice is ended where the front found a stop string in its text.
                 self._end(handle, *((None, "abort") if choice == ALL_CHOICES else (choice, "stop")))
 
     def on_received(self, message: ToFront) -> None:
         if isinstance(message, Tokens):
-            self._tokens(message)
+            if message.finish_reason is not None:
+                self._end(message.handle, message.choice, message.finish_reason)
         elif isinstance(message, Started):
             self._started(message)
         elif isinstance(message, Failed):
-            self._offered.pop(message.handle, None)
             self._end(message.handle, None, "error")
-        elif isinstance(message, Granted):
-            self.prompt_tokens += self._offered.pop(message.handle, 0)
-
-    def _tokens(self, message: Tokens) -> None:
-        stream = self._streams.get(message.handle)
-        if stream is None or message.choice not in stream.choices:
-            return  # what was still under way when the call ended
-        now, last = self._clock(), stream.choices[message.choice]
-        stream.choices[message.choice] = now
-        if last is not None:
-            self.between_tokens.observe(now - last)
-        if message.finish_reason is not None:
-            self._end(message.handle, message.choice, message.finish_reason)
 
     def _started(self, message: Started) -> None:
-        stream = self._streams.get(message.handle)
-        if stream is not None:
-            self.prompt_tokens += stream.prompt_tokens
+        if message.handle in self._running:
             self.queue.observe(message.queue_seconds)
             self.prefill.observe(message.prefill_seconds)
             self.transfer.observe(message.transfer_seconds)
 
     def _end(self, handle: int, choice: int | None, reason: str) -> None:
         """End one choice of a call, or all that still run."""
-        stream = self._streams.get(handle)
-        if stream is None:
-            return
-        ended = list(stream.choices) if choice is None else [choice] if choice in stream.choices else []
+        running = self._running.get(handle, set())
+        ended = running & (running if choice is None else {choice})
         self.finished[reason] += len(ended)
-        for one in ended:
-            del stream.choices[one]
-        if not stream.choices:
-            del self._streams[handle]
-            if reason in ("stop", "length"):
-                self.request.observe(self._clock() - stream.sent_at)
+        running -= ended
+        if not running:
+            self._running.pop(handle, None)
 
 
 class WorkerMetrics(Collector):
     """All metrics of this worker. Listens to the engine."""
 
-    def __init__(self, model_name: str, max_running: int = 0, credentials: PeerCredentials | None = None):
+    def __init__(self, max_running: int = 0, credentials: PeerCredentials | None = None):
         self._max_running = max_running
         self._credentials = credentials
         self.latencies = LatencyMetrics()
@@ -189,7 +133,6 @@ class WorkerMetrics(Collector):
         self.profile: Profile | None = None  # The costs of prefills, by the engine's last message.
         self._stats: Stats | None = None
         self._ours = Labelled()
-        self._vllms = Labelled(model_name=model_name, engine="0")
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -224,8 +167,7 @@ class WorkerMetrics(Collector):
         if self._stats is not None:
             yield from self._of_engine(self._stats)
             yield from transfer_totals(self._ours, self._stats)
-            yield from self._of_cache(self._stats.cache)
-            yield from self._as_vllm(self._stats)
+            yield from self._ours.fields(self._stats.cache, CACHE_GAUGES, CACHE_COUNTERS)
         if self.profile is not None:
             yield from self._of_profile(self.profile)
 
@@ -241,6 +183,8 @@ class WorkerMetrics(Collector):
             {"queue": took.queue, "prefill": took.prefill, "transfer": took.transfer},
             "part",
         )
+        ended = {reason: took.finished[reason] for reason in ("stop", "length", "abort", "error")}
+        yield ours.counter("prfaas_answers", "Answers that ended.", ended, "reason")
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
@@ -254,35 +198,6 @@ class WorkerMetrics(Collector):
         )
         text = "1 for the role by which the engine divides its steps."
         yield self._ours.gauge("prfaas_role", text, {stats.role: 1}, "role")
-
-    def _of_cache(self, cache: CacheStats) -> Iterator[Metric]:
-        ours = self._ours
-        yield from ours.fields(cache, CACHE_GAUGES, CACHE_COUNTERS)
-        sizes = {"host": cache.host_bytes, "disk": cache.disk_bytes}
-        yield ours.gauge("prfaas_cache_tier_bytes", "Bytes of cached prefixes off the device.", sizes, "tier")
-        hits = {"host": cache.host_hit_tokens, "disk": cache.disk_hit_tokens}
-        yield ours.counter("prfaas_prefix_cache_tier_hit_tokens", "Hit tokens loaded from a tier.", hits, "tier")
-
-    def _as_vllm(self, stats: Stats) -> Iterator[Metric]:
-        vllms, took, cache = self._vllms, self.latencies, stats.cache
-        yield from vllms.fields(stats, VLLM_GAUGES, VLLM_COUNTERS)
-        used = cache.used_pages / cache.total_pages if cache.total_pages else 0.0
-        yield vllms.gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used)
-        yield vllms.counter("vllm:prompt_tokens", "Prefill tokens processed.", took.prompt_tokens)
-        yield vllms.counter("vllm:prefix_cache_queries", "Queried tokens of the prefix cache.", cache.query_tokens)
-        yield vllms.counter("vllm:prefix_cache_hits", "Cached tokens of the prefix cache.", cache.hit_tokens)
-        ended = {reason: took.finished[reason] for reason in ("stop", "length", "abort", "error")}
-        yield vllms.counter("vllm:request_success", "Finished requests.", ended, "finished_reason")
-        for name, histogram in {
-            "time_to_first_token": took.first_token,
-            "inter_token_latency": took.between_tokens,
-            "e2e_request_latency": took.request,
-            "request_queue_time": took.queue,
-            "request_prefill_time": took.prefill,
-        }.items():
-            yield vllms.histogram(f"vllm:{name}_seconds", f"Histogram of {name.replace('_', ' ')}.", histogram)
-        sizes = {"block_size": str(BLOCK_TOKENS), "num_gpu_blocks": str(cache.total_pages)}
-        yield Labelled(**vllms.labels, **sizes).gauge("vllm:cache_config_info", "Sizes of the cache.", 1)
 
     def _of_profile(self, profile: Profile) -> Iterator[Metric]:
         ours = self._ours

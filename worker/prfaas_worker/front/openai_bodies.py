@@ -1,8 +1,9 @@
 """Bodies of the OpenAI endpoints: fields and types, with vLLM's names beside OpenAI's.
 
 `read_body` is the only place that parses a request's JSON. null means absent everywhere. A field that no struct names
-is refused with its name. A field that would change the answer and is not served is in `UnservedFields`. A request may
-give it only the value of the default behaviour. A field that changes nothing is in `IgnoredFields` with its reason.
+is refused with its name. A field that would change the answer and is not served is in `UnservedFields`, or in
+`FieldsOfVllm` if vLLM serves it. A request may give it only the value of the default behaviour. A field that changes
+nothing is in `IgnoredFields` with its reason.
 """
 
 from collections.abc import Mapping
@@ -21,34 +22,11 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Raw = Raw()  # padding that OpenAI adds; answers have none
 
 
-class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The `json_schema` of a response format. The front does not parse the schema."""
-
-    schema: Raw
-    name: Raw = Raw()  # a label
-    description: Raw = Raw()  # a comment; the model does not see the schema
-    strict: Raw = Raw()  # the schema is always enforced
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    json: Raw = Raw()
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: Any = None
-
-
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that clients send and that change no answer. Their values are not read."""
 
-    guided_decoding_backend: Raw = Raw()  # there is one
     metadata: Raw = Raw()  # labels for OpenAI's dashboard
+    parallel_tool_calls: Raw = Raw()  # no answer calls a tool
     prediction: Raw = Raw()  # a hint that makes OpenAI faster
     priority: Raw = Raw()  # order of service in vLLM; here it is the order of arrival
     prompt_cache_key: Raw = Raw()  # a routing hint; cached prefixes are found without one
@@ -61,8 +39,26 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     user: Raw = Raw()  # names an end user
 
 
-class UnservedFields(IgnoredFields, frozen=True, kw_only=True):
-    """Fields that would change the answer and are not served. Each may be null, or its default: what happens anyway."""
+class FieldsOfVllm(IgnoredFields, frozen=True, kw_only=True):
+    """Tools and structured output, which vLLM serves. Each may be null, or its default: what happens anyway."""
+
+    function_call: Any = None
+    functions: Any = []
+    guided_choice: Any = None
+    guided_decoding_backend: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_whitespace_pattern: Any = None
+    response_format: Any = msgspec.field(default_factory=lambda: {"type": "text"})
+    structural_tag: Any = None
+    structured_outputs: Any = None
+    tool_choice: Any = "none"
+    tools: Any = []
+
+
+class UnservedFields(FieldsOfVllm, frozen=True, kw_only=True):
+    """Fields that would change the answer and are not served. Each may be null, or its default, too."""
 
     adapter: Any = None
     adapters: Any = None
@@ -72,8 +68,6 @@ class UnservedFields(IgnoredFields, frozen=True, kw_only=True):
     chat_template: Any = None
     detokenize: Any = True
     documents: Any = []
-    function_call: Any = None
-    functions: Any = []
     include_stop_str_in_output: Any = False
     length_penalty: Any = 1
     logits_processors: Any = []
@@ -118,12 +112,6 @@ class CommonFields(UnservedFields, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Raw = Raw()
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     cache_salt: str | None = None
     echo: bool | None = None
 
@@ -141,9 +129,6 @@ class ChatBody(CommonFields, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -158,7 +143,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Any = []
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -177,24 +162,14 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn of a conversation. Unknown fields are ignored: clients send answers back whole."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    """Calls of an earlier answer, for the template alone."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -203,12 +178,7 @@ class _Messages(msgspec.Struct, frozen=True):
     messages: list[ChatMessage]
 
 
-_NESTED: Final[Mapping[str, type[msgspec.Struct]]] = {
-    "stream_options": StreamOptions,
-    "response_format": ResponseFormat,
-    "response_format.json_schema": JsonSchema,
-    "structured_outputs": StructuredOutputs,
-}
+_NESTED: Final[Mapping[str, type[msgspec.Struct]]] = {"stream_options": StreamOptions}
 MAX_NAME: Final = 100  # What a client wrote is cut to so many characters in an error.
 _NOT_SUGGESTED: Final = frozenset(UnservedFields.__struct_fields__)
 

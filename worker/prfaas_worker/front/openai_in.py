@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from prfaas.errors import RequestError
-from prfaas.wire.engine import Generate, Grammar, Sampling
+from prfaas.wire.engine import Generate, Sampling
 from prfaas.wire.resume import ResumableHeader
 from prfaas_worker.front.openai_bodies import (
     MAX_NAME,
@@ -22,6 +22,7 @@ from prfaas_worker.front.openai_bodies import (
     ChatMessage,
     CommonFields,
     CompletionBody,
+    FieldsOfVllm,
     IgnoredFields,
     TokenizeBody,
     UnservedFields,
@@ -29,8 +30,6 @@ from prfaas_worker.front.openai_bodies import (
     read_messages,
 )
 from prfaas_worker.front.serving import ServedModel, require, require_model, require_room, require_tokens, unsupported
-from prfaas_worker.front.tools.use import ToolUse, template_arguments, tool_use, with_answer
-from prfaas_worker.grammars import check_grammar
 from prfaas_worker.tokenizer import OWN_VARIABLES, Conversation, Tokenizer
 
 MAX_CHOICES: Final = 128
@@ -42,10 +41,9 @@ MAX_BIASES: Final = 1024
 MAX_SALT: Final = 256
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
-_JSON_OBJECT: Final = Grammar("json_schema", '{"type":"object"}')
-_REGEX_SIGNS: Final = re.compile(r"[\\.+*?()|\[\]{}^$/#&~-]")
 _TOKEN_ID: Final = re.compile(r"[0-9]{1,18}")  # int() refuses thousands of digits
 _ADAPTERS: Final = frozenset({"adapter", "adapters", "lora", "lora_path", "lora_request"})
+_OF_VLLM: Final = frozenset(FieldsOfVllm.__struct_fields__)
 _UNSERVED: Final = tuple(
     name for name in UnservedFields.__struct_fields__ if name not in IgnoredFields.__struct_fields__
 )
@@ -73,7 +71,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[Generate]
     stop: list[str]
     echoes: list[str]
-    tools: ToolUse | None = None
 
     @property
     def is_chat(self) -> bool:
@@ -100,7 +97,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes jobs from bodies. Call it in a thread if a body is long or has a grammar."""
+    """Makes jobs from bodies. Call it in a thread if a body is long."""
 
     served: ServedModel
     tokenizer: Tokenizer
@@ -109,7 +106,7 @@ class RequestReader:
     def completion_job(self, data: bytes) -> Job:
         body = read_body(data, CompletionBody)
         require_model(body.model, self.served)
-        _refuse_unserved(body)
+        refuse_unserved(body)
         logprobs = -1 if body.logprobs is None else body.logprobs
         require(-1 <= logprobs <= MAX_TOP_LOGPROBS, "logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
         if body.echo and logprobs >= 0:
@@ -127,27 +124,25 @@ class RequestReader:
     def chat_job(self, data: bytes) -> Job:
         body = read_body(data, ChatBody)
         require_model(body.model, self.served)
-        _refuse_unserved(body)
+        refuse_unserved(body)
         top = body.top_logprobs or 0
         require(0 <= top <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be 0 to {MAX_TOP_LOGPROBS}")
         require(body.logprobs or top == 0, "top_logprobs", "needs logprobs: true")
         if body.echo:
             raise unsupported("echo", "echo is served by /v1/completions only; leave it out")
-        use = tool_use(body, self.tokenizer)
-        # A model that may not call tools is not shown any.
-        token_ids = conversation_tokens(body, self.tokenizer, with_tools=use is not None)
-        prompts = self._messages(body, [token_ids], top if body.logprobs else -1, use)
-        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=[""], tools=use)
+        token_ids = conversation_tokens(body, self.tokenizer)
+        prompts = self._messages(body, [token_ids], top if body.logprobs else -1)
+        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=[""])
 
     def _token_ids(self, prompt: str | list[Any]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else require_tokens(prompt, self.served)
 
-    def _messages(
-        self, body: CompletionBody | ChatBody, prompts: list[list[int]], logprobs: int, use: ToolUse | None = None
-    ) -> list[Generate]:
+    def _messages(self, body: CompletionBody | ChatBody, prompts: list[list[int]], logprobs: int) -> list[Generate]:
         choices = 1 if body.n is None else body.n
         most = min(MAX_CHOICES, self.served.max_choices)
         require(1 <= choices <= most, "n", f"must be 1 to {most}")
+        if body.best_of not in (None, choices):
+            raise unsupported("best_of", "best_of must equal n: every generated choice is returned")
         many = choices * len(prompts) > MAX_CHOICES
         require(not many, "prompt", f"asks for more than {MAX_CHOICES} choices in one request")
         limits = [self._max_tokens(body, token_ids) for token_ids in prompts]
@@ -156,7 +151,6 @@ class RequestReader:
         require(0 <= min_tokens <= min(limits), "min_tokens", f"must be 0 to max_tokens, here {min(limits)}")
         stop_token_ids = _stop_tokens(body, self.served)
         cache_salt = _cache_salt(body)
-        grammar = _grammar(body, use, self.tokenizer)
         headers = self.headers
         return [
             Generate(
@@ -171,7 +165,6 @@ class RequestReader:
                 min_tokens=min_tokens,
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=stop_token_ids,
-                grammar=grammar,
                 cache_salt=cache_salt,
                 prefix_url=headers.prefix_url,
                 prefill_cluster=headers.prefill_cluster,
@@ -205,7 +198,7 @@ class RequestReader:
         return secrets.randbits(63) if fixed is None else (fixed.seed + place * _SEED_STEP) % (1 << 63)
 
 
-def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, with_tools: bool = True) -> list[int]:
+def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[int]:
     """Return a conversation's token ids. Raises RequestError if messages are invalid or the template refuses them."""
     messages = read_messages(body.messages or [])
     require(bool(messages), "messages", "must have at least one message")
@@ -222,8 +215,7 @@ def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, 
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return tokenizer.encode_chat(
         Conversation(
-            messages=[_plain(message, tokenizer) for message in messages],
-            tools=(body.tools or ()) if with_tools else (),
+            messages=[_plain(message) for message in messages],
             variables=variables,
             add_generation_prompt=body.add_generation_prompt is not False,
             continued=continued,
@@ -231,7 +223,7 @@ def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer, *, 
     )
 
 
-def _plain(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
+def _plain(message: ChatMessage) -> dict[str, Any]:
     """Return a message as templates read it: without absent fields, its parts joined."""
     content = message.content
     if isinstance(content, list):
@@ -239,21 +231,9 @@ def _plain(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
     if content is None and not message.tool_calls:
         raise RequestError("messages: content is missing, and there are no tool_calls in its place", param="messages")
     plain: dict[str, Any] = {"role": message.role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
+    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) not in (None, []):
             plain[name] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": call.type,
-                "function": {
-                    "name": call.function.name,
-                    "arguments": template_arguments(call.function.arguments, tokenizer),
-                },
-            }
-            for call in message.tool_calls
-        ]
     return plain
 
 
@@ -267,28 +247,30 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[Any]]:
     return [prompt]
 
 
-def _refuse_unserved(body: CommonFields) -> None:
+def refuse_unserved(body: CommonFields | TokenizeBody) -> None:
+    """Raise RequestError for a field that would change the answer and is not served."""
     for param in _UNSERVED:
-        given = getattr(body, param)
-        if given is None or given == getattr(NEUTRAL, param):
+        setting = getattr(body, param, None)
+        if setting is None or setting == getattr(NEUTRAL, param):
             continue
+        if param in _OF_VLLM:
+            cure = "serve the model with vLLM (engine.type: vllm), or leave the field out"
+            raise unsupported(param, f"{param} is not served by this engine; {cure}")
         if param in _ADAPTERS:
             raise unsupported(param, f"{param} names a LoRA adapter, and adapters are not served here; leave it out")
         raise unsupported(param, f"{param} is not served here; leave it out")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", "best_of must equal n: every generated choice is returned")
 
 
 def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
     drawn = Sampling(
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
+        temperature=_or_default(body.temperature, 1.0),
+        top_p=_or_default(body.top_p, 1.0),
         top_k=max(body.top_k or 0, 0),
         seed=seed,
-        min_p=_given(body.min_p, 0.0),
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        min_p=_or_default(body.min_p, 0.0),
+        presence_penalty=_or_default(body.presence_penalty, 0.0),
+        frequency_penalty=_or_default(body.frequency_penalty, 0.0),
+        repetition_penalty=_or_default(body.repetition_penalty, 1.0),
         logit_bias=_biases(body.logit_bias or {}, served),
     )
     require(0 <= drawn.temperature <= 2, "temperature", "must be 0 to 2")
@@ -321,79 +303,14 @@ def _cache_salt(body: CommonFields) -> str:
     return salt or ""
 
 
-def _grammar(body: CommonFields, use: ToolUse | None, tokenizer: Tokenizer) -> Grammar | None:
-    """Return the checked grammar of the answer; this may take long. Raises RequestError if it is invalid."""
-    found = _grammars(body)
-    if len(found) > 1:
-        first, second, *_ = found
-        raise RequestError(f"{first} and {second} both constrain the answer; give one", param=second)
-    param, grammar = next(iter(found.items()), ("", None))
-    if grammar is not None:
-        _check(grammar, param)
-    if use is not None and isinstance(body, ChatBody) and (grammar := with_answer(use, body, grammar, tokenizer)):
-        _check(grammar, "tools")
-    return grammar
-
-
-def _check(grammar: Grammar, param: str) -> None:
-    try:
-        check_grammar(grammar)
-    except RequestError as error:
-        raise RequestError(f"{param}: {error}", param=param) from error
-
-
-def _grammars(body: CommonFields) -> dict[str, Grammar]:
-    found: dict[str, Grammar] = {}
-    form, vllm = body.response_format, body.structured_outputs
-    if form is not None and form.type == "json_object":
-        found["response_format"] = _JSON_OBJECT
-    if form is not None and form.type == "json_schema":
-        require(form.json_schema is not None, "response_format", "of type json_schema needs a json_schema")
-        schema = form.json_schema.schema if form.json_schema else msgspec.Raw()
-        found["response_format"] = Grammar("json_schema", _text(schema))
-    for name in ("json", "regex", "choice", "grammar"):
-        value = getattr(body, f"guided_{name}")
-        if _is_given(value):
-            found[f"guided_{name}"] = _vllm_grammar(f"guided_{name}", name, value)
-    if vllm is not None:
-        if vllm.structural_tag is not None:
-            raise unsupported("structured_outputs", "structured_outputs.structural_tag is not served here")
-        if vllm.json_object:
-            found["structured_outputs.json_object"] = _JSON_OBJECT
-        for name in ("json", "regex", "choice", "grammar"):
-            value = getattr(vllm, name)
-            if _is_given(value):
-                found[f"structured_outputs.{name}"] = _vllm_grammar("structured_outputs", name, value)
-    return found
-
-
-def _vllm_grammar(param: str, name: str, value: msgspec.Raw | str | list[str]) -> Grammar:
-    if isinstance(value, msgspec.Raw):
-        text = _text(value)
-        return Grammar("json_schema", msgspec.json.decode(text, type=str) if text[:1] == '"' else text)
-    if isinstance(value, list):
-        require(bool(value), param, "must offer at least one choice")
-        return Grammar("regex", "|".join(_REGEX_SIGNS.sub(r"\\\g<0>", choice) for choice in value))
-    return Grammar("regex" if name == "regex" else "lark", value)
-
-
-def _is_given(value: msgspec.Raw | str | list[str] | None) -> bool:
-    # JSON as text: absent is empty, and null is text like any other.
-    return value is not None and not (isinstance(value, msgspec.Raw) and bytes(value) in (b"", b"null"))
-
-
-def _text(schema: msgspec.Raw) -> str:
-    return bytes(schema).decode(errors="replace")
-
-
-def _biases(given: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
-    require(len(given) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
-    for token, bias in given.items():
+def _biases(biases: Mapping[str, float], served: ServedModel) -> tuple[tuple[int, float], ...]:
+    require(len(biases) <= MAX_BIASES, "logit_bias", f"may hold at most {MAX_BIASES} tokens")
+    for token, bias in biases.items():
         known = _TOKEN_ID.fullmatch(token) is not None and int(token) < served.vocab_size
         require(known, "logit_bias", f"holds {token[:MAX_NAME]!r}: want token ids of 0 to {served.vocab_size - 1}")
         require(-100 <= bias <= 100, "logit_bias", f"of token {token} must be -100 to 100")
-    return tuple((int(token), bias) for token, bias in given.items())
+    return tuple((int(token), bias) for token, bias in biases.items())
 
 
-def _given(value: float | None, default: float) -> float:
+def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value

@@ -1,4 +1,4 @@
-"""Turns the engine's tokens into answers of the OpenAI API: text and tool calls of each choice, bodies, and events.
+"""Turns the engine's tokens into answers of the OpenAI API: text of each choice, bodies, and events.
 
 `ChoiceDetokenizer` makes pieces of a choice's tokens. `ResponseFormatter` makes whole bodies of pieces, or the events
 of a stream as bytes. A stream's usual event has new text and nothing else. Such an event is written around the text
@@ -7,22 +7,13 @@ without building the body again. With many streams that is most of what this pro
 
 import codecs
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from prfaas.wire.engine import TokenLogprob, Tokens
 from prfaas_worker.front.openai_in import Job
-from prfaas_worker.front.tools.base import (
-    ArgumentsDelta,
-    CallDelta,
-    TextDelta,
-    ToolEvent,
-    possible_beginning,
-    random_id,
-)
-from prfaas_worker.front.tools.use import hidden_marks
 from prfaas_worker.tokenizer import Tokenizer
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -39,20 +30,15 @@ class Scored(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """New output of one choice; `reason` is None until its last piece. With tools, `events` replace `text`. `token_ids`
-    are its tokens; `scored` is empty unless log probabilities were requested."""
+    """New output of one choice; `reason` is None until its last piece. `token_ids` are its tokens; `scored` is empty
+    unless log probabilities were requested."""
 
     index: int
     text: str
-    events: Sequence[ToolEvent]
     scored: Sequence[Scored]
     reason: str | None
     first: bool
-    token_ids: Sequence[int] = ()
-
-    @property
-    def characters(self) -> int:
-        return len(self.text) + sum(len(event.text) for event in self.events if not isinstance(event, CallDelta))
+    token_ids: Sequence[int]
 
 
 class ChoiceDetokenizer:
@@ -62,44 +48,28 @@ class ChoiceDetokenizer:
         place = index // job.choices
         prompt = job.prompts[place]
         self.index = index
-        self.stream = TextStream(
-            tokenizer, job.stop, unstopped_tokens=prompt.min_tokens, shown=hidden_marks(job.tools, tokenizer)
-        )
+        self.stream = TextStream(tokenizer, job.stop, unstopped_tokens=prompt.min_tokens)
         self._echo = job.echoes[place]
         self._offsets = TextOffsets(tokenizer, len(self._echo))
-        self._tools = job.tools
-        self._parser = job.tools.format.parser(random_id) if job.tools else None
         self._scores = prompt.logprobs >= 0
         self._first = True
-        self._called = False
 
     def piece(self, tokens: Tokens) -> Piece:
         """Add tokens. The piece has a reason if the choice ended, by the engine or by a stop string."""
         final = tokens.finish_reason is not None
         text = self.stream.push(tokens.token_ids, final=final)
         reason = "stop" if self.stream.stopped else tokens.finish_reason
-        events: Sequence[ToolEvent] = ()
-        if self._parser is not None:
-            events, text = self._read(self._parser.push(text, final=reason is not None)), ""
-            if reason == "stop" and self._called:
-                reason = "tool_calls"
         if self._first:
             text = self._echo + text
-        piece = Piece(self.index, text, events, self._scored(tokens), reason, self._first, tokens.token_ids)
+        piece = Piece(self.index, text, self._scored(tokens), reason, self._first, tokens.token_ids)
         self._first = False
         return piece
 
     def replay(self, token_ids: Sequence[int]) -> Piece:
         """Add tokens whose text another instance has already sent; return that text."""
-        # One by one where calls are read: the result then does not depend on the grouping of tokens.
-        parts = [[token] for token in token_ids] if self._parser else [list(token_ids)]
-        pieces = [self.piece(Tokens(0, 0, part, [], None)) for part in parts]
         if self._scores:
             self._offsets.push(token_ids)
-        text = "".join(piece.text for piece in pieces)
-        events = [event for piece in pieces for event in piece.events]
-        reason = next((piece.reason for piece in pieces if piece.reason), None)
-        return Piece(self.index, text, events, (), reason, first=True)
+        return self.piece(Tokens(0, 0, list(token_ids), [], None))
 
     def _scored(self, tokens: Tokens) -> list[Scored]:
         if not tokens.logprobs:
@@ -107,30 +77,15 @@ class ChoiceDetokenizer:
         places = self._offsets.push(tokens.token_ids)
         return [Scored(*one) for one in zip(tokens.token_ids, tokens.logprobs, places, strict=True)]
 
-    def _read(self, events: list[ToolEvent]) -> list[ToolEvent]:
-        """Note calls, and drop those after the first if only one is wanted."""
-        if self._tools and not self._tools.parallel:
-            events = [event for event in events if isinstance(event, TextDelta) or event.index == 0]
-        self._called = self._called or any(isinstance(event, CallDelta) for event in events)
-        return events
-
 
 class TextStream:
     """Text of one choice. Holds back characters that may begin a stop string. `stop` are the strings that end the text.
-    The first `unstopped_tokens` tokens end nothing. `shown` maps special tokens to the letters that they add here."""
+    The first `unstopped_tokens` tokens end nothing."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        stop: Sequence[str] = (),
-        *,
-        unstopped_tokens: int = 0,
-        shown: Mapping[int, bytes] | None = None,
-    ):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, unstopped_tokens: int = 0):
         self._token_bytes = tokenizer.token_bytes
         self._stop = stop
         self._unstopped_tokens = unstopped_tokens if stop else 0
-        self._shown = shown
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._held = ""
         self.stopped = False
@@ -148,8 +103,6 @@ class TextStream:
         return text + self.push(token_ids[free:], final=final) if free < len(token_ids) else text
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
-        if self._shown:
-            return b"".join(self._shown.get(token) or self._token_bytes(token) for token in token_ids)
         if len(token_ids) == 1:
             return self._token_bytes(token_ids[0])
         return b"".join(map(self._token_bytes, token_ids))
@@ -162,7 +115,7 @@ class TextStream:
             self.stopped = True
             self._held = ""
             return text[: min(ends)[1]]
-        keep = 0 if final else possible_beginning(text, self._stop)
+        keep = 0 if final else _possible_beginning(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -206,35 +159,22 @@ class ResponseFormatter:
 
     def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
-        events = [event for piece in pieces for event in piece.events]
-        said = [event.text for event in events if isinstance(event, TextDelta)]
-        text = "".join([piece.text for piece in pieces] + said)
-        content: dict[str, Any] = {"text": text}
-        if self._chat:
-            calls = _whole_calls(events)
-            message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+        text = "".join(piece.text for piece in pieces)
+        content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         last = pieces[-1]
         return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
 
     def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
         """Return a piece as server-sent events, empty if there is no text yet."""
-        index, text, events, scored, reason, first, _ = piece
-        if reason is None and not (first or scored or events or usage):
+        index, text, scored, reason, first, _ = piece
+        if reason is None and not (first or scored or usage):
             if not text:
                 return b""
             before, after = self._frames.get(index) or self._frame(index)
             return before + _encode(text) + after
-        logprobs = self._logprobs(scored)
-        contents = self._contents(piece)
-        last = len(contents) - 1
-        choices = [
-            {"index": index}
-            | content
-            | {"finish_reason": reason if place == last else None, "logprobs": logprobs if place == 0 else None}
-            for place, content in enumerate(contents)
-        ]
-        return b"".join(sse(self._chunk([choice], usage)) for choice in choices)
+        content = {"delta": _delta(piece)} if self._chat else {"text": text}
+        choice = {"index": index, **content, "finish_reason": reason, "logprobs": self._logprobs(scored)}
+        return sse(self._chunk([choice], usage))
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         return sse(self._chunk([], usage))
@@ -251,15 +191,6 @@ class ResponseFormatter:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         body = self._head | {"object": kind, "choices": list(choices)}
         return body | {"usage": usage} if self._with_usage else body
-
-    def _contents(self, piece: Piece) -> list[dict[str, Any]]:
-        if not self._chat:
-            return [{"text": piece.text}]
-        events = piece.events or ([TextDelta(piece.text)] if piece.text else [])
-        deltas = [_delta(event) for event in events] or [{}]
-        if piece.first:
-            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
-        return [{"delta": delta} for delta in deltas]
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
         """Return log probabilities in the endpoint's form, None if none were requested."""
@@ -310,24 +241,18 @@ def error_body(message: str, *, status: int, code: str, param: str | None = None
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _delta(event: ToolEvent) -> dict[str, Any]:
-    match event:
-        case TextDelta(text):
-            return {"content": text}
-        case CallDelta(index, call_id, name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case ArgumentsDelta(index, text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+def _delta(piece: Piece) -> dict[str, str]:
+    if piece.first:
+        return {"role": "assistant", "content": piece.text}
+    return {"content": piece.text} if piece.text else {}
 
 
-def _whole_calls(events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
-    calls = []
-    for event in events:
-        if isinstance(event, CallDelta):
-            arguments = "".join(
-                other.text for other in events if type(other) is ArgumentsDelta and other.index == event.index
-            )
-            function = {"name": event.name, "arguments": arguments}
-            calls.append({"id": event.call_id, "type": "function", "function": function})
-    return calls
+def _possible_beginning(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that begins one of `stops` without completing it."""
+    longest = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:length]):
+                longest = length
+                break
+    return longest

@@ -19,7 +19,7 @@ from prfaas_worker.front.serving import ServedModel, require
 
 COMMENT_TOKENS: Final = 32
 """So many tokens without text get a comment of their own: otherwise they would be drawn again."""
-_REASONS: Final = ("", "stop", "length", "tool_calls")
+_REASONS: Final = ("", "stop", "length")
 
 
 class TokenComments:
@@ -37,14 +37,14 @@ class TokenComments:
         if not event and len(token_ids) < COMMENT_TOKENS:
             self._pending[index] = token_ids
             return b""
-        characters = self._characters[index] = self._characters.get(index, 0) + piece.characters
+        characters = self._characters[index] = self._characters.get(index, 0) + len(piece.text)
         return event + comment(index, characters, token_ids, piece.reason or "")
 
 
-def read_resume_headers(given: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:
+def read_resume_headers(http_headers: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:
     """Return the header RESUMABLE (None: not resumable) and the length of the resume document. Raises RequestError if
     the headers are invalid."""
-    fixed, length = given.get(headers.RESUMABLE), given.get(headers.RESUME, "0")
+    fixed, length = http_headers.get(headers.RESUMABLE), http_headers.get(headers.RESUME, "0")
     sound = length.isascii() and length.isdecimal() and len(length) < 10 and int(length) <= MAX_DOCUMENT_BYTES
     require(sound, headers.RESUME, f"is {length[:20]!r}: want a document's length, at most {MAX_DOCUMENT_BYTES}")
     require(fixed is not None or length == "0", headers.RESUME, f"needs {headers.RESUMABLE}")
@@ -91,9 +91,9 @@ def remaining_messages(job: Job, resume: Resume | None) -> dict[int, Generate]:
 def replay(choice: ChoiceDetokenizer, sent: SentChoice) -> None:
     """Bring a choice to the end of its sent text. Raises RequestError if its tokens make another text."""
     piece = choice.replay(sent.token_ids)
-    if piece.reason is not None or piece.characters != sent.characters:
+    if piece.reason is not None or len(piece.text) != sent.characters:
         text = f"{sent.characters} characters of choice {choice.index} were sent"
-        raise _refusal(f"{text}, and its tokens make {piece.characters}")
+        raise _refusal(f"{text}, and its tokens make {len(piece.text)}")
 
 
 def _refusal(message: str) -> RequestError:

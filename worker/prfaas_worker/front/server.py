@@ -75,7 +75,7 @@ def _tracing(options: Options) -> Tracing:
 
 async def _start_engine(options: Options, sock: socket.socket) -> asyncio.subprocess.Process:
     arguments = ["-m", "prfaas_worker.engine", str(sock.fileno()), msgspec.json.encode(options).decode()]
-    # In a session of its own: Ctrl-C is ours to handle, also while the engine only begins and would die of it.
+    # In its own session: Ctrl-C is ours to handle, also while the engine only begins and would die of it.
     return await asyncio.create_subprocess_exec(
         sys.executable, *arguments, pass_fds=[sock.fileno()], start_new_session=True
     )
@@ -106,7 +106,7 @@ async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Fu
     finally:
         await runner.cleanup()
     if stop.done() and not client.ready.done():
-        return 0  # even if the engine is gone: Ctrl-C hits it too before it has a session of its own
+        return 0  # even if the engine is gone: Ctrl-C hits it too before it has its own session
     if engine.done():
         log.error("the engine process ended: this worker ends too, for a restart")
         return 1
@@ -182,7 +182,6 @@ def build_app(state: FrontState) -> web.Application:
             web.get("/v1/egress", control.read_egress),
             web.put("/v1/egress", control.set_egress),
             web.post("/v1/cache/reset", control.reset_cache),
-            web.post("/reset_prefix_cache", control.reset_prefix_cache),
             web.get("/openapi.json", _openapi),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),

@@ -33,10 +33,8 @@ INLINE_BYTES: Final = 2048  # Bodies up to this length are read at once: tokenis
 MAX_UNREAD_BYTES: Final = 256 << 20  # Limit for all bodies that arrive or wait for a thread.
 BYTES_PER_TOKEN: Final = 16
 """A token's bytes in a body: text has 3 to 6, escaped characters and long runs of spaces up to 12."""
-BYTES_BESIDE: Final = 1 << 20  # A body's other bytes: schemas, tools, and so on.
+BYTES_BESIDE: Final = 1 << 20  # A body's other bytes: roles, parameters, and so on.
 MAX_BODY_BYTES: Final = 32 << 20
-# Grammars are checked as they are read, and a short one may take long.
-_GRAMMAR_WORDS: Final = (b'"json_', b'"guided_', b'"structured_outputs"', b'"tools"')
 
 Read = TypeVar("Read")
 
@@ -65,7 +63,7 @@ class FrontState:
         self.engine = engine
         self.tracing = tracing
         self.credentials = credentials  # Present if the API port uses TLS.
-        self.metrics = WorkerMetrics(options.model_name, options.max_running, credentials)
+        self.metrics = WorkerMetrics(options.max_running, credentials)
         self.events = KvEventPublisher(options)
         engine.listeners += [self.metrics, self.events]
         if tracing.is_on:
@@ -211,9 +209,9 @@ async def read_request(
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
-    """Return the result of `read`, in a thread if it may take long. Raises CapacityError while the model loads."""
+    """Return the result of `read`, in a thread if the body is long. Raises CapacityError while the model loads."""
     served, tokenizer = state.served, state.tokenizer
-    if len(body) <= INLINE_BYTES and not any(word in body for word in _GRAMMAR_WORDS):
+    if len(body) <= INLINE_BYTES:
         return read(body, served, tokenizer)
     return await asyncio.get_running_loop().run_in_executor(state.reader(len(body)), read, body, served, tokenizer)
 

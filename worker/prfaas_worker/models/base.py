@@ -3,7 +3,7 @@
 A hybrid model keeps two kinds of cache for a sequence. *Rows* grow by one a token. They live in pages of the shared
 pool. So they can leave for another instance, or serve another prompt, while later tokens are still computed. *State*
 has a fixed size and covers all tokens so far. It is right at exactly one length, cannot be rewound, and leaves whole.
-The state of a running sequence lives in a slot. A layer may keep either or both; an attention window is a state.
+The state of a running sequence lives in a slot. A layer may keep either or both.
 
 A step is one `Batch`: chunks of prompts and one token of every decoding sequence go through the model together. The
 model finds their cache through the memory that it was bound to (see `prfaas_worker.cache.memory`).

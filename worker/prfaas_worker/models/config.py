@@ -19,10 +19,9 @@ HARMLESS: Final = frozenset(
         *("bos_token_id", "pad_token_id", "sep_token_id"),
         *("max_position_embeddings", "max_seq_len", "seq_length", "use_cache"),
         *("attention_dropout", "embedding_dropout", "hidden_dropout", "output_dropout", "gradient_checkpointing"),
-        *("init_method", "initializer_range", "rescale_prenorm_residual", "time_step_floor", "time_step_max"),
-        *("time_step_min", "time_step_rank"),
+        *("init_method", "initializer_range"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "router_aux_loss_coef"),
-        *("chunk_size_feed_forward", "pretraining_tp", "use_mamba_kernels"),
+        *("chunk_size_feed_forward", "pretraining_tp"),
     }
 )
 """Fields that change no answer, whatever they hold."""
@@ -52,8 +51,8 @@ def check_fields(
 def check_plain_rope(raw: Mapping[str, Any]) -> None:
     """Raise ConfigError unless rotary embeddings are of the plain kind, without scaling."""
     for field in ROPE_FIELDS:
-        given = raw.get(field)
-        if isinstance(given, Mapping):
-            check_fields(given, {"rope_theta"}, _PLAIN_ROPE, f"{field}.")
-        elif given is not None:
-            raise ConfigError(f"{field} is {given!r}; it must be an object")
+        rope = raw.get(field)
+        if isinstance(rope, Mapping):
+            check_fields(rope, {"rope_theta"}, _PLAIN_ROPE, f"{field}.")
+        elif rope is not None:
+            raise ConfigError(f"{field} is {rope!r}; it must be an object")

@@ -11,10 +11,10 @@ from typing import Final
 import torch
 
 from prfaas.errors import ConfigError
+from prfaas_worker.models.kimi_linear.checkpoint import weight_bytes
 from prfaas_worker.models.kimi_linear.config import read_config
 from prfaas_worker.models.kimi_linear.delta_rule import TORCH_RULE
-from prfaas_worker.models.kimi_linear.model import KimiLinear
-from prfaas_worker.models.kimi_linear.precision import weight_bytes
+from prfaas_worker.models.kimi_linear.model import KimiLinear, products_type
 from prfaas_worker.models.solo import Solo
 from prfaas_worker.options import Dtype
 
@@ -31,7 +31,7 @@ def load_on_gpu(directory: Path, dtype: Dtype) -> KimiLinear:
         raise ConfigError("torch finds no GPU: give --device cpu, or install a driver and torch's CUDA build")
     config = read_config(directory)
     try:
-        _check_memory(weight_bytes(config, torch.float32 if dtype == "float32" else torch.bfloat16))
+        _check_memory(weight_bytes(config, products_type(dtype, "cuda")))
         model = KimiLinear.load(directory, dtype, "cuda")
         _try(model)
         torch.cuda.empty_cache()  # the cache gets what the trial took

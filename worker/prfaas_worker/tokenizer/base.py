@@ -49,16 +49,12 @@ class Tokenizer(ABC):
         """Bytes that a token id adds to the text: none for a hidden special token or an id beyond the table."""
 
     @abstractmethod
-    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
-        """Token ids of each piece, as plain text; `at_start`: no text precedes the first one."""
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
+        """Token ids of each piece, as plain text."""
 
     @property
     def specials(self) -> Mapping[str, int]:
         return {text: special.token_id for text, special in self._specials.by_text.items()}
-
-    @property
-    def template_source(self) -> str:
-        return self._template.source if self._template else ""
 
     def encode(self, text: str, *, framed: bool = True) -> list[int]:
         """Token ids of a plain prompt; `framed` adds special tokens. Raises RequestError for invalid Unicode."""
@@ -72,8 +68,7 @@ class Tokenizer(ABC):
         return self._token_ids(self._specials.split(self._template.render(conversation, self._specials.guard)))
 
     def _token_ids(self, parts: Sequence[str | int]) -> list[int]:
-        at_start = bool(parts) and isinstance(parts[0], str)
-        encoded = iter(self._encode_pieces([part for part in parts if isinstance(part, str)], at_start=at_start))
+        encoded = iter(self._encode_pieces([part for part in parts if isinstance(part, str)]))
         token_ids: list[int] = []
         for part in parts:
             if isinstance(part, int):
@@ -96,8 +91,7 @@ class ByteTokenizer(Tokenizer):
         table = TokenTable(bytes([byte]) for byte in range(BYTE_TOKENS))
         super().__init__(specials, table, template, ([] if bos_id is None else [bos_id], []))
 
-    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
-        del at_start
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         return [list(utf8(piece)) for piece in pieces]
 
 

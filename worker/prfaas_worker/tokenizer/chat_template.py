@@ -24,8 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prfaas.errors import ConfigError, RequestError
 
-DEFAULT: Final = "default"
-FOR_TOOLS: Final = "tool_use"
 OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 GUARD: Final = "\ufdd0"
 END_OF_CONTENT: Final = "\ufdd1"  # Marks, while a template renders, the end of the content that the model continues.
@@ -37,21 +35,18 @@ class Conversation:
     """A template's input. `continued`: the last message is unfinished, and the model continues it."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continued: bool = False
 
 
 class ChatTemplate:
-    """The templates of one model, by name; most models have one, "default"."""
+    """The template of one model."""
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], origin: Path):
-        """Compile templates by name; `tokens` are variables like `bos_token`. Raises ConfigError if one is invalid."""
-        environment = _environment()
-        self.source = "\n".join(sources.values())
+    def __init__(self, source: str, tokens: Mapping[str, str], origin: Path):
+        """Compile a template; `tokens` are variables like `bos_token`. Raises ConfigError if it is invalid."""
         try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+            self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{origin}: not a chat template: {error}") from error
         self._tokens = dict(tokens)
@@ -63,35 +58,28 @@ class ChatTemplate:
             messages[-1]["content"] = (messages[-1].get("content") or "") + END_OF_CONTENT
         variables = self._tokens | guard(dict(conversation.variables))
         variables["messages"] = messages
-        variables["tools"] = guard(list(conversation.tools)) or None
+        variables["tools"] = None  # templates ask for it
         variables["add_generation_prompt"] = conversation.add_generation_prompt and not conversation.continued
         try:
-            text = self._choose(conversation).render(variables)
+            text = self._template.render(variables)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from error
         return _before_mark(text) if conversation.continued else text
 
-    def _choose(self, conversation: Conversation) -> jinja2.Template:
-        if conversation.tools and FOR_TOOLS in self._templates:
-            return self._templates[FOR_TOOLS]
-        if DEFAULT not in self._templates:
-            names = ", ".join(sorted(self._templates))
-            raise RequestError(f"this model's chat templates are {names}, none of them the default", param="messages")
-        return self._templates[DEFAULT]
-
 
 def read_template(directory: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """Return the template of chat_template.jinja, else of tokenizer_config.json. Raises ConfigError if invalid."""
+    """Return the template of chat_template.jinja, else of tokenizer_config.json, where it may be the "default" of
+    several. Raises ConfigError if invalid."""
     path = directory / "chat_template.jinja"
     given: Any = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if not given:
-        return None
     origin = path if path.is_file() else directory / "tokenizer_config.json"
-    try:
-        sources = {DEFAULT: given} if isinstance(given, str) else {entry["name"]: entry["template"] for entry in given}
-    except (TypeError, KeyError) as error:
-        raise ConfigError(f"{origin}: chat_template is neither a text nor a list of named ones: {error!r}") from error
-    return ChatTemplate(sources, named_tokens(config), origin)
+    if given and not isinstance(given, str):
+        try:
+            given = {entry["name"]: entry["template"] for entry in given}.get("default")
+        except (TypeError, KeyError) as error:
+            text = f"{origin}: chat_template is neither a text nor a list of named ones: {error!r}"
+            raise ConfigError(text) from error
+    return ChatTemplate(given, named_tokens(config), origin) if given else None
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 Two things differ from the library's own way. Its added tokens are taken out before it reads the file, for it would find
 their letters in users' text. `Specials` puts them where the template does. And its decoder, which wants whole answers,
-is replaced by a table of bytes a token. The table is built for the two alphabets that generating models use. Byte-level
-BPE writes every byte as a printable character. SentencePiece has U+2581 for a space and <0xNN> for lone bytes.
+is replaced by a table of bytes a token. Byte-level BPE, which Qwen's models have, writes every byte as a printable
+character.
 """
 
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -22,9 +21,6 @@ from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import tokenizers
-
-_SPACE: Final = "\u2581"
-_LONE_BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>\Z")
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
@@ -39,25 +35,22 @@ class _Model(msgspec.Struct, frozen=True):
     type: str = "BPE"
 
 
-class _Encoders(NamedTuple):
-    """The library's tokenizers for a piece at the start of a text, and for one after other text."""
-
-    first: tokenizers.Tokenizer
-    inner: tokenizers.Tokenizer
-
-
 class HuggingFaceTokenizer(Tokenizer):
     def __init__(
-        self, encoders: _Encoders, specials: Mapping[str, Special], table: TokenTable, template: ChatTemplate | None
+        self,
+        encoder: tokenizers.Tokenizer,
+        specials: Mapping[str, Special],
+        table: TokenTable,
+        template: ChatTemplate | None,
     ):
-        super().__init__(specials, table, template, _frame(encoders.first))
-        self._encoders = encoders
+        super().__init__(specials, table, template, _frame(encoder))
+        self._encoder = encoder
 
-    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         for piece in pieces:
             utf8(piece)
-        cut = 1 if at_start else 0
-        return _encode(self._encoders.first, pieces[:cut]) + _encode(self._encoders.inner, pieces[cut:])
+        # Only the library's batch calls release the interpreter's lock.
+        return [found.ids for found in self._encoder.encode_batch_fast(list(pieces), add_special_tokens=False)]
 
 
 def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingFaceTokenizer:
@@ -72,8 +65,10 @@ def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingF
         raise ConfigError(f"{path}: not a tokenizer: {error!r}") from error
     if model.type != "BPE":
         raise ConfigError(f"{path}: model.type is {model.type!r}; this worker reads BPE")
-    piece_bytes = _piece_bytes(decoder, path)
-    encoders = _encoders(parts | {"added_tokens": msgspec.Raw(b"[]")}, path)
+    kind = decoder.get("type") if isinstance(decoder, dict) else decoder
+    if kind != "ByteLevel":
+        raise ConfigError(f"{path}: decoder is {kind}; this worker reads ByteLevel")
+    encoder = _build(parts | {"added_tokens": msgspec.Raw(b"[]")}, path)
     specials = {
         token.content: Special(
             token.id,
@@ -85,18 +80,8 @@ def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingF
         )
         for token in added
     }
-    table = TokenTable(_token_bytes(encoders.first, specials, piece_bytes))
-    return HuggingFaceTokenizer(encoders, specials, table, template)
-
-
-def _encoders(parts: dict[str, msgspec.Raw], path: Path) -> _Encoders:
-    first = _build(parts, path)
-    pre = msgspec.json.decode(parts.get("pre_tokenizer", b"null"))
-    # Only this scheme writes the beginning of a text otherwise than a piece further on.
-    if b'"first"' not in bytes(parts.get("pre_tokenizer", b"")):
-        return _Encoders(first, first)
-    inner = {"pre_tokenizer": msgspec.Raw(msgspec.json.encode(_never_prepend(pre)))}
-    return _Encoders(first, _build(parts | inner, path))
+    table = TokenTable(_token_bytes(encoder, specials))
+    return HuggingFaceTokenizer(encoder, specials, table, template)
 
 
 def _build(parts: dict[str, msgspec.Raw], path: Path) -> tokenizers.Tokenizer:
@@ -104,20 +89,6 @@ def _build(parts: dict[str, msgspec.Raw], path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(parts))
     except Exception as error:  # the library raises no other type
         raise ConfigError(f"{path}: the tokenizers library refuses it: {error}") from error
-
-
-def _never_prepend(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: "never" if (key, entry) == ("prepend_scheme", "first") else _never_prepend(entry)
-            for key, entry in value.items()
-        }
-    return [_never_prepend(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _encode(encoder: tokenizers.Tokenizer, pieces: Sequence[str]) -> list[list[int]]:
-    """Encode with the interpreter's lock released, which only the library's batch calls do."""
-    return [found.ids for found in encoder.encode_batch_fast(list(pieces), add_special_tokens=False)] if pieces else []
 
 
 def _frame(encoder: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
@@ -130,32 +101,14 @@ def _frame(encoder: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _token_bytes(
-    encoder: tokenizers.Tokenizer, specials: Mapping[str, Special], piece_bytes: Callable[[str], bytes]
-) -> Iterator[bytes]:
+def _token_bytes(encoder: tokenizers.Tokenizer, specials: Mapping[str, Special]) -> Iterator[bytes]:
     """Yield the bytes of all ids in order; an id without a token has none."""
     added = {special.token_id: b"" if special.hidden else text.encode() for text, special in specials.items()}
     # The library counts tokens, not ids: where ids have gaps the last ones are beyond the count.
     ids = encoder.get_vocab(with_added_tokens=False).values()
     for token_id in range(max([*added, *ids], default=-1) + 1):
         piece = None if token_id in added else encoder.id_to_token(token_id)
-        yield added.get(token_id, b"") if piece is None else piece_bytes(piece)
-
-
-def _piece_bytes(decoder: Any, path: Path) -> Callable[[str], bytes]:
-    """Return the function from a vocabulary entry to bytes for a tokenizer.json's `decoder`."""
-    steps = decoder.get("decoders", [decoder]) if isinstance(decoder, dict) else []
-    kinds = {step["type"] for step in steps}
-    if kinds == {"ByteLevel"}:
-        return _byte_level
-    if kinds == {"Metaspace"} or (
-        {"Replace", "ByteFallback"} <= kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-    ):
-        return _sentence_piece if "ByteFallback" in kinds else _metaspace
-    raise ConfigError(
-        f"{path}: decoder is {'+'.join(sorted(kinds)) or decoder}; this worker reads ByteLevel, Metaspace, and "
-        "Replace with ByteFallback"
-    )
+        yield added.get(token_id, b"") if piece is None else _byte_level(piece)
 
 
 def _alphabet() -> dict[str, int]:
@@ -173,12 +126,3 @@ def _byte_level(piece: str) -> bytes:
         return bytes([_ALPHABET[character] for character in piece])
     except KeyError:
         return piece.encode()  # an entry outside of the alphabet is plain text
-
-
-def _metaspace(piece: str) -> bytes:
-    return piece.replace(_SPACE, " ").encode()
-
-
-def _sentence_piece(piece: str) -> bytes:
-    lone = _LONE_BYTE.match(piece)
-    return bytes([int(lone[1], 16)]) if lone else _metaspace(piece)

@@ -54,8 +54,7 @@ class RanksTokenizer(Tokenizer):
         super().__init__(specials, table, template)
         self._encoding = encoding
 
-    def _encode_pieces(self, pieces: Sequence[str], *, at_start: bool) -> list[list[int]]:
-        del at_start
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[list[int]]:
         return [self._encode_piece(piece) for piece in pieces]
 
     def _encode_piece(self, piece: str) -> list[int]:

@@ -1,1 +1,1 @@
-"""`prfaas serve`: what it decides (plan), whom it asks (calls), what it starts (processes), and its life."""
+"""`prfaas serve`: its flags (command), what it decides (plan), and the processes that it runs (run)."""

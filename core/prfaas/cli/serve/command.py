@@ -1,26 +1,12 @@
 """`prfaas serve`: decodes on this machine, and sends long prefills to a service elsewhere."""
 
-import signal
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
-from prfaas.cli.serve.plan import (
-    MAX_LINK_MBPS,
-    NEVER_TOKENS,
-    Ports,
-    Settings,
-    check_cluster,
-    check_host,
-    check_range,
-    check_service_url,
-    name_of,
-)
+from prfaas.cli.serve.plan import NEVER_TOKENS, Settings
 from prfaas.errors import ConfigError
 from prfaas.names import GATEWAY_PORT, HUB
 from prfaas.ports import free_ports
@@ -28,78 +14,53 @@ from prfaas.ports import free_ports
 
 def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     model: Annotated[str, typer.Option(help="Model directory, or builtin:NAME.", metavar="SOURCE")],
-    prefill_service: Annotated[
-        str, typer.Option(help="API address of the service that long prompts go to.", metavar="https://HOST:PORT")
-    ],
-    tls_dir: Annotated[
-        Path | None, typer.Option(help="Directory with tls.crt, tls.key and ca.crt of cluster hub (plain).")
-    ] = None,
+    prefill_service: Annotated[str, typer.Option(help="API address of the service.", metavar="https://HOST:PORT")],
+    tls_dir: Annotated[Path | None, typer.Option(help="Directory with a certificate of cluster hub (plain).")] = None,
     service_cluster: Annotated[str, typer.Option(help="The cluster in the service's certificate.")] = "service",
-    model_name: Annotated[
-        str, typer.Option(help="The model's name in requests and at the service (the source's own name).")
-    ] = "",
-    link_mbps: Annotated[int, typer.Option(help="Bandwidth from the service to this machine, Mbit/s.")] = 100,
-    threshold_tokens: Annotated[
-        int | None, typer.Option(help="Offload every longer prompt (by default, those with a lower measured price).")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve on; 0: any free one.")] = GATEWAY_PORT,
-    worker_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- WORKER FLAGS]", help="Further flags of prfaas-worker.")
-    ] = None,
+    model_name: Annotated[str, typer.Option(help="The model's name on both sides (the source's own name).")] = "",
+    link_mbps: Annotated[int, typer.Option(min=1, help="Bandwidth from the service to this machine, Mbit/s.")] = 100,
+    threshold_tokens: Annotated[int | None, typer.Option(min=0, help="Offload what is longer (else by price).")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on; 0: any free one.")] = GATEWAY_PORT,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="[-- FLAGS]", help="Flags of prfaas-worker.")] = None,
 ) -> None:
     """Serve a model here, and send long prompts to a prefill service while it answers.
 
     Example: prfaas serve --model ./kimi-linear --prefill-service https://prefill.example:8000 --tls-dir hub
     """
+    name = model_name or Path(model.removeprefix("builtin:")).resolve().name
+    if not name:
+        raise ConfigError(f"--model {model!r} has no name of its own; give --model-name")
+    if service_cluster in ("", HUB):  # the service would count as local
+        raise ConfigError(f"--service-cluster {service_cluster!r} is ours; give the name in the service's certificate")
+    api_port, data_port, any_port = free_ports(3)
     settings = Settings(
         model_source=model,
-        model_name=model_name or name_of(model),
+        model_name=name,
         service_url=check_service_url(prefill_service, tls_dir is not None),
-        service_cluster=check_cluster(service_cluster),
-        link_mbps=check_range("--link-mbps", link_mbps, 1, MAX_LINK_MBPS),
-        threshold_tokens=None
-        if threshold_tokens is None
-        else check_range("--threshold-tokens", threshold_tokens, 0, NEVER_TOKENS),
+        service_cluster=service_cluster,
+        link_mbps=link_mbps,
+        threshold_tokens=NEVER_TOKENS if threshold_tokens is None else threshold_tokens,
         tls_dir=tls_dir,
-        host=check_host(host),
-        worker_flags=tuple(worker_flags or ()),
+        port=port or any_port,
+        api_port=api_port,
+        data_port=data_port,
+        worker_flags=tuple(flags or ()),
     )
-    from prfaas.cli.serve.run import Caller, Serving  # cryptography takes longer to load than all other commands
+    from prfaas.cli.serve.run import Caller, run  # cryptography takes longer to load than all other commands
 
-    caller = Caller(tls_dir)
-    if caller.cluster not in ("", HUB):
-        raise ConfigError(
-            f"--tls-dir {tls_dir} is of cluster {caller.cluster!r}; this machine is {HUB!r}: "
-            f"issue one with `prfaas certs issue --cluster {HUB}`"
-        )
-    ports = _ports(settings.host, check_range("--port", port, 0, 65535))
-    with _stopping() as stop:
-        Serving(settings, ports, caller, lambda line: typer.echo(line, err=True)).run(stop)
+    run(settings, Caller(tls_dir))
 
 
-def _ports(host: str, port: int) -> Ports:
-    """Return free ports to listen on. Raises ConfigError where `host` is not this machine's."""
-    api, data = free_ports(2)
+def check_service_url(text: str, inside_tls: bool) -> str:
+    """Return the service's address for a routing table; raises ConfigError unless it is one and fits --tls-dir."""
+    url = text.rstrip("/")
     try:
-        return Ports(gateway=port or free_ports(1, host)[0], api=api, data=data)
-    except OSError as error:
-        raise ConfigError(f"--host {host!r} cannot be listened on: {error.strerror}; give 127.0.0.1") from error
-
-
-@contextmanager
-def _stopping() -> Generator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set; a second Ctrl-C does not wait for requests."""
-    stop = threading.Event()
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = [(number, signal.signal(number, ask)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield stop
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
+        parts = urlsplit(url)
+        fits = parts.hostname and parts.port and url in (f"http://{parts.netloc}", f"https://{parts.netloc}")
+    except ValueError:
+        fits = False
+    if not fits or "@" in url:
+        raise ConfigError(f"--prefill-service {text!r} is not of the form https://HOST:PORT; give its API port")
+    if url.startswith("https:") != inside_tls:
+        raise ConfigError(f"--prefill-service {text!r}: https:// needs --tls-dir, and http:// takes none")
+    return url

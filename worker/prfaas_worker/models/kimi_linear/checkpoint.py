@@ -13,7 +13,9 @@ but for an accident of 2^-64 at worst. It does not withstand deliberate collisio
 import hashlib
 import itertools
 import json
+import math
 import mmap
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,8 @@ Shape = tuple[int, ...]
 
 # By safetensors' names: the types that weights may have. Each becomes fp32 without loss.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# The matrices that make up the work.
+_PRODUCTS = re.compile(r"\b([qkvo]_proj|kv_a_proj_with_mqa|(gate|up|down)_proj|w[123])\.weight$")
 # Read, hashed and released at once.
 _PIECE_BYTES = 2 << 20
 # The kernel may map so much, a large folio, around a page that is touched: given back too, or it would stay.
@@ -106,6 +110,14 @@ def _moe_shapes(config: KimiLinearConfig) -> dict[str, Shape]:
         shapes |= {f"{prefix}w1.weight": (size, hidden), f"{prefix}w3.weight": (size, hidden)}
         shapes[f"{prefix}w2.weight"] = (hidden, size)
     return shapes
+
+
+def weight_bytes(config: KimiLinearConfig, products: torch.dtype) -> int:
+    """Bytes of the weights with products of this type and all else in fp32."""
+    return sum(
+        math.prod(shape) * (products if _PRODUCTS.search(name) else torch.float32).itemsize
+        for name, shape in expected_shapes(config).items()
+    )
 
 
 def describe_differences(expected: Mapping[str, Shape], found: Mapping[str, tuple[str, Shape]]) -> list[str]:
@@ -253,10 +265,11 @@ def _stored(file: Path, entry: dict[str, Any], begin: int, size: int) -> _Stored
 class Weights:
     """Tensors by public name, seen from one prefix: `weights["q_proj"]` is <prefix>q_proj.weight, fp32 on `device`.
 
-    The matrices that make up the work, *products*, may be bf16 (see `precision`); all others are fp32. Whatever is
-    joined is made in place on the device, one tensor of the checkpoint at a time: no more than a piece of a file is in
-    memory beside the weights. The tensors may also be parameters in training: gradients flow to them. So parts are
-    slices: autograd lets nobody write into what `split` or a loop over a tensor gives.
+    The matrices that make up the work, *products*, may be bf16, summed in fp32: projections, MLPs and experts. All
+    others are fp32: norms, gates, decays, the router, attention, the head. Whatever is joined is made in place on the
+    device, one tensor of the checkpoint at a time: no more than a piece of a file is in memory beside the weights. The
+    tensors may also be parameters in training: gradients flow to them. So parts are slices: autograd lets nobody write
+    into what `split` or a loop over a tensor gives.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from prfaas_worker.models.kimi_linear.checkpoint import Weights
 from prfaas_worker.models.kimi_linear.config import KimiLinearConfig
 
 # Up to so many tokens times experts every token may go through every expert, which needs five operations in all ...
-DENSE_PAIRS = 256
+_DENSE_PAIRS = 256
 # ... where that reads no weights that are not needed anyway, or so few that reading them costs less than choosing.
 _DENSE_BYTES = 1 << 20
 
@@ -75,7 +75,7 @@ class MixtureOfExperts:
     def __call__(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         picked, weights = self.route(tokens)
-        few = tokens.shape[0] * self._experts <= DENSE_PAIRS
+        few = tokens.shape[0] * self._experts <= _DENSE_PAIRS
         needs_all = tokens.shape[0] * self._top >= self._experts or self._gate_up.nbytes <= _DENSE_BYTES
         run = self._run_all if few and needs_all else self._run_picked
         return run(tokens, picked, weights).view_as(x)

@@ -1,1 +1,0 @@
-"""Tool calls: formats of answers, and the tools of a chat request."""
