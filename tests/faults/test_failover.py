@@ -139,7 +139,10 @@ def undisturbed(workers: dict[str, Worker]) -> dict[str, dict[int | str, Any]]:
     async def ask() -> dict[str, dict[int | str, Any]]:
         async with aiohttp.ClientSession() as session:
             opened = [await open_stream(Client(session), workers["d3"].url, kind) for kind in STREAMS]
-            return {kind: (await one.rest()).parse() for kind, one in zip(STREAMS, opened, strict=True)}
+            found = {kind: (await one.rest()).parse() for kind, one in zip(STREAMS, opened, strict=True)}
+            stopped = found["up to a stop string"][0]
+            assert (stopped["reason"], len(stopped["text"]) > 100) == ("stop", True), f"another seed, please: {stopped}"
+            return found
 
     return asyncio.run(ask())
 
