@@ -120,6 +120,8 @@ def test_the_server_accepts_every_variant_and_admits_its_pods(releases, values):
     assert differences == ""
     for pod in pods_of(objects):
         releases.kubectl("-n", namespace, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+    if chart == "prfaas" and not crds:
+        await_kinds(releases)
     releases.helm("uninstall", "it", "-n", namespace, "--wait")
     eventually(lambda: releases.content(namespace) == set(), "nothing is left", poll=0.3)
 
@@ -182,6 +184,16 @@ def own_crds(releases: Releases) -> int:
     return sum(name.endswith(".prfaas.io") for name in names)
 
 
+def await_kinds(releases: Releases) -> None:
+    """Wait until the API server serves our kinds.
+
+    One that has to delete a CRD before it ever served the kind tries again with growing pauses, for up to 5 minutes
+    ("could not list instances: storage is (re)initializing").
+    """
+    for kind in KINDS:
+        eventually(lambda kind=kind: is_served(releases, kind), f"{kind} is served", poll=0.3)
+
+
 def is_served(releases: Releases, kind: str) -> bool:
     try:
         releases.kubectl("get", f"{kind}.prfaas.io", "--all-namespaces")
@@ -198,10 +210,7 @@ def test_the_next_release_takes_over_kept_crds_and_removes_them_if_configured(re
     releases.helm(
         "install", "prfaas", CHARTS / "prfaas", "-n", namespace, "--take-ownership", "--set", "crds.keep=false"
     )
-    # An API server that has to delete a CRD before it ever served the kind tries again with growing pauses, for
-    # up to 5 minutes ("could not list instances: storage is (re)initializing").
-    for kind in KINDS:
-        eventually(lambda kind=kind: is_served(releases, kind), f"{kind} is served", poll=0.3)
+    await_kinds(releases)
     releases.helm("uninstall", "prfaas", "-n", namespace, "--wait")
     eventually(lambda: own_crds(releases) == 0, "our CRDs are removed", poll=0.3)
 
