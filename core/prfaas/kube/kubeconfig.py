@@ -184,12 +184,8 @@ class _ExecPlugin:
 
     def run(self) -> Entry:
         """Run the command and return the status in its ExecCredential."""
-        credential = {
-            "apiVersion": self._api_version,
-            "kind": "ExecCredential",
-            "spec": {"interactive": sys.stdin.isatty()},
-        }
-        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(credential)}
+        info = {"apiVersion": self._api_version, "kind": "ExecCredential", "spec": {"interactive": sys.stdin.isatty()}}
+        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(info)}
         try:
             ended = subprocess.run(
                 self._command, env=environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True

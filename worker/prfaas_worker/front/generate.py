@@ -200,21 +200,21 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
     state = request.app[STATE]
     began = time.monotonic()
     state.require_open()
-    read_headers = _read_headers(request, request_id)
+    head = _read_headers(request, request_id)
 
     def read(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> tuple[Job, Resume | None]:
-        document, body = data[: read_headers.resume_bytes], data[read_headers.resume_bytes :]
-        job = make_job(RequestReader(served, tokenizer, read_headers), body)
-        return job, read_resume(document, job, served) if read_headers.resume_bytes else None
+        document, body = data[: head.resume_bytes], data[head.resume_bytes :]
+        job = make_job(RequestReader(served, tokenizer, head), body)
+        return job, read_resume(document, job, served) if head.resume_bytes else None
 
-    size, (job, resume) = await read_request(request, read, read_headers.resume_bytes)
+    size, (job, resume) = await read_request(request, read, head.resume_bytes)
     state.require_open()
-    created = read_headers.resumable.created if read_headers.resumable else None
+    created = head.resumable.created if head.resumable else None
     formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
     messages = remaining_messages(job, resume)
     with state.engine.call(len(messages)) as call:
         calls = EngineCalls(call, messages, job, resume, state)
-        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if read_headers.resumable else None)
+        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if head.resumable else None)
         calls.send(spans)
         _record_prompt(state, job, size)
         started = await calls.start()
@@ -223,7 +223,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:
             return await reply.whole(answer_headers)
-        if read_headers.resumable:
+        if head.resumable:
             answer_headers[headers.RESUMABLE] = state.served.fingerprint
         return await reply.stream(request, answer_headers)
 
@@ -234,14 +234,14 @@ def _request_id(request: web.Request) -> str:
 
 
 def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
-    options, read_headers = request.app[STATE].options, request.headers
-    resumable, resume_bytes = read_resume_headers(read_headers)
+    options, received = request.app[STATE].options, request.headers
+    resumable, resume_bytes = read_resume_headers(received)
     return RequestHeaders(
         request_id=request_id,
-        prefill_url=require_instance(read_headers.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
-        prefill_cluster=read_headers.get(headers.PREFILL_CLUSTER, ""),
-        prefix_url=require_instance(read_headers.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
-        prefix_cluster=read_headers.get(headers.PREFIX_CLUSTER, ""),
+        prefill_url=require_instance(received.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
+        prefill_cluster=received.get(headers.PREFILL_CLUSTER, ""),
+        prefix_url=require_instance(received.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
+        prefix_cluster=received.get(headers.PREFIX_CLUSTER, ""),
         resumable=resumable,
         resume_bytes=resume_bytes,
     )

@@ -61,12 +61,12 @@ async def _grant(
 ) -> web.Response:
     state = request.app[STATE]
     state.require_open()
-    _, prefill_request = await read_request(request, partial(_checked, kind))
+    _, wanted = await read_request(request, partial(_checked, kind))
     state.require_open()
     with state.engine.call() as call:
-        if isinstance(prefill_request, PrefillRequest):
-            require_instance(prefill_request.prefix_url, state.options, "prefix_url")
-        state.engine.send(message(call.handle, prefill_request, request[CALLER_CLUSTER], read_trace(request.headers)))
+        if isinstance(wanted, PrefillRequest):
+            require_instance(wanted.prefix_url, state.options, "prefix_url")
+        state.engine.send(message(call.handle, wanted, request[CALLER_CLUSTER], read_trace(request.headers)))
         answer = await call.next()
         if not isinstance(answer, Granted):
             raise InternalError(f"the engine answered a {kind.__name__} with {type(answer).__name__}")
@@ -75,14 +75,10 @@ async def _grant(
 
 
 def _checked(kind: type[Asked], body: bytes, served: ServedModel, _tokenizer: Tokenizer) -> Asked:
-    prefill_request = read_body(body, kind)
-    require_model(prefill_request.model, served)
-    require_tokens(prefill_request.token_ids, served)
-    require_room(prefill_request.token_ids, served)
-    last = len(prefill_request.token_ids) - 1
-    require(
-        0 <= prefill_request.start_token <= last,
-        "start_token",
-        f"must be 0 to {last}, the last prompt token's position",
-    )
-    return prefill_request
+    wanted = read_body(body, kind)
+    require_model(wanted.model, served)
+    require_tokens(wanted.token_ids, served)
+    require_room(wanted.token_ids, served)
+    last = len(wanted.token_ids) - 1
+    require(0 <= wanted.start_token <= last, "start_token", f"must be 0 to {last}, the last prompt token's position")
+    return wanted
