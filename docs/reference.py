@@ -20,8 +20,9 @@ PROGRAMS: dict[str, Any] = {
     "prfaas-scheduler": SchedulerOptions,
     "prfaas-worker": WorkerOptions,
 }
-KUBERNETES_OWN = {
-    f"template.{one}" for one in ("resources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
+KUBERNETES_OWN = {"gateway.resources", "gateway.schedulerResources"} | {
+    f"template.{one}"
+    for one in ("resources", "connectorResources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
 }
 KINDS = ("PrfaaSPolicy", "PrefillPool", "DecodePool", "MemberCluster")
 HEAD = """# Reference: flags and fields

@@ -11,6 +11,7 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import PrefillPool
 from prfaas.api.engine import Transfer
+from prfaas.api.template import Resources
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
 from prfaas_operator.render import common
@@ -30,6 +31,8 @@ UCX_TCP: Final = {"UCX_TLS": "tcp,cuda_copy,self,sm"}
 CONNECTOR_VOLUME: Final = "prfaas-connector"
 CONNECTOR_PATH: Final = "/prfaas-vllm"
 _COPY_PATH: Final = "/prfaas-copy"
+CONNECTOR_DEFAULTS: Final = Resources(requests={"cpu": "50m", "memory": "64Mi"}, limits={"cpu": "1", "memory": "256Mi"})
+"""The init container copies a few files. It requests no more CPU than the worker, since the larger request counts."""
 _ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
 _TLS_COPY: Final = f"{common.SHM_PATH}/prfaas-tls"
@@ -96,19 +99,18 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
         tls_args=_TLS_ARGS,
         volumes=({"name": CONNECTOR_VOLUME, "emptyDir": {}},),
         mounts=({"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_PATH, "readOnly": True},),
-        init_containers=(_copy(terms.connector_image),),
+        init_containers=(_copy(terms.connector_image, pool.spec.template.connector_resources),),
         python_path=CONNECTOR_PATH,
     )
 
 
-def _copy(image: str) -> Object:
+def _copy(image: str, wanted: Resources) -> Object:
     """Return the init container that copies our connector into the volume."""
     return {
         "name": "connector",
         "image": image,
         "command": ["cp", "-r", f"{CONNECTOR_PATH}/.", _COPY_PATH],
-        # A quota may ask for these from every container.
-        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}},
+        **common.resources(wanted, CONNECTOR_DEFAULTS),
         "securityContext": common.CONTAINER_SECURITY,
         "volumeMounts": [{"name": CONNECTOR_VOLUME, "mountPath": _COPY_PATH}],
     }
