@@ -19,7 +19,7 @@ from prfaas.wire import headers
 from prfaas_gateway.api import not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
-from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill, without_hand_off
+from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
@@ -56,19 +56,18 @@ class Attempts:
         Raises RequestError for an unknown model, CapacityError if no instance can serve the request in time.
         """
         request = self._request
-        request.no_hand_off = without_hand_off(request)
-        facts = self._state.facts(request)
+        facts = self._facts()
         if request.model != facts.table.model:
             raise model_not_found(request.model)
         if missing := not_served_by(request.api, facts.table):
             # In `refused` as well: each wait for a returning instance sets `tried` back to it.
             request.refused |= missing
             request.tried |= missing
-            facts = self._state.facts(request)
+            facts = self._facts()
         decision = decide(facts)
         if isinstance(decision, Refusal):
             decision = await self._until_served(decide, self._state.clock() + self._limits.hold_seconds)
-            facts = self._state.facts(request)
+            facts = self._facts()
         if isinstance(decision, Refusal):
             raise _no_capacity(decision, facts)
         if request.api.prefills and (late := find_overload(facts, decision)) is not None:
@@ -77,6 +76,9 @@ class Attempts:
         request.first_route, request.threshold_tokens = decision, facts.rule.threshold_tokens
         with self._state.counted(decision):
             return await self._try_routes(decision)
+
+    def _facts(self) -> RoutingFacts:
+        return self._state.facts(self._request, self._request.prompt, self._request.tried)
 
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
@@ -106,14 +108,14 @@ class Attempts:
             request.outcome = "rejected"  # the last worker's own error is more precise
             return web.Response(status=answer.status, headers=relayed_headers(answer.headers, {}), body=answer.body)
         refusal = decision if isinstance(decision, Refusal) else Refusal(reason="NoDecodeInstance")
-        raise _no_capacity(refusal, self._state.facts(request))
+        raise _no_capacity(refusal, self._facts())
 
     async def _follow(self, route: Route) -> web.StreamResponse:
         """Serve the request along one route; raise LegFailedError if a leg fails, even in the middle of the answer."""
         request = self._request
         request.route = route
         request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
-        with self._state.occupied(route, request.cached_on_ranks, request.request_id) as load:
+        with self._state.occupied(route, request.prompt.cached_on_ranks, request.request_id) as load:
             request.ranks = load.ranks
             answer = await self._parts.engines.open(route, request)
             try:
@@ -230,7 +232,7 @@ class Attempts:
         request = self._request
         while True:
             try:
-                decision = choose(self._state.facts(request))
+                decision = choose(self._facts())
             except CapacityError:
                 # Before the first byte a full fleet is a 429 now. A begun stream has no status left, so it waits.
                 if request.stream is None:
@@ -250,7 +252,7 @@ class Attempts:
         if answer.status >= 400 or not request.api.prefills:
             return
         metrics.time_to_first_token.labels(request.decision).observe(request.note_first_token(answer))
-        self._parts.kv.note_placed(request, route)
+        self._parts.kv.note_placed(request.prompt, route, request.ranks)
         if request.prompt_tokens:
             metrics.prompt_tokens.observe(request.prompt_tokens)
             self._state.estimator.observe(len(request.body), request.prompt_tokens)

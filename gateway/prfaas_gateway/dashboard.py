@@ -95,7 +95,7 @@ class RequestHistory:
                 "why": route.reason if route else "",
                 "outcome": request.outcome,
                 "status": request.status,
-                "tokens": request.prompt_tokens or request.total_tokens,
+                "tokens": request.prompt_tokens or request.prompt.total_tokens,
                 "cached_tokens": request.cached_tokens,
                 "cluster": prefilled_by.cluster if prefilled_by else "",
                 "prefill": prefilled_by.name if prefilled_by else "",

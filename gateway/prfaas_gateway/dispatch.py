@@ -9,9 +9,10 @@ from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
+from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_response
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, PromptFacts
 from prfaas_gateway.stream import STARTED, ClientGoneError, end_in_error
 
 log = logging.getLogger(__name__)
@@ -54,10 +55,11 @@ class Dispatcher:
         with parts.auth.admitted(http) as meter:
             request.client = meter.client.name
             await request.receive(http, parts.limits, every_field=parts.state.rewrites_bodies)
+            estimated_tokens = parts.state.estimator.tokens(len(request.body)) if request.api.prefills else 0
+            request.prompt = PromptFacts(estimated_tokens, without_hand_off(request))
             if request.api.prefills:
-                request.total_tokens = parts.state.estimator.tokens(len(request.body))
-                await parts.kv.find(request)
-            meter.charge(request.total_tokens)
+                request.prompt = await parts.kv.find(request, request.prompt)
+            meter.charge(request.prompt.total_tokens)
             return await self._serve_in_time(http, request)
 
     async def _serve_in_time(self, http: web.Request, request: GatewayRequest) -> web.StreamResponse:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -86,6 +86,23 @@ _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
 
 
+class PromptFacts(NamedTuple):
+    """What the gateway knows of a request's prompt."""
+
+    total_tokens: int = 0
+    """Its estimated length."""
+    no_hand_off: Set[EngineName] = frozenset()
+    """Engines that cannot hand over the cache of such a request."""
+    chain: ByteChain | None = None
+    """Its byte blocks; None without a prefix match."""
+    cached_on: Mapping[str, int] = {}
+    """Estimated cached tokens of the prompt, by instance."""
+    cached_on_ranks: Mapping[str, tuple[int, ...]] = {}
+    """Likewise by rank, for instances of several data-parallel ranks."""
+    profiles: Mapping[str, Profile] = {}
+    """The instances' profiles."""
+
+
 @dataclass(slots=True)
 class GatewayRequest:
     """One request while it is served."""
@@ -108,16 +125,7 @@ class GatewayRequest:
     deadline_seconds: float | None = None
     """The deadline by the event loop's clock."""
 
-    # Known of its prompt.
-    total_tokens: int = 0
-    """Its estimated length."""
-    chain: ByteChain | None = None
-    """Its byte blocks; None without a prefix match."""
-    cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Estimated cached tokens of the prompt, by instance."""
-    cached_on_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Likewise by rank, for instances of several data-parallel ranks."""
-    profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
+    prompt: PromptFacts = field(default_factory=PromptFacts)
 
     # Its route.
     first_route: Route | None = None
@@ -125,8 +133,6 @@ class GatewayRequest:
     route: Route | None = None
     """The last route."""
     threshold_tokens: int = 0
-    no_hand_off: Set[EngineName] = frozenset()
-    """Engines that cannot hand over the cache of such a request."""
     may_recompute: bool = True
     """Whether its decode instance may compute the prompt itself after a failed prefill leg."""
     ranks: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -247,7 +253,7 @@ class GatewayRequest:
             "transfer_id": self.transfer_id,
             "decision": self.decision,
             "outcome": self.outcome,
-            "estimated_tokens": self.total_tokens,
+            "estimated_tokens": self.prompt.total_tokens,
         }
         if self.client:
             fields["client"] = self.client

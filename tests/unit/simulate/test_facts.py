@@ -19,7 +19,7 @@ from prfaas.telemetry.tracing import OFF
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.trace import NO_TRACE
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, PromptFacts
 from prfaas_gateway.state import GatewayState
 
 from .worlds import linear, threshold, world
@@ -37,15 +37,10 @@ class Live:
 
     def facts(self, request: Request) -> RoutingFacts:
         profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
-        served = GatewayRequest(
-            OFF.start("request", NO_TRACE),
-            request_id=str(request.index),
-            total_tokens=request.total_tokens,
-            cached_on=self.process.caches.found(request),
-            profiles=profiles,
-            tried=request.tried,
-        )
-        return self.state.facts(served)
+        served = GatewayRequest(OFF.start("request", NO_TRACE), request_id=str(request.index))
+        cached_on = self.process.caches.found(request)
+        prompt = PromptFacts(request.total_tokens, cached_on=cached_on, profiles=profiles)
+        return self.state.facts(served, prompt, request.tried)
 
 
 def conversations(seed: int, count: int = 200) -> list[Request]:

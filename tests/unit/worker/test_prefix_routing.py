@@ -18,7 +18,7 @@ from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold
 from prfaas.wire.trace import NO_TRACE
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.options import GatewayOptions
-from prfaas_gateway.request import GatewayRequest, read_fields
+from prfaas_gateway.request import GatewayRequest, PromptFacts, read_fields
 from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
@@ -112,17 +112,15 @@ def managers(monkeypatch) -> list[KvManager]:
     return made
 
 
-async def known(manager: KvManager, prompt: str) -> GatewayRequest:
+async def known(manager: KvManager, prompt: str) -> PromptFacts:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
     request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
     request.model, request.fields = read_fields(body, every=False)
-    request.total_tokens = len(prompt)
-    await manager.find(request)
-    return request
+    return await manager.find(request, PromptFacts(len(prompt)))
 
 
-async def until_known(managers: list[KvManager], prompt: str, true: Callable[[GatewayRequest], bool]) -> None:
+async def until_known(managers: list[KvManager], prompt: str, true: Callable[[PromptFacts], bool]) -> None:
     """Wait until what the first gateway knows of a prompt is enough."""
 
     async def is_known() -> bool:
