@@ -19,7 +19,7 @@ from prfaas.wire import headers
 from prfaas_gateway.api import not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
-from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill
+from prfaas_gateway.engines.shared import Attempt, EngineProtocol, LegFailedError, lost_prefill
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
@@ -82,9 +82,9 @@ class Attempts:
 
     async def _try_routes(self, decision: Decision) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
-        request, left_seconds = self._request, self._limits.hold_seconds
+        request, left_seconds, answer = self._request, self._limits.hold_seconds, None
         self._state.retry_budget.request_came(self._state.clock())
-        for attempt in range(1, self._limits.attempts + 1):
+        for number in range(1, self._limits.attempts + 1):
             if isinstance(decision, Refusal):
                 break
             try:
@@ -93,14 +93,14 @@ class Attempts:
                 if request.stream is not None:
                     return await self._resume(request.stream, decision, failure)
                 self._note_failure(decision, failure)
+                answer = failure.answer
                 if not self._may_retry():
                     break
-                if attempt == self._limits.attempts:
+                if number == self._limits.attempts:
                     left_seconds = 0.0  # nobody follows the next route: only why there is none counts
                 failed_at = self._state.clock()  # an answer may break long after it was asked for
                 decision = await self._decide_again(decision, failure, failed_at + left_seconds)
                 left_seconds -= self._state.clock() - failed_at
-        answer = request.last_answer
         if answer is not None and answer.status == 503:
             words = read_error(answer.body or b"").get("message", "")
             raise SaturatedError(f"every instance that could serve is full; try again in a moment: {words}")
@@ -114,19 +114,23 @@ class Attempts:
         """Serve the request along one route; raise LegFailedError if a leg fails, even in the middle of the answer."""
         request = self._request
         request.route = route
-        request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
+        broken = request.stream.log if request.stream is not None else None
+        may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
         with self._state.occupied(route, request.prompt.cached_on_ranks, request.request_id) as load:
-            request.ranks = load.ranks
-            answer = await self._parts.engines.open(route, request)
+            attempt = Attempt(route, load.ranks, broken, may_recompute)
+            try:
+                answer = await self._parts.engines.open(request, attempt)
+            finally:
+                request.transfer_id = attempt.transfer_id or request.transfer_id
             try:
                 load.prefill_done()
                 request.note_transfer(answer)
                 if request.stream is None:
-                    self._learn(route, answer)
+                    self._learn(attempt, answer)
                     self._note_lost_prefill(route, answer)
                     request.outcome = _outcome_of(answer.status, request.fell_back)
                     added = _added_headers(request, route, answer.status)
-                    begun = await begin_answer(self._http, answer, added, request.resumable)
+                    begun = await begin_answer(self._http, answer, added, attempt.log)
                     if isinstance(begun, web.Response):
                         return begun
                     request.stream = begun
@@ -179,10 +183,8 @@ class Attempts:
         """Record that a worker resumes the stream; raise LegFailedError if it does not."""
         request, metrics = self._request, self._parts.metrics
         if answer.status != 200 or answer.body is not None:
-            if answer.status < 500:
-                request.refused.add(route.decode.name)
             text = f"{route.decode.name} does not resume the answer"
-            raise LegFailedError(text, leg="decode", eject=False, answer=answer)
+            raise LegFailedError(text, leg="decode", eject=False, answer=answer, refuses=answer.status < 500)
         self._note_alive(route)
         request.tried = set(request.refused)
         request.resumes += 1
@@ -204,7 +206,8 @@ class Attempts:
         words = read_error(failure.answer.body or b"").get("message") if failure.answer else None
         request.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
         request.tried.add(at_fault.name)
-        request.last_answer = failure.answer
+        if failure.refuses:
+            request.refused.add(at_fault.name)
         if failure.eject:
             self._state.ejections.failed(at_fault.name, self._state.clock())
         if route.kind == "offload" and failure.leg == "prefill":
@@ -245,14 +248,14 @@ class Attempts:
             # What failed before may be the instance that comes back.
             request.tried = set(request.refused)
 
-    def _learn(self, route: Route, answer: Answer) -> None:
+    def _learn(self, attempt: Attempt, answer: Answer) -> None:
         """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""
         request, metrics = self._request, self._parts.metrics
-        self._note_alive(route)
+        self._note_alive(attempt.route)
         if answer.status >= 400 or not request.api.prefills:
             return
         metrics.time_to_first_token.labels(request.decision).observe(request.note_first_token(answer))
-        self._parts.kv.note_placed(request.prompt, route, request.ranks)
+        self._parts.kv.note_placed(request.prompt, attempt.route, attempt.ranks)
         if request.prompt_tokens:
             metrics.prompt_tokens.observe(request.prompt_tokens)
             self._state.estimator.observe(len(request.body), request.prompt_tokens)

@@ -34,7 +34,7 @@ from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
-from prfaas_gateway.stream import AnswerStream, ResumeLog, StreamLog
+from prfaas_gateway.stream import AnswerStream
 from prfaas_gateway.upstream import Answer
 
 log = logging.getLogger(__name__)
@@ -133,19 +133,11 @@ class GatewayRequest:
     route: Route | None = None
     """The last route."""
     threshold_tokens: int = 0
-    may_recompute: bool = True
-    """Whether its decode instance may compute the prompt itself after a failed prefill leg."""
-    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The chosen rank of each instance of the route that takes one."""
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
-    last_answer: Answer | None = None
-    """The error answer of the last failed leg."""
     stream: AnswerStream | None = None
     """Its answer, after the first byte was sent to the client."""
-    resumable: ResumeLog | None = None
-    """The log of its answer, of engines that do not announce it in a header."""
 
     # Its outcome.
     outcome: RequestOutcome = "failed"
@@ -195,21 +187,6 @@ class GatewayRequest:
         self.headers.update(self.span.context.headers())
         # Facts that a second worker could not know if the first one dies.
         self.headers[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
-
-    def leg(self) -> tuple[dict[str, str], bytes]:
-        """Return headers and body of a leg that starts now: the request, or its resumption.
-
-        Raises BadInputError if the stream cannot be resumed.
-        """
-        sent, body = dict(self.headers), self.body
-        if self.stream is not None and isinstance(self.stream.log, StreamLog):
-            document = self.stream.log.document()
-            sent[headers.RESUME], body = str(len(document)), document + body
-        if self.deadline_seconds is not None:
-            # MIN_DEADLINE_SECONDS of the worker: with 0 it would answer 400 to a request that is merely late.
-            left_seconds = max(0.001, self.deadline_seconds - asyncio.get_running_loop().time())
-            sent[headers.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
-        return sent, body
 
     def every_field(self) -> Fields:
         """Return all fields of the body; raise RequestError if it is no JSON object."""
