@@ -1,8 +1,8 @@
-"""One request from its first byte to its last: body, decision, progress and end.
+"""One request from its first byte to its last: what was received, what is known of its prompt, and its progress.
 
-A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at the
-end. The gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps
-the text of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
+A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
+gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps the text
+of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import msgspec
@@ -86,6 +87,36 @@ _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatewayRequest:
+    """What a client sent; see `receive`."""
+
+    api: ApiRoute
+    request_id: str
+    model: str
+    body: bytes
+    fields: Fields
+    """All fields of the body if `has_every_field`, else those that the gateway needs."""
+    has_every_field: bool = False
+    headers: Mapping[str, str]
+    """Headers for the worker."""
+    preferences: Preferences = NO_PREFERENCES
+    deadline_seconds: float | None = None
+    """The deadline by the event loop's clock."""
+
+    @property
+    def path(self) -> str:
+        return self.api.path
+
+    @cached_property
+    def every_field(self) -> Fields:
+        """All fields of the body. Raises RequestError for a field that clients must not set."""
+        if self.has_every_field:
+            return self.fields
+        # The table got its first engine of others after the body was read.
+        return read_fields(self.body, every=True)[1]
+
+
 class PromptFacts(NamedTuple):
     """What the gateway knows of a request's prompt."""
 
@@ -103,28 +134,27 @@ class PromptFacts(NamedTuple):
     """The instances' profiles."""
 
 
-@dataclass(slots=True)
-class GatewayRequest:
-    """One request while it is served."""
+class AnswerStart(NamedTuple):
+    """What came with the first token: its time, and the worker's counts."""
 
+    seconds: float | None = None
+    """Since the request's beginning; None: there was no token."""
+    prompt_tokens: int = 0
+    """The prompt's exact length; 0: unknown."""
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a request has come. Its attempts write it; the access log line and the span are made of it at the end."""
+
+    # Known before its attempts.
     span: Span
     began_seconds: float = field(default_factory=time.monotonic)
     client: str = ""
     """The client of its API key; empty if no keys are required."""
-
-    # Received; see `receive`.
-    api: ApiRoute = API_ROUTES["/v1/completions"]
     request_id: str = ""
-    model: str = ""
-    body: bytes = b""
-    fields: Fields = field(default_factory=dict[str, msgspec.Raw])
-    has_every_field: bool = False
-    headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Headers for the worker."""
-    preferences: Preferences = NO_PREFERENCES
-    deadline_seconds: float | None = None
-    """The deadline by the event loop's clock."""
-
+    """Empty until the body has arrived. The log names also a request whose body is refused."""
     prompt: PromptFacts = field(default_factory=PromptFacts)
 
     # Its route.
@@ -149,14 +179,7 @@ class GatewayRequest:
     resumes: int = 0
     """How often another worker resumed its stream."""
     transfer_id: str = ""
-    prompt_tokens: int = 0
-    """The prompt's exact length by a worker's count; 0: unknown."""
-    cached_tokens: int = 0
-    first_token_seconds: float | None = None
-
-    @property
-    def path(self) -> str:
-        return self.api.path
+    answer_start: AnswerStart = field(default_factory=AnswerStart)
 
     @property
     def decision(self) -> str:
@@ -167,41 +190,14 @@ class GatewayRequest:
     def seconds(self) -> float:
         return time.monotonic() - self.began_seconds
 
-    async def receive(self, http: web.Request, limits: Limits, *, every_field: bool) -> None:
-        """Read and check the request's headers and body.
-
-        Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
-        one, 400 for one that is not a JSON object with a model, and for a bad header.
-        """
-        self.api = API_ROUTES[http.path]
-        self.deadline_seconds = _read_deadline(http)
-        self.preferences = read_preferences(_only_once(http))
-        self.body = await _read_body(http, limits, self.deadline_seconds)
-        client_id = http.headers.get(headers.REQUEST_ID, "")
-        self.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-        self.headers = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
-        self.headers[headers.REQUEST_ID] = self.request_id
-        self.has_every_field = every_field
-        self.model, self.fields = read_fields(self.body, every=every_field)
-        # A span of ours; without tracing, the context that came.
-        self.headers.update(self.span.context.headers())
-        # Facts that a second worker could not know if the first one dies.
-        self.headers[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
-
-    def every_field(self) -> Fields:
-        """Return all fields of the body; raise RequestError if it is no JSON object."""
-        if not self.has_every_field:  # the table got its first engine of others after the body was read
-            _, self.fields = read_fields(self.body, every=True)
-            self.has_every_field = True
-        return self.fields
-
     def note_first_token(self, answer: Answer) -> float:
         """Record the first token and the worker's counts; return the seconds to it."""
-        self.first_token_seconds = self.seconds
+        seconds, prompt_tokens, cached_tokens = self.seconds, 0, 0
         with suppress(ValueError):  # an engine that reports no count
-            self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
-            self.cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
-        return self.first_token_seconds
+            prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
+            cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
+        self.answer_start = AnswerStart(seconds, prompt_tokens, cached_tokens)
+        return seconds
 
     def note_transfer(self, answer: Answer | None) -> None:
         """Record the transfer that an answer names, even a failed one."""
@@ -249,6 +245,37 @@ class GatewayRequest:
                 "why": self.route.reason,
             }
         return fields
+
+
+async def receive(http: web.Request, progress: Progress, limits: Limits, *, every_field: bool) -> GatewayRequest:
+    """Read and check a request's headers and body.
+
+    Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
+    one, 400 for one that is not a JSON object with a model, and for a bad header.
+    """
+    deadline_seconds = _read_deadline(http)
+    preferences = read_preferences(_only_once(http))
+    body = await _read_body(http, limits, deadline_seconds)
+    client_id = http.headers.get(headers.REQUEST_ID, "")
+    request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
+    model, fields = read_fields(body, every=every_field)
+    sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
+    sent[headers.REQUEST_ID] = request_id
+    # A span of ours; without tracing, the context that came.
+    sent.update(progress.span.context.headers())
+    # Facts that a second worker could not know if the first one dies.
+    sent[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
+    return GatewayRequest(
+        api=API_ROUTES[http.path],
+        request_id=request_id,
+        model=model,
+        body=body,
+        fields=fields,
+        has_every_field=every_field,
+        headers=sent,
+        preferences=preferences,
+        deadline_seconds=deadline_seconds,
+    )
 
 
 def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:

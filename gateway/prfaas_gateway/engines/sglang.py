@@ -28,7 +28,7 @@ class SglangEngine:
         route = attempt.route
         if route.prefill is None:  # a decode instance waits for a cache, and computes none itself
             raise CapacityError("no prefill instance of SGLang can serve; give the policy a local prefill pool")
-        fields = request.every_field()
+        fields = request.every_field
         host, count = bootstrap_host(route.prefill), _rooms(fields)
         many = count or 1
         hosts, ports = [host] * many, [BOOTSTRAP_PORT] * many

@@ -35,7 +35,7 @@ class TensorRtLlmEngine:
         prefill = attempt.route.prefill
         if prefill is None:
             return await self._decode(request, attempt, request.body)
-        fields, request_id = request.every_field(), GLOBAL_ID | secrets.randbits(62)
+        fields, request_id = request.every_field, GLOBAL_ID | secrets.randbits(62)
         context = {"request_type": "context_only", "disagg_request_id": request_id}
         kept = {name: value for name, value in fields.items() if name != "stream_options"}
         body = with_fields(kept, {"stream": False, "disaggregated_params": context})

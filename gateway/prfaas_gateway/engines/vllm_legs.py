@@ -54,7 +54,7 @@ async def prepare(upstream: Upstream, request: GatewayRequest, attempt: Attempt)
         except BadInputError as error:
             log.is_refused = True  # as it would be everywhere
             raise LegFailedError(f"the answer cannot go on: {error}", leg="decode", eject=False) from error
-    fields = request.every_field()
+    fields = request.every_field
     if not can_resume(request.path, fields):
         return VllmCall(request.path, fields, request.body, request.api.answer_limit)
     if log is None:

@@ -12,10 +12,9 @@ import aiohttp
 import pytest
 
 from prfaas.names import HUB
-from prfaas.telemetry.tracing import OFF
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas.wire.trace import NO_TRACE
+from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.request import GatewayRequest, PromptFacts, read_fields
@@ -115,8 +114,9 @@ def managers(monkeypatch) -> list[KvManager]:
 async def known(manager: KvManager, prompt: str) -> PromptFacts:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
-    request.model, request.fields = read_fields(body, every=False)
+    model, fields = read_fields(body, every=False)
+    api = API_ROUTES["/v1/completions"]
+    request = GatewayRequest(api=api, request_id="", model=model, body=body, fields=fields, headers={})
     return await manager.find(request, PromptFacts(len(prompt)))
 
 
