@@ -151,7 +151,7 @@ class Attempts:
         """Resume a broken stream at another worker; if there is none, end the answer with an error."""
         log, pieces, until_seconds = stream.log, -1, 0.0
         while True:
-            progress.tried = set(progress.refused)
+            progress.forget_tried()
             self._note_failure(progress, route, failure)
             if log is None:
                 break
@@ -188,7 +188,7 @@ class Attempts:
             text = f"{route.decode.name} does not resume the answer"
             raise LegFailedError(text, leg="decode", eject=False, answer=answer, refuses=answer.status < 500)
         self._note_alive(route)
-        progress.tried = set(progress.refused)
+        progress.forget_tried()
         progress.resumes += 1
         metrics.resumes.inc()
         if stream.log is not None:
@@ -254,7 +254,7 @@ class Attempts:
                 return decision
             await asyncio.sleep(self._limits.poll_seconds)
             # What failed before may be the instance that comes back.
-            progress.tried = set(progress.refused)
+            progress.forget_tried()
 
     def _learn(self, request: GatewayRequest, progress: Progress, attempt: Attempt, answer: Answer) -> None:
         """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""

@@ -190,6 +190,10 @@ class Progress:
     def seconds(self) -> float:
         return time.monotonic() - self.began_seconds
 
+    def forget_tried(self) -> None:
+        """Let all instances be tried again but those that refused."""
+        self.tried = set(self.refused)
+
     def note_first_token(self, answer: Answer) -> float:
         """Record the first token and the worker's counts; return the seconds to it."""
         seconds, prompt_tokens, cached_tokens = self.seconds, 0, 0
