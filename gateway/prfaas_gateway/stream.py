@@ -103,9 +103,9 @@ class AnswerStream:
     """
 
     def __init__(self, http: web.Request, response: web.StreamResponse, log: "ResumeLog | None"):
+        self.http = http
         self.response = response
         self.log = log
-        self._http = http
         self._tail = b""
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
@@ -140,7 +140,7 @@ class AnswerStream:
                 await self.response.write(end_of_event + event)
                 await self.response.write_eof()
             else:
-                await end_in_error(self._http, self.response, reason, CODE_BROKEN, end_of_event)
+                await end_in_error(self.http, self.response, reason, CODE_BROKEN, end_of_event)
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError(str(error)) from error
 

@@ -147,7 +147,7 @@ class EngineTokenizer:
         """
         if len(chain.data) < MIN_TEXT_BYTES:
             return None
-        question = question_of(request.path, request.every_field(), body)
+        question = question_of(request.path, request.every_field, body)
         if question is None:
             return None
         key = xxhash.xxh3_128_digest(question)
