@@ -6,9 +6,10 @@ keeps the instances of the present table. The gateway itself ejects instances th
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Final, NamedTuple, get_args
+from typing import NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas.engines import ENGINES
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.ports import url_host
@@ -21,8 +22,6 @@ from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import Counts, PoolObject, engine_name, role_of
 from prfaas_operator.plan.profile import seeds
 from prfaas_operator.plan.roles import refusal, sharer_of
-
-ENGINES: Final[Mapping[str, routes.EngineName]] = {name: name for name in get_args(routes.EngineName)}
 
 
 class PolicyFacts(NamedTuple):
@@ -295,7 +294,7 @@ def _of_pool(
 
 def _engine_of(pod: PodFacts, pool: PoolObject) -> routes.EngineName:
     """Return the engine that a pod runs, by its pool if the pod does not say a known one."""
-    return ENGINES.get(pod.instance.engine, engine_name(pool))
+    return pod.instance.engine if pod.instance.engine in ENGINES else engine_name(pool)
 
 
 def ready_by_role(table: routes.RoutingTable, role: routes.PoolRole) -> int:
