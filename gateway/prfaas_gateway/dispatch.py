@@ -53,7 +53,7 @@ class Dispatcher:
         parts = self._parts
         with parts.auth.admitted(http) as meter:
             request.client = meter.client.name
-            await request.receive(http, parts.limits, every_field=parts.state.rewrites_bodies)
+            await request.receive(http, parts.limits, every_field=parts.state.reads_whole_bodies)
             if request.api.prefills:
                 request.total_tokens = parts.state.estimator.tokens(len(request.body))
                 await parts.kv.find(request)
