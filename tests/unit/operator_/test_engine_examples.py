@@ -15,12 +15,13 @@ from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy, crd
 from prfaas.engines import ENGINES
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import ObservedCluster, PolicyFacts, readiness, routing_table
-from prfaas_operator.plan.pool_status import EXPERIMENTAL, Counts, engine_name, role_of
+from prfaas_operator.plan.pool_status import Counts, role_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
+EXPERIMENTAL = {name for name, one in ENGINES.items() if one.experimental}
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -35,7 +36,7 @@ def read(path: Path) -> tuple[PrfaaSPolicy, list[PrefillPool | DecodePool]]:
 
 
 def test_every_engine_has_an_example():
-    shown = {engine_name(pool) for path in EXAMPLES for pool in read(path)[1]}
+    shown = {pool.spec.engine.record.name for path in EXAMPLES for pool in read(path)[1]}
     assert shown == ENGINES.keys() - {"prfaas"}
 
 
