@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
@@ -71,17 +72,8 @@ class _KnownFields(msgspec.Struct):
 
 
 _PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
-TRANSFER_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
-_SGLANGS_FIELDS: Final = (
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
-    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
-)
-STEERING_FIELDS: Final = frozenset((*TRANSFER_FIELDS, *_SGLANGS_FIELDS))
-DYNAMOS_FIELDS: Final = frozenset(
-    ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank", "token_data")
-)
-"""Of Dynamo's own object in a body: they name its workers, and a prompt other than the one that is matched here."""
-_NESTED: Final = {"vllm_xargs": STEERING_FIELDS, "nvext": DYNAMOS_FIELDS}
+STEERING_FIELDS: Final = frozenset[str]().union(*(one.steering_fields for one in ENGINES.values()))
+"""Fields by which an engine would read or write a cache, or compute, at a place of the client's choice."""
 _known_fields = msgspec.json.Decoder(_KnownFields)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
@@ -302,13 +294,25 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
     return known.model, {name: raw for name in _PROMPT_FIELDS if (raw := getattr(known, name)) is not _ABSENT}
 
 
+def _find_steering_objects() -> Mapping[str, Set[str]]:
+    """Return the objects of a body that a client may write, each with the fields that it may not have."""
+    found: dict[str, Set[str]] = {}
+    for one in ENGINES.values():
+        for name, fields in one.steering_objects.items():
+            found[name] = found.get(name, STEERING_FIELDS) | fields
+    return found
+
+
+STEERING_OBJECTS: Final = _find_steering_objects()
+
+
 def _refuse_steering(fields: Fields) -> None:
     """Raise RequestError for a field by which an engine would read or write a cache at a place of the client's choice.
 
     The gateway alone writes these, for the legs of a request.
     """
     found = STEERING_FIELDS & fields.keys()
-    for name, steering in _NESTED.items():
+    for name, steering in STEERING_OBJECTS.items():
         with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
             found |= steering & _every_field.decode(fields.get(name, b"{}")).keys()
     if found:

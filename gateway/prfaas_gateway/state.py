@@ -40,8 +40,8 @@ class GatewayState:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.table: RoutingTable | None = None
-        self.rewrites_bodies = False
-        """Whether the table has instances of foreign engines, which need fields of their own in a body."""
+        self.reads_whole_bodies = False
+        """Whether the table has an engine that clients could steer by fields of a body."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -63,7 +63,7 @@ class GatewayState:
     def set_table(self, table: RoutingTable) -> None:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
-        self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
+        self.reads_whole_bodies = any(one.record.is_steered for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()

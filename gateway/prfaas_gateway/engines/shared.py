@@ -8,28 +8,24 @@ import asyncio
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
+from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
-from prfaas_gateway import api
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.stream import ResumeLog
 from prfaas_gateway.upstream import Answer, Upstream
 
 OURS: Final = "x-prfaas-"
-VLLM: Final = cast(Set[EngineName], api.VLLM)
-ONE_SEQUENCE: Final = VLLM | frozenset[EngineName]({"tensorrt-llm"})
-"""Engines whose hand-offs have one prompt and one answer each."""
-_ALONE: Final = frozenset[EngineName]({"dynamo"})
 ERROR_EVENT: Final = b'data: {"error"'
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
@@ -258,14 +254,18 @@ def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
     Most engines take one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt
     need the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
     """
-    lacking = cast(Set[EngineName], request.api.engines - request.api.hand_over) | _ALONE
-    if not request.has_every_field:
-        return lacking
+    is_whole = request.has_every_field and _needs_whole_prompt(request)
+    return {
+        name for name, one in ENGINES.items() if request.path not in one.hand_offs or (is_whole and one.is_one_sequence)
+    }
+
+
+def _needs_whole_prompt(request: GatewayRequest) -> bool:
+    """Whether a request has several prompts or answers, or needs its prompt for more than its answer."""
     fields = request.fields
     whole = any(bytes(fields.get(name, _NULL)) not in plain for name, plain in _DIVISIBLE.items())
     with_prompt = bytes(fields.get("echo", _NULL)) == b"true" and bytes(fields.get("logprobs", _NULL)) != b"null"
-    is_whole = whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
-    return lacking | ONE_SEQUENCE if is_whole else lacking
+    return whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
 
 
 def _has_server_tools(request: GatewayRequest) -> bool:

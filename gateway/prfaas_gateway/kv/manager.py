@@ -197,7 +197,7 @@ class KvManager:
     def _begin(self, part: InstancePart) -> None:
         index = self.index[part.name]
         index.clear()
-        if part.instance.engine == "prfaas":
+        if part.instance.record.events == "Api":
             stream = OwnEventStream(part.instance, index, self._upstream)
         else:
             stream = ForeignEventStream(part.instance, index, part.rank)
@@ -247,8 +247,8 @@ def _prompt_fields(request: GatewayRequest) -> dict[str, Any] | None:
 
 
 def _parts(instance: Instance) -> list[InstancePart]:
-    """Return the parts of an instance to follow; our own worker has one event stream."""
-    return [InstancePart(instance, rank) for rank in range(1 if instance.engine == "prfaas" else instance.ranks)]
+    """Return the parts of an instance to follow; at its API's port it has one event stream."""
+    return [InstancePart(instance, rank) for rank in range(1 if instance.record.events == "Api" else instance.ranks)]
 
 
 def _is_same(known: InstancePart, followed: InstancePart) -> bool:
@@ -327,7 +327,7 @@ class Follower:
     async def _read_profile(self) -> None:
         """Read the instance's profile at intervals; prefixes are not fetched for an instance without one."""
         now_seconds = time.monotonic()
-        if now_seconds < self._profile_due_seconds or self.instance.engine != "prfaas":
+        if now_seconds < self._profile_due_seconds or not self.instance.record.has_profile:
             return
         self._profile_due_seconds = now_seconds + PROFILE_SECONDS
         try:

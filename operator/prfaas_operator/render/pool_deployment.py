@@ -20,10 +20,10 @@ from prfaas.api.template import PodTemplate, Resources, Spread
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object, manifest
 from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
-from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, engine_name, role_of
+from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, role_of
 from prfaas_operator.plan.roles import Assignment
 from prfaas_operator.render import common, engines
-from prfaas_operator.render.certificates import TLS_DIR_ARGS, worker_in_tls
+from prfaas_operator.render.certificates import worker_in_tls
 from prfaas_operator.render.common import http_probe
 from prfaas_operator.render.launch import DEFAULT_TERMS, Start, StartTerms, gpus
 
@@ -58,7 +58,7 @@ def scale_selector(pool: PoolObject) -> str:
 
 def deployment(pool: PoolObject, member: MemberCluster | None, terms: StartTerms = DEFAULT_TERMS) -> Object:
     """Return the Deployment of a pool, for the hub when `member` is None."""
-    begin = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool, terms)
+    begin = engines.start(pool, terms)
     plain = _plain_deployment(pool, member, begin)
     return worker_in_tls(plain, begin.tls_args) if terms.tls and begin.tls_args else plain
 
@@ -68,7 +68,7 @@ def _plain_deployment(pool: PoolObject, member: MemberCluster | None, begin: Sta
     metadata = _metadata(pool, member, pool.metadata.name)
     template = pool.spec.template
     pod_metadata: Object = {
-        "labels": {**template.labels, **metadata["labels"], names.LABEL_ENGINE: engine_name(pool)},
+        "labels": {**template.labels, **metadata["labels"], names.LABEL_ENGINE: pool.spec.engine.record.name},
         "annotations": {**template.annotations, names.ANNOTATION_MODEL: pool.spec.model.name},
     }
     spec: Object = {
@@ -195,11 +195,6 @@ def _security(pool: PoolObject) -> Object:
     return {**common.CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
 
 
-def _own_start(pool: PoolObject) -> Start:
-    ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
-    return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="", tls_args=TLS_DIR_ARGS)
-
-
 def _probes(begin: Start) -> Object:
     if not begin.health_path:
         return {
@@ -215,39 +210,20 @@ def _probes(begin: Start) -> Object:
     }
 
 
-def _arguments(pool: PoolObject) -> list[str]:
-    spec = pool.spec
-    flags = {
-        "--model-source": spec.model.source,
-        "--model-name": spec.model.name,
-        "--host": "$(POD_IP)",
-        "--api-port": str(names.WORKER_API_PORT),
-        "--data-port": str(names.WORKER_DATA_PORT),
-        "--instance": "$(POD_NAME)",
-        "--cluster": spec.cluster_name or names.HUB,
-        "--pool": pool.metadata.name,
-        "--role": role_of(pool),
-        "--drain-seconds": str(spec.drain_seconds),
-    }
-    if isinstance(pool, PrefillPool):
-        flags["--egress-file"] = common.EGRESS_FILE
-    return [*common.words(flags), *spec.engine.args]
-
-
 def _volumes(pool: PoolObject, begin: Start) -> tuple[list[Object], list[Object]]:
     """Return volumes and mounts: the owner's, the engine's, settings, and scratch space where the owner mounts none."""
-    template = pool.spec.template
+    template, engine = pool.spec.template, pool.spec.engine.record
     volumes = [*(_dump(volume) for volume in template.volumes), *begin.volumes]
     mounts = [*(_dump(mount) for mount in template.volume_mounts), *begin.mounts]
     scratch: dict[str, Object] = {common.TMP_PATH: {"name": TMP_VOLUME, "emptyDir": {}}}
-    if engine_name(pool) != "prfaas":  # the processes of these engines share memory
+    if engine.uses_shared_memory:
         scratch[common.SHM_PATH] = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
     taken = {normpath(mount.mount_path) for mount in template.volume_mounts}
     for path, volume in scratch.items():
         if path not in taken:
             volumes.append(volume)
             mounts.append({"name": volume["name"], "mountPath": path})
-    if isinstance(pool, PrefillPool) and engine_name(pool) in {"prfaas", "vllm-prfaas"}:
+    if isinstance(pool, PrefillPool) and engine.caps_egress:
         source = {"name": names.settings_configmap(pool.metadata.name), "optional": True}
         volumes.append({"name": SETTINGS_VOLUME, "configMap": source})
         # The whole folder: the kubelet never updates a file that is mounted by itself.

@@ -13,7 +13,7 @@ from prfaas.api import PrefillPool
 from prfaas.api.engine import Transfer
 from prfaas.api.template import Resources
 from prfaas_operator.clusters.kinds import Object
-from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
+from prfaas_operator.plan.pool_status import PoolObject, role_of
 from prfaas_operator.render import common
 from prfaas_operator.render.certificates import PATH as TLS_PATH
 from prfaas_operator.render.launch import (
@@ -55,20 +55,14 @@ run with vLLM 0.32's watcher. So vLLM gets copies that are written in place, in 
 """
 
 
-def start(pool: PoolObject, terms: StartTerms) -> Start:
-    """Return how an instance of vLLM starts."""
-    name, transfer = engine_name(pool), pool.spec.engine.transfer or Transfer()
-    if name == "vllm-nixl":
-        return _with_nixl(pool, transfer)
-    return _with_mooncake(pool, transfer) if name == "vllm-mooncake" else _with_ours(pool, transfer, terms)
-
-
 def metrics_port(pool: PoolObject) -> int:
     """Return the port of our connector's metrics: the first after the data ports of all ranks."""
     return names.WORKER_DATA_PORT + gpus(pool)
 
 
-def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start:
+def start_with_ours(pool: PoolObject, terms: StartTerms) -> Start:
+    """Return how an instance of vLLM with our connector starts."""
+    transfer = _transfer_of(pool)
     extra: dict[str, Any] = {
         "host": "$(POD_IP)",
         "cluster": pool.spec.cluster_name or names.HUB,
@@ -116,7 +110,9 @@ def _copy(image: str, wanted: Resources) -> Object:
     }
 
 
-def _with_nixl(pool: PoolObject, transfer: Transfer) -> Start:
+def start_with_nixl(pool: PoolObject, _: StartTerms) -> Start:
+    """Return how an instance of vLLM with NixlConnector starts."""
+    transfer = _transfer_of(pool)
     connector: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **_failure_policy(transfer)}
     if transfer.extra_config:
         connector["kv_connector_extra_config"] = json_values(transfer.extra_config)
@@ -130,7 +126,9 @@ def _with_nixl(pool: PoolObject, transfer: Transfer) -> Start:
     return _start(pool, connector, variables, {"side-channel": names.SIDE_CHANNEL_PORT})
 
 
-def _with_mooncake(pool: PoolObject, transfer: Transfer) -> Start:
+def start_with_mooncake(pool: PoolObject, _: StartTerms) -> Start:
+    """Return how an instance of vLLM with MooncakeConnector starts."""
+    transfer = _transfer_of(pool)
     protocol = "rdma" if transfer.protocol == "Rdma" else "tcp"
     connector = {
         "kv_connector": "MooncakeConnector",
@@ -140,6 +138,10 @@ def _with_mooncake(pool: PoolObject, transfer: Transfer) -> Start:
     }
     variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(names.BOOTSTRAP_PORT)}
     return _start(pool, connector, variables, {"bootstrap": names.BOOTSTRAP_PORT})
+
+
+def _transfer_of(pool: PoolObject) -> Transfer:
+    return pool.spec.engine.transfer or Transfer()
 
 
 def _failure_policy(transfer: Transfer) -> dict[str, str]:
