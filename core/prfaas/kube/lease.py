@@ -70,10 +70,11 @@ class LeaseHolder:
         self._held_until = NEVER
         try:
             lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)
-            if (lease.get("spec") or {}).get("holderIdentity") == self._identity:
+            spec: Object = lease.get("spec") or {}
+            if spec.get("holderIdentity") == self._identity:
                 # As client-go: a duration of 0 is not valid, and without a holder nobody waits for it.
-                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
-                await self._session.call("PUT", self._ref.path, body=lease, timeout_seconds=timeout_seconds)
+                free = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
+                await self._session.call("PUT", self._ref.path, body=free, timeout_seconds=timeout_seconds)
         except (PeerError, ConfigError):
             return
 
