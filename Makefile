@@ -106,10 +106,10 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
 	prfaas crds write
 
-charts: $(STAMP) ## Bring the charts' schemas and READMEs in line with their values.yaml
+charts: $(STAMP) ## Bring the charts' schemas, READMEs and ports in line with values.yaml and the records of engines
 	$(BIN)/python charts/describe.py
 
-reference: $(STAMP) ## Write docs/use/reference.md, the flags and fields, from the code
+reference: $(STAMP) ## Write what documents have from the code: flags, fields and tables of engines
 	$(BIN)/python docs/reference.py
 
 clean: ## Remove the virtual environment and the demo's state (not the tools' cache)

@@ -1,5 +1,7 @@
 """Brings a chart's schema and README in line with its values.yaml, where the comment above a key is its description.
 
+It also writes what the charts need of the records of engines.
+
     python charts/describe.py          # writes
     python charts/describe.py --check  # says what is out of date
 
@@ -14,11 +16,18 @@ from typing import Any
 
 import yaml
 
+from prfaas.engines import ENGINES
+
 CHARTS = ("prfaas", "prfaas-member")
 FOLDER = Path(__file__).parent
 KEY = re.compile(r"^( *)([A-Za-z][\w./-]*):")
 TABLE = re.compile(r"(<!-- values -->\n).*?(<!-- /values -->)", re.DOTALL)
 INDENT = 2
+ENGINES_HEAD = """\
+# Generated from core/prfaas/engines.py by `make charts`. Do not edit.
+# By the label prfaas.io/engine of pods: ports that they open beside 8000 and 8001, first and last. Ports that an engine
+# chooses for itself are in none of these; see docs/use/engines.md.
+"""
 
 
 def descriptions(text: str) -> dict[str, str]:
@@ -65,13 +74,30 @@ def table(values: Any, schema: dict[str, Any], path: str = "") -> list[str]:
     return rows
 
 
+def engines_file() -> str:
+    """Return what the templates need to know of each engine."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, one in ENGINES.items():
+        ports = [[port.first, port.last] for port in one.all_ports]
+        metrics_ports = [[port.first, port.last] for port in one.all_ports if port.has_metrics]
+        path = "" if one.metrics_path == "/metrics" else one.metrics_path
+        facts = {"ports": ports, "metricsPorts": metrics_ports, "metricsPath": path}
+        if known := {key: value for key, value in facts.items() if value}:
+            found[name] = known
+    return ENGINES_HEAD + yaml.safe_dump(found, sort_keys=False, default_flow_style=None)
+
+
 def documents(chart: Path) -> dict[Path, str]:
-    """Return what the schema and the README of a chart should be, by file."""
+    """Return what the generated files of a chart should be."""
     text = (chart / "values.yaml").read_text()
     schema = described(json.loads((chart / "values.schema.json").read_text()), descriptions(text))
     rows = "\n".join(["| value | default | what |", "|---|---|---|", *table(yaml.safe_load(text), schema)])
     readme = TABLE.sub(lambda match: f"{match[1]}{rows}\n{match[2]}", (chart / "README.md").read_text())
-    return {chart / "values.schema.json": json.dumps(schema, indent=2) + "\n", chart / "README.md": readme}
+    return {
+        chart / "values.schema.json": json.dumps(schema, indent=2) + "\n",
+        chart / "README.md": readme,
+        chart / "files" / "engines.yaml": engines_file(),
+    }
 
 
 def main() -> int:
@@ -79,7 +105,7 @@ def main() -> int:
     stale = 0
     for chart in CHARTS:
         for path, wanted in documents(FOLDER / chart).items():
-            if path.read_text() == wanted:
+            if path.exists() and path.read_text() == wanted:
                 continue
             stale += 1
             if "--check" in sys.argv:

@@ -1,15 +1,20 @@
-"""Writes docs/use/reference.md from the code: the flags of the four programs and the fields of the custom resources."""
+"""Writes what documents have from the code: flags of programs, fields of custom resources, and tables of engines."""
 
+import ast
 import enum
 import inspect
+import itertools
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from prfaas.api import crd
+from prfaas.engines import ENGINES, EngineRecord
 from prfaas_gateway.options import GatewayOptions
 from prfaas_operator.options import OperatorOptions
+from prfaas_scheduler.engines import queries_of
 from prfaas_scheduler.options import SchedulerOptions
 from prfaas_worker.options import Options as WorkerOptions
 
@@ -20,8 +25,9 @@ PROGRAMS: dict[str, Any] = {
     "prfaas-scheduler": SchedulerOptions,
     "prfaas-worker": WorkerOptions,
 }
-KUBERNETES_OWN = {
-    f"template.{one}" for one in ("resources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
+KUBERNETES_OWN = {"gateway.resources", "gateway.schedulerResources"} | {
+    f"template.{one}"
+    for one in ("resources", "connectorResources", "tolerations", "volumes", "volumeMounts", "env", "imagePullSecrets")
 }
 KINDS = ("PrfaaSPolicy", "PrefillPool", "DecodePool", "MemberCluster")
 HEAD = """# Reference: flags and fields
@@ -128,5 +134,112 @@ def page() -> str:
     return "\n".join(parts)
 
 
+ENGINE_COLUMNS = ("engine", "hand-off", "loop", "integrity", "encryption", "resume", "run for real")
+CHECKS = {
+    "Frame": "a digest a frame, [damaged ones are sent again](../extend/protocol.md)",
+    "Request": "a checksum a request, where layouts are equal",
+    "Nothing": "none",
+}
+RESUMES = {
+    "Comments": "token for token",
+    "TokenIds": "[by token ids, at another instance](../operate/failover.md#streams-of-vllm)",
+    "Nothing": "no: the stream ends with an error event",
+}
+
+
+def engine_rows() -> list[tuple[str, ...]]:
+    """Return what each engine does, for users."""
+    rows: list[tuple[str, ...]] = []
+    for one in ENGINES.values():
+        own = f"{one.title}'s own"
+        run = [f"*experimental: {one.experimental}*", one.run] if one.experimental else [one.run]
+        rows.append(
+            (
+                f"`{one.name}`",
+                one.calls,
+                _loop_of(one),
+                CHECKS[one.checked] if one.hand_offs else own,
+                _encryption_of(one),
+                RESUMES[one.resumed_by] if one.hand_offs else own,
+                "; ".join(filter(None, run)),
+            )
+        )
+    return rows
+
+
+def _loop_of(one: EngineRecord) -> str:
+    queries = queries_of(one.name)
+    is_timed = not {"prompts", "prefill_seconds"}.isdisjoint(queries.short)
+    if not one.hand_offs:
+        return "no link" if is_timed else "no link, needs `profile`"
+    if not is_timed:
+        return "needs `profile`"
+    return "all of it" if one.link_port else "all but what waits for the link"
+
+
+def _encryption_of(one: EngineRecord) -> str:
+    if not one.is_encrypted:
+        return "none"
+    return "mutual TLS for caches; TLS for the API; cache events plain" if one.events == "Zmq" else "mutual TLS"
+
+
+def port_rows() -> list[tuple[str, ...]]:
+    """Return the ports of each engine."""
+    rows = [("all", "8000 API and metrics; 8001 caches", "8000, 8001")]
+    for one in ENGINES.values():
+        words = [f"{port.first}{' and up' if port.last > port.first else ''}: {port.what}" for port in one.all_ports]
+        opened = [
+            f"{port.first} to {port.last}" if port.last > port.first else f"{port.first}" for port in one.all_ports
+        ]
+        if words or one.chosen_ports:
+            rows.append((f"`{one.name}`", "; ".join(filter(None, (*words, one.chosen_ports))), ", ".join(opened)))
+    return rows
+
+
+def record_rows() -> list[tuple[str, ...]]:
+    """Return the fields of a record with what they mean, as its source says."""
+    (record,) = ast.parse(inspect.getsource(EngineRecord)).body
+    body = record.body if isinstance(record, ast.ClassDef) else []
+    rows: list[tuple[str, ...]] = []
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            rows.append((f"`{ast.unparse(field.target)}`", " ".join(str(text.value.value).split())))
+    return rows
+
+
+def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]]) + "\n"
+
+
+def fields_of_records() -> str:
+    """Return the fields of a record as a sentence."""
+    names = ", ".join(name for name, _ in record_rows())
+    return textwrap.fill(f"A record says {names}.", 150) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return what all pages should be that are made of the code, or parts of which are."""
+    root = PAGE.parents[2]
+    parts = {
+        root / "docs/use/engines.md": {
+            "engines": markdown(ENGINE_COLUMNS, engine_rows()),
+            "ports": markdown(("engine", "ports", "opened by the charts for its pods"), port_rows()),
+        },
+        root / "docs/extend/another-engine.md": {"record": markdown(("field", "what it says"), record_rows())},
+        root / "CONTRIBUTING.md": {"record": fields_of_records()},
+    }
+    found = {PAGE: page()}
+    for path, texts in parts.items():
+        found[path] = path.read_text()
+        for name, text in texts.items():
+            begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+            before, _, rest = found[path].partition(begin)
+            found[path] = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
+    return found
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for path, text in pages().items():
+        path.write_text(text)

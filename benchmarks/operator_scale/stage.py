@@ -111,10 +111,11 @@ class Kubelets:
 
 async def follow(cluster: ClusterClient, kind: ObjectKind) -> AsyncIterator[Object]:
     """Yield every object of a kind, and again whenever it changes."""
-    page = await cluster.page(kind)
-    for item in page.items:
-        yield item
-    since = page.resource_version
+    since = ""
+    async for page in cluster.pages(kind):
+        since = page.resource_version
+        for item in page.items:
+            yield item
     while True:
         async for event in cluster.watch(kind, selector="", since=since):
             since = event.object["metadata"]["resourceVersion"]

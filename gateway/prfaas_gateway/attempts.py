@@ -2,7 +2,7 @@
 
 A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
 workers report token ids (prfaas.wire.resume). Else it ends with an error. A retry budget over all requests bounds both.
-docs/operate/failover.md draws the states.
+docs/operate/failover.md draws the states. A request and its progress are arguments: `Attempts` itself keeps neither.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from prfaas.wire import headers
 from prfaas_gateway.api import not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
-from prfaas_gateway.engines.shared import EngineProtocol, LegFailedError, lost_prefill, without_hand_off
+from prfaas_gateway.engines.shared import Attempt, EngineProtocol, LegFailedError, lost_prefill
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
 from prfaas_gateway.openai import LateError, SaturatedError, model_not_found, read_error, relayed_headers
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, Progress
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
 from prfaas_gateway.upstream import Answer
@@ -43,108 +43,116 @@ class GatewayParts:
 
 
 class Attempts:
-    def __init__(self, parts: GatewayParts, request: GatewayRequest, http: web.Request):
+    def __init__(self, parts: GatewayParts):
         self._parts = parts
         self._state = parts.state
         self._limits = parts.limits
-        self._request = request
-        self._http = http
 
-    async def serve(self) -> web.StreamResponse:
+    async def serve(self, http: web.Request, request: GatewayRequest, progress: Progress) -> web.StreamResponse:
         """Decide once, count the request under that decision, and follow the route.
 
         Raises RequestError for an unknown model, CapacityError if no instance can serve the request in time.
         """
-        request = self._request
-        request.no_hand_off = without_hand_off(request)
-        facts = self._state.facts(request)
+        facts = self._facts(request, progress)
         if request.model != facts.table.model:
             raise model_not_found(request.model)
         if missing := not_served_by(request.api, facts.table):
             # In `refused` as well: each wait for a returning instance sets `tried` back to it.
-            request.refused |= missing
-            request.tried |= missing
-            facts = self._state.facts(request)
+            progress.refused |= missing
+            progress.tried |= missing
+            facts = self._facts(request, progress)
         decision = decide(facts)
         if isinstance(decision, Refusal):
-            decision = await self._until_served(decide, self._state.clock() + self._limits.hold_seconds)
-            facts = self._state.facts(request)
+            until_seconds = self._state.clock() + self._limits.hold_seconds
+            decision = await self._until_served(request, progress, decide, until_seconds)
+            facts = self._facts(request, progress)
         if isinstance(decision, Refusal):
             raise _no_capacity(decision, facts)
         if request.api.prefills and (late := find_overload(facts, decision)) is not None:
             self._parts.metrics.slo_refusals.inc()
             raise _too_late(late)
-        request.first_route, request.threshold_tokens = decision, facts.rule.threshold_tokens
+        progress.first_route, progress.threshold_tokens = decision, facts.rule.threshold_tokens
         with self._state.counted(decision):
-            return await self._try_routes(decision)
+            return await self._try_routes(http, request, progress, decision)
 
-    async def _try_routes(self, decision: Decision) -> web.StreamResponse:
+    def _facts(self, request: GatewayRequest, progress: Progress) -> RoutingFacts:
+        return self._state.facts(request, progress.prompt, progress.tried)
+
+    async def _try_routes(
+        self, http: web.Request, request: GatewayRequest, progress: Progress, decision: Decision
+    ) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
-        request, left_seconds = self._request, self._limits.hold_seconds
+        left_seconds, answer = self._limits.hold_seconds, None
         self._state.retry_budget.request_came(self._state.clock())
-        for attempt in range(1, self._limits.attempts + 1):
+        for number in range(1, self._limits.attempts + 1):
             if isinstance(decision, Refusal):
                 break
             try:
-                return await self._follow(decision)
+                return await self._follow(http, request, progress, decision)
             except LegFailedError as failure:
-                if request.stream is not None:
-                    return await self._resume(request.stream, decision, failure)
-                self._note_failure(decision, failure)
+                if progress.stream is not None:
+                    return await self._resume(request, progress, progress.stream, decision, failure)
+                self._note_failure(progress, decision, failure)
+                answer = failure.answer
                 if not self._may_retry():
                     break
-                if attempt == self._limits.attempts:
+                if number == self._limits.attempts:
                     left_seconds = 0.0  # nobody follows the next route: only why there is none counts
                 failed_at = self._state.clock()  # an answer may break long after it was asked for
-                decision = await self._decide_again(decision, failure, failed_at + left_seconds)
+                decision = await self._decide_again(request, progress, decision, failure, failed_at + left_seconds)
                 left_seconds -= self._state.clock() - failed_at
-        answer = request.last_answer
         if answer is not None and answer.status == 503:
             words = read_error(answer.body or b"").get("message", "")
             raise SaturatedError(f"every instance that could serve is full; try again in a moment: {words}")
         if answer is not None and answer.body is not None:
-            request.outcome = "rejected"  # the last worker's own error is more precise
+            progress.outcome = "rejected"  # the last worker's own error is more precise
             return web.Response(status=answer.status, headers=relayed_headers(answer.headers, {}), body=answer.body)
         refusal = decision if isinstance(decision, Refusal) else Refusal(reason="NoDecodeInstance")
-        raise _no_capacity(refusal, self._state.facts(request))
+        raise _no_capacity(refusal, self._facts(request, progress))
 
-    async def _follow(self, route: Route) -> web.StreamResponse:
+    async def _follow(
+        self, http: web.Request, request: GatewayRequest, progress: Progress, route: Route
+    ) -> web.StreamResponse:
         """Serve the request along one route; raise LegFailedError if a leg fails, even in the middle of the answer."""
-        request = self._request
-        request.route = route
-        request.may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
-        with self._state.occupied(route, request.cached_on_ranks, request.request_id) as load:
-            request.ranks = load.ranks
-            answer = await self._parts.engines.open(route, request)
+        progress.route = route
+        broken = progress.stream.log if progress.stream is not None else None
+        may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
+        with self._state.occupied(route, progress.prompt.cached_on_ranks, request.request_id) as load:
+            attempt = Attempt(route, load.ranks, broken, may_recompute)
+            try:
+                answer = await self._parts.engines.open(request, attempt)
+            finally:
+                progress.transfer_id = attempt.transfer_id or progress.transfer_id
             try:
                 load.prefill_done()
-                request.note_transfer(answer)
-                if request.stream is None:
-                    self._learn(route, answer)
-                    self._note_lost_prefill(route, answer)
-                    request.outcome = _outcome_of(answer.status, request.fell_back)
-                    added = _added_headers(request, route, answer.status)
-                    begun = await begin_answer(self._http, answer, added, request.resumable)
+                progress.note_transfer(answer)
+                if progress.stream is None:
+                    self._learn(request, progress, attempt, answer)
+                    self._note_lost_prefill(progress, route, answer)
+                    progress.outcome = _outcome_of(answer.status, progress.fell_back)
+                    added = _added_headers(progress, route, answer.status)
+                    begun = await begin_answer(http, answer, added, attempt.log)
                     if isinstance(begun, web.Response):
                         return begun
-                    request.stream = begun
+                    progress.stream = begun
                 else:
-                    self._note_resumed(request.stream, route, answer)
-                await request.stream.relay(answer, self._limits)
-                return request.stream.response
+                    self._note_resumed(progress, progress.stream, route, answer)
+                await progress.stream.relay(answer, self._limits)
+                return progress.stream.response
             except BrokenOffError as error:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
-                self._note_lost_prefill(route, answer)
+                self._note_lost_prefill(progress, route, answer)
                 answer.close()
 
-    async def _resume(self, stream: AnswerStream, route: Route, failure: LegFailedError) -> web.StreamResponse:
+    async def _resume(
+        self, request: GatewayRequest, progress: Progress, stream: AnswerStream, route: Route, failure: LegFailedError
+    ) -> web.StreamResponse:
         """Resume a broken stream at another worker; if there is none, end the answer with an error."""
-        request, log = self._request, stream.log
-        pieces, until_seconds = -1, 0.0
+        log, pieces, until_seconds = stream.log, -1, 0.0
         while True:
-            request.tried = set(request.refused)
-            self._note_failure(route, failure)
+            progress.forget_tried()
+            self._note_failure(progress, route, failure)
             if log is None:
                 break
             log.worker_died()
@@ -155,35 +163,33 @@ class Attempts:
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
             if not log.can_go_on or log.is_refused or not self._may_retry():
                 break
-            decision = await self._decide_again(route, failure, until_seconds)
+            decision = await self._decide_again(request, progress, route, failure, until_seconds)
             if isinstance(decision, Refusal):
                 break
             route = decision
             try:
-                response = await self._follow(route)
+                response = await self._follow(stream.http, request, progress, route)
             except LegFailedError as again:
                 failure = again
             # A late worker. The request's deadline is no TimeoutError in here, it cancels.
             except TimeoutError as error:
                 failure = LegFailedError(str(error), leg="decode", eject=False)
             else:
-                request.outcome = "resumed"
+                progress.outcome = "resumed"
                 return response
-        request.outcome, request.reason = "failed", str(failure)
+        progress.outcome, progress.reason = "failed", str(failure)
         await stream.break_off(str(failure))
         return stream.response
 
-    def _note_resumed(self, stream: AnswerStream, route: Route, answer: Answer) -> None:
+    def _note_resumed(self, progress: Progress, stream: AnswerStream, route: Route, answer: Answer) -> None:
         """Record that a worker resumes the stream; raise LegFailedError if it does not."""
-        request, metrics = self._request, self._parts.metrics
+        metrics = self._parts.metrics
         if answer.status != 200 or answer.body is not None:
-            if answer.status < 500:
-                request.refused.add(route.decode.name)
             text = f"{route.decode.name} does not resume the answer"
-            raise LegFailedError(text, leg="decode", eject=False, answer=answer)
+            raise LegFailedError(text, leg="decode", eject=False, answer=answer, refuses=answer.status < 500)
         self._note_alive(route)
-        request.tried = set(request.refused)
-        request.resumes += 1
+        progress.forget_tried()
+        progress.resumes += 1
         metrics.resumes.inc()
         if stream.log is not None:
             metrics.resumed_tokens.inc(stream.log.sent_tokens)
@@ -195,27 +201,29 @@ class Attempts:
         self._parts.metrics.retries_refused.inc()
         return False
 
-    def _note_failure(self, route: Route, failure: LegFailedError) -> None:
-        request = self._request
+    def _note_failure(self, progress: Progress, route: Route, failure: LegFailedError) -> None:
         at_fault = route.prefill if failure.leg == "prefill" and route.prefill else route.decode
-        request.note_transfer(failure.answer)
+        progress.note_transfer(failure.answer)
         words = read_error(failure.answer.body or b"").get("message") if failure.answer else None
-        request.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
-        request.tried.add(at_fault.name)
-        request.last_answer = failure.answer
+        progress.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
+        progress.tried.add(at_fault.name)
+        if failure.refuses:
+            progress.refused.add(at_fault.name)
         if failure.eject:
             self._state.ejections.failed(at_fault.name, self._state.clock())
         if route.kind == "offload" and failure.leg == "prefill":
-            request.fell_back = True
+            progress.fell_back = True
             self._state.offload_failed()
 
-    def _note_lost_prefill(self, route: Route, answer: Answer) -> None:
+    def _note_lost_prefill(self, progress: Progress, route: Route, answer: Answer) -> None:
         """Count a prefill leg that failed while the decode instance goes on without it; once an answer."""
         failure = lost_prefill(answer)
-        if failure is not None and route.prefill is not None and route.prefill.name not in self._request.tried:
-            self._note_failure(route, failure)
+        if failure is not None and route.prefill is not None and route.prefill.name not in progress.tried:
+            self._note_failure(progress, route, failure)
 
-    async def _decide_again(self, route: Route, failure: LegFailedError, until_seconds: float) -> Decision:
+    async def _decide_again(
+        self, request: GatewayRequest, progress: Progress, route: Route, failure: LegFailedError, until_seconds: float
+    ) -> Decision:
         if failure.leg == "decode" and not failure.eject:
             name = route.decode.name
             self._state.saturation.refused(name, self._state.load(name), self._state.clock())
@@ -223,17 +231,22 @@ class Attempts:
         def again(facts: RoutingFacts) -> Decision:
             return decide_again(facts, route, failure.leg, facts.table.on_offload_failure)
 
-        return await self._until_served(again, until_seconds)
+        return await self._until_served(request, progress, again, until_seconds)
 
-    async def _until_served(self, choose: Callable[[RoutingFacts], Decision], until_seconds: float) -> Decision:
+    async def _until_served(
+        self,
+        request: GatewayRequest,
+        progress: Progress,
+        choose: Callable[[RoutingFacts], Decision],
+        until_seconds: float,
+    ) -> Decision:
         """Return a route; wait a while for an ejected instance if there is no other."""
-        request = self._request
         while True:
             try:
-                decision = choose(self._state.facts(request))
+                decision = choose(self._facts(request, progress))
             except CapacityError:
                 # Before the first byte a full fleet is a 429 now. A begun stream has no status left, so it waits.
-                if request.stream is None:
+                if progress.stream is None:
                     raise
                 decision = Refusal(reason="NoDecodeInstance")
             is_final = isinstance(decision, Route) or decision.reason == "OffloadRejected"
@@ -241,19 +254,19 @@ class Attempts:
                 return decision
             await asyncio.sleep(self._limits.poll_seconds)
             # What failed before may be the instance that comes back.
-            request.tried = set(request.refused)
+            progress.forget_tried()
 
-    def _learn(self, route: Route, answer: Answer) -> None:
+    def _learn(self, request: GatewayRequest, progress: Progress, attempt: Attempt, answer: Answer) -> None:
         """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""
-        request, metrics = self._request, self._parts.metrics
-        self._note_alive(route)
+        metrics = self._parts.metrics
+        self._note_alive(attempt.route)
         if answer.status >= 400 or not request.api.prefills:
             return
-        metrics.time_to_first_token.labels(request.decision).observe(request.note_first_token(answer))
-        self._parts.kv.note_placed(request, route)
-        if request.prompt_tokens:
-            metrics.prompt_tokens.observe(request.prompt_tokens)
-            self._state.estimator.observe(len(request.body), request.prompt_tokens)
+        metrics.time_to_first_token.labels(progress.decision).observe(progress.note_first_token(answer))
+        self._parts.kv.note_placed(progress.prompt, attempt.route, attempt.ranks)
+        if prompt_tokens := progress.answer_start.prompt_tokens:
+            metrics.prompt_tokens.observe(prompt_tokens)
+            self._state.estimator.observe(len(request.body), prompt_tokens)
 
     def _note_alive(self, route: Route) -> None:
         for one in filter(None, (route.decode, route.prefill)):
@@ -268,19 +281,19 @@ def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:
     return "fallback" if fell_back else "ok"
 
 
-def _added_headers(request: GatewayRequest, route: Route, status: int) -> dict[str, str]:
+def _added_headers(progress: Progress, route: Route, status: int) -> dict[str, str]:
     """Return the headers that give the gateway's decision to the client; see prfaas.wire.headers."""
     prefilled_by = route.prefill or route.decode
     added = {
-        headers.REQUEST_ID: request.request_id,
-        headers.DECISION: request.decision,
+        headers.REQUEST_ID: progress.request_id,
+        headers.DECISION: progress.decision,
         headers.PREFILL_CLUSTER: prefilled_by.cluster,
         headers.PREFILL_INSTANCE: prefilled_by.name,
         headers.DECODE_INSTANCE: route.decode.name,
-        headers.THRESHOLD_TOKENS: str(request.threshold_tokens),
+        headers.THRESHOLD_TOKENS: str(progress.threshold_tokens),
     }
     if status < 400:
-        added[headers.OUTCOME] = "fallback" if request.fell_back else "ok"
+        added[headers.OUTCOME] = "fallback" if progress.fell_back else "ok"
     return added
 
 

@@ -21,7 +21,7 @@ from prfaas.errors import RequestError
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable
 from prfaas_gateway.openai import error_response
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import Progress
 from prfaas_gateway.state import GatewayState
 
 REQUESTS: Final = 200
@@ -82,27 +82,27 @@ class RequestHistory:
         self.count = 0
         self.started = clock()
 
-    def add(self, request: GatewayRequest) -> None:
-        route = request.route
+    def add(self, progress: Progress) -> None:
+        route, start = progress.route, progress.answer_start
         prefilled_by = (route.prefill or route.decode) if route else None
         self.count += 1
         self._placed.append(
             {
                 "number": self.count,  # since the start
                 "at": self.now(),
-                "request_id": request.request_id,
-                "decision": request.decision,
+                "request_id": progress.request_id,
+                "decision": progress.decision,
                 "why": route.reason if route else "",
-                "outcome": request.outcome,
-                "status": request.status,
-                "tokens": request.prompt_tokens or request.total_tokens,
-                "cached_tokens": request.cached_tokens,
+                "outcome": progress.outcome,
+                "status": progress.status,
+                "tokens": start.prompt_tokens or progress.prompt.total_tokens,
+                "cached_tokens": start.cached_tokens,
                 "cluster": prefilled_by.cluster if prefilled_by else "",
                 "prefill": prefilled_by.name if prefilled_by else "",
                 "decode": route.decode.name if route else "",
-                "first_token_seconds": request.first_token_seconds,
-                "seconds": request.seconds,
-                "reason": request.reason,
+                "first_token_seconds": start.seconds,
+                "seconds": progress.seconds,
+                "reason": progress.reason,
             }
         )
 

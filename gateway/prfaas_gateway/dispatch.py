@@ -9,9 +9,10 @@ from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
+from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_response
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive
 from prfaas_gateway.stream import STARTED, ClientGoneError, end_in_error
 
 log = logging.getLogger(__name__)
@@ -20,60 +21,64 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     def __init__(self, parts: GatewayParts):
         self._parts = parts
+        self._attempts = Attempts(parts)
         self.open_requests = 0
         """Includes requests whose bodies are still arriving."""
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request; every error becomes an OpenAI-style answer and one outcome."""
-        request = GatewayRequest(self._parts.tracing.start("request", read_trace(http.headers), "server"))
+        progress = Progress(self._parts.tracing.start("request", read_trace(http.headers), "server"))
         self.open_requests += 1
         try:
-            response = await self._admit(http, request)
+            response = await self._admit(http, progress)
         except (asyncio.CancelledError, ClientGoneError) as error:
-            request.outcome = "aborted"
+            progress.outcome = "aborted"
             # Nobody is left to get a response, and aiohttp takes a cancelled handler for one without.
             raise asyncio.CancelledError from error
         except Exception as error:
-            request.outcome = _outcome_of(error)
-            request.reason = str(error) or repr(error)
+            progress.outcome = _outcome_of(error)
+            progress.reason = str(error) or repr(error)
             if not isinstance(error, (PrfaasError, TimeoutError)):
-                log.exception(line("internal error while serving a request", request_id=request.request_id))
+                log.exception(line("internal error while serving a request", request_id=progress.request_id))
             response = error_response(error, http.path)
-            request.status = response.status
+            progress.status = response.status
         else:
-            request.status = response.status
+            progress.status = response.status
         finally:
             self.open_requests -= 1
-            self._parts.metrics.requests.labels(request.decision, request.outcome).inc()
-            request.close()
-            self._parts.history.add(request)
+            self._parts.metrics.requests.labels(progress.decision, progress.outcome).inc()
+            progress.close()
+            self._parts.history.add(progress)
         return response
 
-    async def _admit(self, http: web.Request, request: GatewayRequest) -> web.StreamResponse:
+    async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
         parts = self._parts
         with parts.auth.admitted(http) as meter:
-            request.client = meter.client.name
-            await request.receive(http, parts.limits, every_field=parts.state.rewrites_bodies)
+            progress.client = meter.client.name
+            request = await receive(http, progress, parts.limits, every_field=parts.state.reads_whole_bodies)
+            estimated_tokens = parts.state.estimator.tokens(len(request.body)) if request.api.prefills else 0
+            progress.prompt = PromptFacts(estimated_tokens, without_hand_off(request))
             if request.api.prefills:
-                request.total_tokens = parts.state.estimator.tokens(len(request.body))
-                await parts.kv.find(request)
-            meter.charge(request.total_tokens)
-            return await self._serve_in_time(http, request)
+                progress.prompt = await parts.kv.find(request, progress.prompt)
+            meter.charge(progress.prompt.total_tokens)
+            return await self._serve_in_time(http, request, progress)
 
-    async def _serve_in_time(self, http: web.Request, request: GatewayRequest) -> web.StreamResponse:
+    async def _serve_in_time(
+        self, http: web.Request, request: GatewayRequest, progress: Progress
+    ) -> web.StreamResponse:
         """Serve a request; at its deadline cancel its work and answer with an error."""
         try:
             async with asyncio.timeout_at(request.deadline_seconds) as timer:
-                return await Attempts(self._parts, request, http).serve()
+                return await self._attempts.serve(http, request, progress)
         except TimeoutError as error:
             # A worker's own time-out: it has another status, and its own outcome.
             if not timer.expired():
                 raise
-            request.outcome, request.reason = "failed", "the request's deadline has passed"
+            progress.outcome, progress.reason = "failed", "the request's deadline has passed"
             response = http.get(STARTED)
             if response is None:
-                raise DeadlineError(request.reason) from error
-            await end_in_error(http, response, request.reason, CODE_DEADLINE)
+                raise DeadlineError(progress.reason) from error
+            await end_in_error(http, response, progress.reason, CODE_DEADLINE)
             return response
 
 

@@ -1,8 +1,8 @@
-"""One request from its first byte to its last: body, decision, progress and end.
+"""One request from its first byte to its last: what was received, what is known of its prompt, and its progress.
 
-A GatewayRequest is the only record of a request in this process. The access log line and the span are made of it at the
-end. The gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps
-the text of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
+A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
+gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps the text
+of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
 """
 
 import asyncio
@@ -14,12 +14,14 @@ import uuid
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final
+from functools import cached_property
+from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
@@ -34,7 +36,7 @@ from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
-from prfaas_gateway.stream import AnswerStream, ResumeLog, StreamLog
+from prfaas_gateway.stream import AnswerStream
 from prfaas_gateway.upstream import Answer
 
 log = logging.getLogger(__name__)
@@ -70,54 +72,82 @@ class _KnownFields(msgspec.Struct):
 
 
 _PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
-TRANSFER_FIELDS: Final = ("kv_transfer_params", "ec_transfer_params", "disaggregated_params")
-_SGLANGS_FIELDS: Final = (
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
-    *("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
-)
-STEERING_FIELDS: Final = frozenset((*TRANSFER_FIELDS, *_SGLANGS_FIELDS))
-DYNAMOS_FIELDS: Final = frozenset(
-    ("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank", "token_data")
-)
-"""Of Dynamo's own object in a body: they name its workers, and a prompt other than the one that is matched here."""
-_NESTED: Final = {"vllm_xargs": STEERING_FIELDS, "nvext": DYNAMOS_FIELDS}
+STEERING_FIELDS: Final = frozenset[str]().union(*(one.steering_fields for one in ENGINES.values()))
+"""Fields by which an engine would read or write a cache, or compute, at a place of the client's choice."""
 _known_fields = msgspec.json.Decoder(_KnownFields)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True)
 class GatewayRequest:
-    """One request while it is served."""
+    """What a client sent; see `receive`."""
 
-    span: Span
-    began_seconds: float = field(default_factory=time.monotonic)
-    client: str = ""
-    """The client of its API key; empty if no keys are required."""
-
-    # Received; see `receive`.
-    api: ApiRoute = API_ROUTES["/v1/completions"]
-    request_id: str = ""
-    model: str = ""
-    body: bytes = b""
-    fields: Fields = field(default_factory=dict[str, msgspec.Raw])
+    api: ApiRoute
+    request_id: str
+    model: str
+    body: bytes
+    fields: Fields
+    """All fields of the body if `has_every_field`, else those that the gateway needs."""
     has_every_field: bool = False
-    headers: dict[str, str] = field(default_factory=dict[str, str])
+    headers: Mapping[str, str]
     """Headers for the worker."""
     preferences: Preferences = NO_PREFERENCES
     deadline_seconds: float | None = None
     """The deadline by the event loop's clock."""
 
-    # Known of its prompt.
+    @property
+    def path(self) -> str:
+        return self.api.path
+
+    @cached_property
+    def every_field(self) -> Fields:
+        """All fields of the body. Raises RequestError for a field that clients must not set."""
+        if self.has_every_field:
+            return self.fields
+        # The table got its first engine of others after the body was read.
+        return read_fields(self.body, every=True)[1]
+
+
+class PromptFacts(NamedTuple):
+    """What the gateway knows of a request's prompt."""
+
     total_tokens: int = 0
     """Its estimated length."""
+    no_hand_off: Set[EngineName] = frozenset()
+    """Engines that cannot hand over the cache of such a request."""
     chain: ByteChain | None = None
     """Its byte blocks; None without a prefix match."""
-    cached_on: Mapping[str, int] = field(default_factory=dict[str, int])
+    cached_on: Mapping[str, int] = {}
     """Estimated cached tokens of the prompt, by instance."""
-    cached_on_ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    cached_on_ranks: Mapping[str, tuple[int, ...]] = {}
     """Likewise by rank, for instances of several data-parallel ranks."""
-    profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
+    profiles: Mapping[str, Profile] = {}
+    """The instances' profiles."""
+
+
+class AnswerStart(NamedTuple):
+    """What came with the first token: its time, and the worker's counts."""
+
+    seconds: float | None = None
+    """Since the request's beginning; None: there was no token."""
+    prompt_tokens: int = 0
+    """The prompt's exact length; 0: unknown."""
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a request has come. Its attempts write it; the access log line and the span are made of it at the end."""
+
+    # Known before its attempts.
+    span: Span
+    began_seconds: float = field(default_factory=time.monotonic)
+    client: str = ""
+    """The client of its API key; empty if no keys are required."""
+    request_id: str = ""
+    """Empty until the body has arrived. The log names also a request whose body is refused."""
+    prompt: PromptFacts = field(default_factory=PromptFacts)
 
     # Its route.
     first_route: Route | None = None
@@ -125,21 +155,11 @@ class GatewayRequest:
     route: Route | None = None
     """The last route."""
     threshold_tokens: int = 0
-    no_hand_off: Set[EngineName] = frozenset()
-    """Engines that cannot hand over the cache of such a request."""
-    may_recompute: bool = True
-    """Whether its decode instance may compute the prompt itself after a failed prefill leg."""
-    ranks: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The chosen rank of each instance of the route that takes one."""
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
-    last_answer: Answer | None = None
-    """The error answer of the last failed leg."""
     stream: AnswerStream | None = None
     """Its answer, after the first byte was sent to the client."""
-    resumable: ResumeLog | None = None
-    """The log of its answer, of engines that do not announce it in a header."""
 
     # Its outcome.
     outcome: RequestOutcome = "failed"
@@ -151,14 +171,7 @@ class GatewayRequest:
     resumes: int = 0
     """How often another worker resumed its stream."""
     transfer_id: str = ""
-    prompt_tokens: int = 0
-    """The prompt's exact length by a worker's count; 0: unknown."""
-    cached_tokens: int = 0
-    first_token_seconds: float | None = None
-
-    @property
-    def path(self) -> str:
-        return self.api.path
+    answer_start: AnswerStart = field(default_factory=AnswerStart)
 
     @property
     def decision(self) -> str:
@@ -169,56 +182,18 @@ class GatewayRequest:
     def seconds(self) -> float:
         return time.monotonic() - self.began_seconds
 
-    async def receive(self, http: web.Request, limits: Limits, *, every_field: bool) -> None:
-        """Read and check the request's headers and body.
-
-        Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
-        one, 400 for one that is not a JSON object with a model, and for a bad header.
-        """
-        self.api = API_ROUTES[http.path]
-        self.deadline_seconds = _read_deadline(http)
-        self.preferences = read_preferences(_only_once(http))
-        self.body = await _read_body(http, limits, self.deadline_seconds)
-        client_id = http.headers.get(headers.REQUEST_ID, "")
-        self.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-        self.headers = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
-        self.headers[headers.REQUEST_ID] = self.request_id
-        self.has_every_field = every_field
-        self.model, self.fields = read_fields(self.body, every=every_field)
-        # A span of ours; without tracing, the context that came.
-        self.headers.update(self.span.context.headers())
-        # Facts that a second worker could not know if the first one dies.
-        self.headers[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
-
-    def leg(self) -> tuple[dict[str, str], bytes]:
-        """Return headers and body of a leg that starts now: the request, or its resumption.
-
-        Raises BadInputError if the stream cannot be resumed.
-        """
-        sent, body = dict(self.headers), self.body
-        if self.stream is not None and isinstance(self.stream.log, StreamLog):
-            document = self.stream.log.document()
-            sent[headers.RESUME], body = str(len(document)), document + body
-        if self.deadline_seconds is not None:
-            # MIN_DEADLINE_SECONDS of the worker: with 0 it would answer 400 to a request that is merely late.
-            left_seconds = max(0.001, self.deadline_seconds - asyncio.get_running_loop().time())
-            sent[headers.DEADLINE_SECONDS] = f"{left_seconds:.3f}"
-        return sent, body
-
-    def every_field(self) -> Fields:
-        """Return all fields of the body; raise RequestError if it is no JSON object."""
-        if not self.has_every_field:  # the table got its first engine of others after the body was read
-            _, self.fields = read_fields(self.body, every=True)
-            self.has_every_field = True
-        return self.fields
+    def forget_tried(self) -> None:
+        """Let all instances be tried again but those that refused."""
+        self.tried = set(self.refused)
 
     def note_first_token(self, answer: Answer) -> float:
         """Record the first token and the worker's counts; return the seconds to it."""
-        self.first_token_seconds = self.seconds
+        seconds, prompt_tokens, cached_tokens = self.seconds, 0, 0
         with suppress(ValueError):  # an engine that reports no count
-            self.prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
-            self.cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
-        return self.first_token_seconds
+            prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
+            cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
+        self.answer_start = AnswerStart(seconds, prompt_tokens, cached_tokens)
+        return seconds
 
     def note_transfer(self, answer: Answer | None) -> None:
         """Record the transfer that an answer names, even a failed one."""
@@ -247,7 +222,7 @@ class GatewayRequest:
             "transfer_id": self.transfer_id,
             "decision": self.decision,
             "outcome": self.outcome,
-            "estimated_tokens": self.total_tokens,
+            "estimated_tokens": self.prompt.total_tokens,
         }
         if self.client:
             fields["client"] = self.client
@@ -266,6 +241,37 @@ class GatewayRequest:
                 "why": self.route.reason,
             }
         return fields
+
+
+async def receive(http: web.Request, progress: Progress, limits: Limits, *, every_field: bool) -> GatewayRequest:
+    """Read and check a request's headers and body.
+
+    Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
+    one, 400 for one that is not a JSON object with a model, and for a bad header.
+    """
+    deadline_seconds = _read_deadline(http)
+    preferences = read_preferences(_only_once(http))
+    body = await _read_body(http, limits, deadline_seconds)
+    client_id = http.headers.get(headers.REQUEST_ID, "")
+    request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
+    model, fields = read_fields(body, every=every_field)
+    sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
+    sent[headers.REQUEST_ID] = request_id
+    # A span of ours; without tracing, the context that came.
+    sent.update(progress.span.context.headers())
+    # Facts that a second worker could not know if the first one dies.
+    sent[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
+    return GatewayRequest(
+        api=API_ROUTES[http.path],
+        request_id=request_id,
+        model=model,
+        body=body,
+        fields=fields,
+        has_every_field=every_field,
+        headers=sent,
+        preferences=preferences,
+        deadline_seconds=deadline_seconds,
+    )
 
 
 def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
@@ -288,13 +294,25 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
     return known.model, {name: raw for name in _PROMPT_FIELDS if (raw := getattr(known, name)) is not _ABSENT}
 
 
+def _find_steering_objects() -> Mapping[str, Set[str]]:
+    """Return the objects of a body that a client may write, each with the fields that it may not have."""
+    found: dict[str, Set[str]] = {}
+    for one in ENGINES.values():
+        for name, fields in one.steering_objects.items():
+            found[name] = found.get(name, STEERING_FIELDS) | fields
+    return found
+
+
+STEERING_OBJECTS: Final = _find_steering_objects()
+
+
 def _refuse_steering(fields: Fields) -> None:
     """Raise RequestError for a field by which an engine would read or write a cache at a place of the client's choice.
 
     The gateway alone writes these, for the legs of a request.
     """
     found = STEERING_FIELDS & fields.keys()
-    for name, steering in _NESTED.items():
+    for name, steering in STEERING_OBJECTS.items():
         with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
             found |= steering & _every_field.decode(fields.get(name, b"{}")).keys()
     if found:

@@ -22,7 +22,7 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable, measured_as, rank_name, takes_rank
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import SaturatedError
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, PromptFacts
 
 RETRIES_PER_REQUEST: Final = 0.2
 RETRIES_PER_SECOND: Final = 10.0
@@ -40,8 +40,8 @@ class GatewayState:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.table: RoutingTable | None = None
-        self.rewrites_bodies = False
-        """Whether the table has instances of foreign engines, which need fields of their own in a body."""
+        self.reads_whole_bodies = False
+        """Whether the table has an engine that clients could steer by fields of a body."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -63,7 +63,7 @@ class GatewayState:
     def set_table(self, table: RoutingTable) -> None:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
-        self.rewrites_bodies = any(one.engine != "prfaas" for one in table.instances)
+        self.reads_whole_bodies = any(one.record.is_steered for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
@@ -93,7 +93,7 @@ class GatewayState:
     def _unexpired(self) -> ThresholdUpdate | None:
         return self._update if self.clock() < self._update_expires else None
 
-    def facts(self, request: GatewayRequest) -> RoutingFacts:
+    def facts(self, request: GatewayRequest, prompt: PromptFacts, tried: Set[str]) -> RoutingFacts:
         """Return the facts for a routing decision, after the request's preferences and without full instances.
 
         Raises CapacityError without a routing table, or if every living decode instance is full.
@@ -109,19 +109,19 @@ class GatewayState:
         return RoutingFacts(
             now_seconds=now_seconds,
             request_id=request.request_id,
-            total_tokens=request.total_tokens,
+            total_tokens=prompt.total_tokens,
             rule=rule,
             table=table,
-            cached_tokens=cached_by_cluster(table, request.cached_on) if request.cached_on else {},
-            cached_on=request.cached_on or None,
-            profiles={**self._learned, **request.profiles} if self._learned else request.profiles,
+            cached_tokens=cached_by_cluster(table, prompt.cached_on) if prompt.cached_on else {},
+            cached_on=prompt.cached_on or None,
+            profiles={**self._learned, **prompt.profiles} if self._learned else prompt.profiles,
             in_flight=self._in_flight,
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,
             ejected_until_seconds=self.ejections.until_seconds,
             # A decision passes over a full instance as over one that was tried.
-            tried=request.tried | full if full else request.tried,
-            no_hand_off=request.no_hand_off,
+            tried=tried | full if full else tried,
+            no_hand_off=prompt.no_hand_off,
         )
 
     def _check_room(self, full: Set[str], now_seconds: float) -> None:

@@ -6,13 +6,13 @@ keeps the data that another worker needs to resume.
 """
 
 import asyncio
-from collections.abc import Set
 from types import TracebackType
 from typing import Final, Protocol, Self
 
 import aiohttp
 from aiohttp import web
 
+from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
 from prfaas.wire import headers
 from prfaas.wire.resume import (
@@ -25,7 +25,6 @@ from prfaas.wire.resume import (
     encode_resume,
     read_comments,
 )
-from prfaas.wire.routes import EngineName
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import error_event, read_error, relayed_headers
 from prfaas_gateway.upstream import Answer
@@ -52,8 +51,8 @@ class ResumeLog(Protocol):
     """What the client has of a stream, so that another instance can go on with it."""
 
     @property
-    def engines(self) -> Set[EngineName]:
-        """The engines that can."""
+    def resumed_by(self) -> ResumedBy:
+        """What an engine must understand for that."""
         ...
 
     pieces: int
@@ -103,9 +102,9 @@ class AnswerStream:
     """
 
     def __init__(self, http: web.Request, response: web.StreamResponse, log: "ResumeLog | None"):
+        self.http = http
         self.response = response
         self.log = log
-        self._http = http
         self._tail = b""
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
@@ -140,7 +139,7 @@ class AnswerStream:
                 await self.response.write(end_of_event + event)
                 await self.response.write_eof()
             else:
-                await end_in_error(self._http, self.response, reason, CODE_BROKEN, end_of_event)
+                await end_in_error(self.http, self.response, reason, CODE_BROKEN, end_of_event)
         except (OSError, aiohttp.ClientError) as error:
             raise ClientGoneError(str(error)) from error
 
@@ -232,7 +231,7 @@ class StreamLog:
     an event, or one without token ids.
     """
 
-    engines: Set[EngineName] = frozenset({"prfaas"})
+    resumed_by: ResumedBy = "Comments"
     has_enough = False
 
     def __init__(self, fingerprint: str, cached_tokens: int):

@@ -109,7 +109,7 @@ class RolePublisher:
     async def send_due(self) -> None:
         """Send the role to every instance without it, or to which it was sent long ago."""
         table = self._state.table
-        own = [one for one in table.instances if one.convertible and one.engine == "prfaas"] if table else []
+        own = [one for one in table.instances if one.convertible and one.record.roles == "Assigned"] if table else []
         instances = [one for one in own if one.state == "Ready"]
         self._sent = {one.name: self._sent[one.name] for one in instances if one.name in self._sent}
         self._failures.keep_only(one.name for one in instances)

@@ -1,8 +1,9 @@
 """Checks a member cluster for `prfaas cluster check`: asks the hub, and the member with the credentials in the hub."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -11,7 +12,7 @@ from prfaas.api import KINDS, Condition, MemberCluster, PrefillPool, PrfaaSPolic
 from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas_operator.clusters import kinds
-from prfaas_operator.clusters.client import ClusterClient, Probe
+from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, connect_member, open_context
 from prfaas_operator.plan.conditions import REACHABLE, READY
 from prfaas_operator.plan.credentials import Access, TokenFacts, has_expired, read_token
@@ -41,6 +42,15 @@ class Finding(NamedTuple):
     message: str
 
 
+class Probe(NamedTuple):
+    """An answer to the cheapest call: the server's version, its clock and this machine's then, and its duration."""
+
+    version: str
+    date: datetime
+    at: datetime
+    seconds: float
+
+
 async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
     """Check the hub, and one member or all; return the findings by cluster.
 
@@ -52,11 +62,17 @@ async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
         if name is not None and not chosen:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
-        hub_probe = await here.cluster.probe()
+        hub_probe = await _probe(here.cluster)
         findings = {names.HUB: [one async for one in _crds(here.cluster)]}
         for member in chosen:
             findings[member.metadata.name] = [one async for one in _member(here.cluster, hub_probe, member)]
         return findings
+
+
+async def _probe(cluster: ClusterClient) -> Probe:
+    started = time.monotonic()
+    version = await cluster.version()
+    return Probe(version, cluster.now(), datetime.now(UTC), time.monotonic() - started)
 
 
 async def _crds(hub: ClusterClient) -> AsyncIterator[Finding]:
@@ -95,11 +111,11 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
         yield Finding("kubeconfig", "failed", str(error))
         return
     try:
-        probe = await there.probe()
+        probe = await _probe(there)
         yield Finding("from here", "ok", f"answered in {probe.seconds * 1000:.0f} ms")
         yield version_finding(probe.version)
         # The hub was asked earlier: the time in between is no difference of clocks.
-        yield clock_finding(hub_probe.date, probe.date - (probe.sent_at - hub_probe.sent_at))
+        yield clock_finding(hub_probe.date, probe.date - (probe.at - hub_probe.at))
         yield rights_finding(await _rights(there))
         yield await _namespace(there)
     except PrfaasError as error:
@@ -124,8 +140,15 @@ async def _rights(there: ClusterClient) -> dict[str, bool]:
         name = rule.get("resourceNames", [""])[0]
         attributes = {"group": group, "resource": resource, "subresource": subresource, "name": name}
         reviews += [(f"{verb} {rule['resources'][0]}", {**attributes, "verb": verb}) for verb in rule["verbs"]]
-    answers = await asyncio.gather(*(there.may(attributes) for _, attributes in reviews))
+    answers = await asyncio.gather(*(_may(there, attributes) for _, attributes in reviews))
     return {words: answer for (words, _), answer in zip(reviews, answers, strict=True)}
+
+
+async def _may(there: ClusterClient, attributes: Mapping[str, str]) -> bool:
+    """Ask if these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
+    spec = {"resourceAttributes": {**attributes, "namespace": there.namespace}}
+    review = await there.create(kinds.ACCESS_REVIEW, kinds.manifest(kinds.ACCESS_REVIEW, {}, spec=spec))
+    return bool(review["status"]["allowed"])
 
 
 async def _namespace(there: ClusterClient) -> Finding:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas.kube.session import KubeSession, Object, client_tls, with_query
+from prfaas.kube.session import KubeSession, Object, with_query
 from prfaas.kube.watch import WatchEvent, list_and_watch, version_of, watch_events
 from prfaas.util import Backoff
 from prfaas_sandbox.credentials import Kubeconfig
@@ -17,10 +17,15 @@ UNLIMITED = 0  # a node's pods ask all at once
 
 
 def connect(kubeconfig: Kubeconfig) -> KubeSession:
-    """Return an unopened session of a kubeconfig's user."""
+    """Return a session of a kubeconfig's user."""
     user = kubeconfig.user
-    tls = client_tls(kubeconfig.authority.decode(), user.certificate.decode(), user.key.decode())
-    return KubeSession(kubeconfig.server, tls=tls, connections=UNLIMITED)
+    return KubeSession(
+        kubeconfig.server,
+        certificate=user.certificate.decode(),
+        key=user.key.decode(),
+        ca_cert_data=kubeconfig.authority.decode(),
+        connection_pool_maxsize=UNLIMITED,
+    )
 
 
 async def follow(session: KubeSession, path: str, **query: str) -> AsyncIterator[list[Object] | WatchEvent]:

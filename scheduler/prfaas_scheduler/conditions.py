@@ -11,15 +11,14 @@ from collections.abc import Iterator
 from typing import Final
 
 from prfaas.conditions import ConditionState
+from prfaas.engines import ENGINES
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable, measured_as
-from prfaas_scheduler.engines import ENGINES
+from prfaas_scheduler.engines import queries_of
 from prfaas_scheduler.measure import Measurements
 
 LOOP_MEASURED: Final = "LoopMeasured"
 CACHES_FIT: Final = "CachesFit"
-COUNTS_LINKS: Final = frozenset({"prfaas", "vllm-prfaas"})
-"""Engines whose instances count the bytes of a link themselves."""
 _NOT_CONFIGURED: Final = ConditionState("Unknown", "NotConfigured", "spec.metrics.prometheusUrl is not set")
 _STARTING: Final = ConditionState("Unknown", "Starting", "nothing measured yet")
 
@@ -83,7 +82,7 @@ def _of_instances(engine: str, cluster: str, measured: Measurements) -> Iterator
             "the labels cluster, pool and role"
         )
     elif ("waiting_prefills", cluster) not in measured.facts:
-        cure = ENGINES[engine].lacks.get("waiting_prefills", "the threshold follows the link alone")
+        cure = queries_of(engine).lacks.get("waiting_prefills", "the threshold follows the link alone")
         yield f"how many prefills wait at {engine} in {cluster} is not published: {cure}"
 
 
@@ -91,10 +90,10 @@ def _of_link(engine: str, cluster: str, measured: Measurements) -> Iterator[str]
     sample = measured.samples.get(cluster)
     if ("sampled_at_seconds", cluster) in measured.facts:
         return
-    if engine in COUNTS_LINKS:
+    if port := ENGINES[engine].link_port:
         yield (
             f"the bytes that leave MemberCluster {cluster} are counted and not scraped: let Prometheus scrape "
-            f"the port {'link-metrics' if engine != 'prfaas' else 'api'} of its pods"
+            f"the port {port} of its pods"
         )
     elif sample is None or sample.traffic_mbps is None:
         yield (
@@ -117,8 +116,8 @@ def _of_prefills(table: RoutingTable, measured: Measurements) -> Iterator[str]:
         if key in measured.profiles:
             continue
         cluster, pool = key
-        if not sized and cluster != HUB and engine != "prfaas":
+        if not sized and cluster != HUB and not ENGINES[engine].has_profile:
             yield f"nobody says how large a cache is: set profile.tokenBytes and stateBytes of pool {pool}"
         else:
-            why = ENGINES[engine].lacks.get("prefill_seconds", "it needs some prefills of different lengths")
+            why = queries_of(engine).lacks.get("prefill_seconds", "it needs some prefills of different lengths")
             yield f"the prefill times of pool {pool} are not known ({why}): set profile.points of it until they are"

@@ -23,6 +23,8 @@ and labels only, so that nobody else knows an engine.
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from prfaas.engines import ENGINES
+
 NO_FACTS: Final[Mapping[str, str]] = {}
 BY_POOL: Final = "sum by (cluster, pool)"
 BY_PROCESS: Final = "sum by (cluster, pool, instance, engine)"
@@ -229,12 +231,16 @@ It prefills and decodes behind one address, so it has neither a link of ours nor
 no prefill times.
 """
 
-ENGINES: Final[Mapping[str, EngineQueries]] = {
+QUERIES: Final[Mapping[str, EngineQueries]] = {
     "prfaas": PRFAAS,
-    "vllm-prfaas": VLLM,
-    "vllm-nixl": VLLM,
-    "vllm-mooncake": VLLM,
+    "vllm": VLLM,
     "sglang": SGLANG,
     "tensorrt-llm": TENSORRT_LLM,
     "dynamo": DYNAMO,
 }
+"""The adapters by the names that records of engines have for them."""
+
+
+def queries_of(engine: str) -> EngineQueries:
+    """Return the adapter of an engine."""
+    return QUERIES[ENGINES[engine].metrics]

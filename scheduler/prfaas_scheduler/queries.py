@@ -11,7 +11,7 @@ from typing import Final
 
 from prfaas.names import HUB
 from prfaas.wire.routes import RoutingTable
-from prfaas_scheduler.engines import ENGINES, LINK, MISMATCHES
+from prfaas_scheduler.engines import LINK, MISMATCHES, queries_of
 from prfaas_scheduler.prometheus import FIGURE_LABEL
 
 _SELECTOR: Final = re.compile(
@@ -28,7 +28,7 @@ def short_query(table: RoutingTable, window_seconds: int) -> str:
     if pools := sorted({one.pool for one in table.instances}):
         parts.append(_filled(MISMATCHES, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     for engine, pools in _pools_by_engine(table).items():
-        parts.append(_filled(ENGINES[engine].short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
+        parts.append(_filled(queries_of(engine).short, {"$at": f"{clusters}, {matcher('pool', pools)}"}))
     return _joined(parts)
 
 
@@ -40,7 +40,7 @@ def long_query(table: RoutingTable, window_seconds: int) -> str:
         # Instances that two pools share carry one pool's name, whatever their role is.
         decode = f'{_in_clusters(table, [HUB])}, {matcher("pool", sorted(decoding))}, role!="prefill"'
         own = {"$decode": decode, "$pools": f"{_namespace(table)}{matcher('pool', pools)}"}
-        parts.append(_filled(ENGINES[engine].long, {**own, "$window": f"{window_seconds}s"}))
+        parts.append(_filled(queries_of(engine).long, {**own, "$window": f"{window_seconds}s"}))
     return _joined(parts)
 
 

@@ -17,7 +17,8 @@ from typing import Any, Final, NamedTuple
 
 from prfaas.conditions import ConditionState, conditions_body, rfc3339
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
-from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef, apply_status
+from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef
+from prfaas.kube.session import APPLY_PATCH, with_query
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
 from prfaas.routing.controller import Step
 from prfaas.util import LogOnce
@@ -219,18 +220,23 @@ class Publisher:
         known = await self._read_conditions() if self._conditions is None else self._conditions
         body = body_of(report, known, rfc3339(datetime.now(UTC)))
         try:
-            await apply_status(
-                self._session,
-                self._policy,
-                body,
-                field_manager=FIELD_MANAGER_SCHEDULER,
-                timeout_seconds=TIMEOUT_SECONDS,
-            )
+            await self._apply(body)
         except PeerError:
             self._conditions = None  # it may have been written all the same
             raise
         self._conditions, self._written = body["conditions"], report
         self._failures.worked(f"writing the status of {self._policy}")
+
+    async def _apply(self, status: Mapping[str, Any]) -> None:
+        """Own exactly these fields of the status: what was applied before and is left out now is removed.
+
+        A missing policy is StatusError 404: an apply to a subresource creates nothing.
+        """
+        metadata = {"name": self._policy.name, "namespace": self._policy.namespace}
+        body = {"apiVersion": POLICY.api_version, "kind": POLICY.name, "metadata": metadata, "status": status}
+        # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
+        path = with_query(f"{self._policy.path}/status", {"fieldManager": FIELD_MANAGER_SCHEDULER, "force": "true"})
+        await self._session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=TIMEOUT_SECONDS)
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
         current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)

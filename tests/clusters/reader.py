@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
-from prfaas.kube.session import client_tls, encode_body
+from prfaas.kube.session import encode_body
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.credentials import read_kubeconfig
 
 TIMEOUT_SECONDS = 30.0
@@ -49,8 +50,7 @@ class Reader:
     def __init__(self, kubeconfig: Path):
         found = read_kubeconfig(kubeconfig)
         self._address = urlsplit(found.server).netloc
-        pems = (found.authority, found.user.certificate, found.user.key)
-        self._tls = client_tls(*(pem.decode() for pem in pems))
+        self._tls = connect(found)._rest.ssl_context
         self._local = threading.local()
         self._opened: list[http.client.HTTPSConnection] = []
         self._kinds: list[Kind] = []

@@ -22,6 +22,7 @@ FULL_TEMPLATE = {
     "labels": {"team": "serving", "example.com/tier": "gold"},
     "annotations": {"example.com/note": "any text at all: ü, {}, \n"},
     "resources": {"requests": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": 1}, "limits": {"nvidia.com/gpu": "1"}},
+    "connectorResources": {"limits": {"cpu": "500m", "memory": "128Mi"}},
     "nodeSelector": {"kubernetes.io/arch": "amd64"},
     "tolerations": [{"operator": "Exists"}, {"key": "k", "effect": "NoExecute", "tolerationSeconds": 5}],
     "volumes": [
@@ -99,6 +100,11 @@ GOOD = {
     "dynamo": ("DecodePool", {"model": FOLDER, "engine": {"type": "dynamo", "image": "d:1"}}),
     "sglang": ("PrefillPool", {"model": FOLDER, "engine": {"type": "sglang", "image": "s:1"}}),
     "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-keys"}}}),
+    "gateway-sizes": (
+        "PrfaaSPolicy",
+        POLICY
+        | {"gateway": {"resources": {"limits": {"memory": "4Gi"}}, "schedulerResources": {"limits": {"cpu": 1}}}},
+    ),
     "decode-pool": ("DecodePool", POOL | {"clusterName": "", "template": {"resources": {"limits": {"cpu": "500m"}}}}),
     "directory": ("DecodePool", {"model": FOLDER}),
     "policy": ("PrfaaSPolicy", POLICY),

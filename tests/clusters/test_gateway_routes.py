@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import json
-import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,8 +55,7 @@ def session(hub, namespace, tmp_path: Path) -> KubeSession:
     cluster = yaml.safe_load(hub.kubeconfig.read_text())["clusters"][0]["cluster"]
     (tmp_path / "token").write_text(hub.kubectl("-n", namespace, "create", "token", gateway_name("kimi")))
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
-    tls = ssl.create_default_context(cadata=authority)
-    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), tls=tls)
+    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), ca_cert_data=authority)
 
 
 def write(hub, generation: int) -> None:

@@ -6,7 +6,6 @@ Two writers share one status: what the operator wrote stays, what the scheduler 
 import asyncio
 import base64
 import json
-import ssl
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -60,8 +59,7 @@ def session(hub, policy, tmp_path) -> KubeSession:
     token = hub.kubectl("-n", NAMESPACE, "create", "token", gateway_name("kimi"))
     (tmp_path / "token").write_text(token)
     authority = base64.b64decode(cluster["certificate-authority-data"]).decode()
-    tls = ssl.create_default_context(cadata=authority)
-    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), tls=tls)
+    return KubeSession(cluster["server"], authorization=token_of_file(tmp_path / "token"), ca_cert_data=authority)
 
 
 def make_report(tokens: int, offloaded: int | None, healthy: str = "True") -> Report:

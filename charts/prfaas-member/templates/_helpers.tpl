@@ -12,14 +12,3 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "prfaas-member.namespace" -}}
 {{ .Values.namespace.name | default .Release.Namespace }}
 {{- end }}
-
-{{- /*
-Ports of other engines beside 8000 and 8001, by the label prfaas.io/engine of their pods: first and last. Ports that an
-engine chooses for itself are in none of these; see docs/use/engines.md.
-*/ -}}
-{{- define "prfaas-member.enginePorts" -}}
-vllm-prfaas: [[8002, 8033], [5557, 5588]]
-vllm-nixl: [[5600, 5615], [5557, 5588]]
-vllm-mooncake: [[8998, 8998], [5557, 5588]]
-sglang: [[8998, 8998], [5557, 5588]]
-{{- end }}

@@ -4,13 +4,13 @@ Attribute docstrings are the text of `kubectl explain`, so their reader is the p
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, StringConstraints
 from pydantic.alias_generators import to_camel
 from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
 VALIDATIONS = "x-kubernetes-validations"
 
@@ -56,6 +56,16 @@ class Hint:
         schema = handler(core_schema)
         schema[VALIDATIONS] = [Rule(f"self.matches(r'{schema.pop('pattern')}')", self.message).to_schema()]
         return schema
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The only values of a string, as a Literal has them; for values that a program computes."""
+
+    values: tuple[str, ...]
+
+    def __get_pydantic_core_schema__(self, *_: Any) -> CoreSchema:
+        return core_schema.literal_schema(list(self.values))
 
 
 DnsLabel = Annotated[

@@ -5,7 +5,8 @@ from typing import Annotated, ClassVar
 from pydantic import Field, StringConstraints
 
 from prfaas.api.base import ApiModel, Column, Hint, ModelName, Rule, keyed_by
-from prfaas.api.engine import PARALLELISM_RULES, Engine, Parallelism
+from prfaas.api.engine import Engine, Parallelism
+from prfaas.api.engine_rules import pool_rules
 from prfaas.api.template import PodTemplate
 
 ClusterName = Annotated[
@@ -120,16 +121,7 @@ REPLICAS_WITHIN_BOUNDS = Rule(
 class PoolSpec(ApiModel):
     """Spec of a pool of identical instances in one cluster."""
 
-    rules: ClassVar = (
-        REPLICAS_WITHIN_BOUNDS,
-        Rule(
-            "!has(self.engine) || !has(self.model) || self.engine.type == 'prfaas' "
-            "|| !self.model.source.startsWith('builtin:')",
-            "models that ship with the project's worker run only in that worker: give a directory such as /models/kimi",
-            field="model.source",
-        ),
-        *PARALLELISM_RULES,
-    )
+    rules: ClassVar = (REPLICAS_WITHIN_BOUNDS, *pool_rules())
 
     cluster_name: ClusterName = ""
     """MemberCluster to run in; empty is the hub."""

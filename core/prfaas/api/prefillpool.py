@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 from pydantic.config import JsonDict
 
 from prfaas.api.base import ApiModel, Column, Hint, PoolStatus, Resource, Rule, add_rules
+from prfaas.api.engine_rules import prefill_pool_rules
 from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
 
 # The default makes the field present in every stored object, so that the rule also sees a move from or to the hub.
@@ -71,12 +72,7 @@ class PrefillPoolSpec(PoolSpec):
             field="shareWith",
             reason="FieldValueForbidden",
         ),
-        Rule(
-            "!has(self.engine) || self.engine.type != 'dynamo'",
-            "a Dynamo deployment prefills and decodes by itself: name it in a DecodePool only",
-            field="engine.type",
-            reason="FieldValueForbidden",
-        ),
+        *prefill_pool_rules(),
         Rule(
             "self.shareWith == '' || self.clusterName == ''",
             "a DecodePool's instances run in the hub: leave clusterName empty, or leave out shareWith",

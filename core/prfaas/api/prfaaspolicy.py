@@ -167,10 +167,10 @@ class GatewaySpec(ApiModel):
     """Number of gateway pods."""
     image: Image = "prfaas/gateway:0.1.0"
     """Container image of the gateway and its scheduler sidecar."""
-    resources: Resources = Resources(requests={"cpu": "100m", "memory": "256Mi"})
-    """Requests and limits of the gateway container. On a node whose CPU is short, its requested share lets it answer
-    probes: a gateway that is not ready gets no connections.
-    """
+    resources: Resources = Resources()
+    """Requests and limits of the gateway container. Unless named here: 100m of cpu; 256Mi of memory, at most 2Gi."""
+    scheduler_resources: Resources = Resources()
+    """The same of the scheduler container. Unless named here: 25m of cpu; 64Mi of memory, at most 256Mi."""
     api_keys_secret_ref: ApiKeysSecretRef | None = None
     """API keys of the gateway's clients: each entry holds a client's keys, one a line, or a JSON object with keys and
     limits. Without it the gateway asks for no key.

@@ -1,99 +1,74 @@
 """Reads the user's kubeconfig as kubectl does: merged files, contexts, file references, exec plugins, and proxies.
 
 Use it only for the kubeconfig of the process's own user: a kubeconfig may run commands and read files. The operator
-checks other kubeconfigs against an allow-list.
+checks other kubeconfigs against an allow-list. Decision 017 says why the package's own reader is not used.
 """
 
 import base64
-import binascii
-import ipaddress
 import json
 import os
-import ssl
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment
 
 import yaml
 
 from prfaas.errors import ConfigError
-from prfaas.kube.session import DEFAULT_CONNECTIONS, Authorization, KubeSession, bearer, client_tls, token_of_file
+from prfaas.kube.session import DEFAULT_CONNECTIONS, Authorization, KubeSession, bearer, token_of_file
 
 EXEC_SECONDS: Final = 120.0
 """An exec plugin may open a browser and wait for a person."""
 RENEW_BEFORE: Final = timedelta(seconds=30)
 BASE: Final = "prfaas.io/folder"
 """Key under which an entry remembers the folder of its file: relative paths start there."""
+THIS_MACHINE: Final = "localhost,127.0.0.0/8,::1"
 
 Entry = Mapping[str, Any]
 
 
-class KubeconfigAccess(NamedTuple):
-    """Access to a cluster: an unopened session with address, CA and TLS context."""
-
-    session: KubeSession
-    server: str
-    ca_pem: str
-    tls: ssl.SSLContext | None
-
-
-def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeconfigAccess:
-    """Return access by a kubeconfig's context, by default the usual file's current one; raises ConfigError."""
+def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeSession:
+    """Return a session by a kubeconfig's context, by default the usual file's current one; raises ConfigError."""
     try:
         cluster, user = _chosen(path, context)
         server = str(cluster["server"])
-        ca_pem = _content(cluster, "certificate-authority")
         authorization, certificate, key = _credentials(user)
-        tls = client_tls(ca_pem, certificate, key) if server.startswith("https") else None
-        if tls is not None and cluster.get("insecure-skip-tls-verify"):
-            # In this order: ssl refuses CERT_NONE while it checks host names.
-            tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        return KubeSession(
+            server,
+            authorization=authorization,
+            certificate=certificate,
+            key=key,
+            ca_cert_data=_content(cluster, "certificate-authority"),
+            verify_ssl=not cluster.get("insecure-skip-tls-verify"),
+            tls_server_name=cluster.get("tls-server-name"),
+            proxy=cluster.get("proxy-url") or _proxy_of_environment(server),
+            connection_pool_maxsize=connections,
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         named = path or "of $KUBECONFIG or ~/.kube/config"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ConfigError(f"kubeconfig {named}: {kind}{error}") from error
-    session = KubeSession(
-        server,
-        authorization=authorization,
-        tls=tls,
-        tls_server_name=cluster.get("tls-server-name", ""),
-        connections=connections,
-        proxy=cluster.get("proxy-url") or _proxy_of_environment(server),
-    )
-    return KubeconfigAccess(session, server, ca_pem, tls)
 
 
 def _proxy_of_environment(server: str) -> str | None:
     """Return the proxy that $HTTPS_PROXY or $HTTP_PROXY names for a server; NO_PROXY and this machine need none."""
-    parts, proxies = urlsplit(server), urllib.request.getproxies_environment()
-    proxy, host = proxies.get(parts.scheme, ""), parts.hostname or ""
-    # typeshed does not know this function, which no platform replaces by its own.
-    is_left_out: bool = urllib.request.proxy_bypass_environment(host, proxies)  # pyright: ignore
-    if not proxy or host == "localhost" or is_left_out or _is_near(host, proxies):
+    proxies = getproxies_environment()
+    proxy = proxies.get(urlsplit(server).scheme)
+    if not proxy:
+        return None
+    from kubernetes.client.rest import should_bypass_proxies  # loads the synchronous client, which few need
+
+    if should_bypass_proxies(server, f"{THIS_MACHINE},{proxies.get('no', '')}"):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-def _is_near(host: str, proxies: Mapping[str, str]) -> bool:
-    """Return true for an address of this machine, or in one of NO_PROXY's networks."""
-    with suppress(ValueError):  # a name
-        address = ipaddress.ip_address(host)
-        if address.is_loopback:
-            return True
-        for one in proxies.get("no", "").split(","):
-            with suppress(ValueError):  # no network
-                if address in ipaddress.ip_network(one.strip(), strict=False):
-                    return True
-    return False
-
-
 def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
+    """Return the cluster and the user of a context. In several files the first entry of a name counts."""
     named = os.environ.get("KUBECONFIG", "").split(os.pathsep)
     paths = [path] if path else [Path(one) for one in named if one] or [Path.home() / ".kube" / "config"]
     files = [one for one in paths if one.exists()]
@@ -110,7 +85,6 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
         for plural, entries in found.items():
             listed: list[dict[str, Any]] = document.get(plural) or []
             for entry in listed:
-                # In several files the first entry of a name counts.
                 body: dict[str, Any] = {**(entry.get(plural.removesuffix("s")) or {}), BASE: each.parent}
                 entries.setdefault(entry["name"], body)
     if current not in found["contexts"]:
@@ -141,12 +115,13 @@ def _content(entry: Entry, field: str) -> str:
     if inline := entry.get(f"{field}-data"):
         try:
             return base64.b64decode(inline, validate=True).decode("ascii")
-        except (binascii.Error, UnicodeDecodeError) as error:
+        except ValueError as error:
             raise ValueError(f"{field}-data is not base64 of PEM text") from error
     return (entry[BASE] / entry[field]).read_text() if entry.get(field) else ""
 
 
 def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
+    """Return the authorization, and the client's certificate and key."""
     certificate, key = _content(user, "client-certificate"), _content(user, "client-key")
     if "auth-provider" in user:
         raise ValueError("auth-provider is not supported: use an exec plugin, as kubectl advises")
@@ -172,8 +147,13 @@ class _ExecPlugin:
         command = str(config["command"])
         # As kubectl: a bare name is looked up in $PATH, a path begins at the kubeconfig's folder.
         self._command = [str(folder / command) if "/" in command else command, *(config.get("args") or ())]
-        self._api_version = config["apiVersion"]
-        self._variables = {each["name"]: each["value"] for each in config.get("env") or ()}
+        credential = {
+            "apiVersion": config["apiVersion"],
+            "kind": "ExecCredential",
+            "spec": {"interactive": sys.stdin.isatty()},
+        }
+        variables = {each["name"]: each["value"] for each in config.get("env") or ()}
+        self._environment = {**os.environ, **variables, "KUBERNETES_EXEC_INFO": json.dumps(credential)}
         self._token = ""
         self._ends: datetime | None = None
 
@@ -183,12 +163,10 @@ class _ExecPlugin:
         return f"Bearer {self._token}" if self._token else ""
 
     def run(self) -> Entry:
-        """Run the command and return the status in its ExecCredential."""
-        info = {"apiVersion": self._api_version, "kind": "ExecCredential", "spec": {"interactive": sys.stdin.isatty()}}
-        environment = {**os.environ, **self._variables, "KUBERNETES_EXEC_INFO": json.dumps(info)}
+        """Run the command and return the status in its ExecCredential. Its stderr is the person's, for prompts."""
         try:
             ended = subprocess.run(
-                self._command, env=environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True
+                self._command, env=self._environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True
             )
             status = json.loads(ended.stdout)["status"]
         except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:

@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from prfaas.errors import ConfigError, PeerError
-from prfaas.kube.session import KubeSession, ObjectKind, ObjectRef, StatusError
+from prfaas.kube.session import KubeSession, Object, ObjectKind, ObjectRef, StatusError
 
 LEASE_KIND: Final = ObjectKind("coordination.k8s.io/v1", "Lease", "leases")
 NOT_FOUND = 404
 CONFLICT = 409
+NEVER: Final = float("-inf")
 
 
 class LeaseHolder:
@@ -42,7 +43,7 @@ class LeaseHolder:
         self._clock = clock
         self._seen: tuple[Any, ...] | None = None
         self._seen_at = 0.0
-        self._held_until = float("-inf")
+        self._held_until = NEVER
 
     @property
     def is_holder(self) -> bool:
@@ -56,70 +57,58 @@ class LeaseHolder:
         except StatusError as error:
             if error.status != NOT_FOUND:
                 raise
-            lease = None
-        if lease is not None and not self._may_take(lease):
-            self._held_until = float("-inf")
-            return False
-        if await self._write(lease, timeout_seconds):
-            # From before the call: the others may have seen the new record from any moment since.
-            self._held_until = started + self._duration_seconds * 2 / 3
+            lease: Object = {}
+        may_hold = self._may_take(lease.get("spec") or {}) and await self._write(lease, timeout_seconds)
+        # From before the calls: the others may have seen the new record from any moment since.
+        self._held_until = started + self._duration_seconds * 2 / 3 if may_hold else NEVER
         return self.is_holder
 
     async def release(self, timeout_seconds: float = 2.0) -> None:
         """Give the Lease up, so that another replica need not wait. A failure is ignored: the Lease expires anyway."""
         if not self.is_holder:
             return
-        self._held_until = float("-inf")
+        self._held_until = NEVER
         try:
             lease = await self._session.call("GET", self._ref.path, timeout_seconds=timeout_seconds)
-            spec = _spec(lease)
+            spec: Object = lease.get("spec") or {}
             if spec.get("holderIdentity") == self._identity:
                 # As client-go: a duration of 0 is not valid, and without a holder nobody waits for it.
-                released = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
-                await self._session.call("PUT", self._ref.path, body=released, timeout_seconds=timeout_seconds)
+                free = {**lease, "spec": {**spec, "holderIdentity": "", "leaseDurationSeconds": 1}}
+                await self._session.call("PUT", self._ref.path, body=free, timeout_seconds=timeout_seconds)
         except (PeerError, ConfigError):
             return
 
-    def _may_take(self, lease: dict[str, Any]) -> bool:
+    def _may_take(self, spec: Object) -> bool:
         """Return whether the Lease is ours, free, or expired."""
-        spec = _spec(lease)
         holder = spec.get("holderIdentity")
         seen = (holder, spec.get("renewTime"), spec.get("leaseTransitions"))
         if seen != self._seen:
             self._seen, self._seen_at = seen, self._clock()
         silent_seconds = self._clock() - self._seen_at
-        return (
-            not holder
-            or holder == self._identity
-            or silent_seconds >= int(spec.get("leaseDurationSeconds") or self._duration_seconds)
-        )
+        duration_seconds = int(spec.get("leaseDurationSeconds") or self._duration_seconds)
+        return not holder or holder == self._identity or silent_seconds >= duration_seconds
 
-    async def _write(self, lease: dict[str, Any] | None, timeout_seconds: float) -> bool:
+    async def _write(self, lease: Object, timeout_seconds: float) -> bool:
         """Write the Lease in our name; return False if another replica was faster."""
         # A MicroTime, which has exactly six digits behind the second.
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        old = _spec(lease)
-        ours = old.get("holderIdentity") == self._identity
+        old: Object = lease.get("spec") or {}
+        is_ours = old.get("holderIdentity") == self._identity
         spec = {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": self._duration_seconds,
             "renewTime": now,
-            "acquireTime": old.get("acquireTime") if ours else now,
-            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if ours or lease is None else 1),
+            "acquireTime": old.get("acquireTime") if is_ours else now,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + (0 if is_ours or not lease else 1),
         }
-        metadata = (lease or {}).get("metadata") or {"name": self._ref.name, "namespace": self._ref.namespace}
+        metadata = lease.get("metadata") or {"name": self._ref.name, "namespace": self._ref.namespace}
         body = {"apiVersion": LEASE_KIND.api_version, "kind": LEASE_KIND.name, "metadata": metadata, "spec": spec}
         # The resourceVersion inside metadata makes the update fail when the Lease changed since it was read.
-        method, path = ("POST", LEASE_KIND.path(self._ref.namespace)) if lease is None else ("PUT", self._ref.path)
+        method, path = ("PUT", self._ref.path) if lease else ("POST", LEASE_KIND.path(self._ref.namespace))
         try:
             await self._session.call(method, path, body=body, timeout_seconds=timeout_seconds)
         except StatusError as error:
             if error.status != CONFLICT:
                 raise
-            self._held_until = float("-inf")
             return False
         return True
-
-
-def _spec(lease: dict[str, Any] | None) -> dict[str, Any]:
-    return (lease or {}).get("spec") or {}

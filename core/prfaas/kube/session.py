@@ -1,12 +1,12 @@
-"""A session with one API server: address, TLS, credentials, and calls with hard timeouts and our own errors.
+"""A session with one API server: the package's configuration, TLS and connections, with our bounds and errors.
 
 A bound service account token is replaced on disk about once an hour, so every call reads the file again. A half-dead
-server accepts connections and never answers, so every call ends after `timeout_seconds`.
+server accepts connections and never answers, so every call ends after `timeout_seconds`. Decision 017 says what the
+package does instead.
 """
 
 import os
 import re
-import ssl
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -18,16 +18,19 @@ import aiohttp
 import msgspec
 
 from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
+from prfaas.kube.package import Configuration, RESTClientObject
 from prfaas.ports import url_host
 from prfaas.util import decode_json
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
-APPLY_PATCH = "application/apply-patch+yaml"  # JSON is YAML, as `encode_body` writes it
+APPLY_PATCH = "application/apply-patch+yaml; charset=utf-8"
+"""The package sends bytes as they are only where it does not know the type, so the type has a parameter."""
 _NOT_OF_YAML = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]|\xef\xbb\xbf|\xef\xbf[\xbe\xbf]")
 """Characters in UTF-8 that JSON may hold as they are, and that YAML refuses or takes for the end of a line."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
+CONNECT_SECONDS = 4.0
 DEFAULT_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
@@ -35,9 +38,10 @@ MAX_REFUSAL_BYTES = 1 << 20
 
 Object = dict[str, Any]
 """An object of the API server's, as JSON has it."""
-
 Authorization = Callable[[], str]
 """Returns the header Authorization of the next call, empty for none; may raise ConfigError."""
+OnAnswer = Callable[[int, Mapping[str, str]], None]
+"""Takes the HTTP status and the headers of an answer, a refusal too."""
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
@@ -54,7 +58,7 @@ class StatusError(PeerError):
 
     def __init__(self, what: str, status: int, raw: bytes, headers: Mapping[str, str]):
         try:
-            self.answer: dict[str, Any] = msgspec.json.decode(raw, type=dict[str, Any])
+            self.answer = msgspec.json.decode(raw, type=Object)
         except UNREADABLE:
             self.answer = {}
         self.message = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
@@ -95,37 +99,39 @@ class ObjectRef(NamedTuple):
         return f"{self.kind.name} {self.namespace}/{self.name}"
 
 
-class KubeAnswer(NamedTuple):
-    """A successful answer of an API server."""
-
-    status: int
-    headers: Mapping[str, str]
-    content: dict[str, Any]
-
-
 class KubeSession:
-    """Calls one API server. Use it as an async context manager, or call `open` and `close`.
+    """Calls one API server. Use it as an async context manager, or call `close`.
 
-    `authorization` is asked for every call. `tls` trusts the server's CA and may hold a client certificate; None is for
-    a plain http server. `tls_server_name` is the name in the server's certificate, where that is not the address.
+    `authorization` is asked for every call. `certificate` and `key` are this client's, in PEM. `settings` are fields of
+    the package's Configuration, such as `ca_cert_data`, `tls_server_name`, `proxy` and `connection_pool_maxsize`.
+    Raises OSError or ValueError for texts that TLS cannot load.
     """
 
-    def __init__(  # keywords: each is a field of a kubeconfig
+    def __init__(
         self,
         server: str,
         *,
         authorization: Authorization | None = None,
-        tls: ssl.SSLContext | None = None,
-        tls_server_name: str = "",
-        connections: int = DEFAULT_CONNECTIONS,
-        proxy: str | None = None,
+        certificate: str = "",
+        key: str = "",
+        **settings: Any,
     ):
         self.authorization = authorization
-        self._server = server.rstrip("/")
-        self._tls = tls
-        self._options: dict[str, Any] = {"proxy": proxy, "server_hostname": tls_server_name or None}
-        self._connections = connections
-        self._client: aiohttp.ClientSession | None = None
+        settings.setdefault("connection_pool_maxsize", DEFAULT_CONNECTIONS)
+        self.configuration = Configuration(
+            server.rstrip("/"),
+            # The environment's proxies and ~/.netrc are for no API server but those of a person's kubeconfig.
+            client_session_kwargs={"trust_env": False, "middlewares": (_refuse_redirect,)},
+            **settings,
+        )
+        # The ssl module loads certificates from files only; they are deleted again before the first call.
+        with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
+            for field, text in (("cert_file", certificate), ("key_file", key)):
+                if text:
+                    path = Path(directory, field)
+                    path.write_text(text)
+                    setattr(self.configuration, field, str(path))
+            self._rest: Any = RESTClientObject(self.configuration)
 
     @classmethod
     def in_cluster(
@@ -138,66 +144,36 @@ class KubeSession:
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise ConfigError("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are unset: run this in a pod")
+        authority = directory / "ca.crt"
         try:
-            tls = ssl.create_default_context(cafile=str(directory / "ca.crt"))
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{directory}/ca.crt cannot be read ({error}): give the pod a service account") from error
-        # An address, because a cluster's DNS may be down or missing.
-        authorization = token_of_file(directory / "token")
-        return cls(f"https://{url_host(host)}:{port}", authorization=authorization, tls=tls, connections=connections)
-
-    def open(self) -> None:
-        """Make the connection pool. Call it inside the event loop."""
-        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True, limit=self._connections)
-        self._client = aiohttp.ClientSession(connector=connector, trust_env=False)
+            return cls(
+                f"https://{url_host(host)}:{port}",  # An address, because a cluster's DNS may be down or missing.
+                authorization=token_of_file(directory / "token"),
+                ssl_ca_cert=str(authority),
+                connection_pool_maxsize=connections,
+            )
+        except OSError as error:
+            raise ConfigError(f"{authority} cannot be read ({error}): give the pod a service account") from error
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self._rest.close()
 
     async def __aenter__(self) -> Self:
-        self.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def call(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Mapping[str, Any] | None = None,
-        content_type: str = JSON,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> dict[str, Any]:
-        """Send one request and return the object in the answer.
+    async def call(self, method: str, path: str, **sent: Any) -> Object:
+        """Send one request, with the arguments of `stream`, and return the object in the answer.
 
         Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
-        answer = await self.ask(method, path, body=body, content_type=content_type, timeout_seconds=timeout_seconds)
-        return answer.content
-
-    async def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: Mapping[str, Any] | None = None,
-        content_type: str = JSON,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    ) -> KubeAnswer:
-        """Send one request as `call` does; return the whole answer."""
-        data = None if body is None else encode_body(body)
-        headers = {"Content-Type": content_type} if data is not None else {}
-        async with self.stream(method, path, data=data, headers=headers, timeout_seconds=timeout_seconds) as response:
-            what = f"{method} {path}"
+        async with self.stream(method, path, **sent) as response:
             raw = await _read(response, MAX_ANSWER_BYTES)
             if len(raw) > MAX_ANSWER_BYTES:
-                raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
-            found = decode_object(raw, what)
-            return KubeAnswer(response.status, response.headers, found)
+                raise ProtocolError(f"{method} {path} answered more than {MAX_ANSWER_BYTES} bytes")
+            return decode_json(raw, Object, f"{method} {path} did not answer with a JSON object")
 
     @asynccontextmanager
     async def stream(
@@ -205,34 +181,45 @@ class KubeSession:
         method: str,
         path: str,
         *,
-        data: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = JSON,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        on_answer: OnAnswer | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read."""
-        if self._client is None:
-            raise InternalError("KubeSession is used outside its `async with` block")
-        what = f"{method} {self._server}{path.partition('?')[0]}"
-        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, 4.0))
-        authorization = self.authorization() if self.authorization is not None else ""
-        sent = {**(headers or {}), **({"Authorization": authorization} if authorization else {})}
+        if self._rest.pool_manager is not None and self._rest.pool_manager.closed:
+            raise InternalError("KubeSession is used after its end")
+        url = f"{self.configuration.host}{path}"
+        headers = {"Content-Type": content_type}
+        if self.authorization is not None and (authorization := self.authorization()):
+            headers["Authorization"] = authorization
+        timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, CONNECT_SECONDS))
+        data = encode_body(body) if body is not None and content_type == APPLY_PATCH else body
         try:
-            async with self._client.request(
-                method,
-                f"{self._server}{path}",
-                data=data,
-                headers=sent,
-                timeout=timeout,
-                # An API server does not send calls elsewhere; a hostile one would choose what this process reads.
-                allow_redirects=False,
-                **self._options,
-            ) as response:
+            answer = await self._rest.request(method, url, headers, data, _request_timeout=timeout)
+            async with answer.response as response:
+                if on_answer is not None:
+                    on_answer(response.status, response.headers)
                 if response.status >= 300:
-                    refusal = await _read(response, MAX_REFUSAL_BYTES)
-                    raise StatusError(what, response.status, refusal, response.headers)
+                    raise await _refusal(method, url, response)
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
+            what = f"{method} {url.partition('?')[0]}"
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
+
+
+async def _refusal(method: str, url: str, response: aiohttp.ClientResponse) -> StatusError:
+    raw = await _read(response, MAX_REFUSAL_BYTES)
+    return StatusError(f"{method} {url.partition('?')[0]}", response.status, raw, response.headers)
+
+
+async def _refuse_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """Refuse a redirect: an API server sends none, and a hostile one would choose what this process reads."""
+    response = await send(request)
+    if 300 <= response.status < 400:
+        async with response:
+            raise await _refusal(request.method, str(request.url), response)
+    return response
 
 
 def bearer(token: str) -> Authorization:
@@ -253,23 +240,6 @@ def token_of_file(path: Path) -> Authorization:
     return read
 
 
-def client_tls(authority: str, certificate: str = "", key: str = "") -> ssl.SSLContext:
-    """Return a TLS context that trusts `authority` (default: the system's) and shows `certificate`, all PEM.
-
-    Raises OSError or ValueError for unusable texts.
-    """
-    context = ssl.create_default_context(cadata=authority or None)
-    if certificate:
-        # The ssl module loads certificates from files only; they are deleted again before the first call.
-        with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
-            paths = Path(directory, "tls.crt"), Path(directory, "tls.key")
-            for path, content in zip(paths, (certificate, key), strict=True):
-                path.touch(mode=0o600)
-                path.write_text(content)
-            context.load_cert_chain(*paths)
-    return context
-
-
 def with_query(path: str, query: Mapping[str, Any] | None) -> str:
     """Return a path with the parameters that have a value."""
     pairs = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
@@ -284,32 +254,3 @@ async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
         if len(body) > limit_bytes:
             break
     return bytes(body)
-
-
-def decode_object(raw: bytes, what: str) -> dict[str, Any]:
-    return decode_json(raw, dict[str, Any], f"{what} did not answer with a JSON object")
-
-
-async def apply_status(
-    session: KubeSession,
-    ref: ObjectRef,
-    status: Mapping[str, Any],
-    *,
-    field_manager: str,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-) -> dict[str, Any]:
-    """Apply `status` to an object and return the new object: each writer owns exactly the fields that it sends.
-
-    Fields that this manager applied before and that are now absent are removed; fields of other managers stay. An entry
-    of `conditions` is owned by its `type`. Raises as `KubeSession.call`; a missing object is StatusError 404 (an apply
-    to a subresource creates nothing).
-    """
-    body = {
-        "apiVersion": ref.kind.api_version,
-        "kind": ref.kind.name,
-        "metadata": {"name": ref.name, "namespace": ref.namespace},
-        "status": status,
-    }
-    # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
-    path = with_query(f"{ref.path}/status", {"fieldManager": field_manager, "force": "true"})
-    return await session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=timeout_seconds)

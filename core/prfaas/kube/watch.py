@@ -10,11 +10,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import aiohttp
 import msgspec
 
 from prfaas.errors import ConfigError, PeerError, ProtocolError
-from prfaas.kube.session import KubeSession, ObjectRef, StatusError, with_query
+from prfaas.kube.session import KubeSession, ObjectRef, OnAnswer, StatusError, with_query
 from prfaas.util import Backoff, backoff_seconds, decode_json
 
 log = logging.getLogger(__name__)
@@ -71,39 +70,41 @@ async def list_and_watch(
                 if event.type != BOOKMARK:
                     yield event
             backoff.succeeded()
-        except ExpiredError as error:  # once is usual; a server that never has the version is failing
-            version, pause_seconds = "", backoff.failed()
-            await asyncio.sleep(failed(error, pause_seconds) if backoff.failures > 1 else pause_seconds)
-            continue
         except (PeerError, ConfigError) as error:
             # A version from a server that was restored from a backup since would never be reached again.
-            version = ""
-            await asyncio.sleep(failed(error, backoff.failed()))
-            continue
-        await asyncio.sleep(backoff_seconds(1, FIRST_PAUSE_SECONDS, 1.0))  # a server may end every watch at once
+            version, pause_seconds = "", backoff.failed()
+            # One expiry is usual; a server that never has the version is failing.
+            is_usual = isinstance(error, ExpiredError) and backoff.failures == 1
+            await asyncio.sleep(pause_seconds if is_usual else failed(error, pause_seconds))
+        else:
+            await asyncio.sleep(backoff_seconds(1, FIRST_PAUSE_SECONDS, 1.0))  # a server may end every watch at once
 
 
 async def watch_events(
-    session: KubeSession, path: str, version: str, *, window_seconds: float, query: Mapping[str, str]
+    session: KubeSession,
+    path: str,
+    version: str,
+    *,
+    window_seconds: float,
+    query: Mapping[str, str],
+    on_answer: OnAnswer | None = None,
 ) -> AsyncIterator[WatchEvent]:
     """Yield the events of one watch until the server ends it; raises ExpiredError for a `version` too old."""
-    path = with_query(
-        path,
-        {
-            "watch": "1",
-            # They renew the version of a quiet watch. An API server forgets versions after five minutes, and then all
-            # is listed again.
-            "allowWatchBookmarks": "true",
-            **query,
-            "resourceVersion": version,
-            "timeoutSeconds": max(1, round(window_seconds)),
-        },
-    )
+    # Bookmarks renew the version of a quiet watch. An API server forgets versions after five minutes, and then all is
+    # listed again.
+    asked = {"watch": "1", "allowWatchBookmarks": "true", **query, "resourceVersion": version}
+    path = with_query(path, {**asked, "timeoutSeconds": max(1, round(window_seconds))})
+    limit_seconds = window_seconds + WINDOW_SLACK_SECONDS  # for a server that does not end the stream first
+    buffer = bytearray()
     try:
-        # The server ends the stream first; the client's own limit covers a server that does not.
-        async with session.stream("GET", path, timeout_seconds=window_seconds + WINDOW_SLACK_SECONDS) as response:
-            async for line in _lines(response.content):
-                yield _event(line, path)
+        async with session.stream("GET", path, timeout_seconds=limit_seconds, on_answer=on_answer) as response:
+            async for chunk in response.content.iter_any():
+                buffer += chunk
+                while (end := buffer.find(b"\n")) >= 0:
+                    yield _event(bytes(buffer[:end]), path)
+                    del buffer[: end + 1]
+                if len(buffer) > MAX_EVENT_BYTES:  # a broken peer may send no newline
+                    raise ProtocolError(f"a watch event exceeds {MAX_EVENT_BYTES} bytes")
     except StatusError as error:
         if error.status == GONE:
             raise ExpiredError(str(error)) from error
@@ -118,7 +119,6 @@ async def watch_object(
     It continues as `list_and_watch` does. An object may be yielded more than once. Needs get and watch on this name.
     """
     query = {"fieldSelector": f"metadata.name={ref.name}"}
-    path = ref.kind.path(ref.namespace)
 
     async def read() -> tuple[dict[str, Any] | None, str]:
         try:
@@ -130,7 +130,7 @@ async def watch_object(
         return current, version_of(current)
 
     def watch(version: str) -> AsyncIterator[WatchEvent]:
-        return watch_events(session, path, version, window_seconds=window_seconds, query=query)
+        return watch_events(session, ref.kind.path(ref.namespace), version, window_seconds=window_seconds, query=query)
 
     def failed(error: PeerError | ConfigError, pause_seconds: float) -> float:
         log.warning("watch of %s failed, next try in %.1f s: %s", ref, pause_seconds, error)
@@ -158,15 +158,3 @@ def _event(line: bytes, path: str) -> WatchEvent:
             raise ExpiredError(f"GET {path}: {found.object.get('message', 'the resource version is too old')}")
         raise ProtocolError(f"GET {path} ended with an error event: {found.object}")
     return WatchEvent(found.type, found.object)
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Split a stream into lines of bounded length: a broken peer may send no newline."""
-    buffer = bytearray()
-    async for chunk in content.iter_any():
-        buffer += chunk
-        while (end := buffer.find(b"\n")) >= 0:
-            yield bytes(buffer[:end])
-            del buffer[: end + 1]
-        if len(buffer) > MAX_EVENT_BYTES:
-            raise ProtocolError(f"a watch event exceeds {MAX_EVENT_BYTES} bytes")

@@ -211,7 +211,7 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
     if not facts.profiles:
         return route
-    fetches = facts.cached_on and prefiller.engine == "prfaas"  # no other engine fetches a prefix
+    fetches = facts.cached_on and prefiller.record.fetches_prefixes
     source = _prefix_source(facts, prefiller) if fetches else None
     if route.work is None:
         lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)

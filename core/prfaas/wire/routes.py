@@ -5,19 +5,20 @@ sidecar reads it from its gateway. It holds no load figures: these change too fa
 """
 
 import gzip
+import re
 import zlib
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from prfaas.engines import ENGINES, MAX_RANKS, EngineRecord
 from prfaas.errors import ProtocolError
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire.profile import PoolProfile
 
-MAX_RANKS: Final = 16
-"""Most data-parallel ranks of an instance; vLLM's handshake ports follow the ports of their events and logs."""
 PoolRole = Literal["prefill", "decode"]
-EngineName = Literal["prfaas", "vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm", "dynamo"]
+EngineName = Annotated[str, msgspec.Meta(pattern=rf"^(?:{'|'.join(map(re.escape, ENGINES))})\Z")]
+"""A name of `prfaas.engines.ENGINES`; a message with another one is refused."""
 InstanceState = Literal["Ready", "Draining"]
 ThresholdMode = Literal["Auto", "Priced", "Fixed", "Disabled"]
 OnOffloadFailure = Literal["PrefillLocally", "Reject"]
@@ -47,6 +48,11 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     rank_ports: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Data ports of each of these ranks, one a GPU, from `data_port` on."""
 
+    @property
+    def record(self) -> EngineRecord:
+        """What its engine is."""
+        return ENGINES[self.engine]
+
 
 def rank_name(instance: str, rank: int) -> str:
     """Return a name for one rank of an instance; no pod has such a name."""
@@ -60,7 +66,7 @@ def ranks_divide(one: int, other: int) -> bool:
 
 def takes_rank(instance: Instance) -> bool:
     """Return whether a request can name the rank that serves it, by `prfaas.wire.headers.DATA_RANK`."""
-    return instance.ranks > 1 and instance.engine.startswith("vllm")
+    return instance.ranks > 1 and instance.record.takes_rank
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):

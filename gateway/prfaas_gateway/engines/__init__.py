@@ -1,15 +1,28 @@
 """Sends disaggregated requests to engines: one file an engine, and the choice between them."""
 
-from prfaas.routing.facts import Route
+from collections.abc import Callable, Mapping
+from typing import Final
+
 from prfaas.wire.routes import EngineName
 from prfaas_gateway.engines.dynamo import DynamoEngine
 from prfaas_gateway.engines.prfaas import PrfaasEngine
 from prfaas_gateway.engines.sglang import SglangEngine
-from prfaas_gateway.engines.shared import EngineProtocol, Leg, LegFailedError, call
+from prfaas_gateway.engines.shared import Attempt, EngineProtocol, Leg, LegFailedError, call
 from prfaas_gateway.engines.tensorrt_llm import TensorRtLlmEngine
 from prfaas_gateway.engines.vllm import VllmMooncakeEngine, VllmNixlEngine, VllmPrfaasEngine
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
+
+PROTOCOLS: Final[Mapping[EngineName, Callable[[Upstream], EngineProtocol]]] = {
+    "prfaas": PrfaasEngine,
+    "vllm-prfaas": VllmPrfaasEngine,
+    "vllm-nixl": VllmNixlEngine,
+    "vllm-mooncake": VllmMooncakeEngine,
+    "sglang": SglangEngine,
+    "tensorrt-llm": TensorRtLlmEngine,
+    "dynamo": DynamoEngine,
+}
+"""How requests are sent, by the engine of the decode instance."""
 
 
 class Engines:
@@ -17,30 +30,18 @@ class Engines:
 
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
-        self._engines: dict[EngineName, EngineProtocol] = {
-            "prfaas": PrfaasEngine(upstream),
-            "vllm-prfaas": VllmPrfaasEngine(upstream),
-            "vllm-nixl": VllmNixlEngine(upstream),
-            "vllm-mooncake": VllmMooncakeEngine(upstream),
-            "sglang": SglangEngine(upstream),
-            "tensorrt-llm": TensorRtLlmEngine(upstream),
-            "dynamo": DynamoEngine(upstream),
-        }
+        self._protocols = {name: protocol(upstream) for name, protocol in PROTOCOLS.items()}
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        prefill, decode = route.prefill, route.decode
-        if request.stream is None:
-            # The log of an attempt that failed before its first byte, perhaps at another engine.
-            request.resumable = None
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        prefill, decode = attempt.route.prefill, attempt.route.decode
         if prefill is not None and prefill.engine != decode.engine:
             message = (
                 f"{prefill.name} runs {prefill.engine} and {decode.name} {decode.engine}: give both pools one engine"
             )
             raise LegFailedError(message, leg="prefill", eject=True)
-        if request.stream is not None and (log := request.stream.log) and decode.engine not in log.engines:
-            request.refused.add(decode.name)
+        if attempt.broken is not None and decode.record.resumed_by != attempt.broken.resumed_by:
             message = f"{decode.name} runs {decode.engine}, which cannot resume another engine's answer"
-            raise LegFailedError(message, leg="decode", eject=False)
+            raise LegFailedError(message, leg="decode", eject=False, refuses=True)
         if not request.api.prefills:
-            return await call(self._upstream, request, Leg("decode", decode, request.body))
-        return await self._engines[decode.engine].open(route, request)
+            return await call(self._upstream, request, attempt, Leg("decode", decode, request.body))
+        return await self._protocols[decode.engine].open(request, attempt)

@@ -3,8 +3,7 @@
 The gateway serves only the table's model. So a frontend that answers 404 has no workers yet, and another one may have.
 """
 
-from prfaas.routing.facts import Route
-from prfaas_gateway.engines.shared import Leg, LegFailedError, call
+from prfaas_gateway.engines.shared import Attempt, Leg, LegFailedError, call
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -13,10 +12,11 @@ class DynamoEngine:
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        answer = await call(self._upstream, request, Leg("decode", route.decode, request.body))
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        decode = attempt.route.decode
+        answer = await call(self._upstream, request, attempt, Leg("decode", decode, request.body))
         if answer.status == 404:
             answer.close()
-            message = f"{route.decode.name} does not know the model {request.model}: it has no workers"
+            message = f"{decode.name} does not know the model {request.model}: it has no workers"
             raise LegFailedError(message, leg="decode", eject=True, answer=answer)
         return answer

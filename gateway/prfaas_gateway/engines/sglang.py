@@ -11,8 +11,7 @@ import secrets
 
 from prfaas.errors import CapacityError
 from prfaas.names import BOOTSTRAP_PORT
-from prfaas.routing.facts import Route
-from prfaas_gateway.engines.shared import Leg, bootstrap_host, call_both, prompts, with_fields
+from prfaas_gateway.engines.shared import Attempt, Leg, bootstrap_host, call_both, prompts, with_fields
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -25,10 +24,11 @@ class SglangEngine:
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        route = attempt.route
         if route.prefill is None:  # a decode instance waits for a cache, and computes none itself
             raise CapacityError("no prefill instance of SGLang can serve; give the policy a local prefill pool")
-        fields = request.every_field()
+        fields = request.every_field
         host, count = bootstrap_host(route.prefill), _rooms(fields)
         many = count or 1
         hosts, ports = [host] * many, [BOOTSTRAP_PORT] * many
@@ -38,7 +38,7 @@ class SglangEngine:
             meeting = {name: values[0] for name, values in meeting.items()}
         body = with_fields(fields, meeting)
         prefill, decode = Leg("prefill", route.prefill, body), Leg("decode", route.decode, body)
-        return await call_both(self._upstream, request, prefill, decode)
+        return await call_both(self._upstream, request, attempt, prefill, decode)
 
 
 def _rooms(fields: Fields) -> int | None:

@@ -1,4 +1,4 @@
-"""The common parts of engine protocols: errors of a leg, parallel legs, and bodies with added fields.
+"""The common parts of engine protocols: an attempt, errors of a leg, parallel legs, and bodies with added fields.
 
 Foreign engines need fields of their own in a body. All other values keep the client's text, so that numbers and long
 prompts arrive unchanged.
@@ -7,27 +7,25 @@ prompts arrive unchanged.
 import asyncio
 import re
 from collections.abc import Mapping, Set
-from typing import Any, Final, NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
+from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
-from prfaas_gateway import api
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields, GatewayRequest
+from prfaas_gateway.stream import ResumeLog
 from prfaas_gateway.upstream import Answer, Upstream
 
 OURS: Final = "x-prfaas-"
-VLLM: Final = cast(Set[EngineName], api.VLLM)
-ONE_SEQUENCE: Final = VLLM | frozenset[EngineName]({"tensorrt-llm"})
-"""Engines whose hand-offs have one prompt and one answer each."""
-_ALONE: Final = frozenset[EngineName]({"dynamo"})
 ERROR_EVENT: Final = b'data: {"error"'
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
@@ -55,21 +53,39 @@ class _Tool(msgspec.Struct):
 class LegFailedError(PeerError):
     """A leg failed before any byte of the answer was relayed, so the request may be retried at another instance.
 
-    `eject` is False for an instance that is only full. The client gets the worker's error `answer` if no other instance
-    can serve.
+    `eject` is False for an instance that is only full, `refuses` is True for one that would refuse the request again.
+    The client gets the worker's error `answer` if no other instance can serve.
     """
 
-    def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None):
+    def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None, refuses: bool = False):
         super().__init__(message)
         self.leg: LegName = leg
         self.eject = eject
         self.answer = answer
+        self.refuses = refuses
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt to serve a request along a route: what its engine needs besides the request, and what it notes."""
+
+    route: Route
+    ranks: Mapping[str, int]
+    """The chosen rank of each instance of the route that takes one."""
+    broken: ResumeLog | None
+    """The log of the answer that this attempt resumes; None: there is no answer yet."""
+    may_recompute: bool
+    """Whether the decode instance may compute the prompt itself after a failed prefill leg."""
+    log: ResumeLog | None = None
+    """The log of its answer, of engines that do not announce it in a header."""
+    transfer_id: str = ""
+    """The transfer that the gateway itself named."""
 
 
 class EngineProtocol(Protocol):
     """A protocol between gateway and workers. It reports which leg failed; `prfaas.routing` decides what to do then."""
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
         """Run all legs of a route and return the client's answer, from its first token on.
 
         Raises LegFailedError for a failed leg (nothing was sent to the client), TimeoutError for a late first token.
@@ -91,12 +107,12 @@ def plain_headers(request: GatewayRequest) -> dict[str, str]:
     return {name: value for name, value in request.headers.items() if not name.lower().startswith(OURS)}
 
 
-async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
+async def call(upstream: Upstream, request: GatewayRequest, attempt: Attempt, leg: Leg) -> Answer:
     """Run one leg and return its answer, which may be a refusal of the request itself (4xx).
 
     Raises LegFailedError if the instance cannot be reached or cannot serve (5xx).
     """
-    rank = {headers.DATA_RANK: str(request.ranks[leg.instance.name])} if leg.instance.name in request.ranks else {}
+    rank = {headers.DATA_RANK: str(attempt.ranks[leg.instance.name])} if leg.instance.name in attempt.ranks else {}
     try:
         sent = {**plain_headers(request), **rank, **leg.headers}
         answer = await upstream.post(leg.instance, leg.path or request.path, sent, leg.body, await_piece=True)
@@ -111,15 +127,21 @@ async def call(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer:
 
 
 async def call_both(
-    upstream: Upstream, request: GatewayRequest, prefill: Leg, decode: Leg, *, may_recompute: bool = False
+    upstream: Upstream,
+    request: GatewayRequest,
+    attempt: Attempt,
+    prefill: Leg,
+    decode: Leg,
+    *,
+    may_recompute: bool = False,
 ) -> Answer:
     """Run two legs at once; return the answer of the decode leg, or a prefill instance's refusal of the request.
 
     Raises LegFailedError if either fails; the other leg is aborted. With `may_recompute` the decode instance goes on
     without a prefill instance that died, and `lost_prefill` tells of it.
     """
-    filling = asyncio.create_task(_to_its_end(upstream, request, prefill))
-    decoding = asyncio.create_task(call(upstream, request, decode))
+    filling = asyncio.create_task(_to_its_end(upstream, request, attempt, prefill))
+    decoding = asyncio.create_task(call(upstream, request, attempt, decode))
     try:
         await asyncio.wait({filling, decoding}, return_when=asyncio.FIRST_COMPLETED)
         if filling.done() and not (may_recompute and _is_unreachable(filling.exception())):
@@ -133,9 +155,9 @@ async def call_both(
         raise
 
 
-async def _to_its_end(upstream: Upstream, request: GatewayRequest, leg: Leg) -> Answer | None:
+async def _to_its_end(upstream: Upstream, request: GatewayRequest, attempt: Attempt, leg: Leg) -> Answer | None:
     """Run a prefill leg; return None after success, else its refusal of the request."""
-    answer = await call(upstream, request, leg)
+    answer = await call(upstream, request, attempt, leg)
     try:
         if answer.body is None:
             while await answer.read():
@@ -232,14 +254,18 @@ def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
     Most engines take one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt
     need the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
     """
-    lacking = cast(Set[EngineName], request.api.engines - request.api.hand_over) | _ALONE
-    if not request.has_every_field:
-        return lacking
+    is_whole = request.has_every_field and _needs_whole_prompt(request)
+    return {
+        name for name, one in ENGINES.items() if request.path not in one.hand_offs or (is_whole and one.is_one_sequence)
+    }
+
+
+def _needs_whole_prompt(request: GatewayRequest) -> bool:
+    """Whether a request has several prompts or answers, or needs its prompt for more than its answer."""
     fields = request.fields
     whole = any(bytes(fields.get(name, _NULL)) not in plain for name, plain in _DIVISIBLE.items())
     with_prompt = bytes(fields.get("echo", _NULL)) == b"true" and bytes(fields.get("logprobs", _NULL)) != b"null"
-    is_whole = whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
-    return lacking | ONE_SEQUENCE if is_whole else lacking
+    return whole or with_prompt or _is_batch(fields) or _has_server_tools(request)
 
 
 def _has_server_tools(request: GatewayRequest) -> bool:

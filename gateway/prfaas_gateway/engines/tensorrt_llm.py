@@ -18,8 +18,7 @@ from typing import Any, Final
 import msgspec
 
 from prfaas.errors import UNREADABLE
-from prfaas.routing.facts import Route
-from prfaas_gateway.engines.shared import Leg, LegFailedError, call, check_begun, with_fields
+from prfaas_gateway.engines.shared import Attempt, Leg, LegFailedError, call, check_begun, with_fields
 from prfaas_gateway.request import GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
@@ -32,22 +31,23 @@ class TensorRtLlmEngine:
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        if route.prefill is None:
-            return await self._decode(route, request, request.body)
-        fields, request_id = request.every_field(), GLOBAL_ID | secrets.randbits(62)
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        prefill = attempt.route.prefill
+        if prefill is None:
+            return await self._decode(request, attempt, request.body)
+        fields, request_id = request.every_field, GLOBAL_ID | secrets.randbits(62)
         context = {"request_type": "context_only", "disagg_request_id": request_id}
         kept = {name: value for name, value in fields.items() if name != "stream_options"}
         body = with_fields(kept, {"stream": False, "disaggregated_params": context})
-        answer = await call(self._upstream, request, Leg("prefill", route.prefill, body))
+        answer = await call(self._upstream, request, attempt, Leg("prefill", prefill, body))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
-        document = _read(route.prefill.name, answer)
+        document = _read(prefill.name, answer)
         choice = document["choices"][0]
         if choice.get("finish_reason") not in UNFINISHED:
             if bytes(fields.get("stream", b"")) == b"true":
-                return await self._decode(route, request, request.body)
+                return await self._decode(request, attempt, request.body)
             answer.body = _whole(document, choice)
             return answer
         params = choice["disaggregated_params"] | context | {"request_type": "generation_only"}
@@ -56,11 +56,11 @@ class TensorRtLlmEngine:
         added = {"disaggregated_params": params}
         if document.get("prompt_token_ids"):
             added["prompt" if "prompt" in fields else "prompt_token_ids"] = document["prompt_token_ids"]
-        return await self._decode(route, request, with_fields(fields, added))
+        return await self._decode(request, attempt, with_fields(fields, added))
 
-    async def _decode(self, route: Route, request: GatewayRequest, body: bytes) -> Answer:
-        answer = await call(self._upstream, request, Leg("decode", route.decode, body))
-        return check_begun(answer, with_prefill=route.prefill is not None)
+    async def _decode(self, request: GatewayRequest, attempt: Attempt, body: bytes) -> Answer:
+        answer = await call(self._upstream, request, attempt, Leg("decode", attempt.route.decode, body))
+        return check_begun(answer, with_prefill=attempt.route.prefill is not None)
 
 
 def _read(name: str, answer: Answer) -> dict[str, Any]:

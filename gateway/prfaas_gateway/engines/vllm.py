@@ -30,10 +30,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas.errors import UNREADABLE, UnreachableError
-from prfaas.routing.facts import Route
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.shared import (
+    Attempt,
     Leg,
     LegFailedError,
     bootstrap_url,
@@ -66,23 +66,24 @@ class _VllmEngine(ABC):
     def __init__(self, upstream: Upstream):
         self._upstream = upstream
 
-    async def open(self, route: Route, request: GatewayRequest) -> Answer:
-        vllm_call = await prepare(self._upstream, route.decode, request)
-        if route.prefill is not None:
-            return await self._offloaded(route.prefill, route.decode, request, vllm_call)
-        answer = await call(self._upstream, request, Leg("decode", route.decode, vllm_call.body, path=vllm_call.path))
-        return check_begun(answer, with_prefill=False)
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        vllm_call = await prepare(self._upstream, request, attempt)
+        if attempt.route.prefill is not None:
+            return await self._offloaded(attempt.route.prefill, request, attempt, vllm_call)
+        leg = Leg("decode", attempt.route.decode, vllm_call.body, path=vllm_call.path)
+        return check_begun(await call(self._upstream, request, attempt, leg), with_prefill=False)
 
     @abstractmethod
     async def _offloaded(
-        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+        self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
     ) -> Answer: ...
 
 
 class VllmPrfaasEngine(_VllmEngine):
     async def _offloaded(
-        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+        self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
     ) -> Answer:
+        decode = attempt.route.decode
         transfer = {
             "transfer_id": uuid.uuid4().hex,
             "epoch": secrets.randbits(EPOCH_BITS),
@@ -90,10 +91,10 @@ class VllmPrfaasEngine(_VllmEngine):
         }
         place = {
             "host": urlsplit(prefill.url).hostname,
-            "port": prefill.data_port + request.ranks.get(prefill.name, 0) * prefill.rank_ports,
+            "port": prefill.data_port + attempt.ranks.get(prefill.name, 0) * prefill.rank_ports,
             "cluster": prefill.cluster,
         }
-        request.transfer_id = transfer["transfer_id"]
+        attempt.transfer_id = transfer["transfer_id"]
         source = {"role": "source", **transfer}
         if prefill.rank_ports != decode.rank_ports:  # each learns how many tensor-parallel ranks the other has
             source["ranks"], place["ranks"] = decode.rank_ports, prefill.rank_ports
@@ -104,9 +105,10 @@ class VllmPrfaasEngine(_VllmEngine):
         answer = await call_both(
             self._upstream,
             request,
+            attempt,
             Leg("prefill", prefill, filled, path=vllm_call.path),
             Leg("decode", decode, decoded, path=vllm_call.path),
-            may_recompute=request.may_recompute,
+            may_recompute=attempt.may_recompute,
         )
         return check_begun(answer, with_prefill=True)
 
@@ -120,17 +122,17 @@ _prefilled = msgspec.json.Decoder(_Prefilled)
 
 class VllmNixlEngine(_VllmEngine):
     async def _offloaded(
-        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+        self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
     ) -> Answer:
         body = for_prefill(vllm_call.fields, {"kv_transfer_params": ASKS_FOR_CACHE}, vllm_call.answer_limit)
-        answer = await call(self._upstream, request, Leg("prefill", prefill, body, path=vllm_call.path))
+        answer = await call(self._upstream, request, attempt, Leg("prefill", prefill, body, path=vllm_call.path))
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
         params = self._where(prefill.name, answer)
         body = with_fields(vllm_call.fields, {"kv_transfer_params": params})
-        answer = await call(self._upstream, request, Leg("decode", decode, body, path=vllm_call.path))
-        return check_begun(answer, with_prefill=True)
+        leg = Leg("decode", attempt.route.decode, body, path=vllm_call.path)
+        return check_begun(await call(self._upstream, request, attempt, leg), with_prefill=True)
 
     def _where(self, name: str, answer: Answer) -> dict[str, msgspec.Raw]:
         """Return the prefill instance's kv_transfer_params.
@@ -165,10 +167,10 @@ class VllmMooncakeEngine(_VllmEngine):
         self._known: dict[str, _Known] = {}
 
     async def _offloaded(
-        self, prefill: Instance, decode: Instance, request: GatewayRequest, vllm_call: VllmCall
+        self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
     ) -> Answer:
         ranks = await self._ranks(prefill)
-        chosen = str(request.ranks.get(prefill.name, ""))
+        chosen = str(attempt.ranks.get(prefill.name, ""))
         rank = chosen if chosen in ranks else random.choice(list(ranks))  # noqa: S311 - spreads load, guards nothing
         transfer_id = f"xfer-{uuid.uuid4()}"
         source = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
@@ -185,8 +187,9 @@ class VllmMooncakeEngine(_VllmEngine):
             answer = await call_both(
                 self._upstream,
                 request,
+                attempt,
                 Leg("prefill", prefill, filled, {headers.DATA_RANK: rank}, path=vllm_call.path),
-                Leg("decode", decode, decoded, path=vllm_call.path),
+                Leg("decode", attempt.route.decode, decoded, path=vllm_call.path),
             )
             return check_begun(answer, with_prefill=True)
         except LegFailedError:

@@ -11,7 +11,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, BadInputError, UnreachableError
 from prfaas.wire.routes import Instance
-from prfaas_gateway.engines.shared import LegFailedError, plain_headers, with_fields
+from prfaas_gateway.engines.shared import Attempt, LegFailedError, plain_headers, with_fields
 from prfaas_gateway.engines.vllm_resume import (
     CONTEXT_TOKENS,
     CUT_CHARACTER,
@@ -42,23 +42,23 @@ class VllmCall(NamedTuple):
     """The field that limits the answer's tokens."""
 
 
-async def prepare(upstream: Upstream, decode: Instance, request: GatewayRequest) -> VllmCall:
+async def prepare(upstream: Upstream, request: GatewayRequest, attempt: Attempt) -> VllmCall:
     """Return the request that serves the client, or continues its broken stream.
 
     Raises LegFailedError if that instance cannot go on.
     """
-    log = request.stream.log if request.stream is not None else None
+    log = attempt.broken
     if isinstance(log, VllmStreamLog) and (answered := log.answered) is not None:
         try:
-            return await _go_on(_Asking(upstream, decode, request), log, answered)
+            return await _go_on(_Asking(upstream, attempt.route.decode, request), log, answered)
         except BadInputError as error:
             log.is_refused = True  # as it would be everywhere
             raise LegFailedError(f"the answer cannot go on: {error}", leg="decode", eject=False) from error
-    fields = request.every_field()
+    fields = request.every_field
     if not can_resume(request.path, fields):
         return VllmCall(request.path, fields, request.body, request.api.answer_limit)
     if log is None:
-        request.resumable = VllmStreamLog(request.path, fields)
+        attempt.log = VllmStreamLog(request.path, fields)
     fields = {**fields, "return_token_ids": msgspec.Raw(b"true")}
     return VllmCall(request.path, fields, with_fields(fields, {}))
 

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import msgspec
 
+from prfaas.engines import ResumedBy
 from prfaas.errors import UNREADABLE, BadInputError
 from prfaas.wire.resume import DONE
-from prfaas_gateway.engines.shared import ERROR_EVENT, VLLM
+from prfaas_gateway.engines.shared import ERROR_EVENT
 from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields
@@ -68,7 +69,7 @@ def _value(fields: Fields, name: str) -> Any:
 class VllmStreamLog:
     """The client's part of one stream of vLLM."""
 
-    engines = VLLM
+    resumed_by: ResumedBy = "TokenIds"
 
     def __init__(self, path: str, fields: Fields):
         self.fields = fields

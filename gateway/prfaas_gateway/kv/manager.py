@@ -12,7 +12,7 @@ A data-parallel rank of an engine has its own cache. So each rank is followed an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ from prfaas_gateway.kv.foreign_events import ForeignEventStream
 from prfaas_gateway.kv.own_events import OwnEventStream
 from prfaas_gateway.kv.tokenizer import EngineTokenizer, PromptTokens, may_tokenize
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, PromptFacts
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
 
@@ -100,23 +100,22 @@ class KvManager:
                 task.cancel()
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
-    async def find(self, request: GatewayRequest) -> None:
-        """Set a request's cached prefixes by instance, its length where it is known, and the instances' profiles."""
-        request.profiles = self._profiles
-        table = self._table
+    async def find(self, request: GatewayRequest, prompt: PromptFacts) -> PromptFacts:
+        """Return also where a prompt is cached, its length where it is known, and the instances' profiles."""
+        prompt, table = prompt._replace(profiles=self._profiles), self._table
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
-            return
+            return prompt
         body = _prompt_fields(request) if len(request.body) <= MAX_BODY_BYTES else None
         canonical = None if body is None else request.api.canonical(body)
         if body is None or canonical is None:
-            return
-        chain = request.chain = ByteChain(canonical.root, canonical.data)
+            return prompt
+        chain, total_tokens = ByteChain(canonical.root, canonical.data), prompt.total_tokens
         tokens = await self._tokens_of(request, canonical, body, chain)
         if tokens is not None:
-            request.total_tokens = tokens.total_tokens
+            total_tokens = tokens.total_tokens
             if canonical.texts is not None and tokens.share == 1:
-                self._state.estimator.observe(len(request.body), request.total_tokens)
+                self._state.estimator.observe(len(request.body), total_tokens)
         found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
         by_tokens = self._by_tokens(tokens.data) if tokens is not None else {}
@@ -124,16 +123,17 @@ class KvManager:
             matched_tokens, is_all = by_tokens.get(name, (0, False))
             if not is_all:
                 sent_bytes = sent.match(chain, now_seconds)
-                matched_tokens = max(matched_tokens, request.total_tokens * sent_bytes // max(1, len(chain.data)))
+                matched_tokens = max(matched_tokens, total_tokens * sent_bytes // max(1, len(chain.data)))
             if matched_tokens:
                 found[name] = matched_tokens
         # The last token of a prompt is always computed, whatever is cached.
-        found = {name: min(tokens, request.total_tokens - 1) for name, tokens in found.items()}
+        found = {name: min(tokens, total_tokens - 1) for name, tokens in found.items()}
         divided = [one for one in table.instances if one.ranks > 1]
-        request.cached_on_ranks = {
+        on_ranks = {
             one.name: tuple(found.pop(InstancePart(one, rank).name, 0) for rank in range(one.ranks)) for one in divided
         }
-        request.cached_on = found | {one.name: _cached_on(one, request.cached_on_ranks[one.name]) for one in divided}
+        cached_on = found | {one.name: _cached_on(one, on_ranks[one.name]) for one in divided}
+        return prompt._replace(total_tokens=total_tokens, chain=chain, cached_on=cached_on, cached_on_ranks=on_ranks)
 
     async def _tokens_of(
         self, request: GatewayRequest, canonical: Canonical, body: dict[str, Any], chain: ByteChain
@@ -166,15 +166,16 @@ class KvManager:
                 matches[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
         return matches
 
-    def note_placed(self, request: GatewayRequest, route: Route) -> None:
+    def note_placed(self, prompt: PromptFacts, route: Route, ranks: Mapping[str, int]) -> None:
+        """Record where a prompt is cached from now on; `ranks` are the chosen ones of the route's instances."""
         prefiller = route.prefill or route.decode
-        self._metrics.matched_tokens.inc(request.cached_on.get(prefiller.name, 0))
+        self._metrics.matched_tokens.inc(prompt.cached_on.get(prefiller.name, 0))
         if route.prefix is not None:
             self._metrics.prefixes.inc()
-        if request.chain is not None:
-            parts = {InstancePart(one, request.ranks.get(one.name, 0)).name for one in (prefiller, route.decode)}
+        if prompt.chain is not None:
+            parts = {InstancePart(one, ranks.get(one.name, 0)).name for one in (prefiller, route.decode)}
             for name in parts & self._sent.keys():
-                self._sent[name].add(request.chain, self._state.clock())
+                self._sent[name].add(prompt.chain, self._state.clock())
 
     def _keep_up(self) -> None:
         """Follow exactly the instances of the table."""
@@ -196,7 +197,7 @@ class KvManager:
     def _begin(self, part: InstancePart) -> None:
         index = self.index[part.name]
         index.clear()
-        if part.instance.engine == "prfaas":
+        if part.instance.record.events == "Api":
             stream = OwnEventStream(part.instance, index, self._upstream)
         else:
             stream = ForeignEventStream(part.instance, index, part.rank)
@@ -246,8 +247,8 @@ def _prompt_fields(request: GatewayRequest) -> dict[str, Any] | None:
 
 
 def _parts(instance: Instance) -> list[InstancePart]:
-    """Return the parts of an instance to follow; our own worker has one event stream."""
-    return [InstancePart(instance, rank) for rank in range(1 if instance.engine == "prfaas" else instance.ranks)]
+    """Return the parts of an instance to follow; at its API's port it has one event stream."""
+    return [InstancePart(instance, rank) for rank in range(1 if instance.record.events == "Api" else instance.ranks)]
 
 
 def _is_same(known: InstancePart, followed: InstancePart) -> bool:
@@ -326,7 +327,7 @@ class Follower:
     async def _read_profile(self) -> None:
         """Read the instance's profile at intervals; prefixes are not fetched for an instance without one."""
         now_seconds = time.monotonic()
-        if now_seconds < self._profile_due_seconds or self.instance.engine != "prfaas":
+        if now_seconds < self._profile_due_seconds or not self.instance.record.has_profile:
             return
         self._profile_due_seconds = now_seconds + PROFILE_SECONDS
         try:

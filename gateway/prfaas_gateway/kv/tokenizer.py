@@ -25,7 +25,6 @@ from prfaas.kvindex.bytes import ByteChain
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.names import HUB
 from prfaas.wire.routes import Instance
-from prfaas_gateway.api import VLLM
 from prfaas_gateway.engines.shared import plain_headers, with_fields
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Upstream
@@ -147,7 +146,7 @@ class EngineTokenizer:
         """
         if len(chain.data) < MIN_TEXT_BYTES:
             return None
-        question = question_of(request.path, request.every_field(), body)
+        question = question_of(request.path, request.every_field, body)
         if question is None:
             return None
         key = xxhash.xxh3_128_digest(question)
@@ -232,4 +231,4 @@ class EngineTokenizer:
 
 def may_tokenize(instance: Instance) -> bool:
     """Return whether an instance may get any prompt: those of the hub may, another place may be forbidden to one."""
-    return instance.engine in VLLM and instance.cluster == HUB
+    return instance.record.tokenizes and instance.cluster == HUB

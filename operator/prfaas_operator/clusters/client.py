@@ -15,9 +15,9 @@ from prfaas.errors import ProtocolError, UnreachableError
 from prfaas.kube.session import (
     APPLY_PATCH,
     MERGE_PATCH,
-    KubeAnswer,
     KubeSession,
     ObjectKind,
+    OnAnswer,
     StatusError,
     bearer,
     with_query,
@@ -45,20 +45,10 @@ ERROR_BY_STATUS: Final[Mapping[int, type[Exception]]] = {
 
 
 class Page(NamedTuple):
-    """One page of a list; `next_page` is empty on the last one."""
+    """A part of a list, and the version of the whole list: all of its pages are of one moment."""
 
     items: list[Object]
     resource_version: str
-    next_page: str
-
-
-class Probe(NamedTuple):
-    """An answer to the cheapest call: the server's version and clock (whole seconds), its time and its duration."""
-
-    version: str
-    date: datetime
-    sent_at: datetime
-    seconds: float
 
 
 MayWrite = Callable[[], bool]
@@ -82,13 +72,10 @@ class ServerClock:
         self._monotonic = monotonic
         self._ahead_seconds: float | None = None
 
-    def set_from(self, headers: Mapping[str, str] | None) -> None:
+    def set_from(self, headers: Mapping[str, str]) -> None:
         """Set the clock from an answer's headers; some proxies send no date, which changes nothing."""
-        text = next((value for name, value in (headers or {}).items() if name.lower() == "date"), "")
-        try:
-            self._ahead_seconds = parsedate_to_datetime(text).timestamp() - self._monotonic()
-        except (ValueError, OverflowError):
-            return
+        with contextlib.suppress(ValueError, OverflowError):
+            self._ahead_seconds = parsedate_to_datetime(headers.get("Date", "")).timestamp() - self._monotonic()
 
     def now(self) -> datetime:
         if self._ahead_seconds is None:
@@ -103,7 +90,7 @@ class ClusterClient:
     ServerFailedError, UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError, NamespaceNotFoundError.
 
     Args:
-        session: address and credentials; opened here, closed by `close`.
+        session: address and credentials; closed by `close`.
         namespace: of every namespaced object that is read or written here.
         label: the cluster's name in error messages, for example "cluster prefill-eu".
         field_manager: owner of the fields that `apply` sends; every writer needs its own, because an apply removes
@@ -127,15 +114,20 @@ class ClusterClient:
         self._session = session
         self._throttle = Throttle()
         self._clock = ServerClock()
-        session.open()
-
-    async def version(self) -> str:
-        """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
-        return str((await self._call("GET", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     def now(self) -> datetime:
         """Return the server's time, or this machine's before the first answer. It dates everything written there."""
         return self._clock.now()
+
+    def use_token(self, token: str) -> None:
+        self._session.authorization = bearer(token)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def version(self) -> str:
+        """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
+        return str((await self._call("GET", "/version", "version", at_once=True)).get("gitVersion", ""))
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
         try:
@@ -143,12 +135,19 @@ class ClusterClient:
         except _NotFoundError:
             return None
 
-    async def page(self, kind: ObjectKind, *, selector: str = "", after: str = "") -> Page:
-        """Return one page of objects by label selector; `after` is the previous page's `next_page`."""
-        query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": after}
-        answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
-        metadata = answer["metadata"]
-        return Page(answer.get("items") or [], metadata.get("resourceVersion", ""), metadata.get("continue", ""))
+    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[Page]:
+        """Yield the objects that a label selector chooses, page by page."""
+        query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
+        while True:
+            answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
+            metadata = answer["metadata"]
+            yield Page(answer.get("items") or [], metadata.get("resourceVersion", ""))
+            if not (after := metadata.get("continue")):
+                return
+            query["continue"] = after
+
+    async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
+        return [one async for page in self.pages(kind, selector=selector) for one in page.items]
 
     async def try_list(self, kind: ObjectKind, *, selector: str = "") -> None:
         """List one object of a kind, to test the rights only."""
@@ -165,28 +164,20 @@ class ClusterClient:
             if kind.plural not in served:
                 raise errors.KindNotServedError(f"{self._label} does not list {kind.plural} in its discovery yet")
 
-    async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
-        page = await self.page(kind, selector=selector)
-        items = page.items
-        while page.next_page:
-            page = await self.page(kind, selector=selector, after=page.next_page)
-            items += page.items
-        return items
-
     async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
         """Apply a manifest under the connection's field manager, taking over contested fields; return the live object.
 
         With `dry_run` the server does all but store it: defaults, validation, webhooks and quotas.
         """
         kind, name = BY_NAME[body["kind"]], body["metadata"]["name"]
-        path = kind.path(self.namespace, name, subresource)
+        path, what = kind.path(self.namespace, name, subresource), f"{kind.name} {name}"
         query = {"fieldManager": self._field_manager, "force": "true", "dryRun": "All" if dry_run else ""}
         try:
-            return await self._call(
-                "PATCH", path, f"{kind.name} {name}", query=query, body=body, content_type=APPLY_PATCH
-            )
+            return await self._call("PATCH", path, what, query=query, body=body, content_type=APPLY_PATCH)
         except _NotFoundError as error:
-            raise self._missing(subresource, error) from error
+            if subresource:
+                raise
+            raise self._no_namespace(error) from error
 
     async def create(self, kind: ObjectKind, body: Object, *, dry_run: bool = False) -> Object:
         """Create an object; ConflictError when it exists. With `dry_run` the server does all but store it."""
@@ -194,75 +185,51 @@ class ClusterClient:
         try:
             return await self._call("POST", kind.path(self.namespace), kind.name, query=query, body=body)
         except _NotFoundError as error:
-            raise self._missing("", error) from error
+            raise self._no_namespace(error) from error
 
     async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
-        """Apply a JSON merge patch; ConflictError when the patch names an old resourceVersion."""
+        """Apply a JSON merge patch; ConflictError when it names an old resourceVersion, or the object is gone."""
         path = kind.path(self.namespace, name)
-        try:
-            return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
-        except _NotFoundError as error:
-            raise errors.ConflictError(str(error)) from error
+        return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
 
     async def create_token(self, account: str, seconds: int) -> str:
         """Return a new token of a ServiceAccount for `seconds`, or for as long as the server allows."""
-        request = {
-            "apiVersion": "authentication.k8s.io/v1",
-            "kind": "TokenRequest",
-            "spec": {"expirationSeconds": max(seconds, MIN_TOKEN_SECONDS)},
-        }
+        spec = {"expirationSeconds": max(seconds, MIN_TOKEN_SECONDS)}
+        body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         path = SERVICE_ACCOUNT.path(self.namespace, account, "token")
-        answer = await self._call("POST", path, f"token of ServiceAccount {account}", body=request)
+        answer = await self._call("POST", path, f"token of ServiceAccount {account}", body=body)
         return str(answer["status"]["token"])
-
-    def use_token(self, token: str) -> None:
-        self._session.authorization = bearer(token)
 
     async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
         """Delete one object after its dependants (foreground); do nothing if it is gone or has another uid."""
         options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         if uid:
             options["preconditions"] = {"uid": uid}
-        try:
+        with contextlib.suppress(errors.ConflictError):
             await self._call("DELETE", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
-        except (_NotFoundError, errors.ConflictError):
-            return
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
         """Yield changes after resource version `since` for about a minute; ExpiredError when that is too old."""
-        what = f"watch of {kind.plural}"
+        path, what = kind.path(self.namespace), f"watch of {kind.plural}"
+        options: Any = {"window_seconds": WATCH_TIMEOUT_SECONDS, "query": {"labelSelector": selector}}
         if not await self._throttle.turn():
             raise self._overdue(what)
-        with self._translate(what), self._counted("watch") as answer:
-            query = {"labelSelector": selector}
-            path = kind.path(self.namespace)
-            async for event in watch_events(
-                self._session, path, since, window_seconds=WATCH_TIMEOUT_SECONDS, query=query
-            ):
-                answer["code"] = "200"
+        with self._exchange("watch", what) as note:
+            async for event in watch_events(self._session, path, since, on_answer=note, **options):
                 yield event
 
-    async def probe(self) -> Probe:
-        """Return the server's version and clock, and the duration of the call."""
-        sent_at, started = datetime.now(UTC), time.monotonic()
-        with self._translate("version"):
-            answer = await self._session.ask("GET", "/version", timeout_seconds=CALL_SECONDS)
-            seconds = time.monotonic() - started
-            date = parsedate_to_datetime(answer.headers["Date"])
-        return Probe(str(answer.content.get("gitVersion", "")), date, sent_at, seconds)
-
-    async def may(self, attributes: Mapping[str, str]) -> bool:
-        """Ask if these credentials may do something in the namespace; fields as in a SelfSubjectAccessReview."""
-        spec = {"resourceAttributes": {**attributes, "namespace": self.namespace}}
-        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": spec}
-        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        return bool((await self._call("POST", path, "access review", body=review))["status"]["allowed"])
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def _call(self, method: str, path: str, what: str, *, at_once: bool = False, **sent: Any) -> Object:
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        what: str,
+        *,
+        at_once: bool = False,
+        query: Mapping[str, Any] | None = None,
+        **sent: Any,
+    ) -> Object:
         """Make a call in its turn, and retry while the server is too busy: then the call had no effect."""
+        path = with_query(path, query)
         for _ in range(TRIES):
             # Calls in the queue have not begun: a thousand objects at once are no sign of a dead server.
             async with self._throttle.under_way(at_once=at_once) as may_call:
@@ -271,8 +238,8 @@ class ClusterClient:
                 # Here and not before the queue, where a call may wait for longer than the Lease lasts.
                 if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
-                with contextlib.suppress(_BusyError):
-                    return (await self._call_once(method, path, what, **sent)).content
+                with contextlib.suppress(_BusyError), self._exchange(method.lower(), what) as note:
+                    return await self._session.call(method, path, timeout_seconds=CALL_SECONDS, on_answer=note, **sent)
         raise errors.ClusterUnreachableError(f"{self._label} is too busy, also after {TRIES} tries ({what})")
 
     def _overdue(self, what: str) -> errors.ClusterUnreachableError:
@@ -280,43 +247,26 @@ class ClusterClient:
         why = f"asks for a pause of {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
         return errors.ClusterUnreachableError(f"{self._label} {why} ({what})")
 
-    async def _call_once(
-        self, method: str, path: str, what: str, *, query: Mapping[str, Any] | None = None, **sent: Any
-    ) -> KubeAnswer:
-        path = with_query(path, query)
-        with self._translate(what), self._counted(method.lower()) as counted:
-            answer = await self._session.ask(method, path, timeout_seconds=CALL_SECONDS, **sent)
-            counted["code"] = str(answer.status)
-            self._clock.set_from(answer.headers)
-            return answer
-
-    @contextlib.contextmanager
-    def _counted(self, verb: str) -> Iterator[dict[str, str]]:
-        """Count a call at its end; the caller sets the `code` of an answer that is no error."""
-        answer = {"code": "none"}
-        try:
-            yield answer
-        except StatusError as error:
-            answer["code"] = str(error.status)
-            # A refusal has a date, too.
-            self._clock.set_from(error.headers)
-            raise
-        finally:
-            metrics.API_REQUESTS.labels(self._label.removeprefix("cluster "), verb, answer["code"]).inc()
-
-    def _missing(self, subresource: str, error: Exception) -> Exception:
-        """Return the error for a 404 on a write: the namespace is missing, or the object of a subresource is gone."""
-        if subresource:
-            return errors.ConflictError(str(error))
+    def _no_namespace(self, error: Exception) -> errors.NamespaceNotFoundError:
         return errors.NamespaceNotFoundError(
             f"{self._label}: namespace {self.namespace} does not exist; create it, or set spec.namespace ({error})"
         )
 
     @contextlib.contextmanager
-    def _translate(self, what: str) -> Iterator[None]:
-        """Translate every error of the session into one of ours; ExpiredError passes unchanged."""
+    def _exchange(self, verb: str, what: str) -> Iterator[OnAnswer]:
+        """Note an answer's code and date, count the call at its end, and translate its failure into an error of ours.
+
+        ExpiredError passes unchanged.
+        """
+        code = "none"
+
+        def note(status: int, headers: Mapping[str, str]) -> None:
+            nonlocal code
+            code = str(status)
+            self._clock.set_from(headers)  # A refusal has a date, too.
+
         try:
-            yield
+            yield note
         except StatusError as error:
             raise self._refusal(what, error) from error
         except UnreachableError as error:
@@ -325,8 +275,10 @@ class ClusterClient:
             raise errors.ClusterUnreachableError(f"{self._label} {why} ({what})") from error
         except ExpiredError:
             raise
-        except (ProtocolError, KeyError, ValueError) as error:
+        except (ProtocolError, ValueError) as error:
             raise errors.ClusterUnreachableError(f"{self._label} did not answer with JSON: {error} ({what})") from error
+        finally:
+            metrics.API_REQUESTS.labels(self._label.removeprefix("cluster "), verb, code).inc()
 
     def _refusal(self, what: str, error: StatusError) -> Exception:
         pause_seconds = requested_pause_seconds(error.status, error.headers)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import ConfigError
-from prfaas.kube import kubeconfig
-from prfaas.kube.session import KubeSession, bearer, client_tls
+from prfaas.kube import KubeSession, kubeconfig
+from prfaas.kube.session import bearer
 from prfaas_operator.clusters.client import ClusterClient, MayWrite, always
 from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.credentials import Access
@@ -39,10 +39,10 @@ class Terminal(NamedTuple):
 
 
 def hub_session() -> KubeSession:
-    """Return an unopened session with the cluster of this process, or with the one of $KUBECONFIG if set."""
+    """Return a session with the cluster of this process, or with the one of $KUBECONFIG if set."""
     try:
         if os.environ.get("KUBECONFIG"):
-            return kubeconfig.load(None, None, CONNECTIONS).session
+            return kubeconfig.load(None, None, CONNECTIONS)
         return KubeSession.in_cluster(connections=CONNECTIONS)
     except ConfigError as error:
         raise ConfigError(
@@ -53,13 +53,11 @@ def hub_session() -> KubeSession:
 @asynccontextmanager
 async def open_context(kube_context: KubeContext) -> AsyncIterator[Terminal]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
-    access = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
+    session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
     where = f"context {kube_context.context or 'current'} of {kube_context.kubeconfig or 'the kubeconfig'}"
-    cluster = ClusterClient(access.session, kube_context.namespace, where, FIELD_MANAGER_CLI)
-    try:
-        yield Terminal(cluster, access.server, access.ca_pem)
-    finally:
-        await cluster.close()
+    async with session:
+        cluster = ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
+        yield Terminal(cluster, session.configuration.host, str(session.configuration.ca_cert_data))
 
 
 async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
@@ -68,17 +66,18 @@ async def connect_member(name: str, namespace: str, access: Access, may_write: M
     Raises KubeconfigRefusedError: a TLS library cannot load the CA, certificate or key.
     """
     try:
-        # Building a TLS context reads files and parses certificates.
-        tls = await asyncio.to_thread(client_tls, access.ca_pem, access.client_certificate_pem, access.client_key_pem)
+        session = await asyncio.to_thread(  # building a TLS context reads files and parses certificates
+            KubeSession,
+            access.server,
+            authorization=bearer(access.token) if access.token else None,
+            certificate=access.client_certificate_pem,
+            key=access.client_key_pem,
+            ca_cert_data=access.ca_pem,
+            tls_server_name=access.tls_server_name,
+            connection_pool_maxsize=CONNECTIONS,
+        )
     except (OSError, ValueError) as error:
         raise KubeconfigRefusedError(
             f"kubeconfig of {name}: CA, client certificate or key cannot be loaded: {error}"
         ) from error
-    session = KubeSession(
-        access.server,
-        authorization=bearer(access.token) if access.token else None,
-        tls=tls,
-        tls_server_name=access.tls_server_name,
-        connections=CONNECTIONS,
-    )
     return ClusterClient(session, namespace, f"cluster {name}", may_write=may_write)

@@ -69,10 +69,12 @@ class Informer(Generic[T]):
             backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, jitter=False)
             try:
                 async for change in list_and_watch(self._list, self._watch, self._failed, backoff):
-                    if isinstance(change, WatchEvent):
-                        self._take(change)
-                    else:
+                    if not isinstance(change, WatchEvent):
                         self._replace(change)
+                    elif change.type == DELETED:
+                        self._discard(change.object)
+                    else:
+                        self._put(change.object)
             except Exception:  # a bug, or a malformed object, must not end the informer and must be visible
                 log.exception("%s informer: internal error; retry in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
                 self.is_fresh = False
@@ -80,36 +82,29 @@ class Informer(Generic[T]):
 
     def learn(self, written: Object) -> None:
         """Store an object that we have just written, without waiting for the watch."""
-        name, item = written["metadata"]["name"], self._project(written)
         # An unknown one may have been deleted meanwhile, and no watch would take it away again.
-        if name not in self.items or not self._is_news(name, written):
-            return
-        self._versions[name] = _version(written)
-        if self.items[name] != item:
-            self.items[name] = item
-            self._on_change(item)
+        if written["metadata"]["name"] in self.items:
+            self._put(written)
 
     def _watch(self, since: str) -> AsyncIterator[WatchEvent]:
         return self._cluster.watch(self._kind, selector=self._selector, since=since)
 
     def _failed(self, error: PeerError | ConfigError, pause_seconds: float) -> float:
         self.is_fresh = False
-        level, seconds = logging.WARNING, pause_seconds
-        if isinstance(error, ForbiddenError):
-            level, seconds = logging.INFO, FORBIDDEN_SECONDS
+        is_forbidden = isinstance(error, ForbiddenError)
+        seconds = FORBIDDEN_SECONDS if is_forbidden else pause_seconds
+        level = logging.INFO if is_forbidden else logging.WARNING
         log.log(level, "%s informer: %s; retry in %g s", self._kind.plural, error, seconds)
         return seconds
 
     async def _list(self) -> tuple[dict[str, _Known[T]], str]:
         """Return all items by name, projected page by page, and the resource version to watch from."""
         found: dict[str, _Known[T]] = {}
-        page = await self._cluster.page(self._kind, selector=self._selector)
-        while True:
+        version = ""
+        async for page in self._cluster.pages(self._kind, selector=self._selector):
             found |= {one["metadata"]["name"]: _Known(self._project(one), _version(one)) for one in page.items}
-            if not page.next_page:
-                # All pages are of one moment, so the last one's version is that of the whole list.
-                return found, page.resource_version
-            page = await self._cluster.page(self._kind, selector=self._selector, after=page.next_page)
+            version = page.resource_version
+        return found, version
 
     def _replace(self, found: dict[str, _Known[T]]) -> None:
         old, self.items = self.items, {name: known.item for name, known in found.items()}
@@ -120,22 +115,20 @@ class Informer(Generic[T]):
             if old.get(name) != self.items.get(name):
                 self._on_change(self.items[name] if name in self.items else old[name])
 
-    def _take(self, event: WatchEvent) -> None:
-        name, item = event.object["metadata"]["name"], self._project(event.object)
-        if event.type == DELETED:
-            self.items.pop(name, None)
-            self._versions.pop(name, None)
-        else:
-            if not self._is_news(name, event.object):
-                return
-            self._versions[name] = _version(event.object)
-            if self.items.get(name) == item:
-                return
+    def _put(self, seen: Object) -> None:
+        name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)
+        if version <= self._versions.get(name, 0):
+            return
+        self._versions[name] = version
+        if self.items.get(name) != item:
             self.items[name] = item
-        self._on_change(item)
+            self._on_change(item)
 
-    def _is_news(self, name: str, seen: Object) -> bool:
-        return _version(seen) > self._versions.get(name, 0)
+    def _discard(self, seen: Object) -> None:
+        name = seen["metadata"]["name"]
+        self.items.pop(name, None)
+        self._versions.pop(name, None)
+        self._on_change(self._project(seen))
 
 
 def _version(item: Object) -> int:

@@ -37,27 +37,10 @@ CUSTOM_RESOURCE: Final = ObjectKind(
 DISRUPTION_BUDGET: Final = ObjectKind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 NETWORK_POLICY: Final = ObjectKind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 CERTIFICATE: Final = ObjectKind("cert-manager.io/v1", "Certificate", "certificates")
+ACCESS_REVIEW: Final = ObjectKind(
+    "authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews", namespaced=False
+)
 
 BY_NAME: Final = {
-    kind.name: kind
-    for kind in (
-        MEMBER_CLUSTER,
-        PREFILL_POOL,
-        DECODE_POOL,
-        POLICY,
-        NAMESPACE,
-        POD,
-        SECRET,
-        CONFIG_MAP,
-        SERVICE,
-        SERVICE_ACCOUNT,
-        EVENT,
-        DEPLOYMENT,
-        ROLE,
-        ROLE_BINDING,
-        LEASE_KIND,
-        DISRUPTION_BUDGET,
-        NETWORK_POLICY,
-        CERTIFICATE,
-    )
+    kind.name: kind for kind in (CONFIG_MAP, LEASE_KIND, *vars().values()) if isinstance(kind, ObjectKind)
 }

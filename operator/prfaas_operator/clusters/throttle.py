@@ -37,19 +37,15 @@ class Throttle:
         Yields False if the patience ran out; then the caller must not call. A probe goes `at_once`, past the queue: a
         dead server has to be found while other calls wait for it.
         """
-        if at_once:
-            yield await self.turn()
-            return
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                await self._slots.acquire()
-        except TimeoutError:
-            yield False
-            return
-        try:
-            yield await self.turn()
-        finally:
-            self._slots.release()
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    if not at_once:
+                        await stack.enter_async_context(self._slots)
+            except TimeoutError:
+                yield False
+            else:
+                yield await self.turn()
 
     async def turn(self) -> bool:
         """Wait until a call may be made; return False at once where the wait exceeds the patience."""
@@ -72,9 +68,7 @@ class Throttle:
         return max(0.0, self._rest_until - self._clock())
 
 
-def requested_pause_seconds(status: int, headers: Mapping[str, str] | None) -> float | None:
+def requested_pause_seconds(status: int, headers: Mapping[str, str]) -> float | None:
     """Return the pause that an answer asks for, None without one: 429, or 503 with a time."""
-    named = next((value for name, value in (headers or {}).items() if name.lower() == "retry-after"), None)
-    if status not in {429, 503} or (status == 503 and named is None):  # the two statuses that carry a time
-        return None
-    return retry_after_seconds(named)
+    named = headers.get("Retry-After")
+    return retry_after_seconds(named) if status == 429 or (status == 503 and named is not None) else None

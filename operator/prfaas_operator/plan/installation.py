@@ -5,11 +5,10 @@ not measured and say themselves what they can do. An offload pool behind a link
 that is not alive is left out, because its capacity reaches no request. A pool without instances has its declared link.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import Final
 
-from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
+from prfaas.api import DecodePool, Engine, PrefillPool, PrfaaSPolicy
 from prfaas.api.policystatus import Observed, ObservedPool
 from prfaas.capacity.installation import Installation, MeasuredLoad, Pool
 from prfaas.capacity.profile import MeasuredPoint, profile_through
@@ -20,9 +19,6 @@ from prfaas.wire.routes import Threshold
 from prfaas_operator.plan.policy import PolicyFacts
 from prfaas_operator.plan.pool_status import PoolObject, role_of
 from prfaas_operator.plan.profile import seeds
-
-RUNNING_LIMIT_FLAGS: Final = frozenset({"--max-num-seqs", "--max-running-requests"})
-"""Of vLLM and of SGLang."""
 
 
 def installation(facts: PolicyFacts, refusals: Mapping[str, str]) -> Installation:
@@ -151,15 +147,16 @@ def _load(policy: PrfaaSPolicy, decode: DecodePool, seen: Observed | None) -> Me
 
 def _batch(decode: DecodePool, seen: Observed) -> int | None:
     """Return how many requests an instance decodes together: `maxBatch`, or what was measured, within its flag."""
-    known = [one for one in (seen.decode_batch, _running_limit(decode.spec.engine.args)) if one]
+    known = [one for one in (seen.decode_batch, _running_limit(decode.spec.engine)) if one]
     return decode.spec.max_batch or min(known, default=None)
 
 
-def _running_limit(args: Sequence[str]) -> int | None:
-    """Return the most requests that an engine's flags let run; vLLM and SGLang do not publish it."""
-    words = [word for arg in args for word in arg.split("=", 1)]
+def _running_limit(engine: Engine) -> int | None:
+    """Return the most requests that the flags of an engine let run, if it does not publish that itself."""
+    wanted = engine.record.running_limit_flag
+    words = [word for arg in engine.args for word in arg.split("=", 1)]
     for flag, value in pairwise(words):
-        if flag.replace("_", "-") in RUNNING_LIMIT_FLAGS and value.isdecimal():
+        if wanted and flag.replace("_", "-") == wanted and value.isdecimal():
             return int(value) or None
     return None
 

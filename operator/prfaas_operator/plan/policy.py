@@ -6,9 +6,10 @@ keeps the instances of the present table. The gateway itself ejects instances th
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Final, NamedTuple, get_args
+from typing import NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
+from prfaas.engines import ENGINES
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.ports import url_host
@@ -18,11 +19,9 @@ from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import Counts, PoolObject, engine_name, role_of
+from prfaas_operator.plan.pool_status import Counts, PoolObject, role_of
 from prfaas_operator.plan.profile import seeds
 from prfaas_operator.plan.roles import refusal, sharer_of
-
-ENGINES: Final[Mapping[str, routes.EngineName]] = {name: name for name in get_args(routes.EngineName)}
 
 
 class PolicyFacts(NamedTuple):
@@ -113,20 +112,21 @@ def _model_mismatch(facts: PolicyFacts) -> ConditionState | None:
 def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
     """Return the condition for pools of different engines: caches of one engine do not fit another."""
     for pool in facts.routed_pools[1:]:
-        first, name = facts.routed_pools[0], engine_name(pool)
-        if name != engine_name(first):
+        first = facts.routed_pools[0]
+        engine, wanted = pool.spec.engine.record, first.spec.engine.record
+        if engine.name != wanted.name:
             return no(
                 "EngineMismatch",
-                f"{pool.kind_name} {pool.metadata.name} runs {name} and {first.kind_name} {first.metadata.name} "
-                f"{engine_name(first)}; they serve nothing together until both have one engine",
+                f"{pool.kind_name} {pool.metadata.name} runs {engine.name} and {first.kind_name} {first.metadata.name} "
+                f"{wanted.name}; they serve nothing together until both have one engine",
             )
         here, there = _tensor_ranks(pool), _tensor_ranks(first)
-        if name == "vllm-prfaas" and not routes.ranks_divide(here, there):
+        if engine.tensor_sizes_divide and not routes.ranks_divide(here, there):
             return no(
                 "EngineMismatch",
                 f"{pool.kind_name} {pool.metadata.name} has parallelism.tensor {here} and {first.kind_name} "
-                f"{first.metadata.name} {there}; connector Prfaas carries caches only where one is a multiple of the "
-                "other: they serve nothing together until then",
+                f"{first.metadata.name} {there}; {engine.title} carries caches only where one is a multiple of "
+                "the other: they serve nothing together until then",
             )
     return None
 
@@ -295,7 +295,7 @@ def _of_pool(
 
 def _engine_of(pod: PodFacts, pool: PoolObject) -> routes.EngineName:
     """Return the engine that a pod runs, by its pool if the pod does not say a known one."""
-    return ENGINES.get(pod.instance.engine, engine_name(pool))
+    return pod.instance.engine if pod.instance.engine in ENGINES else pool.spec.engine.record.name
 
 
 def ready_by_role(table: routes.RoutingTable, role: routes.PoolRole) -> int:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
-from prfaas.wire.routes import EngineName, PoolRole
+from prfaas.wire.routes import PoolRole
 from prfaas_operator.errors import AddressingRefusedError
 from prfaas_operator.plan.conditions import ENGINE_PROVEN, ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
@@ -15,22 +15,6 @@ INSTANCES_NOT_READY: Final = "InstancesNotReady"
 ROLLING_OUT: Final = "RollingOut"
 QUOTA_EXCEEDED: Final = "QuotaExceeded"
 PODS_REFUSED: Final = "PodsRefused"
-
-
-_OF_VLLM: Final[Mapping[str, EngineName]] = {"Prfaas": "vllm-prfaas", "Nixl": "vllm-nixl", "Mooncake": "vllm-mooncake"}
-
-
-NEEDS_POD_IP: Final = frozenset[EngineName]({"vllm-nixl", "vllm-mooncake", "sglang", "tensorrt-llm"})
-"""Engines that announce their pod's address to each other, or choose ports: a node's ports do not lead to them."""
-SERVES_BOTH_ROLES: Final = frozenset[EngineName]({"prfaas", "vllm-prfaas", "vllm-nixl"})
-"""Engines whose instances prefill or decode as they are asked; all others get one role when they start."""
-EXPERIMENTAL: Final[Mapping[EngineName, str]] = {
-    "vllm-mooncake": "was not run against vllm with connector Mooncake yet",
-    "sglang": "was not run against sglang yet",
-    "tensorrt-llm": "was not run against tensorrt-llm yet",
-    "dynamo": "was run against frontends of dynamo with a mocker only, not with a model",
-}
-"""Engines that stay experimental until prfaas was run against them, with what is missing."""
 
 
 class Counts(NamedTuple):
@@ -43,19 +27,10 @@ class Counts(NamedTuple):
     failure: str = ""
 
 
-def engine_name(pool: PoolObject) -> EngineName:
-    """Return the protocol of a pool's instances."""
-    engine = pool.spec.engine
-    if engine.type == "vllm":
-        connector = engine.transfer.connector if engine.transfer else None
-        return _OF_VLLM[connector or "Prfaas"]
-    return engine.type
-
-
 def engine_proof(pool: PoolObject) -> dict[str, ConditionState]:
     """Return the condition of a pool whose engine is experimental; no condition for the others."""
-    missing = EXPERIMENTAL.get(engine_name(pool))
-    if missing is None:
+    missing = pool.spec.engine.record.experimental
+    if not missing:
         return {}
     advice = "the fields of this engine follow its documentation. Report what you see."
     return {ENGINE_PROVEN: no("Experimental", f"prfaas {missing}: {advice}")}
@@ -63,10 +38,10 @@ def engine_proof(pool: PoolObject) -> dict[str, ConditionState]:
 
 def check_addressing(pool: PoolObject, member: MemberCluster | None) -> None:
     """Raise AddressingRefusedError for an engine that is not reached at its node's ports, in a cluster that is."""
-    engine = engine_name(pool)
-    if member is not None and member.spec.addressing == "HostIP" and engine in NEEDS_POD_IP:
+    engine = pool.spec.engine.record
+    if member is not None and member.spec.addressing == "HostIP" and engine.needs_pod_ip:
         raise AddressingRefusedError(
-            f"instances of {engine} announce their pods' addresses to each other, and MemberCluster "
+            f"instances of {engine.name} announce their pods' addresses to each other, and MemberCluster "
             f"{member.metadata.name} has addressing HostIP: use addressing PodIP, or vllm with connector Prfaas"
         )
 

@@ -23,7 +23,7 @@ from prfaas.api import DecodePool, PrefillPool
 from prfaas.wire.routes import PoolRole
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY, SERVES_BOTH_ROLES, engine_name
+from prfaas_operator.plan.pool_status import INSTANCES_NOT_READY
 
 
 class RoleCounts(NamedTuple):
@@ -240,11 +240,11 @@ def refusal(pool: Sharer, decode_pool: DecodePool | None, pools: Iterable[Sharer
         return no("DecodePoolNotFound", f"DecodePool {name} does not exist; create it, or delete this pool")
     if decode_pool.metadata.deletion_timestamp:
         return no("DecodePoolDeleting", f"DecodePool {name} is being deleted, and the instances with it")
-    engine = engine_name(decode_pool)
-    if engine not in SERVES_BOTH_ROLES:
+    engine = decode_pool.spec.engine.record
+    if not engine.serves_both_roles:
         message = (
-            f"an instance of {engine} gets one role when it starts, so DecodePool {name} cannot share its instances; "
-            "give this pool its own, or use vllm with connector Prfaas"
+            f"an instance of {engine.name} gets one role when it starts, so DecodePool {name} cannot share its "
+            "instances; give this pool its own, or use vllm with connector Prfaas"
         )
         return no("EngineHasOneRole", message)
     first = sharers_of(name, pools)[:1]

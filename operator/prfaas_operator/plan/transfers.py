@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from prfaas.names import HUB
-from prfaas.wire.routes import EngineName, Instance, RoutingTable
+from prfaas.wire.routes import Instance, RoutingTable
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 
 ENCRYPTED: Final = "Encrypted"
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
-_OUR_TRANSFER: Final = frozenset[EngineName]({"prfaas", "vllm-prfaas"})
-"""Engines whose caches cross by our transfer, which uses certificates and gives each frame a digest."""
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
 
 
@@ -29,7 +27,7 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
 def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
     plain_events: list[Instance] = []
     for one in crossing:
-        if one.engine not in _OUR_TRANSFER:
+        if not one.record.is_encrypted:
             return no(
                 "PlainTransfers",
                 f"{_what(one)} runs {one.engine}: requests, caches and cache events cross unencrypted; use a network "
@@ -41,7 +39,7 @@ def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
                 f"{_what(one)} has an instance without certificate: requests and caches cross unencrypted; see "
                 f"CertificateReady of MemberCluster {one.cluster}, and certificates.mode of the chart",
             )
-        if one.engine != "prfaas":
+        if one.record.events == "Zmq":
             plain_events.append(one)
     if plain_events:
         one = plain_events[0]
@@ -56,9 +54,9 @@ def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
 def _checked(crossing: Iterable[Instance]) -> ConditionState:
     weaker: list[Instance] = []
     for one in crossing:
-        if one.engine == "sglang":
+        if one.record.checked == "Request":
             weaker.append(one)
-        elif one.engine not in _OUR_TRANSFER:
+        elif one.record.checked == "Nothing":
             return no(
                 "CachesNotChecked",
                 f"{_what(one)} runs {one.engine}, which does not check a cache on arrival: a damaged one gives wrong "
@@ -67,7 +65,8 @@ def _checked(crossing: Iterable[Instance]) -> ConditionState:
     if weaker:
         return yes(
             "ChecksumPerRequest",
-            f"{_what(weaker[0])} runs SGLang, which compares one checksum a request, where both ends have one layout",
+            f"{_what(weaker[0])} runs {weaker[0].record.title}, which compares one checksum a request, where both ends "
+            "have one layout",
         )
     return yes("DigestPerFrame", "each frame of a cache has a digest that its destination checks")
 

@@ -24,7 +24,7 @@ from prfaas_operator.plan import ownership
 from prfaas_operator.plan import roles as plan
 from prfaas_operator.plan.conditions import READY, no
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import SERVES_BOTH_ROLES, PoolObject, engine_name
+from prfaas_operator.plan.pool_status import PoolObject
 from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import Assignment, RoleCounts, assign
 from prfaas_operator.render import pool_deployment as render
@@ -65,7 +65,7 @@ class SharedRoles:
             return None
         uid = pool.metadata.uid
         sharers = plan.sharers_of(pool.metadata.name, self._hub.sharers.values())
-        sharer = next(iter(sharers), None) if engine_name(pool) in SERVES_BOTH_ROLES else None
+        sharer = next(iter(sharers), None) if pool.spec.engine.record.serves_both_roles else None
         pods = self._pods(uid)
         if sharer is None and not any(pod.shared.gated for pod in pods):
             self._settling.pop(uid, None)

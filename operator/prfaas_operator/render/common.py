@@ -93,11 +93,18 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> O
     }
 
 
-def resources(wanted: Resources) -> Object:
-    """Return the `resources` field of a container, or nothing without requests and limits."""
-    parts = {"requests": dict(wanted.requests), "limits": dict(wanted.limits)}
-    set_parts = {name: part for name, part in parts.items() if part}
-    return {"resources": set_parts} if set_parts else {}
+def resources(wanted: Resources, default: Resources) -> Object:
+    """Return the `resources` field of a container: its owner's, and the defaults of what the owner does not name.
+
+    What the owner names in either part is the owner's alone: a default beside it could contradict it.
+    """
+    named = wanted.requests.keys() | wanted.limits.keys()
+
+    def filled(own: Mapping[str, int | str], defaults: Mapping[str, int | str]) -> Object:
+        return {**own, **{name: quantity for name, quantity in defaults.items() if name not in named}}
+
+    parts = {"requests": filled(wanted.requests, default.requests), "limits": filled(wanted.limits, default.limits)}
+    return {"resources": {name: part for name, part in parts.items() if part}}
 
 
 def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:

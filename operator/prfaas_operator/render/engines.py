@@ -1,17 +1,19 @@
-"""Containers of other engines as instances of a pool: command, flags, variables and ports.
+"""Containers of engines as instances of a pool: command, flags, variables and ports.
 
 The flags for cache transfers and cache events are set here, under the engines' own documented names. A pool's
-`engine.args` come last. vLLM with our connector is in `vllm`. SGLang and TensorRT-LLM transfer caches over connections
-that they open between themselves, without our data port and our certificates. Their default is RDMA, which ends at a
-datacenter's border, so TCP is rendered unless a pool asks for RDMA.
+`engine.args` come last. vLLM is in `vllm`, our own worker in `worker`. SGLang and TensorRT-LLM transfer caches over
+connections that they open between themselves, without our data port and our certificates. Their default is RDMA, which
+ends at a datacenter's border, so TCP is rendered unless a pool asks for RDMA.
 """
 
 import json
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from prfaas import names
-from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
-from prfaas_operator.render import vllm
+from prfaas.wire.routes import EngineName
+from prfaas_operator.plan.pool_status import PoolObject, role_of
+from prfaas_operator.render import vllm, worker
 from prfaas_operator.render.common import TMP_PATH, words
 from prfaas_operator.render.launch import Start, StartTerms, cache_events, event_ports, json_values, parallel_flags
 
@@ -22,13 +24,8 @@ _ENGINE_CONFIG_PATH: Final = f"{TMP_PATH}/prfaas-engine.yaml"
 
 
 def start(pool: PoolObject, terms: StartTerms) -> Start:
-    """Return how an instance of a foreign engine starts."""
-    name = engine_name(pool)
-    if name == "sglang":
-        return _sglang(pool)
-    if name == "tensorrt-llm":
-        return _tensorrt_llm(pool)
-    return _dynamo(pool) if name == "dynamo" else vllm.start(pool, terms)
+    """Return how an instance of a pool starts."""
+    return STARTS[pool.spec.engine.record.name](pool, terms)
 
 
 def asks_for_rdma(pool: PoolObject) -> bool:
@@ -36,7 +33,7 @@ def asks_for_rdma(pool: PoolObject) -> bool:
     return transfer is not None and transfer.protocol == "Rdma"
 
 
-def _sglang(pool: PoolObject) -> Start:
+def _sglang(pool: PoolObject, _: StartTerms) -> Start:
     spec = pool.spec
     flags = {
         "--model-path": spec.model.source,
@@ -56,7 +53,7 @@ def _sglang(pool: PoolObject) -> Start:
     )
 
 
-def _tensorrt_llm(pool: PoolObject) -> Start:
+def _tensorrt_llm(pool: PoolObject, _: StartTerms) -> Start:
     """Return the start of trtllm-serve, which reads its cache transceiver's settings only from a file."""
     spec, parallelism = pool.spec, pool.spec.parallelism
     extra = spec.engine.transfer.extra_config if spec.engine.transfer else {}
@@ -82,7 +79,7 @@ def _tensorrt_llm(pool: PoolObject) -> Start:
     )
 
 
-def _dynamo(pool: PoolObject) -> Start:
+def _dynamo(pool: PoolObject, _: StartTerms) -> Start:
     """Return the start of a Dynamo frontend, which finds its own workers by the pool's `env` and `args`."""
     flags = {"--http-host": "$(POD_IP)", "--http-port": str(names.WORKER_API_PORT)}
     return Start(
@@ -91,3 +88,15 @@ def _dynamo(pool: PoolObject) -> Start:
         {},
         {"api": names.WORKER_API_PORT},
     )
+
+
+STARTS: Final[Mapping[EngineName, Callable[[PoolObject, StartTerms], Start]]] = {
+    "prfaas": worker.start,
+    "vllm-prfaas": vllm.start_with_ours,
+    "vllm-nixl": vllm.start_with_nixl,
+    "vllm-mooncake": vllm.start_with_mooncake,
+    "sglang": _sglang,
+    "tensorrt-llm": _tensorrt_llm,
+    "dynamo": _dynamo,
+}
+"""How an instance starts, by its engine."""

@@ -16,20 +16,26 @@ from typing import Any, Final
 
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
-from prfaas.api.template import PodTemplate, Spread
+from prfaas.api.template import PodTemplate, Resources, Spread
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object, manifest
 from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
-from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, engine_name, role_of
+from prfaas_operator.plan.pool_status import PoolObject, egress_share_mbps, role_of
 from prfaas_operator.plan.roles import Assignment
 from prfaas_operator.render import common, engines
-from prfaas_operator.render.certificates import TLS_DIR_ARGS, worker_in_tls
+from prfaas_operator.render.certificates import worker_in_tls
 from prfaas_operator.render.common import http_probe
-from prfaas_operator.render.launch import DEFAULT_TERMS, Start, StartTerms
+from prfaas_operator.render.launch import DEFAULT_TERMS, Start, StartTerms, gpus
 
 SETTINGS_VOLUME: Final = "prfaas-settings"
 SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
 """Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
+MEMORY_GIB: Final = 8
+"""Limit of an instance without a device: an idle worker takes 717 MiB, its cache on a CPU 1 GiB, transfers 256 MiB. The
+rest is for a small model. The requested CPU is below a gateway's, which must answer probes beside busy instances.
+"""
+GPU_MEMORY_GIB: Final = 128
+"""Limit for each GPU, as in examples/engines: weights pass through the host's memory, and caches may wait there."""
 TMP_VOLUME: Final = "prfaas-tmp"
 SHM_VOLUME: Final = "prfaas-shm"
 PYTHON_PATH: Final = "PYTHONPATH"
@@ -52,7 +58,7 @@ def scale_selector(pool: PoolObject) -> str:
 
 def deployment(pool: PoolObject, member: MemberCluster | None, terms: StartTerms = DEFAULT_TERMS) -> Object:
     """Return the Deployment of a pool, for the hub when `member` is None."""
-    begin = _own_start(pool) if engine_name(pool) == "prfaas" else engines.start(pool, terms)
+    begin = engines.start(pool, terms)
     plain = _plain_deployment(pool, member, begin)
     return worker_in_tls(plain, begin.tls_args) if terms.tls and begin.tls_args else plain
 
@@ -62,7 +68,7 @@ def _plain_deployment(pool: PoolObject, member: MemberCluster | None, begin: Sta
     metadata = _metadata(pool, member, pool.metadata.name)
     template = pool.spec.template
     pod_metadata: Object = {
-        "labels": {**template.labels, **metadata["labels"], names.LABEL_ENGINE: engine_name(pool)},
+        "labels": {**template.labels, **metadata["labels"], names.LABEL_ENGINE: pool.spec.engine.record.name},
         "annotations": {**template.annotations, names.ANNOTATION_MODEL: pool.spec.model.name},
     }
     spec: Object = {
@@ -162,7 +168,14 @@ def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bo
         "volumeMounts": mounts,
         **common.on_leaving(pool.spec.drain_seconds),
     }
-    return container | common.resources(pool.spec.template.resources)
+    return container | common.resources(pool.spec.template.resources, default_resources(pool))
+
+
+def default_resources(pool: PoolObject) -> Resources:
+    """Return what an instance requests, and may not exceed, of what its pool does not name."""
+    has_device = any("/" in name for name in pool.spec.template.resources.limits)
+    memory_gib = GPU_MEMORY_GIB * gpus(pool) if has_device else MEMORY_GIB
+    return Resources(requests={"cpu": "50m", "memory": "1Gi"}, limits={"memory": f"{memory_gib}Gi"})
 
 
 def _environment(pool: PoolObject, begin: Start) -> list[Object]:
@@ -182,11 +195,6 @@ def _security(pool: PoolObject) -> Object:
     return {**common.CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
 
 
-def _own_start(pool: PoolObject) -> Start:
-    ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
-    return Start(["prfaas-worker"], _arguments(pool), {}, ports, health_path="", tls_args=TLS_DIR_ARGS)
-
-
 def _probes(begin: Start) -> Object:
     if not begin.health_path:
         return {
@@ -202,39 +210,20 @@ def _probes(begin: Start) -> Object:
     }
 
 
-def _arguments(pool: PoolObject) -> list[str]:
-    spec = pool.spec
-    flags = {
-        "--model-source": spec.model.source,
-        "--model-name": spec.model.name,
-        "--host": "$(POD_IP)",
-        "--api-port": str(names.WORKER_API_PORT),
-        "--data-port": str(names.WORKER_DATA_PORT),
-        "--instance": "$(POD_NAME)",
-        "--cluster": spec.cluster_name or names.HUB,
-        "--pool": pool.metadata.name,
-        "--role": role_of(pool),
-        "--drain-seconds": str(spec.drain_seconds),
-    }
-    if isinstance(pool, PrefillPool):
-        flags["--egress-file"] = common.EGRESS_FILE
-    return [*common.words(flags), *spec.engine.args]
-
-
 def _volumes(pool: PoolObject, begin: Start) -> tuple[list[Object], list[Object]]:
     """Return volumes and mounts: the owner's, the engine's, settings, and scratch space where the owner mounts none."""
-    template = pool.spec.template
+    template, engine = pool.spec.template, pool.spec.engine.record
     volumes = [*(_dump(volume) for volume in template.volumes), *begin.volumes]
     mounts = [*(_dump(mount) for mount in template.volume_mounts), *begin.mounts]
     scratch: dict[str, Object] = {common.TMP_PATH: {"name": TMP_VOLUME, "emptyDir": {}}}
-    if engine_name(pool) != "prfaas":  # the processes of these engines share memory
+    if engine.uses_shared_memory:
         scratch[common.SHM_PATH] = {"name": SHM_VOLUME, "emptyDir": {"medium": "Memory"}}
     taken = {normpath(mount.mount_path) for mount in template.volume_mounts}
     for path, volume in scratch.items():
         if path not in taken:
             volumes.append(volume)
             mounts.append({"name": volume["name"], "mountPath": path})
-    if isinstance(pool, PrefillPool) and engine_name(pool) in {"prfaas", "vllm-prfaas"}:
+    if isinstance(pool, PrefillPool) and engine.caps_egress:
         source = {"name": names.settings_configmap(pool.metadata.name), "optional": True}
         volumes.append({"name": SETTINGS_VOLUME, "configMap": source})
         # The whole folder: the kubelet never updates a file that is mounted by itself.

@@ -1,19 +1,15 @@
 """PodDisruptionBudgets of gateways and pools, and the NetworkPolicy of a policy's gateway."""
 
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
-from prfaas.wire.routes import EngineName, Instance
+from prfaas.wire.routes import Instance
 from prfaas_operator.clusters.kinds import DISRUPTION_BUDGET, NETWORK_POLICY, Object, manifest
 from prfaas_operator.render.common import child, gateway_selector
 
 DNS_PORT = 53
-WITH_EVENTS: Final = frozenset[EngineName]({"vllm-prfaas", "vllm-nixl", "vllm-mooncake", "sglang"})
-"""Engines that publish cache events over ZMQ."""
-WITH_BOOTSTRAP: Final = frozenset[EngineName]({"vllm-mooncake", "sglang"})
 API_SERVER_PORTS = (443, 6443)  # in front of and behind the `kubernetes` Service; its address differs everywhere
 
 
@@ -58,12 +54,12 @@ def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> 
     return child(policy, NETWORK_POLICY, names.gateway_name(policy.metadata.name), spec=spec)
 
 
-def _called_ports(instance: Instance) -> Iterable[int]:
-    """Return the ports of an instance that a gateway asks beside its API's: cache events of every rank, and more."""
-    if instance.engine not in WITH_EVENTS:
-        return ()
-    events = range(names.KV_EVENTS_PORT, names.kv_log_port(instance.ranks) + instance.ranks)
-    return (*events, names.BOOTSTRAP_PORT) if instance.engine in WITH_BOOTSTRAP else events
+def _called_ports(instance: Instance) -> Iterator[int]:
+    """Yield the ports of an instance that a gateway asks beside its API's: cache events of every rank, and more."""
+    engine = instance.record
+    if engine.events == "Zmq":
+        yield from range(names.KV_EVENTS_PORT, names.kv_log_port(instance.ranks) + instance.ranks)
+    yield from (port for one in engine.ports if one.is_called for port in range(one.first, one.last + 1))
 
 
 def _tcp(port: int) -> Object:

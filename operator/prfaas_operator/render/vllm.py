@@ -11,8 +11,9 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import PrefillPool
 from prfaas.api.engine import Transfer
+from prfaas.api.template import Resources
 from prfaas_operator.clusters.kinds import Object
-from prfaas_operator.plan.pool_status import PoolObject, engine_name, role_of
+from prfaas_operator.plan.pool_status import PoolObject, role_of
 from prfaas_operator.render import common
 from prfaas_operator.render.certificates import PATH as TLS_PATH
 from prfaas_operator.render.launch import (
@@ -30,6 +31,8 @@ UCX_TCP: Final = {"UCX_TLS": "tcp,cuda_copy,self,sm"}
 CONNECTOR_VOLUME: Final = "prfaas-connector"
 CONNECTOR_PATH: Final = "/prfaas-vllm"
 _COPY_PATH: Final = "/prfaas-copy"
+CONNECTOR_DEFAULTS: Final = Resources(requests={"cpu": "50m", "memory": "64Mi"}, limits={"cpu": "1", "memory": "256Mi"})
+"""The init container copies a few files. It requests no more CPU than the worker, since the larger request counts."""
 _ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
 _TLS_COPY: Final = f"{common.SHM_PATH}/prfaas-tls"
@@ -52,20 +55,14 @@ run with vLLM 0.32's watcher. So vLLM gets copies that are written in place, in 
 """
 
 
-def start(pool: PoolObject, terms: StartTerms) -> Start:
-    """Return how an instance of vLLM starts."""
-    name, transfer = engine_name(pool), pool.spec.engine.transfer or Transfer()
-    if name == "vllm-nixl":
-        return _with_nixl(pool, transfer)
-    return _with_mooncake(pool, transfer) if name == "vllm-mooncake" else _with_ours(pool, transfer, terms)
-
-
 def metrics_port(pool: PoolObject) -> int:
     """Return the port of our connector's metrics: the first after the data ports of all ranks."""
     return names.WORKER_DATA_PORT + gpus(pool)
 
 
-def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start:
+def start_with_ours(pool: PoolObject, terms: StartTerms) -> Start:
+    """Return how an instance of vLLM with our connector starts."""
+    transfer = _transfer_of(pool)
     extra: dict[str, Any] = {
         "host": "$(POD_IP)",
         "cluster": pool.spec.cluster_name or names.HUB,
@@ -96,25 +93,26 @@ def _with_ours(pool: PoolObject, transfer: Transfer, terms: StartTerms) -> Start
         tls_args=_TLS_ARGS,
         volumes=({"name": CONNECTOR_VOLUME, "emptyDir": {}},),
         mounts=({"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_PATH, "readOnly": True},),
-        init_containers=(_copy(terms.connector_image),),
+        init_containers=(_copy(terms.connector_image, pool.spec.template.connector_resources),),
         python_path=CONNECTOR_PATH,
     )
 
 
-def _copy(image: str) -> Object:
+def _copy(image: str, wanted: Resources) -> Object:
     """Return the init container that copies our connector into the volume."""
     return {
         "name": "connector",
         "image": image,
         "command": ["cp", "-r", f"{CONNECTOR_PATH}/.", _COPY_PATH],
-        # A quota may ask for these from every container.
-        "resources": {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}},
+        **common.resources(wanted, CONNECTOR_DEFAULTS),
         "securityContext": common.CONTAINER_SECURITY,
         "volumeMounts": [{"name": CONNECTOR_VOLUME, "mountPath": _COPY_PATH}],
     }
 
 
-def _with_nixl(pool: PoolObject, transfer: Transfer) -> Start:
+def start_with_nixl(pool: PoolObject, _: StartTerms) -> Start:
+    """Return how an instance of vLLM with NixlConnector starts."""
+    transfer = _transfer_of(pool)
     connector: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both", **_failure_policy(transfer)}
     if transfer.extra_config:
         connector["kv_connector_extra_config"] = json_values(transfer.extra_config)
@@ -128,7 +126,9 @@ def _with_nixl(pool: PoolObject, transfer: Transfer) -> Start:
     return _start(pool, connector, variables, {"side-channel": names.SIDE_CHANNEL_PORT})
 
 
-def _with_mooncake(pool: PoolObject, transfer: Transfer) -> Start:
+def start_with_mooncake(pool: PoolObject, _: StartTerms) -> Start:
+    """Return how an instance of vLLM with MooncakeConnector starts."""
+    transfer = _transfer_of(pool)
     protocol = "rdma" if transfer.protocol == "Rdma" else "tcp"
     connector = {
         "kv_connector": "MooncakeConnector",
@@ -138,6 +138,10 @@ def _with_mooncake(pool: PoolObject, transfer: Transfer) -> Start:
     }
     variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(names.BOOTSTRAP_PORT)}
     return _start(pool, connector, variables, {"bootstrap": names.BOOTSTRAP_PORT})
+
+
+def _transfer_of(pool: PoolObject) -> Transfer:
+    return pool.spec.engine.transfer or Transfer()
 
 
 def _failure_policy(transfer: Transfer) -> dict[str, str]:

@@ -17,9 +17,9 @@ class Pods:
     """The pods of a namespace, read without a process for each call."""
 
     def __init__(self, place):
-        access = kubeconfig.load(place.cluster.kubeconfig, None)
-        server = urlsplit(access.server)
-        self._api = http.client.HTTPSConnection(str(server.hostname), server.port, timeout=30, context=access.tls)
+        session = kubeconfig.load(place.cluster.kubeconfig, None)
+        server, tls = urlsplit(session.configuration.host), session._rest.ssl_context
+        self._api = http.client.HTTPSConnection(str(server.hostname), server.port, timeout=30, context=tls)
         self._path = f"/api/v1/namespaces/{place.name}/pods"
         self._turn = threading.Lock()
 

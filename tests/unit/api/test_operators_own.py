@@ -1,8 +1,8 @@
 """Proves that what a pool's owner may not set is exactly what the operator sets itself."""
 
 from prfaas.api import PrefillPool
-from prfaas.api.engine import OWN_FLAGS
 from prfaas.api.template import EnvVar, PodTemplate
+from prfaas.engines import ENGINES
 from prfaas_operator.render import common, pool_deployment
 from prfaas_operator.render.launch import StartTerms
 
@@ -18,7 +18,7 @@ def test_flags_refused_in_args_are_those_of_the_rendered_worker():
     deployment = pool_deployment.deployment(OFFLOAD, None, StartTerms(tls=True))
     (worker,) = deployment["spec"]["template"]["spec"]["containers"]
     flags = {argument.removeprefix("--") for argument in worker["args"] if argument.startswith("--")}
-    assert set(OWN_FLAGS.split("|")) == flags
+    assert set(ENGINES["prfaas"].flags) == flags
 
 
 def test_variables_refused_in_env_are_those_of_the_rendered_worker():

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from prfaas.engines import ENGINES
 from prfaas.errors import RequestError
-from prfaas_gateway.request import DYNAMOS_FIELDS, STEERING_FIELDS, read_fields
+from prfaas_gateway.request import STEERING_FIELDS, read_fields
 
 PLACE = {"prfaas": {"role": "destination", "host": "169.254.169.254", "port": 80}}
 
@@ -28,7 +29,7 @@ def test_vllms_own_way_into_the_same_field_is_closed(xargs: bytes):
         read_fields(b'{"model": "tiny", "vllm_xargs": ' + xargs + b"}", every=True)
 
 
-@pytest.mark.parametrize("field", sorted(DYNAMOS_FIELDS))
+@pytest.mark.parametrize("field", sorted(ENGINES["dynamo"].steering_objects["nvext"]))
 def test_a_client_does_not_choose_among_dynamos_workers(field: str):
     with pytest.raises(RequestError, match=f"the field {field} is set by the gateway"):
         read_fields(body(nvext={field: 7}), every=True)

@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire import headers
@@ -234,6 +235,18 @@ async def test_a_destination_that_fails_aborts_the_source(world):
     world.workers["x0"].reply, world.workers["d0"].reply = prefill, die
     await asyncio.wait_for(post(world), 30)
     await world.workers["x0"].wait_aborted()
+
+
+async def test_the_log_names_the_transfer_of_a_client_that_left(world, caplog):
+    caplog.set_level("INFO")
+    await start(world)
+    world.workers["x0"].reply = world.workers["d0"].reply = waiting
+    asking = asyncio.create_task(post(world))
+    await eventually_async(lambda: world.workers["d0"].seen, "the destination gets its leg")
+    asking.cancel()
+    (destination,) = params(world, "d0")
+    left = f"transfer_id={destination['transfer_id']} decision=offload outcome=aborted"
+    await eventually_async(lambda: left in caplog.text, "the log tells of the request")
 
 
 async def test_a_source_that_still_computes_when_the_answer_has_ended_is_aborted(world):

@@ -34,7 +34,7 @@ def write(path: Path, user: dict[str, Any], cluster: dict[str, Any] | None = Non
 
 
 def authorization(path: Path | None, context: str | None = None) -> str:
-    found = kubeconfig.load(path, context).session.authorization
+    found = kubeconfig.load(path, context).authorization
     return found() if found else ""
 
 
@@ -58,9 +58,11 @@ def test_files_lie_beside_the_kubeconfig_that_names_them(tmp_path):
     (tmp_path / "tls.key").write_bytes(AUTHORITY.key)
     user = {"client-certificate": "tls.crt", "client-key": "tls.key"}
     found = kubeconfig.load(write(tmp_path / "config", user, {"certificate-authority": "ca.crt"}), None)
-    assert (found.server, found.ca_pem) == ("https://c:6443", AUTHORITY.certificate.decode())
-    assert found.tls is not None
-    assert len(found.tls.get_ca_certs()) == 1
+    assert (found.configuration.host, found.configuration.ca_cert_data) == (
+        "https://c:6443",
+        AUTHORITY.certificate.decode(),
+    )
+    assert len(found._rest.ssl_context.get_ca_certs()) == 1
 
 
 def test_several_files_are_merged_and_the_first_one_says_which_context(tmp_path, monkeypatch):
@@ -90,8 +92,7 @@ def test_a_missing_user_is_an_error_and_no_call_goes_out_without_a_name(tmp_path
 
 def test_a_kubeconfig_may_switch_checking_off(tmp_path):
     found = kubeconfig.load(write(tmp_path / "config", {"token": "t"}, {"insecure-skip-tls-verify": True}), None)
-    assert found.tls is not None
-    assert found.tls.verify_mode == ssl.CERT_NONE
+    assert found._rest.ssl_context.verify_mode == ssl.CERT_NONE
 
 
 PLUGIN = """
@@ -165,7 +166,7 @@ def test_a_proxy_of_the_environment_is_used_as_kubectl_uses_it(tmp_path, monkeyp
         monkeypatch.setenv("NO_PROXY", no_proxy)
     inline = {"certificate-authority-data": base64.b64encode(AUTHORITY.certificate).decode()}
     path = write(tmp_path / "config", {}, {**inline, "server": server, **cluster})
-    assert kubeconfig.load(path, None).session._options["proxy"] == proxy
+    assert kubeconfig.load(path, None).configuration.proxy == proxy
 
 
 def test_a_file_that_is_no_kubeconfig_is_named(tmp_path):

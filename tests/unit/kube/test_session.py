@@ -3,6 +3,8 @@
 import asyncio
 import gzip
 import json
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -10,11 +12,10 @@ import yaml
 from aiohttp import web
 
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
-from prfaas.kube import KubeSession, ObjectKind, ObjectRef, StatusError, apply_status
-from prfaas.kube.session import CONFIG_MAP, encode_body, token_of_file
+from prfaas.kube import KubeSession, ObjectRef, StatusError
+from prfaas.kube.session import APPLY_PATCH, CONFIG_MAP, MERGE_PATCH, encode_body, token_of_file
 
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
-POLICY = ObjectRef(ObjectKind("prfaas.io/v1alpha1", "PrfaaSPolicy", "prfaaspolicies"), "n", "p")
 
 
 async def test_errors_tell_how_a_call_failed(api, session):
@@ -101,9 +102,12 @@ async def test_the_token_is_read_again_for_every_call(api, tmp_path):
             await session.call("GET", REF.path)
 
 
-async def test_a_session_outside_its_block_is_a_bug():
+async def test_a_session_after_its_end_is_a_bug(api):
+    api.put(REF)
+    async with KubeSession(api.url) as session:
+        await session.call("GET", REF.path)
     with pytest.raises(InternalError):
-        await KubeSession("http://127.0.0.1:1").call("GET", "/")
+        await session.call("GET", REF.path)
 
 
 def test_outside_a_pod_there_is_no_session(tmp_path):
@@ -113,20 +117,32 @@ def test_outside_a_pod_there_is_no_session(tmp_path):
         KubeSession.in_cluster(tmp_path, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"})
 
 
-async def test_a_status_is_applied_under_its_field_manager(api, session):
-    await apply_status(session, POLICY, {"thresholdTokens": 7}, field_manager="prfaas-scheduler")
-    method, path, headers, body = api.requests[0]
-    assert method == "PATCH"
-    assert path == (
-        "/apis/prfaas.io/v1alpha1/namespaces/n/prfaaspolicies/p/status?fieldManager=prfaas-scheduler&force=true"
-    )
-    assert headers["Content-Type"] == "application/apply-patch+yaml"
-    assert json.loads(body) == {
-        "apiVersion": "prfaas.io/v1alpha1",
-        "kind": "PrfaaSPolicy",
-        "metadata": {"name": "p", "namespace": "n"},
-        "status": {"thresholdTokens": 7},
-    }
+async def test_a_body_is_sent_as_its_type_demands(api, session):
+    body = {"data": {"face": "\U0001f600", "delete": "\x7f"}}
+    for content_type in (APPLY_PATCH, MERGE_PATCH):
+        await session.call("PATCH", f"{REF.path}?force=true", body=body, content_type=content_type)
+    (_, path, headers, applied), (_, _, _, merged) = api.requests
+    assert path == f"{REF.path}?force=true"
+    assert headers["Content-Type"].startswith("application/apply-patch+yaml")
+    assert yaml.safe_load(applied.decode()) == json.loads(merged) == body
+
+
+async def test_proxies_and_passwords_of_the_environment_are_for_no_api_server(api, session, tmp_path, monkeypatch):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    api.put(REF)
+    await session.call("GET", REF.path)
+    assert "Authorization" not in api.requests[0][2]
+
+
+@pytest.mark.system
+def test_a_process_loads_one_client_of_the_package_and_another_library_gets_all_of_it():
+    absent = {"kubernetes", "requests", "oauthlib", "urllib3"}
+    loaded = f"import sys, prfaas.kube; assert not {absent} & sys.modules.keys()"
+    whole = "import kubernetes.aio.client, kubernetes.config; kubernetes.aio.client.CoreV1Api, kubernetes.client.V1Pod"
+    subprocess.run([sys.executable, "-c", f"{loaded}; {whole}"], check=True)
 
 
 def test_a_body_reads_the_same_as_json_and_as_yaml():

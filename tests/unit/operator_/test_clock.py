@@ -3,6 +3,7 @@
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from multidict import CIMultiDict
 
 from prfaas_operator.clusters.client import ServerClock
 
@@ -23,7 +24,7 @@ def test_the_servers_clock_runs_between_answers_independently_of_ours():
     seconds = Seconds()
     clock = ServerClock(seconds)
     assert abs(clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "before an answer there is no other"
-    clock.set_from(AT_NOON)
+    clock.set_from(CIMultiDict(AT_NOON))
     assert clock.now() == NOON
     seconds.now += 90
     assert clock.now() == NOON + timedelta(seconds=90)
@@ -31,9 +32,9 @@ def test_the_servers_clock_runs_between_answers_independently_of_ours():
     assert clock.now() == NOON - timedelta(hours=1), "a server may put its clock back"
 
 
-@pytest.mark.parametrize("headers", [None, {}, {"Date": ""}, {"Date": "soon"}, {"Date": "Fri, 01 May 99999 12:00:00"}])
+@pytest.mark.parametrize("headers", [{}, {"Date": ""}, {"Date": "soon"}, {"Date": "Fri, 01 May 99999 12:00:00"}])
 def test_an_answer_without_a_date_tells_nothing(headers):
     clock = ServerClock(Seconds())
-    clock.set_from(AT_NOON)
+    clock.set_from(CIMultiDict(AT_NOON))
     clock.set_from(headers)
     assert clock.now() == NOON

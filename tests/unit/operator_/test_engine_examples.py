@@ -6,21 +6,22 @@ That an API server takes them is proven in tests/clusters/test_pool_manifests.py
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy, crd
-from prfaas.wire.routes import EngineName
+from prfaas.engines import ENGINES
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import ObservedCluster, PolicyFacts, readiness, routing_table
-from prfaas_operator.plan.pool_status import EXPERIMENTAL, Counts, engine_name, role_of
+from prfaas_operator.plan.pool_status import Counts, role_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
+EXPERIMENTAL = {name for name, one in ENGINES.items() if one.experimental}
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -35,8 +36,8 @@ def read(path: Path) -> tuple[PrfaaSPolicy, list[PrefillPool | DecodePool]]:
 
 
 def test_every_engine_has_an_example():
-    shown = {engine_name(pool) for path in EXAMPLES for pool in read(path)[1]}
-    assert shown == set(get_args(EngineName)) - {"prfaas"}
+    shown = {pool.spec.engine.record.name for path in EXAMPLES for pool in read(path)[1]}
+    assert shown == ENGINES.keys() - {"prfaas"}
 
 
 @each_example
@@ -74,7 +75,7 @@ def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
     heading = "| engine | hand-off | loop | integrity | encryption | resume | run for real |"
     table = PAGE[PAGE.index(heading) :].partition("\n\n")[0].splitlines()[2:]
     names = [row.split("|")[1].strip(" `") for row in table]
-    assert names == list(get_args(EngineName))
+    assert names == list(ENGINES)
     assert all(cell.strip() for row in table for cell in row.strip("|").split("|"))
     run = [row.strip("|").split("|")[-1].strip() for row in table]
     assert {name for name, what in zip(names, run, strict=True) if what.startswith("*experimental: ")} == set(

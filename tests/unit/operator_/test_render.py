@@ -210,7 +210,7 @@ def test_the_whole_template_reaches_the_pod(make):
     manifest = pool_deployment.deployment(make.prefill_pool(template=template), None)
     pod, worker = pod_of(manifest), worker_of(manifest)
     assert manifest["spec"]["template"]["metadata"]["annotations"] == {"a": "b", "prfaas.io/model": "tiny"}
-    assert worker["resources"] == {"limits": {"nvidia.com/gpu": 1, "memory": "80Gi"}}
+    assert worker["resources"] == template["resources"] | {"requests": {"cpu": "50m"}}
     assert (pod["nodeSelector"], pod["priorityClassName"]) == ({"gpu": "h200"}, "high")
     assert pod["tolerations"] == template["tolerations"]
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
@@ -275,11 +275,14 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
 
 
 def test_a_gateway_gets_a_share_of_a_busy_nodes_cpu_unless_its_policy_says_otherwise(make):
-    (serving, _) = pod_of(gateway.deployment(make.policy()))["containers"]
-    assert serving["resources"] == {"requests": {"cpu": "100m", "memory": "256Mi"}}
-    limits = {"limits": {"cpu": "50m"}}
-    (serving, _) = pod_of(gateway.deployment(make.policy(gateway={"resources": limits})))["containers"]
-    assert serving["resources"] == limits
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy()))["containers"]
+    memory = ({"memory": "256Mi"}, {"memory": "2Gi"})
+    assert serving["resources"] == {"requests": {"cpu": "100m", **memory[0]}, "limits": memory[1]}
+    assert "cpu" not in scheduler["resources"]["limits"]
+    own = {"resources": {"limits": {"cpu": "50m"}}, "schedulerResources": {"limits": {"cpu": "5m"}}}
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy(gateway=own)))["containers"]
+    assert serving["resources"] == {"requests": memory[0], "limits": {"cpu": "50m", **memory[1]}}
+    assert scheduler["resources"]["limits"]["cpu"] == "5m"
 
 
 def test_the_gateways_selectors_match_its_pods(make):

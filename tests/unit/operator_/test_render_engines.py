@@ -134,7 +134,6 @@ def test_our_connector_comes_into_a_stock_image(make):
     assert (copy["image"], container["image"]) == ("reg/connector:7", "vllm/vllm-openai:v0")
     assert copy["command"] == ["cp", "-r", "/prfaas-vllm/.", copy["volumeMounts"][0]["mountPath"]]
     assert copy["securityContext"] == container["securityContext"]
-    assert copy["resources"].keys() == {"requests", "limits"}, "a quota may ask for them"
     (volume,) = [one for one in pod["volumes"] if one["name"] == copy["volumeMounts"][0]["name"]]
     assert volume == {"name": "prfaas-connector", "emptyDir": {}}
     mount = {"name": volume["name"], "mountPath": "/prfaas-vllm", "readOnly": True}

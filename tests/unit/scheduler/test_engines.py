@@ -2,13 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from prfaas.wire.routes import Cluster, EngineName, Instance
+from prfaas.engines import ENGINES
+from prfaas.wire.routes import Cluster, Instance
 from prfaas_scheduler import engines
-from prfaas_scheduler.engines import ENGINES
+from prfaas_scheduler.engines import queries_of
 from prfaas_scheduler.queries import long_query, sample_time_query, short_query
 
 QUERIES = [
@@ -28,14 +28,15 @@ def of_engine(table, engine):
 
 
 def test_every_engine_has_an_adapter():
-    assert set(get_args(EngineName)) <= ENGINES.keys()
+    assert {one.metrics for one in ENGINES.values()} == engines.QUERIES.keys()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_adapter_answers_facts_that_have_a_name(engine):
     known = set((engines.__doc__ or "").replace(",", " ").split())
-    assert ENGINES[engine].short.keys() | ENGINES[engine].long.keys() | ENGINES[engine].lacks.keys() <= known
-    assert "instances_sampled_at_seconds" in ENGINES[engine].short, "otherwise a dead link looks like a quiet one"
+    queries = queries_of(engine)
+    assert queries.short.keys() | queries.long.keys() | queries.lacks.keys() <= known
+    assert "instances_sampled_at_seconds" in queries.short, "otherwise a dead link looks like a quiet one"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -83,7 +84,7 @@ def test_a_query_that_names_no_sample_has_no_time():
 
 def test_every_name_in_the_queries_of_vllm_is_in_the_metrics_of_a_running_server():
     text = (Path(__file__).parent / "vllm-0.32.0.metrics.txt").read_text()
-    queries = [*ENGINES["vllm-nixl"].short.values(), *ENGINES["vllm-nixl"].long.values()]
+    queries = [*engines.VLLM.short.values(), *engines.VLLM.long.values()]
     names = {name for query in queries for name in re.findall(r"vllm:\w+", query)}
     assert len(names) > 10
     assert {name for name in names if not re.search(rf'^{name}{{engine="0"', text, re.MULTILINE)} == set()

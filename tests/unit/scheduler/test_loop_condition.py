@@ -2,12 +2,12 @@
 
 import pytest
 
+from prfaas.engines import ENGINES
 from prfaas.errors import UnreachableError
 from prfaas.routing.links import LinkSample
 from prfaas.wire.profile import PoolProfile, Profile
 from prfaas.wire.routes import Instance, Threshold
 from prfaas_scheduler.conditions import LoopCondition, caches_fit, lacking
-from prfaas_scheduler.engines import ENGINES
 from prfaas_scheduler.measure import CacheSizes, Measurements
 
 PROFILE = Profile(state_bytes=1, token_bytes=2, token_seconds=1e-3, samples=9)

@@ -34,7 +34,14 @@ class ApiServer:
             return await self._lease(request)
         if request.method == "PATCH" and request.path == f"{POLICY}/status":
             assert request.query == {"fieldManager": "prfaas-scheduler", "force": "true"}
-            self.writes.append((json.loads(await request.read()))["status"])
+            assert request.content_type == "application/apply-patch+yaml"
+            body = json.loads(await request.read())
+            assert (body["apiVersion"], body["kind"], body["metadata"]) == (
+                "prfaas.io/v1alpha1",
+                "PrfaaSPolicy",
+                {"name": "kimi", "namespace": "prfaas"},
+            )
+            self.writes.append(body["status"])
             self.conditions = self.writes[-1]["conditions"]
             return web.json_response({})
         assert (request.method, request.path) == ("GET", f"{POLICY}/status")

@@ -15,11 +15,10 @@ from prfaas.simulate.request import Arrival, Request
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.run import Faults
 from prfaas.simulate.scenario import Failure, LinkShape, Scenario
-from prfaas.telemetry.tracing import OFF
 from prfaas.wire.control import ThresholdUpdate
-from prfaas.wire.trace import NO_TRACE
+from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import GatewayRequest, PromptFacts
 from prfaas_gateway.state import GatewayState
 
 from .worlds import linear, threshold, world
@@ -37,15 +36,12 @@ class Live:
 
     def facts(self, request: Request) -> RoutingFacts:
         profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
-        served = GatewayRequest(
-            OFF.start("request", NO_TRACE),
-            request_id=str(request.index),
-            total_tokens=request.total_tokens,
-            cached_on=self.process.caches.found(request),
-            profiles=profiles,
-            tried=request.tried,
+        received = GatewayRequest(
+            api=API_ROUTES["/v1/completions"], request_id=str(request.index), model="", body=b"", fields={}, headers={}
         )
-        return self.state.facts(served)
+        cached_on = self.process.caches.found(request)
+        prompt = PromptFacts(request.total_tokens, cached_on=cached_on, profiles=profiles)
+        return self.state.facts(received, prompt, request.tried)
 
 
 def conversations(seed: int, count: int = 200) -> list[Request]:

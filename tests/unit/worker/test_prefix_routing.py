@@ -12,13 +12,12 @@ import aiohttp
 import pytest
 
 from prfaas.names import HUB
-from prfaas.telemetry.tracing import OFF
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
-from prfaas.wire.trace import NO_TRACE
+from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.options import GatewayOptions
-from prfaas_gateway.request import GatewayRequest, read_fields
+from prfaas_gateway.request import GatewayRequest, PromptFacts, read_fields
 from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
@@ -112,17 +111,16 @@ def managers(monkeypatch) -> list[KvManager]:
     return made
 
 
-async def known(manager: KvManager, prompt: str) -> GatewayRequest:
+async def known(manager: KvManager, prompt: str) -> PromptFacts:
     """What the gateway knows of a prompt, each of whose bytes is a token."""
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
-    request = GatewayRequest(OFF.start("request", NO_TRACE), body=body)
-    request.model, request.fields = read_fields(body, every=False)
-    request.total_tokens = len(prompt)
-    await manager.find(request)
-    return request
+    model, fields = read_fields(body, every=False)
+    api = API_ROUTES["/v1/completions"]
+    request = GatewayRequest(api=api, request_id="", model=model, body=body, fields=fields, headers={})
+    return await manager.find(request, PromptFacts(len(prompt)))
 
 
-async def until_known(managers: list[KvManager], prompt: str, true: Callable[[GatewayRequest], bool]) -> None:
+async def until_known(managers: list[KvManager], prompt: str, true: Callable[[PromptFacts], bool]) -> None:
     """Wait until what the first gateway knows of a prompt is enough."""
 
     async def is_known() -> bool:

@@ -1,0 +1,54 @@
+"""Proves that a received request never changes and that its body is read once; what becomes of it stands in the log."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from prfaas.errors import RequestError
+from prfaas.wire import headers
+from prfaas_gateway import request
+from prfaas_gateway.api import API_ROUTES
+from prfaas_gateway.request import GatewayRequest, read_fields
+
+BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
+
+
+def received(body: bytes = BODY, *, every: bool = False) -> GatewayRequest:
+    model, found = read_fields(body, every=every)
+    api = API_ROUTES["/v1/completions"]
+    return GatewayRequest(
+        api=api, request_id="r", model=model, body=body, fields=found, has_every_field=every, headers={}
+    )
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(GatewayRequest)])
+def test_a_received_request_never_changes(name):
+    with pytest.raises(FrozenInstanceError):
+        setattr(received(), name, None)
+
+
+@pytest.mark.parametrize(("every", "times"), [(False, 1), (True, 0)])
+def test_an_engine_that_comes_later_has_the_body_read_once_more_and_not_at_each_attempt(monkeypatch, every, times):
+    one, read = received(every=every), []
+    monkeypatch.setattr(request, "read_fields", lambda *given, **how: read.append(how) or read_fields(*given, **how))
+    assert {name: bytes(raw) for name, raw in one.every_field.items()} == {
+        "model": b'"m"',
+        "prompt": b'"x"',
+        "seed": b"7",
+    }
+    assert one.every_field is one.every_field
+    assert len(read) == times
+
+
+def test_a_field_that_steers_caches_is_refused_also_then():
+    one = received(b'{"model": "m", "prompt": "x", "kv_transfer_params": {}}')
+    for _ in range(2):
+        with pytest.raises(RequestError, match="kv_transfer_params"):
+            _ = one.every_field
+
+
+async def test_the_log_names_a_request_whose_body_is_refused(world, caplog):
+    caplog.set_level("INFO")
+    await world.start("d0")
+    assert (await world.post(b"{", headers={headers.REQUEST_ID: "damaged-1"})).status == 400
+    assert "request request_id=damaged-1 decision=none outcome=invalid estimated_tokens=0 status=400" in caplog.text
