@@ -185,7 +185,7 @@ def _encryption_of(one: EngineRecord) -> str:
 
 def port_rows() -> list[tuple[str, ...]]:
     """Return the ports of each engine."""
-    rows = [("all", "8000 API and metrics; 8001 caches", "8000, 8001")]
+    rows = [("all", "8000 API and metrics; 8001 caches, of `prfaas` and `vllm-prfaas`", "8000, 8001")]
     for one in ENGINES.values():
         words = [f"{port.first}{' and up' if port.last > port.first else ''}: {port.what}" for port in one.all_ports]
         opened = [

@@ -1,4 +1,4 @@
-"""What each engine is: one frozen record an engine. No other file tests an engine's name.
+"""What each engine is: one frozen record an engine. No other file of the product tests an engine's name.
 
 Every part reads from the record what it needs: the operator what a pool may set and what its instances get, the routing
 which instances serve together, the gateway which APIs, events and hand-offs an engine has, the scheduler which metrics.
@@ -88,6 +88,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ports beside 8000, 8001 and those of cache events."""
     chosen_ports: str = ""
     """What crosses at ports that instances choose and announce with their pod's address; empty if nothing does."""
+    memory_gib: int = 128
+    """The default limit of the host's memory, for each GPU: weights pass through it, and caches may wait there."""
     uses_shared_memory: bool = False
     """Whether processes of an instance share memory, in `/dev/shm`."""
     caps_egress: bool = False
@@ -147,9 +149,9 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.roles in {"Both", "Assigned"}
 
     @property
-    def is_steered(self) -> bool:
-        """Whether the gateway has to read every field of a body for it."""
-        return bool(self.steering_fields or self.steering_objects)
+    def needs_every_field(self) -> bool:
+        """Whether the gateway reads every field of a body: some are refused, or decide whether a hand-off takes it."""
+        return bool(self.steering_fields or self.steering_objects or self.is_one_sequence)
 
     @property
     def all_ports(self) -> tuple[PortRange, ...]:
@@ -178,6 +180,7 @@ _PRFAAS: Final = EngineRecord(
         *("drain-seconds", "egress-file", "tls-dir"),
     ),
     roles="Assigned",
+    memory_gib=32,
     caps_egress=True,
     apis=_COMPLETIONS,
     hand_offs=_COMPLETIONS,

@@ -55,7 +55,7 @@ class Dispatcher:
         parts = self._parts
         with parts.auth.admitted(http) as meter:
             progress.client = meter.client.name
-            request = await receive(http, progress, parts.limits, every_field=parts.state.reads_whole_bodies)
+            request = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
             estimated_tokens = parts.state.estimator.tokens(len(request.body)) if request.api.prefills else 0
             progress.prompt = PromptFacts(estimated_tokens, without_hand_off(request))
             if request.api.prefills:

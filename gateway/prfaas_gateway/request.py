@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -243,8 +243,10 @@ class Progress:
         return fields
 
 
-async def receive(http: web.Request, progress: Progress, limits: Limits, *, every_field: bool) -> GatewayRequest:
-    """Read and check a request's headers and body.
+async def receive(
+    http: web.Request, progress: Progress, limits: Limits, needs_every_field: Callable[[], bool]
+) -> GatewayRequest:
+    """Read and check a request's headers and body; `needs_every_field` is asked once the body is there.
 
     Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
     one, 400 for one that is not a JSON object with a model, and for a bad header.
@@ -254,6 +256,7 @@ async def receive(http: web.Request, progress: Progress, limits: Limits, *, ever
     body = await _read_body(http, limits, deadline_seconds)
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
+    every_field = needs_every_field()  # a routing table may have come with the body
     model, fields = read_fields(body, every=every_field)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent[headers.REQUEST_ID] = request_id

@@ -63,7 +63,7 @@ class GatewayState:
     def set_table(self, table: RoutingTable) -> None:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
-        self.reads_whole_bodies = any(one.record.is_steered for one in table.instances)
+        self.reads_whole_bodies = any(one.record.needs_every_field for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()

@@ -168,7 +168,7 @@ class GatewaySpec(ApiModel):
     image: Image = "prfaas/gateway:0.1.0"
     """Container image of the gateway and its scheduler sidecar."""
     resources: Resources = Resources()
-    """Requests and limits of the gateway container. Unless named here: 100m of cpu; 256Mi of memory, at most 2Gi."""
+    """Requests and limits of the gateway container. Unless named here: 100m of cpu; 256Mi of memory, at most 4Gi."""
     scheduler_resources: Resources = Resources()
     """The same of the scheduler container. Unless named here: 25m of cpu; 64Mi of memory, at most 256Mi."""
     api_keys_secret_ref: ApiKeysSecretRef | None = None

@@ -313,8 +313,8 @@ class PodTemplate(ApiModel):
     annotations: Annotated[dict[LabelKey, LongText], Field(max_length=32), LABEL_KEYS] = {}
     """Annotations added to the pods."""
     resources: Resources = Resources()
-    """Requests and limits of the worker container. Unless named here: 50m of cpu; 1Gi of memory, at most 8Gi, or 128Gi
-    for each GPU.
+    """Requests and limits of the worker container. Unless named here: 50m of cpu; 1Gi of memory, at most 32Gi, and
+    128Gi for each GPU of another engine than prfaas.
     """
     connector_resources: Resources = Resources()
     """The same of the init container that brings our connector to vLLM. Unless named here: 50m of cpu, at most 1; 64Mi

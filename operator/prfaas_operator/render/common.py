@@ -1,6 +1,7 @@
 """Parts of every manifest: labels, owners, names and the hardened security context."""
 
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from typing import Any, Final
 
 from prfaas import names
@@ -96,15 +97,26 @@ def http_probe(path: str, port: str, *, period_seconds: int, failures: int) -> O
 def resources(wanted: Resources, default: Resources) -> Object:
     """Return the `resources` field of a container: its owner's, and the defaults of what the owner does not name.
 
-    What the owner names in either part is the owner's alone: a default beside it could contradict it.
+    A limit that the owner names is the request, too, as Kubernetes has it. A request that the owner names raises the
+    default limit, which may not be below it.
     """
-    named = wanted.requests.keys() | wanted.limits.keys()
+    requests = {name: value for name, value in default.requests.items() if name not in wanted.limits} | wanted.requests
+    limits = {name: max(value, requests.get(name, 0), key=_amount) for name, value in default.limits.items()}
+    return {"resources": {"requests": requests, "limits": limits | wanted.limits}}
 
-    def filled(own: Mapping[str, int | str], defaults: Mapping[str, int | str]) -> Object:
-        return {**own, **{name: quantity for name, quantity in defaults.items() if name not in named}}
 
-    parts = {"requests": filled(wanted.requests, default.requests), "limits": filled(wanted.limits, default.limits)}
-    return {"resources": {name: part for name, part in parts.items() if part}}
+_UNITS: Final = {unit: 10 ** (3 * power) for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E"))} | {
+    f"{unit}i": 1024**power for power, unit in enumerate("KMGTPE", 1)
+}
+
+
+def _amount(quantity: int | str) -> Decimal:
+    """Return the number of a Kubernetes quantity such as `500m`, `1e3` or `8Gi`."""
+    text = str(quantity)
+    number = text.rstrip("numkKMGTPEi")
+    unit = text[len(number) :]
+    small = {"m": 3, "u": 6, "n": 9}.get(unit)
+    return Decimal(number) * _UNITS[unit] if small is None else Decimal(number).scaleb(-small)
 
 
 def policy_labels(policy: PrfaaSPolicy) -> dict[str, str]:

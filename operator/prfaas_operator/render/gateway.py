@@ -22,7 +22,7 @@ CONTROL_SOCKET: Final = f"{SHARED_PATH}/control.sock"
 KEYS_VOLUME: Final = "api-keys"
 KEYS_PATH: Final = "/etc/prfaas/keys"
 TMP_VOLUME: Final = "tmp"
-GATEWAY_DEFAULTS: Final = Resources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "2Gi"})
+GATEWAY_DEFAULTS: Final = Resources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "4Gi"})
 """Beside engines that take every core, a gateway without a share of the CPU misses its probes and becomes unready; a
 limit of the CPU could do the same. A busy gateway takes 80 MiB, and its full index 700 MB more. The rest is for bodies.
 """

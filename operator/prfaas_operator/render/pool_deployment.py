@@ -30,12 +30,6 @@ from prfaas_operator.render.launch import DEFAULT_TERMS, Start, StartTerms, gpus
 SETTINGS_VOLUME: Final = "prfaas-settings"
 SPREAD: Final = (Spread(topology_key="topology.kubernetes.io/zone"), Spread(topology_key="kubernetes.io/hostname"))
 """Spread of instances unless the pool sets its own: as far apart as possible, so that a lost node has few of them."""
-MEMORY_GIB: Final = 8
-"""Limit of an instance without a device: an idle worker takes 717 MiB, its cache on a CPU 1 GiB, transfers 256 MiB. The
-rest is for a small model. The requested CPU is below a gateway's, which must answer probes beside busy instances.
-"""
-GPU_MEMORY_GIB: Final = 128
-"""Limit for each GPU, as in examples/engines: weights pass through the host's memory, and caches may wait there."""
 TMP_VOLUME: Final = "prfaas-tmp"
 SHM_VOLUME: Final = "prfaas-shm"
 PYTHON_PATH: Final = "PYTHONPATH"
@@ -172,10 +166,13 @@ def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bo
 
 
 def default_resources(pool: PoolObject) -> Resources:
-    """Return what an instance requests, and may not exceed, of what its pool does not name."""
-    has_device = any("/" in name for name in pool.spec.template.resources.limits)
-    memory_gib = GPU_MEMORY_GIB * gpus(pool) if has_device else MEMORY_GIB
-    return Resources(requests={"cpu": "50m", "memory": "1Gi"}, limits={"memory": f"{memory_gib}Gi"})
+    """Return what an instance requests, and may not exceed, of what its pool does not name.
+
+    The requested CPU is below a gateway's, which must answer probes beside busy instances. The requested memory is that
+    of an idle worker with its cache on a CPU. The limit exists for quotas, so it is wide.
+    """
+    memory = f"{pool.spec.engine.record.memory_gib * gpus(pool)}Gi"
+    return Resources(requests={"cpu": "50m", "memory": "1Gi"}, limits={"memory": memory})
 
 
 def _environment(pool: PoolObject, begin: Start) -> list[Object]:

@@ -8,7 +8,7 @@ from tests.containers import containers_in
 
 pytestmark = pytest.mark.clusters
 
-HARD = {"requests.cpu": "8", "requests.memory": "64Gi", "limits.memory": "256Gi"}
+HARD = {"requests.cpu": "8", "requests.memory": "64Gi", "limits.memory": "512Gi"}
 QUOTA = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "compute"}, "spec": {"hard": HARD}}
 
 

@@ -13,6 +13,7 @@ from prfaas.api.crd import structural
 from prfaas.api.decodepool import DecodePoolSpec
 from prfaas.api.prfaaspolicy import GatewaySpec
 from prfaas.api.template import PodTemplate, Resources
+from prfaas.engines import ENGINES
 from prfaas_operator.render import certificates, gateway, pool_deployment, vllm
 from prfaas_operator.render.launch import StartTerms
 
@@ -81,19 +82,29 @@ def test_an_instances_memory_grows_with_its_gpus(make):
         return containers_in(pool_deployment.deployment(wanted, None))[-1]["resources"]["limits"]["memory"]
 
     four = {"parallelism": {"tensor": 4}, "template": {"resources": {"limits": {"nvidia.com/gpu": 4}}}}
-    assert (limit(), limit(template=GPU), limit(**four)) == ("8Gi", "128Gi", "512Gi")
+    assert (limit(), limit(template=GPU), limit(**four)) == ("128Gi", "128Gi", "512Gi")
 
 
 @pytest.mark.parametrize(
     ("wanted", "rendered"),
     [
         ({"limits": {"memory": "64Mi"}}, {"requests": {"cpu": "50m"}, "limits": {"memory": "64Mi", "cpu": "1"}}),
-        ({"requests": {"memory": "1Gi"}}, {"requests": {"memory": "1Gi", "cpu": "50m"}, "limits": {"cpu": "1"}}),
-        ({"requests": {"cpu": 2}, "limits": {"memory": "2Gi"}}, {"requests": {"cpu": 2}, "limits": {"memory": "2Gi"}}),
+        (
+            {"requests": {"memory": "1.5e8"}},
+            {"requests": {"memory": "1.5e8", "cpu": "50m"}, "limits": {"cpu": "1", "memory": "256Mi"}},
+        ),
+        (
+            {"requests": {"memory": "269M", "cpu": "1001m"}},
+            {"requests": {"memory": "269M", "cpu": "1001m"}, "limits": {"cpu": "1001m", "memory": "269M"}},
+        ),
+        (
+            {"requests": {"cpu": 2}, "limits": {"memory": "2Gi"}},
+            {"requests": {"cpu": 2}, "limits": {"memory": "2Gi", "cpu": 2}},
+        ),
     ],
-    ids=["limit", "request", "both"],
+    ids=["limit", "request", "large-request", "both"],
 )
-def test_what_an_owner_names_has_no_default_beside_it(make, wanted, rendered):
+def test_a_default_never_contradicts_what_an_owner_names(make, wanted, rendered):
     """A default request above the owner's limit would be refused, and a limit below the owner's request, too."""
     pool = make.decode_pool(engine=STOCK_VLLM, model=MODEL, template={"connectorResources": wanted})
     assert containers_in(pool_deployment.deployment(pool, None))[0]["resources"] == rendered
@@ -108,7 +119,7 @@ def test_the_fields_say_their_defaults(make):
         (template["connectorResources"], vllm.CONNECTOR_DEFAULTS),
     ):
         assert text_of(default) in field["description"]
-    assert f"{pool_deployment.GPU_MEMORY_GIB}Gi for each GPU" in template["resources"]["description"]
+    assert f"{ENGINES['vllm-prfaas'].memory_gib}Gi for each GPU" in template["resources"]["description"]
 
 
 def text_of(default: Resources) -> str:
