@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import kopf
-
 from prfaas.errors import ConfigError
 from prfaas.ports import url_host
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
@@ -24,6 +22,7 @@ from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.loop import Controller
 from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.election import Election, Shutdown
+from prfaas_operator.kopf import kopf
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.longloop import PolicyBalancer

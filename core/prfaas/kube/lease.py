@@ -58,9 +58,11 @@ class LeaseHolder:
             if error.status != NOT_FOUND:
                 raise
             lease: Object = {}
-        may_hold = self._may_take(lease.get("spec") or {}) and await self._write(lease, timeout_seconds)
-        # From before the calls: the others may have seen the new record from any moment since.
-        self._held_until = started + self._duration_seconds * 2 / 3 if may_hold else NEVER
+        if not self._may_take(lease.get("spec") or {}):
+            self._held_until = NEVER
+        elif await self._write(lease, timeout_seconds):
+            # From before the calls: the others may have seen the new record from any moment since.
+            self._held_until = started + self._duration_seconds * 2 / 3
         return self.is_holder
 
     async def release(self, timeout_seconds: float = 2.0) -> None:
@@ -89,7 +91,7 @@ class LeaseHolder:
         return not holder or holder == self._identity or silent_seconds >= duration_seconds
 
     async def _write(self, lease: Object, timeout_seconds: float) -> bool:
-        """Write the Lease in our name; return False if another replica was faster."""
+        """Write the Lease in our name; return False if it changed meanwhile."""
         # A MicroTime, which has exactly six digits behind the second.
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old: Object = lease.get("spec") or {}

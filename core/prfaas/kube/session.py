@@ -35,6 +35,8 @@ DEFAULT_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
 MAX_REFUSAL_BYTES = 1 << 20
+READ_BUFFER_BYTES = 1 << 16
+"""The package's own is 2 MiB a connection, twice where an answer is compressed."""
 
 Object = dict[str, Any]
 """An object of the API server's, as JSON has it."""
@@ -121,17 +123,15 @@ class KubeSession:
         self.configuration = Configuration(
             server.rstrip("/"),
             # The environment's proxies and ~/.netrc are for no API server but those of a person's kubeconfig.
-            client_session_kwargs={"trust_env": False, "middlewares": (_refuse_redirect,)},
+            client_session_kwargs={
+                "trust_env": False,
+                "middlewares": (_refuse_redirect,),
+                "read_bufsize": READ_BUFFER_BYTES,
+            },
             **settings,
         )
-        # The ssl module loads certificates from files only; they are deleted again before the first call.
-        with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
-            for field, text in (("cert_file", certificate), ("key_file", key)):
-                if text:
-                    path = Path(directory, field)
-                    path.write_text(text)
-                    setattr(self.configuration, field, str(path))
-            self._rest: Any = RESTClientObject(self.configuration)
+        self._rest = _rest_client(self.configuration, certificate, key)
+        self._is_closed = False
 
     @classmethod
     def in_cluster(
@@ -156,6 +156,7 @@ class KubeSession:
             raise ConfigError(f"{authority} cannot be read ({error}): give the pod a service account") from error
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._rest.close()
 
     async def __aenter__(self) -> Self:
@@ -187,7 +188,7 @@ class KubeSession:
         on_answer: OnAnswer | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read."""
-        if self._rest.pool_manager is not None and self._rest.pool_manager.closed:
+        if self._is_closed:
             raise InternalError("KubeSession is used after its end")
         url = f"{self.configuration.host}{path}"
         headers = {"Content-Type": content_type}
@@ -196,7 +197,12 @@ class KubeSession:
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, CONNECT_SECONDS))
         data = encode_body(body) if body is not None and content_type == APPLY_PATCH else body
         try:
-            answer = await self._rest.request(method, url, headers, data, _request_timeout=timeout)
+            try:
+                answer = await self._rest.request(method, url, headers, data, _request_timeout=timeout)
+            except StatusError as redirect:
+                if on_answer is not None:
+                    on_answer(redirect.status, redirect.headers)
+                raise
             async with answer.response as response:
                 if on_answer is not None:
                     on_answer(response.status, response.headers)
@@ -206,6 +212,22 @@ class KubeSession:
         except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
             what = f"{method} {url.partition('?')[0]}"
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
+
+
+def _rest_client(configuration: Configuration, certificate: str, key: str) -> Any:
+    """Return the package's client. The ssl module loads a certificate from files only, which are deleted at once."""
+    texts = {name: text for name, text in (("cert_file", certificate), ("key_file", key)) if text}
+    if not texts:
+        return RESTClientObject(configuration)  # no file is written: a pod may have a read-only root
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as directory:
+        for name, text in texts.items():
+            path = Path(directory, name)
+            path.touch(mode=0o600)
+            path.write_text(text)
+            setattr(configuration, name, str(path))
+        client = RESTClientObject(configuration)
+    configuration.cert_file = configuration.key_file = None
+    return client
 
 
 async def _refusal(method: str, url: str, response: aiohttp.ClientResponse) -> StatusError:

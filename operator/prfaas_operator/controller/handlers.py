@@ -22,7 +22,6 @@ from collections.abc import Awaitable, Callable, Collection
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-import kopf
 import msgspec
 
 from prfaas.errors import PrfaasError
@@ -30,6 +29,7 @@ from prfaas.kube.session import ObjectKind
 from prfaas.names import FINALIZER, GROUP, VERSION
 from prfaas_operator.controller.loop import Controller
 from prfaas_operator.controller.queue import Ref
+from prfaas_operator.kopf import kopf
 from prfaas_operator.logs import is_refusal
 
 log = logging.getLogger(__name__)

@@ -72,6 +72,22 @@ async def test_of_two_writers_the_slower_loses(two, api, clock):
     assert not second.is_holder
 
 
+async def test_a_holder_whose_renewal_meets_another_edit_stays_so_until_its_time_ends(two, api, clock):
+    first, second = two
+    await first.acquire_or_renew()
+    lease = next(iter(api.objects.values()))
+
+    async def stale(_request):
+        return web.json_response(lease | {"metadata": lease["metadata"] | {"resourceVersion": "1"}})
+
+    clock.seconds += 5
+    await second.acquire_or_renew()  # which sees it held
+    api.misbehave.append(stale)
+    assert await first.acquire_or_renew()
+    clock.seconds += 5.1
+    assert not first.is_holder
+
+
 async def test_a_holder_cut_off_from_the_server_stops_by_itself(two, api, clock):
     first, _ = two
     await first.acquire_or_renew()

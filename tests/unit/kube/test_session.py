@@ -5,12 +5,14 @@ import gzip
 import json
 import subprocess
 import sys
+from datetime import UTC, datetime
 
 import msgspec
 import pytest
 import yaml
 from aiohttp import web
 
+from prfaas import identity
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef, StatusError
 from prfaas.kube.session import APPLY_PATCH, CONFIG_MAP, MERGE_PATCH, encode_body, token_of_file
@@ -46,9 +48,15 @@ async def test_a_server_cannot_send_a_call_elsewhere(api, session):
         return web.Response(status=307, headers={"Location": f"{api.url}/latest/meta-data"})
 
     api.misbehave.append(elsewhere)
+
+    async def read() -> None:
+        async with session.stream("GET", REF.path, on_answer=lambda status, _: seen.append(status)):
+            pass
+
+    seen: list[int] = []
     with pytest.raises(StatusError) as refusal:
-        await session.call("GET", REF.path)
-    assert refusal.value.status == 307
+        await read()
+    assert [refusal.value.status] == seen == [307]
     assert [path for _, path, _, _ in api.requests] == [REF.path]
 
 
@@ -110,6 +118,27 @@ async def test_a_session_after_its_end_is_a_bug(api):
         await session.call("GET", REF.path)
 
 
+async def test_a_session_that_ended_before_its_first_call_makes_none(api, session):
+    await session.close()
+    with pytest.raises(InternalError):
+        await session.call("GET", REF.path)
+    assert api.requests == []
+
+
+async def test_a_pod_with_a_read_only_root_has_a_session(tmp_path, monkeypatch):
+    """Like the pod of `helm test`, which has no volume to write to."""
+    authority = identity.make_authority("ca", identity.valid_for(datetime.now(UTC), 1))
+    (tmp_path / "ca.crt").write_bytes(authority.certificate)
+
+    def refuse(*_: object, **__: object):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+    async with KubeSession.in_cluster(tmp_path, environment) as session:
+        assert session.configuration.host == "https://127.0.0.1:1"
+
+
 def test_outside_a_pod_there_is_no_session(tmp_path):
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
         KubeSession.in_cluster(tmp_path, {})
@@ -130,6 +159,8 @@ async def test_a_body_is_sent_as_its_type_demands(api, session):
 async def test_proxies_and_passwords_of_the_environment_are_for_no_api_server(api, session, tmp_path, monkeypatch):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     api.put(REF)
