@@ -276,7 +276,7 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
 
 def test_a_gateway_gets_a_share_of_a_busy_nodes_cpu_unless_its_policy_says_otherwise(make):
     (serving, scheduler) = pod_of(gateway.deployment(make.policy()))["containers"]
-    memory = ({"memory": "256Mi"}, {"memory": "2Gi"})
+    memory = ({"memory": "256Mi"}, {"memory": "4Gi"})
     assert serving["resources"] == {"requests": {"cpu": "100m", **memory[0]}, "limits": memory[1]}
     assert "cpu" not in scheduler["resources"]["limits"]
     own = {"resources": {"limits": {"cpu": "50m"}}, "schedulerResources": {"limits": {"cpu": "5m"}}}
