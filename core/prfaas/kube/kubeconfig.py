@@ -19,6 +19,7 @@ from urllib.request import getproxies_environment
 import yaml
 
 from prfaas.errors import ConfigError
+from prfaas.kube.package import needs_no_proxy
 from prfaas.kube.session import DEFAULT_CONNECTIONS, Authorization, KubeSession, bearer, token_of_file
 
 EXEC_SECONDS: Final = 120.0
@@ -60,9 +61,7 @@ def _proxy_of_environment(server: str) -> str | None:
     proxy = proxies.get(urlsplit(server).scheme)
     if not proxy:
         return None
-    from kubernetes.client.rest import should_bypass_proxies  # loads the synchronous client, which few need
-
-    if should_bypass_proxies(server, f"{THIS_MACHINE},{proxies.get('no', '')}"):
+    if needs_no_proxy(server, f"{THIS_MACHINE},{proxies.get('no', '')}"):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
