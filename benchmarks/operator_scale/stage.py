@@ -209,7 +209,7 @@ async def staged(tools: Tools, folder: Path) -> AsyncIterator[Stage]:
             resource("MemberCluster", CLUSTER, **reference),
         )
         contexts = [KubeContext(place.kubeconfig, None, place.namespace) for place in places]
-        hub, member = [(await stack.enter_async_context(open_context(one))).cluster for one in contexts]
+        hub, member = [await stack.enter_async_context(open_context(one)) for one in contexts]
         kubelets = [asyncio.create_task(Kubelets(one, subnet).run()) for one, subnet in ((hub, 1), (member, 2))]
         try:
             yield Stage(hub, member, places, relay, folder)

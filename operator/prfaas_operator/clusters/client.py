@@ -111,7 +111,7 @@ class ClusterClient:
         self._may_write = may_write
         self._label = label
         self._field_manager = field_manager
-        self._session = session
+        self.session = session
         self._throttle = Throttle()
         self._clock = ServerClock()
 
@@ -120,10 +120,10 @@ class ClusterClient:
         return self._clock.now()
 
     def use_token(self, token: str) -> None:
-        self._session.authorization = bearer(token)
+        self.session.authorization = bearer(token)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def version(self) -> str:
         """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
@@ -215,7 +215,7 @@ class ClusterClient:
         if not await self._throttle.turn():
             raise self._overdue(what)
         with self._exchange("watch", what) as note:
-            async for event in watch_events(self._session, path, since, on_answer=note, **options):
+            async for event in watch_events(self.session, path, since, on_answer=note, **options):
                 yield event
 
     async def _call(
@@ -239,7 +239,7 @@ class ClusterClient:
                 if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
                 with contextlib.suppress(_BusyError), self._exchange(method.lower(), what) as note:
-                    return await self._session.call(method, path, timeout_seconds=CALL_SECONDS, on_answer=note, **sent)
+                    return await self.session.call(method, path, timeout_seconds=CALL_SECONDS, on_answer=note, **sent)
         raise errors.ClusterUnreachableError(f"{self._label} is too busy, also after {TRIES} tries ({what})")
 
     def _overdue(self, what: str) -> errors.ClusterUnreachableError:

@@ -30,14 +30,6 @@ class KubeContext(NamedTuple):
     namespace: str
 
 
-class Terminal(NamedTuple):
-    """A cluster as a person's kubeconfig reaches it, with its address and CA."""
-
-    cluster: ClusterClient
-    server: str
-    ca_pem: str
-
-
 def hub_session() -> KubeSession:
     """Return a session with the cluster of this process, or with the one of $KUBECONFIG if set."""
     try:
@@ -51,13 +43,12 @@ def hub_session() -> KubeSession:
 
 
 @asynccontextmanager
-async def open_context(kube_context: KubeContext) -> AsyncIterator[Terminal]:
+async def open_context(kube_context: KubeContext) -> AsyncIterator[ClusterClient]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
     session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
     where = f"context {kube_context.context or 'current'} of {kube_context.kubeconfig or 'the kubeconfig'}"
     async with session:
-        cluster = ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
-        yield Terminal(cluster, session.configuration.host, str(session.configuration.ca_cert_data))
+        yield ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
 
 
 async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
