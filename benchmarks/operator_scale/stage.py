@@ -112,9 +112,9 @@ class Kubelets:
 async def follow(cluster: ClusterClient, kind: ObjectKind) -> AsyncIterator[Object]:
     """Yield every object of a kind, and again whenever it changes."""
     since = ""
-    async for page in cluster.pages(kind):
-        since = page.resource_version
-        for item in page.items:
+    async for items, version in cluster.pages(kind):
+        since = version
+        for item in items:
             yield item
     while True:
         async for event in cluster.watch(kind, selector="", since=since):

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from prfaas.conditions import ConditionState, conditions_body, rfc3339
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef
-from prfaas.kube.session import APPLY_PATCH, with_query
+from prfaas.kube.session import encode_body
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
 from prfaas.routing.controller import Step
 from prfaas.util import LogOnce
@@ -235,8 +235,9 @@ class Publisher:
         metadata = {"name": self._policy.name, "namespace": self._policy.namespace}
         body = {"apiVersion": POLICY.api_version, "kind": POLICY.name, "metadata": metadata, "status": status}
         # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
-        path = with_query(f"{self._policy.path}/status", {"fieldManager": FIELD_MANAGER_SCHEDULER, "force": "true"})
-        await self._session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=TIMEOUT_SECONDS)
+        query, sent = {"fieldManager": FIELD_MANAGER_SCHEDULER, "force": "true"}, encode_body(body)
+        path = f"{self._policy.path}/status"
+        await self._session.call("PATCH", path, query=query, body=sent, timeout_seconds=TIMEOUT_SECONDS)
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
         current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)

@@ -19,7 +19,6 @@ from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.credentials import Access
 
 FIELD_MANAGER_CLI: Final = "prfaas-cli"
-CONNECTIONS: Final = 32  # each watch holds one; reconciles of different objects run side by side
 
 
 class KubeContext(NamedTuple):
@@ -33,9 +32,7 @@ class KubeContext(NamedTuple):
 def hub_session() -> KubeSession:
     """Return a session with the cluster of this process, or with the one of $KUBECONFIG if set."""
     try:
-        if os.environ.get("KUBECONFIG"):
-            return kubeconfig.load(None, None, CONNECTIONS)
-        return KubeSession.in_cluster(connections=CONNECTIONS)
+        return kubeconfig.load(None, None) if os.environ.get("KUBECONFIG") else KubeSession.in_cluster()
     except ConfigError as error:
         raise ConfigError(
             f"no access to the hub: {error}; run in a pod with a service account, or set KUBECONFIG"
@@ -45,7 +42,7 @@ def hub_session() -> KubeSession:
 @asynccontextmanager
 async def open_context(kube_context: KubeContext) -> AsyncIterator[ClusterClient]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
-    session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
+    session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context)
     where = f"context {kube_context.context or 'current'} of {kube_context.kubeconfig or 'the kubeconfig'}"
     async with session:
         yield ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
@@ -65,7 +62,6 @@ async def connect_member(name: str, namespace: str, access: Access, may_write: M
             key=access.client_key_pem,
             ca_cert_data=access.ca_pem,
             tls_server_name=access.tls_server_name,
-            connection_pool_maxsize=CONNECTIONS,
         )
     except (OSError, ValueError) as error:
         raise KubeconfigRefusedError(
