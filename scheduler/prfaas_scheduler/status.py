@@ -33,7 +33,6 @@ MAX_MESSAGE_CHARS: Final = 1000
 POLL_SECONDS = 0.5
 # A fifth of the Lease, so that four renewals may fail before another replica takes it.
 RENEW_SECONDS = 3.0
-LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
 MAX_WRITE_SECONDS = 10.0
 TIMEOUT_SECONDS = 5.0
@@ -165,14 +164,7 @@ class Publisher:
         self._policy = policy
         self._latest = latest
         self._clock = clock
-        self._lease = LeaseHolder(
-            session,
-            policy.namespace,
-            scheduler_lease(policy.name),
-            identity,
-            duration_seconds=LEASE_SECONDS,
-            clock=clock,
-        )
+        self._lease = LeaseHolder(session, policy.namespace, scheduler_lease(policy.name), identity, clock)
         self._failures = LogOnce(log)
         self._renew_at = float("-inf")
         self._written: Report | None = None
@@ -205,7 +197,7 @@ class Publisher:
             return
         self._renew_at = self._clock() + RENEW_SECONDS
         was_holder = self._lease.is_holder
-        if await self._lease.acquire_or_renew(TIMEOUT_SECONDS) and not was_holder:
+        if await self._lease.acquire_or_renew() and not was_holder:
             self._conditions = self._written = None  # another replica may have written meanwhile
 
     def _due(self, report: Report) -> bool:
