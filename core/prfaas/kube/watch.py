@@ -107,23 +107,29 @@ async def watch_events(
         raise
 
 
+def follow(session: KubeSession, path: str, query: Mapping[str, str]) -> AsyncIterator[list[Object] | WatchEvent]:
+    """Yield a collection, or what a selector in `query` chooses of it, and then every change, as `list_and_watch`."""
+
+    async def read() -> tuple[list[Object], str]:
+        found = await session.call("GET", path, query=query)
+        items: list[Object] = found.get("items") or []
+        if type(items) is not list:
+            raise ProtocolError(f"GET {path} did not answer with a list")
+        return items, version_of(found)
+
+    return list_and_watch(read, partial(watch_events, session, path, query))
+
+
 async def watch_object(session: KubeSession, ref: ObjectRef) -> AsyncIterator[Object | None]:
     """Yield the object now and after every change; None while it does not exist.
 
-    It continues as `list_and_watch` does. An object may be yielded more than once. Needs get and watch on this name.
+    It continues as `list_and_watch` does. An object may be yielded more than once. Needs list and watch on this name.
     """
-
-    async def read() -> tuple[Object | None, str]:
-        current = await session.find(ref.path)
-        # "0" is any point: the server then sends an existing object as ADDED.
-        return current, version_of(current) if current is not None else "0"
-
-    query = {"fieldSelector": f"metadata.name={ref.name}"}
-    async for change in list_and_watch(read, partial(watch_events, session, ref.kind.path(ref.namespace), query)):
-        if isinstance(change, WatchEvent):
-            yield None if change.type == DELETED else change.object
+    async for change in follow(session, ref.kind.path(ref.namespace), {"fieldSelector": f"metadata.name={ref.name}"}):
+        if not isinstance(change, WatchEvent):
+            yield change[0] if change else None
         else:
-            yield change
+            yield None if change.type == DELETED else change.object
 
 
 def version_of(current: Mapping[str, Any]) -> str:

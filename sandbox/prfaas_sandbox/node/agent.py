@@ -17,9 +17,9 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.errors import PeerError
-from prfaas.kube.session import encode_body
-from prfaas.kube.watch import DELETED, WatchEvent
-from prfaas_sandbox.api import Object, connect, follow
+from prfaas.kube.session import Object, encode_body
+from prfaas.kube.watch import DELETED, WatchEvent, follow
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.credentials import write_pair
 from prfaas_sandbox.network import ClusterNetwork
@@ -138,7 +138,8 @@ class NodeAgent:
         await self._node.api.call("PATCH", path, query=query, body=encode_body(body))
 
     async def _follow_pods(self) -> None:
-        async for change in follow(self._node.api, "/api/v1/pods", fieldSelector=f"spec.nodeName={self._node.name}"):
+        chosen = {"fieldSelector": f"spec.nodeName={self._node.name}"}
+        async for change in follow(self._node.api, "/api/v1/pods", chosen):
             if not isinstance(change, WatchEvent):
                 for uid in self._pods.keys() - {item["metadata"]["uid"] for item in change}:
                     self._pods[uid].vanish()

@@ -12,9 +12,8 @@ import aiohttp
 
 from prfaas.errors import BadInputError, PeerError
 from prfaas.kube import KubeSession, StatusError
-from prfaas.kube.session import encode_body
+from prfaas.kube.session import Object, encode_body
 from prfaas.util import LogOnce
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.network import ClusterNetwork, join_pod, leave_pod
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.images import SYSTEM_PATH, binds_everywhere, content

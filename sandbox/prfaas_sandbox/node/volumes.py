@@ -9,8 +9,8 @@ from typing import Any
 
 from prfaas.errors import ConfigError
 from prfaas.kube import KubeSession
+from prfaas.kube.session import Object
 from prfaas.util import replace_file
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.variables import ConfigSource, SourceKind
 from prfaas_sandbox.node.variables import field as pod_field
 
