@@ -24,6 +24,7 @@ from prfaas.kube.session import Authorization, KubeSession, bearer, token_of_fil
 EXEC_SECONDS: Final = 120.0
 """An exec plugin may open a browser and wait for a person."""
 RENEW_BEFORE: Final = timedelta(seconds=30)
+NEVER: Final = datetime.max.replace(tzinfo=UTC)
 BASE: Final = "prfaas.io/folder"
 """Key under which an entry remembers the folder of its file: relative paths start there."""
 THIS_MACHINE: Final = "localhost,127.0.0.0/8,::1"
@@ -125,9 +126,8 @@ def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
         raise ValueError("auth-provider is not supported: use an exec plugin, as kubectl advises")
     if user.get("exec"):
         plugin = _ExecPlugin(user["exec"], user[BASE])
-        status = plugin.run()
-        certificate = status.get("clientCertificateData") or certificate
-        return plugin.authorization, certificate, status.get("clientKeyData") or key
+        certificate = plugin.status.get("clientCertificateData") or certificate
+        return plugin.authorization, certificate, plugin.status.get("clientKeyData") or key
     if user.get("token"):
         return bearer(user["token"]), certificate, key
     if user.get("tokenFile"):
@@ -152,24 +152,22 @@ class _ExecPlugin:
         }
         variables = {each["name"]: each["value"] for each in config.get("env") or ()}
         self._environment = {**os.environ, **variables, "KUBERNETES_EXEC_INFO": json.dumps(credential)}
-        self._token = ""
-        self._ends: datetime | None = None
+        self._run()
 
     def authorization(self) -> str:
-        if self._ends is not None and datetime.now(UTC) > self._ends - RENEW_BEFORE:
-            self.run()
-        return f"Bearer {self._token}" if self._token else ""
+        if datetime.now(UTC) > self._ends - RENEW_BEFORE:
+            self._run()
+        token = self.status.get("token")
+        return f"Bearer {token}" if token else ""
 
-    def run(self) -> Entry:
-        """Run the command and return the status in its ExecCredential. Its stderr is the person's, for prompts."""
+    def _run(self) -> None:
+        """Keep the status in the ExecCredential that the command prints. Its stderr is the person's, for prompts."""
         try:
             ended = subprocess.run(
                 self._command, env=self._environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True
             )
-            status = json.loads(ended.stdout)["status"]
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+            self.status: Entry = json.loads(ended.stdout)["status"]
+            ends = self.status.get("expirationTimestamp")
+            self._ends = datetime.fromisoformat(ends) if ends else NEVER
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"exec plugin {self._command[0]} of the kubeconfig failed: {error}") from error
-        self._token = status.get("token") or ""
-        if ends := status.get("expirationTimestamp"):
-            self._ends = datetime.fromisoformat(ends)
-        return status

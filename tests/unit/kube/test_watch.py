@@ -188,7 +188,10 @@ async def test_survives_refusals_and_an_absent_server(api, watching):
         request.transport.abort()
         return web.Response()
 
-    api.misbehave[:] = [forbid, hang_up, None, forbid, forbid]
+    async def no_list(_request):
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": 7})
+
+    api.misbehave[:] = [forbid, hang_up, no_list, None, forbid, forbid]
     api.put(REF, value=1)
     await watching.until(1)
     await eventually_async(lambda: api.open_watches, "a watch is open")
