@@ -87,7 +87,7 @@ class Informer(Generic[T]):
         is_forbidden = isinstance(error, ForbiddenError)
         seconds = FORBIDDEN_SECONDS if is_forbidden else pause_seconds
         level = logging.INFO if is_forbidden else logging.WARNING
-        log.log(level, "%s informer: %s; retry in %g s", self._kind.plural, error, seconds)
+        log.log(level, "%s informer: %s; retry in %.1f s", self._kind.plural, error, seconds)
         return seconds
 
     async def _list(self) -> tuple[tuple[dict[str, T], dict[str, int]], str]:
