@@ -39,7 +39,7 @@ class Streams:
     """All streams, each on its own beat."""
 
     def __init__(self):
-        self.due = []  # (seconds, number, events left, transport, comment)
+        self.due = []  # (seconds, number, events left, transport, suffix)
         self.number = 0
         self.task = None
 
@@ -56,12 +56,12 @@ class Streams:
         loop = asyncio.get_running_loop()
         while self.due:
             while self.due and self.due[0][0] <= loop.time():
-                at, number, left, transport, told = self.due[0]
+                at, number, left, transport, suffix = self.due[0]
                 event = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
-                event = event % time.monotonic_ns() + told
+                event = event % time.monotonic_ns() + suffix
                 transport.write(b"%x\r\n%b\r\n" % (len(event), event))
                 if left > 1 and not transport.is_closing():
-                    heapq.heapreplace(self.due, (at + EVERY_SECONDS, number, left - 1, transport, told))
+                    heapq.heapreplace(self.due, (at + EVERY_SECONDS, number, left - 1, transport, suffix))
                 else:
                     heapq.heappop(self.due)
                     transport.write(STREAM_END)

@@ -53,7 +53,7 @@ class ResumeLog(Protocol):
         ...
 
     pieces: int
-    """Pieces taken so far that tell of tokens."""
+    """Pieces taken so far that name tokens."""
     error_event: bytes
     """The last error event that a worker ended with."""
     is_refused: bool

@@ -19,11 +19,11 @@ from prfaas_gateway.stream import StallTimer, StreamLog
 EVENT = b'data: {"choices": [{"text": "a;"}]}\n\n'
 
 
-def told(choice: int, characters: int, token_ids: list[int], reason: str = "") -> bytes:
+def name_tokens(choice: int, characters: int, token_ids: list[int], reason: str = "") -> bytes:
     return comment([TokenEntry(choice, characters, token_ids, reason)])
 
 
-STREAM = b"".join(EVENT * (number % 3) + told(number % 2, number, [number]) for number in range(9)) + DONE
+STREAM = b"".join(EVENT * (number % 3) + name_tokens(number % 2, number, [number]) for number in range(9)) + DONE
 
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), unique=True).map(sorted))
@@ -39,7 +39,7 @@ def test_whole_groups_pass_at_once_and_nothing_else(places: list[int]):
 
 def test_the_document_tells_what_passed_and_nothing_else():
     log = StreamLog("f", 3)
-    log.take(EVENT + told(0, 1, [7]) + EVENT + told(1, 2, [8, 9], "stop") + EVENT)
+    log.take(EVENT + name_tokens(0, 1, [7]) + EVENT + name_tokens(1, 2, [8, 9], "stop") + EVENT)
     resume = decode_resume(log.document())
     assert (resume.fingerprint, resume.cached_tokens) == ("f", 3)
     assert resume.choices == {0: SentChoice([7], 1), 1: SentChoice([8, 9], 2, "stop")}
@@ -48,15 +48,15 @@ def test_the_document_tells_what_passed_and_nothing_else():
 
 def test_a_log_continues_with_the_next_worker():
     log = StreamLog("f", 0)
-    log.take(EVENT + told(0, 1, [7]) + b"data: {half")
+    log.take(EVENT + name_tokens(0, 1, [7]) + b"data: {half")
     log.worker_died()
     assert (log.error_event, log.is_refused) == (b"", False)
-    log.take(EVENT + told(0, 2, [8]))
+    log.take(EVENT + name_tokens(0, 2, [8]))
     assert decode_resume(log.document()).choices == {0: SentChoice([7, 8], 2)}
 
 
 def test_keeps_only_the_comments_of_a_long_stream():
-    log, group = StreamLog("f", 0), EVENT * 4 + told(0, 1, [70_000])
+    log, group = StreamLog("f", 0), EVENT * 4 + name_tokens(0, 1, [70_000])
     tracemalloc.start()
     for _ in range(20_000):
         log.take(bytes(bytearray(group)))
@@ -83,7 +83,7 @@ def test_cannot_repeat_invalid_tokens():
 
 def test_cannot_repeat_more_than_a_document_may_hold(monkeypatch):
     log = StreamLog("f", 0)
-    log.take(told(0, 5, list(range(100))))
+    log.take(name_tokens(0, 5, list(range(100))))
     assert log.can_go_on
     monkeypatch.setattr(stream, "MAX_DOCUMENT_BYTES", 50)
     assert not log.can_go_on
@@ -93,7 +93,7 @@ def test_cannot_repeat_more_than_a_document_may_hold(monkeypatch):
 def test_the_error_that_a_worker_ended_with_is_kept(kind: str, for_all: bool):
     error = b"data: " + json.dumps({"error": {"type": kind, "message": "data: \n\n"}}).encode() + b"\n\n"
     log = StreamLog("f", 0)
-    log.take(EVENT + told(0, 1, [7]) + EVENT + error)
+    log.take(EVENT + name_tokens(0, 1, [7]) + EVENT + error)
     log.worker_died()
     assert (log.error_event, log.is_refused) == (EVENT + error, for_all)
 
