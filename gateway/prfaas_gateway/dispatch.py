@@ -11,9 +11,9 @@ from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
 from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
-from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_response
+from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
 from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive
-from prfaas_gateway.stream import STARTED, ClientGoneError, end_in_error
+from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,11 @@ class Dispatcher:
             if not timer.expired():
                 raise
             progress.outcome, progress.reason = "failed", "the request's deadline has passed"
-            response = http.get(STARTED)
-            if response is None:
+            stream = http.get(STARTED)
+            if stream is None:
                 raise DeadlineError(progress.reason) from error
-            await end_in_error(http, response, progress.reason, CODE_DEADLINE)
-            return response
+            await stream.end_in_error(error_event(http.path, progress.reason, CODE_DEADLINE))
+            return stream.response
 
 
 def _outcome_of(error: Exception) -> RequestOutcome:

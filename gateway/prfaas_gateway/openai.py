@@ -26,6 +26,7 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
+_NOT_RELAYED = HOP_BY_HOP | {headers.RESUMABLE}
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
@@ -73,8 +74,8 @@ def model_not_found(name: str) -> RequestError:
 
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a worker's response headers without hop-by-hop ones; `added` replace those of the same name."""
-    left_out = HOP_BY_HOP.union(added)
+    """Return a worker's response headers for the client; `added` replace those of the same name."""
+    left_out = _NOT_RELAYED.union(added)
     return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
 
 

@@ -176,9 +176,7 @@ class _Reply:
             while pieces := await calls.pieces():
                 usage = calls.usage if self.job.has_continuous_usage else None
                 events = [formatter.event(piece, usage) for piece in pieces]
-                if comments is not None:
-                    events = [comments.add(*one) for one in zip(pieces, events, strict=True)]
-                if data := b"".join(events):
+                if data := b"".join(events) if comments is None else comments.add(pieces, events):
                     await response.write(data)
             end = formatter.usage_event(calls.usage) if self.job.has_usage else b""
             await response.write(end + b"data: [DONE]\n\n")
