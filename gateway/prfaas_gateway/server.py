@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prfaas.errors import UNREADABLE, ConfigError, RequestError
+from prfaas.http_server import PublicRunner, close_after, model_card
 from prfaas.kube import KubeSession
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas.wire import openapi
@@ -28,7 +29,7 @@ from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.openai import error_response, model_card, model_not_found
+from prfaas_gateway.openai import error_response, model_not_found
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.table import RolePublisher, follow_configmap, follow_file, read_file
@@ -119,13 +120,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
 @asynccontextmanager
 async def _listening(config: GatewayOptions, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
     dispatcher = Dispatcher(parts)
-    # A cancelled handler aborts the request of a client that leaves at once, on the worker too.
-    public = web.AppRunner(
-        PublicApp(parts, dispatcher).build(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=config.drain_seconds,
-    )
+    public = PublicRunner(PublicApp(parts, dispatcher).build(), shutdown_timeout=config.drain_seconds)
     control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
     try:
         await _listen(public, control, config)
@@ -200,8 +195,7 @@ class PublicApp:
     async def _close_while_draining(self, _request: web.Request, response: web.StreamResponse) -> None:
         """Close connections while draining, so that clients reconnect to another gateway."""
         if self._state.draining:
-            response.headers["Connection"] = "close"
-            response.force_close()
+            close_after(response)
 
     def _threshold_tokens(self) -> float:
         rule = self._state.rule()
@@ -218,14 +212,14 @@ class PublicApp:
         return guarded
 
     async def _models(self, _request: web.Request) -> web.Response:
-        served = [model_card(self._state.table.model)] if self._state.table else []
+        served = [model_card(self._state.table.model, None)] if self._state.table else []
         return _json({"object": "list", "data": served})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if self._state.table is None or name != self._state.table.model:
             return error_response(model_not_found(name))
-        return _json(model_card(name))
+        return _json(model_card(name, None))
 
     async def _openapi(self, _request: web.Request) -> web.Response:
         return _json(openapi.gateway())

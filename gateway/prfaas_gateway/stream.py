@@ -14,6 +14,7 @@ from aiohttp import web
 
 from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
+from prfaas.http_server import STREAM_HEADERS
 from prfaas.wire import headers
 from prfaas.wire.resume import (
     CUT,
@@ -184,6 +185,9 @@ async def begin_answer(
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)
+    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
+    if is_stream:
+        response.headers.update(STREAM_HEADERS)
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
@@ -192,7 +196,6 @@ async def begin_answer(
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:
         raise ClientGoneError(str(error)) from error
-    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
     return AnswerStream(http, response, resumable if resumable is not None and is_stream else _log_of(answer))
 
 
