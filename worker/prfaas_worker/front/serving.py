@@ -22,7 +22,7 @@ from prfaas_worker.front.kv_events import KvEventPublisher
 from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.spans import TransferSpans
-from prfaas_worker.options import Options
+from prfaas_worker.options import WAITING_PER_RUNNING, Options
 from prfaas_worker.tokenizer import Tokenizer
 
 READERS: Final = 2  # Threads that read requests: the engine computes on the same cores.
@@ -46,6 +46,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_context: int
     max_choices: int
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts of one request: all of them have to find a place, be it one of those that wait."""
+        return WAITING_PER_RUNNING * self.max_choices
 
     @property
     def max_body_bytes(self) -> int:
