@@ -1,5 +1,6 @@
-"""What tests start themselves: an HTTP server with one handler for all requests."""
+"""What tests start themselves: an HTTP server with one handler for all requests, and a client that sends any bytes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -18,3 +19,16 @@ async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def send_bytes(port: int, *pieces: bytes) -> bytes:
+    """Send pieces one after the other; return all that comes until the other end closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.05)  # so that they arrive one by one
+        return await asyncio.wait_for(reader.read(), 30)
+    finally:
+        writer.close()

@@ -113,10 +113,8 @@ class _Connection(web.RequestHandler):
         return _refuse(request, _refusal_of(exc))
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Log an error of aiohttp; in short if it is a body that was refused already and could not be read on."""
-        if isinstance(kw.get("exc_info"), UNREADABLE_BODY):
-            log.warning("the rest of a request cannot be read as HTTP: its connection is closed")
-        else:
+        """Log an error of aiohttp, but not of a body that nobody reads on: its request has been answered."""
+        if not isinstance(kw.get("exc_info"), UNREADABLE_BODY):
             super().log_exception(*args, **kw)
 
 
