@@ -85,8 +85,8 @@ UNREADABLE = {
     "a gzip that breaks later": (
         (
             head("Content-Encoding: gzip", "Transfer-Encoding: chunked", length=None),
-            b"14\r\n" + gzip.compress(BODY)[:20] + b"\r\n",
-            b"9\r\nnonsense!\r\n",
+            b"a\r\n" + gzip.compress(BODY)[:10] + b"\r\n",
+            b"2\r\n\xff\xff\r\n",
         ),
         400,
         "invalid_request",
@@ -136,7 +136,7 @@ async def test_without_it_the_log_has_a_traceback(name, caplog):
         (head("Content-Encoding: gzip", length=len(gzip.compress(BODY))) + gzip.compress(BODY),),
         (head("Content-Encoding: identity") + BODY,),
         (head("Transfer-Encoding: chunked", length=None), b"d\r\n", BODY + b"\r\n0\r\n\r\n"),
-        (head("Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__") + BODY,),
+        (head("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__") + BODY,),
         (head("Expect: 100-continue"), BODY),
     ],
 )
