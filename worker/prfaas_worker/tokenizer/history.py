@@ -15,8 +15,8 @@ MAX_NESTING: Final = 64
 _ID: Final = "prfaas001"  # some templates want nine letters or digits
 _SAMPLE: Final = {"k": "v"}
 
-Message = Mapping[str, Any]
-Render = Callable[[Sequence[Message]], str]
+_Message = Mapping[str, Any]
+_Render = Callable[[Sequence[_Message]], str]
 
 
 def to_json(
@@ -47,7 +47,7 @@ class Past(NamedTuple):
     takes_objects: bool
     """Whether an object is rendered in another way than its text, or is the only way."""
 
-    def fit(self, message: Message) -> dict[str, Any]:
+    def fit(self, message: _Message) -> dict[str, Any]:
         """Return a message whose role and past calls the template can take."""
         fitted = {**message, "role": self.roles.get(message["role"], message["role"])}
         if calls := message.get("tool_calls"):
@@ -69,7 +69,7 @@ class Past(NamedTuple):
         return text if self.takes_text else {"arguments": text}
 
 
-def past_of(source: str, render: Render) -> Past:
+def past_of(source: str, render: _Render) -> Past:
     """Return what a template takes; `render` returns "" for what it refuses."""
     roles = {role: older for role, older in OLDER_ROLES.items() if not re.search(f"""['"]{role}['"]""", source)}
     text = to_json(_SAMPLE)
@@ -78,7 +78,7 @@ def past_of(source: str, render: Render) -> Past:
     return Past(roles, takes_text, not takes_text or by_object not in ("", by_text))
 
 
-def _sample(arguments: Any) -> list[Message]:
+def _sample(arguments: Any) -> list[_Message]:
     call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
