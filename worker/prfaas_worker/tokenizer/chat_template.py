@@ -27,7 +27,7 @@ from prfaas_worker.tokenizer.history import past_of, to_json
 OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 GUARD: Final = "\ufdd0"
 END_OF_CONTENT: Final = "\ufdd1"  # Marks, while a template renders, the end of the content that the model continues.
-_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """What a template raises for what it cannot render."""
 _RESERVED: Final = re.compile(f"[{GUARD}{END_OF_CONTENT}]")
 
