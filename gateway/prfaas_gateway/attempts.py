@@ -72,7 +72,7 @@ class Attempts:
             self._parts.metrics.slo_refusals.inc()
             raise _too_late(late)
         progress.first_route, progress.threshold_tokens = decision, facts.rule.threshold_tokens
-        with self._state.counted(decision):
+        with self._state.counted(decision, prefills=request.api.prefills):
             return await self._try_routes(http, request, progress, decision)
 
     def _facts(self, request: GatewayRequest, progress: Progress) -> RoutingFacts:

@@ -1,4 +1,4 @@
-"""The gateway's own answers in the form of the OpenAI API: errors with their status, and the model list.
+"""The gateway's own answers in the form of the OpenAI API: errors with their status.
 
 Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
 from prfaas.wire import headers
 
@@ -80,7 +81,7 @@ def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode(http_server.error_body(message, code=code, param=param, kind=kind))
 
 
 def error_event(path: str, reason: str, code: str) -> bytes:
@@ -145,7 +146,3 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     if status == 401:
         added["WWW-Authenticate"] = "Bearer"
     return web.Response(status=status, body=body, headers=added, content_type="application/json")
-
-
-def model_card(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "prfaas"}

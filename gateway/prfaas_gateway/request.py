@@ -19,10 +19,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, RequestError
+from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
 from prfaas.telemetry.logs import line, tell
@@ -354,8 +354,8 @@ async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float 
                 if len(body) > limits.request_bytes:
                     raise too_large
             return bytes(body)
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise RequestError(f"the body does not match the encoding or length in its headers: {error}") from error
+    except UNREADABLE_BODY as error:
+        raise unreadable_body(error) from error
     except TimeoutError as error:
         if deadline_seconds is not None and deadline_seconds < latest_seconds:
             raise DeadlineError("the deadline passed before the request's body arrived") from error

@@ -132,10 +132,11 @@ class GatewayState:
             raise SaturatedError(f"all {len(living)} decode instances are full; try again in a moment")
 
     @contextmanager
-    def counted(self, began: Route) -> Iterator[None]:
-        """Count one request, and its length, under its first decision."""
-        self._decided[began.kind] += 1
-        self._lengths.add(began.incremental_tokens)
+    def counted(self, began: Route, *, prefills: bool = True) -> Iterator[None]:
+        """Count one request; if the model runs for it, also its length under its first decision."""
+        if prefills:
+            self._decided[began.kind] += 1
+            self._lengths.add(began.incremental_tokens)
         self.in_flight += 1
         try:
             yield

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
+from prfaas.http_server import STREAM_HEADERS
 from prfaas.wire import headers
 from prfaas.wire.resume import (
     COMMENT,
@@ -188,6 +189,9 @@ async def begin_answer(
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)
+    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
+    if is_stream:
+        response.headers.update(STREAM_HEADERS)
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
