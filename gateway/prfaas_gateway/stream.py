@@ -26,7 +26,7 @@ from prfaas.wire.resume import (
     read_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, read_error, relayed_headers
+from prfaas_gateway.openai import error_event, read_error, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -94,6 +94,11 @@ class ResumeLog(Protocol):
         """Tokens of the answer to compute again, as a prompt."""
         ...
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0: unknown."""
+        ...
+
 
 class AnswerStream:
     """The answer to one client while it is streamed.
@@ -106,6 +111,13 @@ class AnswerStream:
         self.response = response
         self.log = log
         self._tail = b""
+        self._before_tail = b""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
+        counted = self.log.prompt_tokens if self.log is not None else 0
+        return counted or read_prompt_tokens(self._before_tail + self._tail)
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
@@ -131,7 +143,7 @@ class AnswerStream:
 
         Raises ClientGoneError if the client left.
         """
-        end_of_event = b"" if self._tail in (b"", b"\n\n") else b"\n\n"
+        end_of_event = b"" if self._tail[-2:] in (b"", b"\n\n") else b"\n\n"
         event = self.log.error_event if self.log is not None else b""
         try:
             if event:
@@ -158,7 +170,7 @@ class AnswerStream:
                     timer.moved(limits.idle_seconds)
                     await write(piece)
                     awaiting_worker = True
-                    self._tail = piece[-2:]
+                    self._before_tail, self._tail = self._tail, piece
                     timer.limit_seconds = stall_seconds
                     if log is not None and log.has_enough:
                         return
@@ -233,6 +245,7 @@ class StreamLog:
 
     resumed_by: ResumedBy = "Comments"
     has_enough = False
+    prompt_tokens = 0  # a header of the answer has the number
 
     def __init__(self, fingerprint: str, cached_tokens: int):
         self._fingerprint = fingerprint
