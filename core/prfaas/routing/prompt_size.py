@@ -12,7 +12,7 @@ characters after the other out of their bytes. The first byte of UTF-8 names the
 import re
 from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
@@ -170,7 +170,7 @@ class _Reader:
             elif isinstance(one, list):
                 parts: list[Any] = one
                 for part in parts:
-                    if isinstance(part, dict) and _READ.isdisjoint(part):
+                    if _is_medium(part):
                         self._media += 1
                     else:
                         waiting.append(part)
@@ -192,6 +192,11 @@ _READ_FIELDS: Final[Mapping[str, Callable[[_Reader, msgspec.Raw], None]]] = {
     "documents": _Reader.documents,
     "previous_response_id": _Reader.earlier,
 }
+
+
+def _is_medium(part: Any) -> bool:
+    """Return whether a part holds nothing to read: an image, or anything else that is encoded."""
+    return isinstance(part, dict) and _READ.isdisjoint(cast(dict[str, Any], part))
 
 
 def _decoded(raw: msgspec.Raw) -> Any:
