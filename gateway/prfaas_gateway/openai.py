@@ -4,6 +4,7 @@ Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+_PROMPT_TOKENS = (b'"prompt_tokens":', b'"input_tokens":')
+_COUNT = re.compile(rb" ?[0-9]{1,12}(?![0-9])")
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -106,6 +109,18 @@ def read_error(body: bytes) -> dict[str, Any]:
     except (*UNREADABLE, KeyError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
+
+
+def read_prompt_tokens(answer: bytes) -> int:
+    """Return the prompt's length by the usage that an answer, or the end of a stream, names; 0 if it names none.
+
+    No text can hold such a key: JSON escapes its quotation marks.
+    """
+    for key in _PROMPT_TOKENS:
+        at = answer.rfind(key)
+        if at >= 0 and (found := _COUNT.match(answer, at + len(key))):
+            return int(found[0])
+    return 0
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

@@ -28,7 +28,7 @@ from prfaas.wire.resume import (
     split_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, read_error, relayed_headers
+from prfaas_gateway.openai import error_event, read_error, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -92,6 +92,11 @@ class ResumeLog(Protocol):
         """Tokens of the answer to compute again, as a prompt."""
         ...
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0: unknown."""
+        ...
+
 
 class AnswerStream:
     """The answer to one client while it is streamed.
@@ -103,8 +108,14 @@ class AnswerStream:
         self.http = http
         self.response = response
         self.log = log
-        self._tail = b"\n\n"
-        """The last two bytes, as at the end of an event."""
+        # The last two pieces; at first as at the end of an event.
+        self._before_last, self._last = b"", b"\n\n"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
+        counted = self.log.prompt_tokens if self.log is not None else 0
+        return counted or read_prompt_tokens(self._before_last + self._last)
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
@@ -141,7 +152,7 @@ class AnswerStream:
                 self.http.transport.close()
             return
         # An event that was cut in the middle gets its end. More line ends would be an empty event to some readers.
-        missing = len(self._tail.rstrip(b"\n"))
+        missing = len((self._before_last[-2:] + self._last[-2:])[-2:].rstrip(b"\n"))
         await self.end(missing * b"\n" + event)
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
@@ -157,9 +168,9 @@ class AnswerStream:
                         continue
                     awaiting_worker = False
                     timer.moved(limits.idle_seconds)
-                    self._tail = (self._tail + piece[-2:])[-2:]
                     await write(piece)
                     awaiting_worker = True
+                    self._before_last, self._last = self._last, piece
                     timer.limit_seconds = stall_seconds
                     if log is not None and log.has_enough:
                         return
@@ -195,7 +206,6 @@ async def begin_answer(
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
-    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
     log = resumable if resumable is not None and is_stream else _log_of(answer)
     stream = http[STARTED] = AnswerStream(http, response, log)
     try:
@@ -226,6 +236,7 @@ class StreamLog:
 
     resumed_by: ResumedBy = "Comments"
     has_enough = False
+    prompt_tokens = 0  # a header of the answer has the number
 
     def __init__(self, fingerprint: str, cached_tokens: int):
         self._fingerprint = fingerprint

@@ -192,7 +192,7 @@ class World:
 
 
 def prompt(body_bytes: int) -> bytes:
-    """Return a request body of exactly this size; 4 bytes are a token to a gateway that has learnt nothing yet."""
+    """Return a request body of exactly this size; 5 letters are a token to a gateway that has learnt nothing yet."""
     frame = b'{"model":"m","messages":[{"role":"user","content":""}]}'
     return frame[:-4] + b"x" * (body_bytes - len(frame)) + frame[-4:]
 

@@ -151,7 +151,7 @@ async def test_metrics_count_what_happened(world, short, long):
 
 
 async def test_reported_lengths_correct_the_estimate(world):
-    """400 bytes are 100 tokens at first; where a byte is a token they exceed a threshold of 300."""
+    """380 letters are fewer than 100 tokens at first; where a letter is a token they exceed a threshold of 300."""
     await world.start("d0", "x0", tokens=300)
 
     async def byte_level(_request, body):
