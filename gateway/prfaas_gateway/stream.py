@@ -258,7 +258,8 @@ class StreamLog:
             piece = self._held + piece
             self._held = b""
         at = piece.find(COMMENT)
-        if at >= 0 and piece.find(CUT, at) == len(piece) - len(CUT):  # one comment, at the end: as nearly always
+        # One comment, at the end: as nearly always.
+        if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
             self.pieces += 1
             self._comments += piece[at:]
             return piece[:at]

@@ -140,7 +140,7 @@ class _Reader:
     def messages(self, raw: msgspec.Raw) -> None:
         """Read the messages of a chat, the items of the Responses API, or one text in their place."""
         value = _decoded(raw)
-        items: list[Any] = value if isinstance(value, list) else [value] if value else []
+        items = cast(list[Any], value) if isinstance(value, list) else [value] if value else []
         self._messages += len(items)
         for one in items:
             self._read(one)
@@ -168,15 +168,13 @@ class _Reader:
             if isinstance(one, str):
                 self._texts.append(one)
             elif isinstance(one, list):
-                parts: list[Any] = one
-                for part in parts:
+                for part in cast(list[Any], one):
                     if _is_medium(part):
                         self._media += 1
                     else:
                         waiting.append(part)
             elif isinstance(one, dict):
-                members: dict[str, Any] = one
-                for name, member in members.items():
+                for name, member in cast(dict[str, Any], one).items():
                     if name in _READ:
                         is_value = name in _VALUES and not isinstance(member, str)
                         waiting.append(_json(member).decode() if is_value else member)

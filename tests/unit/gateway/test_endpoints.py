@@ -95,6 +95,7 @@ async def test_health_and_readiness(world):
     assert [(await world.get(path)).status for path in ("/healthz", "/readyz")] == [200, 503]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("with_keys", [False, True])
 async def test_what_is_no_http_is_refused_before_any_key_and_leaves_no_key_in_the_log(
     world, short, tmp_path, caplog, with_keys
@@ -159,7 +160,7 @@ async def test_reported_lengths_correct_the_estimate(world):
 
     world.workers["d0"].reply = byte_level
     body = msgspec.json.encode({"model": "m", "prompt": "z" * 380})
-    decisions = [(await world.post(body)).headers[headers.DECISION] for _ in range(4)]
+    decisions = [(await world.post(body, "/v1/completions")).headers[headers.DECISION] for _ in range(4)]
     assert decisions[0] == "local"
     assert decisions[-1] == "offload"
 

@@ -2,6 +2,7 @@
 another client's requests.
 """
 
+import io
 import json
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +36,7 @@ async def ask(world: World) -> Callable[..., Any]:
         worker.reply = a_letter_a_token
 
     async def post(path: str = "/v1/completions", **body: Any) -> Answered:
-        got = await world.post(json.dumps({"model": "m", **body}).encode(), path)
+        got = await world.post(io.BytesIO(json.dumps({"model": "m", **body}).encode()), path)
         assert got.status == 200
         return got
 

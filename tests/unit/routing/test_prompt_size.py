@@ -210,7 +210,6 @@ def test_any_json_has_a_size(body):
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"messages":[{"content":"\\ud800"}]}',
         b'{"messages":[{"content":' + b"[" * 500 + b"]" * 500 + b"}]}",
         b'{"messages":[{"tool_calls":[{"function":{"arguments":{"a":' + b"9" * 5000 + b"}}}]}]}",
         b'{"messages":[{"tool_calls":[{"function":{"arguments":{"a":1e99999}}}]}]}',
