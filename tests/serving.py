@@ -21,9 +21,9 @@ async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
         await runner.cleanup()
 
 
-async def send_bytes(port: int, *pieces: bytes) -> bytes:
+async def send_bytes(port: int, *pieces: bytes, host: str = "127.0.0.1") -> bytes:
     """Send pieces one after the other; return all that comes until the other end closes the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    reader, writer = await asyncio.open_connection(host, port)
     received = b""
     with suppress(ConnectionError):  # it may close while more is under way
         for piece in pieces:

@@ -7,6 +7,7 @@ import json
 import pytest
 from tests.documented import keeps_its_word
 from tests.serving import send_bytes
+from yarl import URL
 
 from prfaas.wire import openapi
 
@@ -136,7 +137,8 @@ async def test_what_is_no_http_is_answered_likewise(pair, line: str, wanted: tup
     body = b'{"model":"none","prompt":"x"}'
     lines = ("POST /v1/completions HTTP/1.1", "Host: w", "Connection: close", line, f"Content-Length: {len(body)}")
     raw = "\r\n".join((*lines, "", "")).encode() + body
-    head, _, answer = (await send_bytes(int(pair[1].url.rpartition(":")[2]), raw)).partition(b"\r\n\r\n")
+    url = URL(pair[1].url)
+    head, _, answer = (await send_bytes(url.port, raw, host=url.host)).partition(b"\r\n\r\n")
     assert (int(head.split(b" ")[1]), json.loads(answer)["error"]["code"]) == wanted
 
 
