@@ -10,7 +10,7 @@ ratio stays within what is possible for its kind. Clients share no estimator, so
 """
 
 import math
-from operator import mul
+from operator import mul, truediv
 from typing import Final, NamedTuple
 
 from prfaas.routing.prompt_size import PromptSize, Unit
@@ -67,14 +67,16 @@ class TokenEstimator:
 
     def observe(self, size: PromptSize, exact_tokens: int) -> None:
         """Learn from the exact length of a prompt."""
-        present = [(unit, count) for unit, count in enumerate(size.counts) if count]
-        if exact_tokens <= 0 or not present or size.most_tokens is not None or not size.is_whole:
+        estimated_tokens = sum(map(mul, size.counts, self._ratios))
+        if exact_tokens <= 0 or not estimated_tokens or size.most_tokens is not None or not size.is_whole:
             return
-        error = exact_tokens / sum(map(mul, size.counts, self._ratios))
-        weight = min(1.0, *(LONGEST * _MEMORY[unit] / count for unit, count in present))
-        for unit, count in present:
-            bounds, before, new = _RATIOS[unit], self._units[unit], weight * count
+        error = exact_tokens / estimated_tokens
+        weight = min(1.0, LONGEST / max(map(truediv, size.counts, _MEMORY)))
+        for unit, count in enumerate(size.counts):
+            if not count:
+                continue
+            bounds, ratio, before, new = _RATIOS[unit], self._ratios[unit], self._units[unit], weight * count
             # Its share of the exact length, divided as the estimate is, gives it this ratio.
-            ratio = min(max(error * self._ratios[unit], bounds.least), bounds.most)
-            self._ratios[unit] = (before * self._ratios[unit] + new * ratio) / (before + new)
+            taught = min(max(error * ratio, bounds.least), bounds.most)
+            self._ratios[unit] = (before * ratio + new * taught) / (before + new)
             self._units[unit] = min(before + new, _MEMORY[unit])
