@@ -27,7 +27,7 @@ from benchmarks.report import Figure, run
 
 from prfaas.errors import ConfigError
 from prfaas.routing.estimate import TokenEstimator
-from prfaas.routing.prompt_size import PromptSize, prompt_size
+from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values
 
 ROOT = Path(__file__).parents[1]
 VOCABULARIES = {"32K": "mistral_instruct_tokenizer_240323.model.v3", "131K": "tekken_240911.json"}
@@ -97,7 +97,11 @@ def counters() -> dict[str, Callable[[str], int]]:
 
 
 def size_of(body: bytes) -> PromptSize:
-    return prompt_size(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), NAMES)
+    return measured(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), body)
+
+
+def measured(fields: Mapping[str, msgspec.Raw], body: bytes) -> PromptSize:
+    return prompt_size(prompt_values(fields, NAMES, body))
 
 
 def errors_percent(counted: Mapping[str, list[Counted]], vocabulary: str) -> dict[str, tuple[float, float]]:
@@ -139,7 +143,7 @@ def costs() -> Iterator[Figure]:
     }
     for name, (body, times) in bodies.items():
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        sizes = per_kb(partial(prompt_size, fields, NAMES), len(body), times)
+        sizes = per_kb(partial(measured, fields, body), len(body), times)
         decodes = per_kb(partial(msgspec.json.decode, body), len(body), times)
         yield Figure(name=name, value=sizes, unit="us/KB", rival="JSON decoding", rival_value=decodes)
 

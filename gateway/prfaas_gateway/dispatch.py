@@ -6,10 +6,11 @@ import logging
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
+from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
-from prfaas_gateway.auth import Charge
+from prfaas_gateway.auth import Charge, Meter
 from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
@@ -53,18 +54,27 @@ class Dispatcher:
         return response
 
     async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
-        parts = self._parts
-        with parts.auth.admitted(http) as meter:
+        with self._parts.auth.admitted(http) as meter:
             progress.client = meter.client.name
-            request = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
-            progress.prompt = PromptFacts(no_hand_off=without_hand_off(request))
-            if request.api.prefills:
-                prompt = progress.prompt._replace(total_tokens=meter.estimator.tokens(request.size))
-                prompt = progress.prompt = await parts.kv.find(request, prompt)
-                progress.charge = Charge(meter, request.size, prompt.total_tokens)
-                if prompt.is_exact:
-                    progress.charge.settle(prompt.total_tokens)
+            request = await self._receive(http, progress, meter)
             return await self._serve_in_time(http, request, progress)
+
+    async def _receive(self, http: web.Request, progress: Progress, meter: Meter) -> GatewayRequest:
+        """Receive a request; estimate its prompt, find where it is cached, and charge it."""
+        parts = self._parts
+        request, fields = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
+        no_hand_off = without_hand_off(request)
+        if not request.api.prefills:
+            progress.prompt = PromptFacts(no_hand_off=no_hand_off)
+            return request
+        values = prompt_values(fields, request.api.fields, request.body)
+        size = prompt_size(values)
+        progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
+        prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)
+        progress.charge = Charge(meter, size, prompt.total_tokens)
+        if prompt.is_exact:
+            progress.charge.settle(prompt.total_tokens)
+        return request
 
     async def _serve_in_time(
         self, http: web.Request, request: GatewayRequest, progress: Progress

@@ -1,8 +1,9 @@
 """One request from its first byte to its last: what was received, what is known of its prompt, and its progress.
 
 A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
-gateway relays the body's original bytes and parses them once. One pass finds the top level's fields and keeps the text
-of those that a prefix match needs. A rewrite for a foreign engine keeps every field.
+gateway relays the body's original bytes and parses them once. One pass finds the top level's fields, and reads the
+values of those that make prompts: no request keeps them after they are measured and matched. A rewrite for a foreign
+engine keeps the text of every field.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -25,7 +26,7 @@ from prfaas.errors import UNREADABLE, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
-from prfaas.routing.prompt_size import PromptSize, prompt_size
+from prfaas.routing.prompt_size import LARGE_BYTES
 from prfaas.telemetry.logs import line, tell
 from prfaas.telemetry.tracing import Span
 from prfaas.wire import headers
@@ -52,31 +53,21 @@ Fields = Mapping[str, msgspec.Raw]
 """A body's top level: each field with its original text."""
 _ABSENT: Final = msgspec.Raw()
 
-
-class _KnownFields(msgspec.Struct):
-    """The model, and the fields that canonical bytes depend on (prfaas.kvindex.canonical)."""
-
-    model: str
-    prompt: msgspec.Raw = _ABSENT
-    messages: msgspec.Raw = _ABSENT
-    input: msgspec.Raw = _ABSENT
-    system: msgspec.Raw = _ABSENT
-    instructions: msgspec.Raw = _ABSENT
-    cache_salt: msgspec.Raw = _ABSENT
-    tools: msgspec.Raw = _ABSENT
-    documents: msgspec.Raw = _ABSENT
-    chat_template_kwargs: msgspec.Raw = _ABSENT
-    reasoning_effort: msgspec.Raw = _ABSENT
-    reasoning: msgspec.Raw = _ABSENT
-    previous_response_id: msgspec.Raw = _ABSENT
-    thinking: msgspec.Raw = _ABSENT
-    output_config: msgspec.Raw = _ABSENT
+_PROMPT_FIELDS: Final = sorted(frozenset[str]().union(*(one.fields for one in API_ROUTES.values())) - {"model"})
+"""The fields that prompts are made of in any API."""
 
 
-_PROMPT_FIELDS: Final = _KnownFields.__struct_fields__[1:]
+def _known_fields(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Return a reader of the model and of those fields, as values of some kind; it skips all others."""
+    # Token ids are many: they are counted as they are written.
+    kinds = dict.fromkeys(_PROMPT_FIELDS, kind) | {"prompt": msgspec.Raw}
+    fields = [(name, one, _ABSENT) for name, one in kinds.items()]
+    return msgspec.json.Decoder(msgspec.defstruct("KnownFields", [("model", str), *fields]))
+
+
 STEERING_FIELDS: Final = frozenset[str]().union(*(one.steering_fields for one in ENGINES.values()))
 """Fields by which an engine would read or write a cache, or compute, at a place of the client's choice."""
-_known_fields = msgspec.json.Decoder(_KnownFields)
+_known_values, _known_raws = _known_fields(Any), _known_fields(msgspec.Raw)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
 
@@ -90,7 +81,7 @@ class GatewayRequest:
     model: str
     body: bytes
     fields: Fields
-    """All fields of the body if `has_every_field`, else those that the gateway needs."""
+    """All fields of the body if `has_every_field`, else none."""
     has_every_field: bool = False
     headers: Mapping[str, str]
     """Headers for the worker."""
@@ -101,11 +92,6 @@ class GatewayRequest:
     @property
     def path(self) -> str:
         return self.api.path
-
-    @cached_property
-    def size(self) -> PromptSize:
-        """How much the model reads of it."""
-        return prompt_size(self.fields, self.api.fields)
 
     @cached_property
     def every_field(self) -> Fields:
@@ -256,8 +242,10 @@ class Progress:
 
 async def receive(
     http: web.Request, progress: Progress, limits: Limits, needs_every_field: Callable[[], bool]
-) -> GatewayRequest:
-    """Read and check a request's headers and body; `needs_every_field` is asked once the body is there.
+) -> tuple[GatewayRequest, Mapping[str, Any]]:
+    """Read and check a request's headers and body; return also its fields, as `read_fields` does.
+
+    `needs_every_field` is asked once the body is there.
 
     Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
     one, 400 for one that is not a JSON object with a model, and for a bad header.
@@ -275,21 +263,22 @@ async def receive(
     sent.update(progress.span.context.headers())
     # Facts that a second worker could not know if the first one dies.
     sent[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
-    return GatewayRequest(
+    request = GatewayRequest(
         api=API_ROUTES[http.path],
         request_id=request_id,
         model=model,
         body=body,
-        fields=fields,
+        fields=fields if every_field else {},
         has_every_field=every_field,
         headers=sent,
         preferences=preferences,
         deadline_seconds=deadline_seconds,
     )
+    return request, fields
 
 
-def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
-    """Return a body's model and its other fields: all if `every`, else those that the gateway needs.
+def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
+    """Return a body's model and its fields: all as they are written if `every`, else the values of those of prompts.
 
     Raises RequestError with 400 if the body is not a JSON object with a model.
     """
@@ -298,14 +287,22 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Fields]:
             fields = _every_field.decode(body)
             _refuse_steering(fields)
             return _model.decode(fields.get("model", b"null")), fields
-        known = _known_fields.decode(body)
+        known = _read_known(body)
     except msgspec.ValidationError as error:
         raise RequestError(
             f"the request body is not valid: {error}; it needs a string `model`", param="model"
         ) from error
     except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
-    return known.model, {name: raw for name in _PROMPT_FIELDS if (raw := getattr(known, name)) is not _ABSENT}
+    return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
+
+
+def _read_known(body: bytes) -> Any:
+    """Return the known fields; as they are written if the body is large, or has a value that is not readable here."""
+    if len(body) <= LARGE_BYTES:
+        with suppress(*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
+            return _known_values.decode(body)
+    return _known_raws.decode(body)
 
 
 def _find_steering_objects() -> Mapping[str, Set[str]]:

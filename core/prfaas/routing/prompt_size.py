@@ -5,8 +5,9 @@ Schemas for answers, metadata, biases and encoded images do not count. Nor do wh
 way of escaping: texts count as they are decoded, tools as a template would write them.
 
 Each kind has its own tokens a unit, within bounds: `prfaas.routing.estimate` learns them. Of a long text short pieces
-from all over it stand for the rest, so that it costs little more than its decoding. A few calls of C take one kind of
-characters after the other out of their bytes. The first byte of UTF-8 names the kind.
+from all over it stand for the rest. A few calls of C take one kind of characters after the other out of their bytes.
+The first byte of UTF-8 names the kind. What clients could make costly is bounded: the number of values in a large body,
+and of messages and parts. Token ids are counted as they are written.
 """
 
 import re
@@ -96,32 +97,53 @@ _READ: Final = frozenset(
 """The members of a message, an item or a part that hold what the model reads; all others are identities and options."""
 _VALUES: Final = frozenset(("arguments", "input"))
 """Members that may hold any JSON value; a template writes it as JSON."""
-PIECE_CHARACTERS: Final = 128
+_CUT: Final = "truncate_prompt_tokens"
+LARGE_BYTES: Final = 4 << 20
+"""About a million tokens."""
+BYTES_A_VALUE: Final = 8
+"""A large body with more values than this is not decoded: they would take many times its memory."""
+MAX_VALUES: Final = 100_000
+"""The most messages and parts to read: some tens of milliseconds. A context holds fewer."""
+PIECE_CHARACTERS: Final = 64
 PLACES: Final = tuple(number * (5**0.5 - 1) / 2 % 1 for number in range(32))
 """Where pieces of a long text begin, as shares of it: by the golden section, which meets no period of the text."""
 SAMPLE_CHARACTERS: Final = len(PLACES) * PIECE_CHARACTERS
 _value = msgspec.json.Decoder()
 
 
-def prompt_size(fields: Mapping[str, msgspec.Raw], names: Set[str]) -> PromptSize:
-    """Return the size of a request's prompt; `names` are the fields of its body that make prompts in its API.
+def prompt_values(fields: Mapping[str, Any], names: Set[str], body: bytes) -> dict[str, Any]:
+    """Return the values of the fields that make a prompt; `names` are those of its API.
 
-    A field that cannot be read has no size: the engine refuses the request.
+    A field stays as it is written if it holds token ids, cannot be read, or is of a body with too many values.
+    """
+    wanted = {name: field for name, field in fields.items() if name in names or name == _CUT}
+    return wanted if _has_too_many_values(body) else {name: _decoded(name, field) for name, field in wanted.items()}
+
+
+def prompt_size(values: Mapping[str, Any]) -> PromptSize:
+    """Return the size of a prompt from its `prompt_values`.
+
+    What is no value but token ids has no size: the engine refuses the request.
     """
     reader = _Reader()
     for name, read in _READ_FIELDS.items():
-        if name in names and (raw := fields.get(name)) is not None:
-            read(reader, raw)
-    most_tokens = fields.get("truncate_prompt_tokens")
+        value = values.get(name)
+        if isinstance(value, msgspec.Raw):
+            if name == "prompt":
+                reader.token_ids(value)
+        elif value:
+            read(reader, value)
+    most_tokens = values.get(_CUT)
     return PromptSize(reader.counts(), None if most_tokens is None else _most_tokens(most_tokens), reader.is_whole)
 
 
 class _Reader:
-    """Collects what a body's fields hold."""
+    """Collects what a body's fields hold. Its readers take no empty value."""
 
     def __init__(self) -> None:
         self.is_whole = True
         self._texts: list[str] = []
+        self._left = MAX_VALUES
         self._tokens = self._messages = self._tool_bytes = self._document_bytes = self._media = 0
 
     def counts(self) -> tuple[int, ...]:
@@ -130,58 +152,63 @@ class _Reader:
         messages = self._messages + (self._messages > 0)
         return (*characters, self._tokens, messages, self._tool_bytes, self._document_bytes, self._media)
 
-    def prompt(self, raw: msgspec.Raw) -> None:
-        """Read a completion's prompt, or a batch of them."""
+    def token_ids(self, raw: msgspec.Raw) -> None:
+        """Read a completion's prompt of token ids, or a batch of them."""
         if _TOKEN_IDS.match(raw):
             self._tokens = bytes(raw).count(b",") + 1  # of a batch, too: commas stand between its lists as well
-        else:
-            self._read(_decoded(raw))
 
-    def messages(self, raw: msgspec.Raw) -> None:
+    def messages(self, value: Any) -> None:
         """Read the messages of a chat, the items of the Responses API, or one text in their place."""
-        value = _decoded(raw)
-        items = cast(list[Any], value) if isinstance(value, list) else [value] if value else []
+        items = cast(list[Any], value) if isinstance(value, list) else [value]
         self._messages += len(items)
-        for one in items:
-            self._read(one)
+        for one in self._some(items):
+            self.texts(one)
 
-    def instructions(self, raw: msgspec.Raw) -> None:
+    def instructions(self, value: Any) -> None:
         """Read what stands before the messages."""
-        value = _decoded(raw)
-        self._messages += bool(value)
-        self._read(value)
+        self._messages += 1
+        self.texts(value)
 
-    def tools(self, raw: msgspec.Raw) -> None:
-        self._tool_bytes = _json_bytes(raw)
+    def tools(self, value: Any) -> None:
+        self._tool_bytes = len(_json(value))
 
-    def documents(self, raw: msgspec.Raw) -> None:
-        self._document_bytes = _json_bytes(raw)
+    def documents(self, value: Any) -> None:
+        self._document_bytes = len(_json(value))
 
-    def earlier(self, raw: msgspec.Raw) -> None:
-        self.is_whole = _decoded(raw) is None
+    def earlier(self, _value: Any) -> None:
+        self.is_whole = False
 
-    def _read(self, value: Any) -> None:
-        """Read what stands in a message, an item, a part, or a list of them."""
+    def texts(self, value: Any) -> None:
+        """Read what stands in a message, an item, a part, or a list of them: also a completion's prompt, or a batch."""
         waiting = [value]  # no recursion: clients choose the depth
         while waiting:
             one = waiting.pop()
             if isinstance(one, str):
                 self._texts.append(one)
             elif isinstance(one, list):
-                for part in cast(list[Any], one):
+                for part in self._some(cast(list[Any], one)):
                     if _is_medium(part):
                         self._media += 1
                     else:
                         waiting.append(part)
             elif isinstance(one, dict):
                 for name, member in cast(dict[str, Any], one).items():
-                    if name in _READ:
-                        is_value = name in _VALUES and not isinstance(member, str)
-                        waiting.append(_json(member).decode() if is_value else member)
+                    if name not in _READ:
+                        continue
+                    if isinstance(member, str):
+                        self._texts.append(member)
+                    else:
+                        waiting.append(_json(member).decode() if name in _VALUES else member)
+
+    def _some(self, values: list[Any]) -> list[Any]:
+        """Return as many values as may still be read."""
+        some = values[: self._left]
+        self._left -= len(some)
+        return some
 
 
-_READ_FIELDS: Final[Mapping[str, Callable[[_Reader, msgspec.Raw], None]]] = {
-    "prompt": _Reader.prompt,
+_READ_FIELDS: Final[Mapping[str, Callable[[_Reader, Any], None]]] = {
+    "prompt": _Reader.texts,
     "messages": _Reader.messages,
     "input": _Reader.messages,
     "system": _Reader.instructions,
@@ -192,17 +219,24 @@ _READ_FIELDS: Final[Mapping[str, Callable[[_Reader, msgspec.Raw], None]]] = {
 }
 
 
+def _has_too_many_values(body: bytes) -> bool:
+    """Return whether a body is large and has a mark before a value in every few bytes, whether in a text or not."""
+    return len(body) > LARGE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) > len(body) // BYTES_A_VALUE
+
+
+def _decoded(name: str, field: Any) -> Any:
+    """Return a field's value; the field itself if it was decoded before, holds token ids, or is unreadable."""
+    if not isinstance(field, msgspec.Raw) or (name == "prompt" and _TOKEN_IDS.match(field)):
+        return field
+    try:
+        return _value.decode(field)
+    except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
+        return field
+
+
 def _is_medium(part: Any) -> bool:
     """Return whether a part holds nothing to read: an image, or anything else that is encoded."""
     return isinstance(part, dict) and _READ.isdisjoint(cast(dict[str, Any], part))
-
-
-def _decoded(raw: msgspec.Raw) -> Any:
-    """Return a field's value; None for one that is unreadable."""
-    try:
-        return _value.decode(raw)
-    except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
-        return None
 
 
 def _json(value: Any) -> bytes:
@@ -210,12 +244,6 @@ def _json(value: Any) -> bytes:
         return msgspec.json.encode(value)
     except (OverflowError, RecursionError, ValueError):
         return b""  # no template writes it either
-
-
-def _json_bytes(raw: msgspec.Raw) -> int:
-    """Return the bytes of a field's value in plain JSON; an empty value has none."""
-    value = _decoded(raw)
-    return len(_json(value)) if value else 0
 
 
 def _count_characters(text: str) -> list[int]:
@@ -242,10 +270,10 @@ def _count_all(text: str) -> list[int]:
     return counts
 
 
-def _most_tokens(raw: msgspec.Raw) -> int | None:
+def _most_tokens(value: Any) -> int | None:
     """Return the length of `truncate_prompt_tokens`; None if the engine cuts nothing, or to its own limit."""
     try:
-        tokens = msgspec.json.decode(raw, type=int | None)
+        tokens = msgspec.convert(value, int | None)
     except msgspec.MsgspecError:
         return None
     return tokens if tokens is not None and tokens > 0 else None

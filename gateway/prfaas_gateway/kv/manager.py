@@ -100,13 +100,13 @@ class KvManager:
                 task.cancel()
             await asyncio.gather(*(task for _, task in self._followers.values()), return_exceptions=True)
 
-    async def find(self, request: GatewayRequest, prompt: PromptFacts) -> PromptFacts:
-        """Return also where a prompt is cached, its length where it is known, and the instances' profiles."""
+    async def find(self, request: GatewayRequest, values: Mapping[str, Any], prompt: PromptFacts) -> PromptFacts:
+        """Return also where a prompt of these values is cached, its length where it is known, and the profiles."""
         prompt, table = prompt._replace(profiles=self._profiles), self._table
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return prompt
-        body = _prompt_fields(request) if len(request.body) <= MAX_BODY_BYTES else None
+        body = _all_values(request, values) if len(request.body) <= MAX_BODY_BYTES else None
         canonical = None if body is None else request.api.canonical(body)
         if body is None or canonical is None:
             return prompt
@@ -235,11 +235,11 @@ class KvManager:
         return sum(follower.state == state for follower, _ in self._followers.values())
 
 
-def _prompt_fields(request: GatewayRequest) -> dict[str, Any] | None:
-    """Return the decoded fields that canonical bytes depend on; None for an invalid body."""
+def _all_values(request: GatewayRequest, values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the values that canonical bytes depend on, token ids too; None if one is not readable."""
     try:
-        body = {name: _value.decode(raw) for name, raw in request.fields.items() if name in request.api.fields}
-    except UNREADABLE:
+        body = {name: _value.decode(one) if isinstance(one, msgspec.Raw) else one for name, one in values.items()}
+    except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
         return None
     body["model"] = request.model
     return body

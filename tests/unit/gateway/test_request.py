@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from prfaas.errors import RequestError
+from prfaas.routing.prompt_size import LARGE_BYTES, prompt_size, prompt_values
 from prfaas.wire import headers
 from prfaas_gateway import request
 from prfaas_gateway.api import API_ROUTES
@@ -15,6 +16,7 @@ BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
 
 def received(body: bytes = BODY, *, every: bool = False) -> GatewayRequest:
     model, found = read_fields(body, every=every)
+    found = found if every else {}
     api = API_ROUTES["/v1/completions"]
     return GatewayRequest(
         api=api, request_id="r", model=model, body=body, fields=found, has_every_field=every, headers={}
@@ -45,6 +47,28 @@ def test_a_field_that_steers_caches_is_refused_also_then():
     for _ in range(2):
         with pytest.raises(RequestError, match="kv_transfer_params"):
             _ = one.every_field
+
+
+UNREADABLE_TOOLS = [b"[" + b"9" * 5000 + b"]", b"[1e99999]"]
+
+
+@pytest.mark.parametrize(
+    ("path", "rest"),
+    [
+        ("/v1/chat/completions", b'"messages":[{"role":"user","content":"caf\\u00e9"}],"tools":[{"a":1}]'),
+        *(("/v1/chat/completions", b'"messages":[{"content":"hi"}],"tools":' + one) for one in UNREADABLE_TOOLS),
+        pytest.param("/v1/chat/completions", b'"messages":"' + b"x" * LARGE_BYTES + b'"', id="large"),
+        ("/v1/completions", b'"prompt":[[1,2],[3]]'),
+        ("/v1/completions", b'"prompt":"hi","messages":[1]'),
+        ("/v1/responses", b'"input":"hi","instructions":"ok","previous_response_id":"r"'),
+        ("/v1/messages", b'"messages":[{"content":[{"text":"hi"}]}],"system":"ok"'),
+        ("/v1/messages", b'"messages":null'),
+    ],
+)
+def test_a_prompt_has_one_size_whether_its_body_is_read_for_an_engine_of_others_or_not(path, rest):
+    body, names = b'{"model":"m",' + rest + b"}", API_ROUTES[path].fields
+    sizes = [prompt_size(prompt_values(read_fields(body, every=every)[1], names, body)) for every in (False, True)]
+    assert sizes[0] == sizes[1]
 
 
 async def test_the_log_names_a_request_whose_body_is_refused(world, caplog):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, MESSAGES_FIELDS, RESPONSE_FIELDS
-from prfaas.routing.prompt_size import PromptSize, Unit, prompt_size
+from prfaas.routing.prompt_size import LARGE_BYTES, MAX_VALUES, PromptSize, Unit, prompt_size, prompt_values
 
 CHATS = {"model": "m", "messages": [{"role": "user", "content": "Bonjour, le café coûte 3 €."}]}
 TOOL = {
@@ -23,7 +23,7 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "B" * 5000, "format": "w
 
 def size_of(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -> PromptSize:
     raw = json.dumps(body).encode() if isinstance(body, dict) else body
-    return prompt_size(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), names)
+    return prompt_size(prompt_values(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), names, raw))
 
 
 def counted(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -> dict[str, int]:
@@ -218,3 +218,26 @@ def test_any_json_has_a_size(body):
 )
 def test_what_no_engine_takes_has_a_size_all_the_same(raw):
     assert min(size_of(raw).counts) >= 0
+
+
+def test_a_large_body_of_many_small_values_is_not_decoded_and_its_token_ids_count_all_the_same():
+    many = b",".join([b"[]"] * (LARGE_BYTES // 3 + 1))
+    assert counted(b'{"messages":[' + many + b"]}") == {}
+    assert counted(b'{"prompt":[' + many + b"]}", COMPLETION_FIELDS) == {}
+    ids = b",".join([b"7"] * (LARGE_BYTES // 2 + 1))
+    assert counted(b'{"prompt":[' + ids + b"]}", COMPLETION_FIELDS) == {"TOKEN": LARGE_BYTES // 2 + 1}
+    text = "one, two " * (LARGE_BYTES // 9 + 1)
+    assert sum(read(text).values()) == pytest.approx(len(text), abs=len(Unit))
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LARGE_BYTES}}
+    assert counted(chat([picture])) == {"MEDIUM": 1, "MESSAGE": 2}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"text": ""}] * MAX_VALUES + [{"text": "x"}]}]},
+        {"messages": [{"role": "user", "content": ""}] * MAX_VALUES + [{"role": "user", "content": "x"}]},
+    ],
+)
+def test_of_more_parts_than_a_context_can_hold_the_first_are_read(body):
+    assert counted(body) == {"MESSAGE": len(body["messages"]) + 1}

@@ -13,6 +13,7 @@ import pytest
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, pays
+from prfaas.routing.prompt_size import prompt_values
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
 from prfaas_gateway.api import API_ROUTES
@@ -118,8 +119,8 @@ async def known(manager: KvManager, prompt: str) -> PromptFacts:
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
     model, fields = read_fields(body, every=False)
     api = API_ROUTES["/v1/completions"]
-    request = GatewayRequest(api=api, request_id="", model=model, body=body, fields=fields, headers={})
-    return await manager.find(request, PromptFacts(len(prompt)))
+    request = GatewayRequest(api=api, request_id="", model=model, body=body, fields={}, headers={})
+    return await manager.find(request, prompt_values(fields, api.fields, body), PromptFacts(len(prompt)))
 
 
 async def until_known(managers: list[KvManager], prompt: str, true: Callable[[PromptFacts], bool]) -> None:
