@@ -111,16 +111,37 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-def read_prompt_tokens(answer: bytes) -> int:
-    """Return the prompt's length by the usage that an answer, or the end of a stream, names; 0 if it names none.
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    input_tokens: int = 0
+    """Its name in the Messages and Responses APIs."""
 
-    No text can hold such a key: JSON escapes its quotation marks.
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_counted = msgspec.json.Decoder(_Counted)
+
+
+def read_prompt_tokens(answer: bytes) -> int:
+    """Return the prompt's length by the usage of a whole answer; 0 if it names none."""
+    try:
+        usage = _counted.decode(answer).usage
+    except UNREADABLE:
+        return 0
+    return (usage.prompt_tokens or usage.input_tokens) if usage is not None else 0
+
+
+def find_prompt_tokens(end: bytes) -> int:
+    """Return the prompt's length by the usage in the end of a stream, which may begin anywhere; 0 if it names none.
+
+    No text can hold such a key: JSON escapes its quotation marks. Tools that a client named can, but they come before
+    the usage: the last one counts.
     """
-    for key in _PROMPT_TOKENS:
-        at = answer.rfind(key)
-        if at >= 0 and (found := _COUNT.match(answer, at + len(key))):
-            return int(found[0])
-    return 0
+    at, key = max((end.rfind(key), key) for key in _PROMPT_TOKENS)
+    found = _COUNT.match(end, at + len(key)) if at >= 0 else None
+    return int(found[0]) if found else 0
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

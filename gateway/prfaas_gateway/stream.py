@@ -28,7 +28,7 @@ from prfaas.wire.resume import (
     split_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, read_error, read_prompt_tokens, relayed_headers
+from prfaas_gateway.openai import error_event, find_prompt_tokens, read_error, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -115,7 +115,7 @@ class AnswerStream:
     def prompt_tokens(self) -> int:
         """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
         counted = self.log.prompt_tokens if self.log is not None else 0
-        return counted or read_prompt_tokens(self._before_last + self._last)
+        return counted or find_prompt_tokens(self._before_last + self._last)
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.

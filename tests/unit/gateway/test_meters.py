@@ -194,6 +194,24 @@ COUNTS = {
         {"model": "m", "input": "hi"},
         answer_of({"tools": [{"input_tokens": {}}], "usage": {"input_tokens": EXACT}}),
     ),
+    "usage beside tools and metadata with its names": (
+        "vllm-nixl",
+        "/v1/responses",
+        {"model": "m", "input": "hi"},
+        answer_of(
+            {
+                "tools": [{"parameters": {"prompt_tokens": 1}}],
+                "usage": {"input_tokens": EXACT},
+                "metadata": {"input_tokens": 1},
+            }
+        ),
+    ),
+    "usage behind tools with its names at a stream's end": (
+        "vllm-nixl",
+        "/v1/responses",
+        {"model": "m", "input": "hi", "stream": True},
+        stream_of({"response": {"tools": [{"parameters": {"prompt_tokens": 1}}], "usage": {"input_tokens": EXACT}}}),
+    ),
     "the ids in a stream": ("vllm-nixl", COMPLETION, {**TEXT, "stream": True}, stream_of({"choices": [FIRST]})),
     "usage at a stream's end": (
         "vllm-nixl",
