@@ -106,10 +106,10 @@ class KvManager:
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return prompt
-        body = _all_values(request, values) if len(request.body) <= MAX_BODY_BYTES else None
-        canonical = None if body is None else request.api.canonical(body)
-        if body is None or canonical is None:
+        read = _read_prompt(request, values) if len(request.body) <= MAX_BODY_BYTES else None
+        if read is None:
             return prompt
+        body, canonical = read
         chain, total_tokens, is_exact = ByteChain(canonical.root, canonical.data), prompt.total_tokens, False
         tokens = await self._tokens_of(request, canonical, body, chain)
         if tokens is not None:
@@ -235,14 +235,15 @@ class KvManager:
         return sum(follower.state == state for follower, _ in self._followers.values())
 
 
-def _all_values(request: GatewayRequest, values: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the values that canonical bytes depend on, token ids too; None if one is not readable."""
+def _read_prompt(request: GatewayRequest, values: Mapping[str, Any]) -> tuple[dict[str, Any], Canonical] | None:
+    """Return the values that canonical bytes depend on, token ids too, and these bytes; None for an invalid body."""
     try:
         body = {name: _value.decode(one) if isinstance(one, msgspec.Raw) else one for name, one in values.items()}
+        body["model"] = request.model
+        canonical = request.api.canonical(body)
     except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
         return None
-    body["model"] = request.model
-    return body
+    return None if canonical is None else (body, canonical)
 
 
 def _parts(instance: Instance) -> list[InstancePart]:

@@ -1,14 +1,16 @@
 """Proves that a received request never changes and that its body is read once; what becomes of it stands in the log."""
 
+from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 
 from prfaas.errors import RequestError
-from prfaas.routing.prompt_size import LARGE_BYTES, prompt_size, prompt_values
+from prfaas.routing.prompt_size import LARGE_BYTES, Unit, prompt_size, prompt_values
 from prfaas.wire import headers
 from prfaas_gateway import request
 from prfaas_gateway.api import API_ROUTES
+from prfaas_gateway.kv import manager
 from prfaas_gateway.request import GatewayRequest, read_fields
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
@@ -69,6 +71,20 @@ def test_a_prompt_has_one_size_whether_its_body_is_read_for_an_engine_of_others_
     body, names = b'{"model":"m",' + rest + b"}", API_ROUTES[path].fields
     sizes = [prompt_size(prompt_values(read_fields(body, every=every)[1], names, body)) for every in (False, True)]
     assert sizes[0] == sizes[1]
+
+
+def test_no_depth_of_nesting_is_an_error_of_the_gateway():
+    """What can just be decoded may be too deep to be encoded again, for the match of prefixes."""
+    api, nested = API_ROUTES["/v1/chat/completions"], 0
+    for depth in range(1, 1000):
+        body = b'{"model":"m","messages":[{"content":' + b"[" * depth + b"]" * depth + b"}]}"
+        with suppress(RequestError):
+            found = read_fields(body, every=False)[1]
+            values = prompt_values(found, api.fields, body)
+            one = GatewayRequest(api=api, request_id="r", model="m", body=body, fields={}, headers={})
+            nested += manager._read_prompt(one, values) is not None
+            assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)
+    assert nested > 100
 
 
 async def test_the_log_names_a_request_whose_body_is_refused(world, caplog):
