@@ -104,10 +104,11 @@ BYTES_A_VALUE: Final = 8
 """A large body with more values than this is not decoded: they would take many times its memory."""
 MAX_VALUES: Final = 100_000
 """The most messages and parts to read: some tens of milliseconds. A context holds fewer."""
-PIECE_CHARACTERS: Final = 64
+COUNTED_CHARACTERS: Final = 2048
+"""Of a longer text pieces are counted."""
+PIECE_CHARACTERS: Final = 32
 PLACES: Final = tuple(number * (5**0.5 - 1) / 2 % 1 for number in range(32))
-"""Where pieces of a long text begin, as shares of it: by the golden section, which meets no period of the text."""
-SAMPLE_CHARACTERS: Final = len(PLACES) * PIECE_CHARACTERS
+"""Where the pieces begin, as shares of the text: by the golden section, which meets no period of it."""
 _value = msgspec.json.Decoder()
 
 
@@ -116,8 +117,12 @@ def prompt_values(fields: Mapping[str, Any], names: Set[str], body: bytes) -> di
 
     A field stays as it is written if it holds token ids, cannot be read, or is of a body with too many values.
     """
-    wanted = {name: field for name, field in fields.items() if name in names or name == _CUT}
-    return wanted if _has_too_many_values(body) else {name: _decoded(name, field) for name, field in wanted.items()}
+    is_left = _has_too_many_values(body)
+    return {
+        name: field if is_left else _decoded(name, field)
+        for name, field in fields.items()
+        if name in names or name == _CUT
+    }
 
 
 def prompt_size(values: Mapping[str, Any]) -> PromptSize:
@@ -248,7 +253,7 @@ def _json(value: Any) -> bytes:
 
 def _count_characters(text: str) -> list[int]:
     """Return the number of characters by `Unit`, up to OTHER; of a long text about so many."""
-    if len(text) <= SAMPLE_CHARACTERS:
+    if len(text) <= COUNTED_CHARACTERS:
         return _count_all(text)
     last = len(text) - PIECE_CHARACTERS
     sample = "".join([text[(at := int(last * place)) : at + PIECE_CHARACTERS] for place in PLACES])
