@@ -138,7 +138,8 @@ class KvManager:
         self, request: GatewayRequest, canonical: Canonical, body: dict[str, Any], chain: ByteChain
     ) -> PromptTokens | None:
         """Return a prompt's token ids for matching in foreign engines; None if they are unknown or match nothing."""
-        if canonical.is_salted:
+        # What the engine cuts has other tokens.
+        if canonical.is_salted or body.get("truncate_prompt_tokens") is not None:
             return None
         followed = [
             follower.instance

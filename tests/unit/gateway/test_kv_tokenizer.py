@@ -107,6 +107,15 @@ async def test_texts_and_chats_are_matched_exactly_as_vllm_itself_finds_them(vll
     assert estimator.tokens(letters) > 500, "exact lengths teach the estimate: here a byte is a token"
 
 
+async def test_the_length_of_token_ids_that_the_engine_cuts_is_what_it_leaves(vllms, caplog):
+    caplog.set_level("INFO")
+    await vllms.begin()
+    ids = {"model": "m", "prompt": list(range(3000))}
+    for body, expected in ((ids, 3000), (ids | {"truncate_prompt_tokens": 7}, 7)):
+        await vllms.serve("/v1/completions", body)
+        assert caplog.text.count(f"estimated_tokens={expected} ") == 1
+
+
 async def test_a_text_is_tokenized_once_and_kept(vllms):
     await vllms.begin()
     step = next(one for one in TEXTS if one["what"] == "the text again")
