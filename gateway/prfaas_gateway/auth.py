@@ -168,6 +168,10 @@ class Charge:
         self._meter.charge(exact_tokens - self._estimated_tokens)
         self._meter.estimator.observe(self._size, exact_tokens)
 
+    def give_back(self) -> None:
+        """Charge nothing after all. Nothing may follow."""
+        self._meter.charge(-(self.exact_tokens or self._estimated_tokens))
+
 
 class Meters:
     """The meters of all clients. They are bounded by the names of the key files."""

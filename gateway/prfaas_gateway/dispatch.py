@@ -57,7 +57,11 @@ class Dispatcher:
         with self._parts.auth.admitted(http) as meter:
             progress.client = meter.client.name
             request = await self._receive(http, progress, meter)
-            return await self._serve_in_time(http, request, progress)
+            try:
+                return await self._serve_in_time(http, request, progress)
+            finally:
+                if progress.charge is not None and progress.first_route is None:
+                    progress.charge.give_back()  # no instance got the prompt
 
     async def _receive(self, http: web.Request, progress: Progress, meter: Meter) -> GatewayRequest:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""

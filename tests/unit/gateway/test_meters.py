@@ -234,6 +234,13 @@ async def test_what_a_key_has_left_follows_the_exact_count_of_every_answer(world
     assert statuses == [200, 200 if how.startswith("none") else 429]
 
 
+async def test_a_prompt_that_no_instance_gets_costs_nothing(world, keys):
+    await world.start("d0", keys_dir=keys(tokensPerMinute=1000))
+    unknown = {"model": "other", "prompt": "x" * 40_000}
+    statuses = [(await world.post(one, COMPLETION, headers=bearer())).status for one in (unknown, unknown, TEXT)]
+    assert statuses == [404, 404, 200]
+
+
 async def test_a_prompt_that_was_estimated_too_long_costs_what_it_has(world, keys, long):
     await world.start("d0", keys_dir=keys(tokensPerMinute=1000))
     world.workers["d0"].reply = answer_of({}, **{headers.PROMPT_TOKENS: "10"})
