@@ -128,7 +128,7 @@ def prompt_values(fields: Mapping[str, Any], names: Set[str], body: bytes) -> di
 def prompt_size(values: Mapping[str, Any]) -> PromptSize:
     """Return the size of a prompt from its `prompt_values`.
 
-    What is no value but token ids has no size: the engine refuses the request.
+    Of fields that are as they were written only token ids have a size: an engine refuses the others.
     """
     reader = _Reader()
     for name, read in _READ_FIELDS.items():
