@@ -24,6 +24,7 @@ from prfaas.wire.resume import (
     Resume,
     SentChoice,
     encode_resume,
+    last_cut,
     read_comments,
     split_comments,
 )
@@ -270,7 +271,7 @@ class StreamLog:
         if piece.endswith(DONE):
             self.is_whole = True
         else:
-            cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
+            cut = last_cut(piece)
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
                 raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")

@@ -46,6 +46,17 @@ def test_the_document_tells_what_passed_and_nothing_else():
     assert not log.is_whole
 
 
+@pytest.mark.parametrize("after", [b"", name_tokens(0, 1, [7])[:-1], EVENT])
+def test_an_event_without_a_whole_comment_never_passes(after: bytes):
+    """Comments of another form end as ours do; what passed with them would be sent twice."""
+    log = StreamLog("f", 0)
+    assert log.take(EVENT + b": t 0 5 1,2;\n\n" + after) == b""
+    log.worker_died()
+    assert log.can_go_on
+    assert log.resume().choices == {}
+    assert log.take(EVENT + name_tokens(0, 1, [7])) == EVENT
+
+
 def test_a_log_continues_with_the_next_worker():
     log = StreamLog("f", 0)
     log.take(EVENT + name_tokens(0, 1, [7]) + b"data: {half")
