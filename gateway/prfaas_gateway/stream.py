@@ -36,6 +36,8 @@ EVENT_STREAM: Final = "text/event-stream"
 CODE_BROKEN: Final = "stream_broken"
 MAX_HELD_BYTES: Final = 4 << 20
 """Most bytes without a possible cut; a worker that sends more counts as dead."""
+MAX_LOG_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
+"""Most bytes of comments, about 20 a token. The document of more would be too long, so they are not kept."""
 
 
 class ClientGoneError(Exception):
@@ -229,7 +231,7 @@ class StreamLog:
     """The client's part of a stream, so that another worker can resume it: the comments, which the client does not see.
 
     Nearly every stream succeeds, so the log keeps the comments as they are and reads them only after a worker's death.
-    They take about 20 bytes a token; the model's context bounds them.
+    They take about 20 bytes a token, and MAX_LOG_BYTES at most.
 
     A piece may end anywhere. Bytes after the last possible cut wait for the rest, because the client cannot unread half
     an event, or one without token ids.
@@ -243,6 +245,7 @@ class StreamLog:
         self._fingerprint = fingerprint
         self._cached_tokens = cached_tokens
         self._comments = bytearray()
+        self._is_too_long = False
         self._held = b""
         self.is_whole = False
         """Whether the client has the whole answer."""
@@ -261,8 +264,7 @@ class StreamLog:
         at = piece.find(COMMENT)
         # One comment, at the end: as nearly always.
         if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
-            self.pieces += 1
-            self._comments += piece[at:]
+            self._keep(piece[at:])
             return piece[:at]
         return self._take_parts(piece)
 
@@ -276,9 +278,15 @@ class StreamLog:
             if len(self._held) > MAX_HELD_BYTES:
                 raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
         events, comments = split_comments(piece)
-        self.pieces += bool(comments)
-        self._comments += comments
+        if comments:
+            self._keep(comments)
         return events
+
+    def _keep(self, comments: bytes) -> None:
+        self.pieces += 1
+        self._comments += comments
+        if len(self._comments) > MAX_LOG_BYTES:
+            self._is_too_long, self._comments = True, bytearray()
 
     def worker_died(self) -> None:
         """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
@@ -292,7 +300,7 @@ class StreamLog:
     def can_go_on(self) -> bool:
         """Whether the reported tokens are valid and few enough to resume."""
         try:
-            return len(self.document()) <= MAX_DOCUMENT_BYTES
+            return not self._is_too_long and len(self.document()) <= MAX_DOCUMENT_BYTES
         except BadInputError:
             return False
 

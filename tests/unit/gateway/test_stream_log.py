@@ -77,6 +77,20 @@ def test_keeps_only_the_comments_of_a_long_stream():
     assert decode_resume(log.document()).choices[0].token_ids == [70_000] * 20_000
 
 
+def test_a_log_without_an_end_is_not_kept_and_its_events_pass(monkeypatch):
+    monkeypatch.setattr(stream, "MAX_LOG_BYTES", 1000)
+    log, group = StreamLog("f", 0), EVENT + name_tokens(0, 1, [7])
+    for _ in range(1000 // len(name_tokens(0, 1, [7]))):
+        assert log.take(group) == EVENT
+    assert log.can_go_on
+    for _ in range(1000):
+        assert log.take(group) == EVENT
+        assert len(log._comments) <= 1000
+        assert not log.can_go_on
+    assert log.take(name_tokens(0, 1, [7]) * 2 + DONE) == DONE
+    assert log.is_whole
+
+
 def test_a_worker_that_never_tells_of_tokens_counts_as_dead(monkeypatch):
     monkeypatch.setattr(stream, "MAX_HELD_BYTES", 1000)
     log = StreamLog("f", 0)
