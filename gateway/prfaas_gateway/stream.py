@@ -171,9 +171,10 @@ class AnswerStream:
                         continue
                     awaiting_worker = False
                     timer.moved(limits.idle_seconds)
+                    # Before the write: a deadline may end it when the bytes are under way already.
+                    self._before_last, self._last = self._last, piece
                     await write(piece)
                     awaiting_worker = True
-                    self._before_last, self._last = self._last, piece
                     timer.limit_seconds = stall_seconds
                     if log is not None and log.has_enough:
                         return
