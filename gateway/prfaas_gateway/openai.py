@@ -4,12 +4,12 @@ Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 """
 
 import math
-import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
@@ -34,8 +34,7 @@ CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
-_PROMPT_TOKENS = (b'"prompt_tokens":', b'"input_tokens":')
-_COUNT = re.compile(rb" ?[0-9]{1,12}(?![0-9])")
+_Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,6 +43,24 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    input_tokens: _Count = 0
+    """Its name in the Messages and Responses APIs."""
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _CountedEvent(_Counted):
+    response: _Counted | None = None
+    """The last event of the Responses API has the whole response."""
+
+
+_counted = msgspec.json.Decoder(_CountedEvent)
 
 
 class LimitError(RequestError):
@@ -111,15 +128,24 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-def read_prompt_tokens(answer: bytes) -> int:
-    """Return the prompt's length by the usage that an answer, or the end of a stream, names; 0 if it names none.
+def read_prompt_tokens(path: str, answer: bytes) -> int:
+    """Return the prompt's length by the usage of a whole answer, or of an event; 0 if it names none.
 
-    No text can hold such a key: JSON escapes its quotation marks.
+    Only the usage counts. An answer may repeat objects of its client, such as a tool's parameters, with any key.
     """
-    for key in _PROMPT_TOKENS:
-        at = answer.rfind(key)
-        if at >= 0 and (found := _COUNT.match(answer, at + len(key))):
-            return int(found[0])
+    try:
+        counted = _counted.decode(answer)
+    except UNREADABLE:
+        return 0
+    usage = counted.usage or (counted.response and counted.response.usage) or _Usage()
+    return usage.input_tokens if path in (MESSAGES_PATH, RESPONSES_PATH) else usage.prompt_tokens
+
+
+def find_prompt_tokens(path: str, events: bytes) -> int:
+    """Return the prompt's length by the last usage in the end of a stream, which begins with a whole line; or 0."""
+    for line in reversed(events.splitlines()):
+        if line.startswith(b"data:") and (prompt_tokens := read_prompt_tokens(path, line[5:])):
+            return prompt_tokens
     return 0
 
 

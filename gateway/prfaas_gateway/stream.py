@@ -29,7 +29,7 @@ from prfaas.wire.resume import (
     split_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, read_error, read_prompt_tokens, relayed_headers
+from prfaas_gateway.openai import error_event, find_prompt_tokens, read_error, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -38,6 +38,8 @@ MAX_HELD_BYTES: Final = 4 << 20
 """Most bytes without a possible cut; a worker that sends more counts as dead."""
 MAX_LOG_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
 """Most bytes of comments, about 20 a token. The document of more would be too long, so they are not kept."""
+TAIL_BYTES: Final = 1024
+"""The last event with the usage ends within the last so many bytes of a stream."""
 
 
 class ClientGoneError(Exception):
@@ -111,14 +113,14 @@ class AnswerStream:
         self.http = http
         self.response = response
         self.log = log
-        # The last two pieces; at first as at the end of an event.
-        self._before_last, self._last = b"", b"\n\n"
+        self._tail = AnswerTail()
 
     @property
     def prompt_tokens(self) -> int:
         """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
         counted = self.log.prompt_tokens if self.log is not None else 0
-        return counted or read_prompt_tokens(self._before_last + self._last)
+        find = find_prompt_tokens if self.response.content_type == EVENT_STREAM else read_prompt_tokens
+        return counted or find(self.http.path, self._tail.read())
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
@@ -155,7 +157,7 @@ class AnswerStream:
                 self.http.transport.close()
             return
         # An event that was cut in the middle gets its end. More line ends would be an empty event to some readers.
-        missing = len((self._before_last[-2:] + self._last[-2:])[-2:].rstrip(b"\n"))
+        missing = len(self._tail.read()[-2:].rstrip(b"\n"))
         await self.end(missing * b"\n" + event)
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
@@ -172,7 +174,7 @@ class AnswerStream:
                     awaiting_worker = False
                     timer.moved(limits.idle_seconds)
                     # Before the write: a deadline may end it when the bytes are under way already.
-                    self._before_last, self._last = self._last, piece
+                    self._tail.add(piece)
                     await write(piece)
                     awaiting_worker = True
                     timer.limit_seconds = stall_seconds
@@ -325,6 +327,29 @@ class StreamLog:
             token_ids += entry.token_ids
             choices[entry.choice] = SentChoice(token_ids, entry.characters, entry.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
+
+
+class AnswerTail:
+    """The end of an answer: at least its last TAIL_BYTES, and the whole line that they begin in.
+
+    A line of more than MAX_HELD_BYTES is not kept.
+    """
+
+    def __init__(self):
+        # At first as at the end of an event.
+        self._bytes = bytearray(b"\n\n")
+
+    def add(self, piece: bytes) -> None:
+        kept = self._bytes
+        kept += piece
+        if len(kept) > 2 * TAIL_BYTES and b"\n" in piece:
+            del kept[: kept.rfind(b"\n", 0, -TAIL_BYTES) + 1]
+        if len(kept) > MAX_HELD_BYTES:
+            # What follows is the rest of a line, and must not pass for a whole one.
+            kept[:-2] = b"?"
+
+    def read(self) -> bytes:
+        return bytes(self._bytes)
 
 
 class StallTimer:
