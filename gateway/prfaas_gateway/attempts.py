@@ -150,7 +150,7 @@ class Attempts:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
                 self._note_lost_prefill(progress, route, answer)
-                _settle(progress, answer)
+                _settle(request, progress, answer)
                 answer.close()
 
     async def _resume(
@@ -282,13 +282,13 @@ class Attempts:
             self._state.ejections.succeeded(one.name)
 
 
-def _settle(progress: Progress, answer: Answer) -> None:
+def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None:
     """Charge the exact length of the prompt if an answer names it at its end only."""
     charge = progress.charge
     if charge is None or charge.exact_tokens or answer.status >= 400:
         return
     if answer.body is not None:
-        charge.settle(read_prompt_tokens(answer.body))
+        charge.settle(read_prompt_tokens(request.path, answer.body))
     elif progress.stream is not None:
         charge.settle(progress.stream.prompt_tokens)
 

@@ -4,12 +4,12 @@ Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 """
 
 import math
-import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import Meta
 
 from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
@@ -34,8 +34,7 @@ CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
-_PROMPT_TOKENS = (b'"prompt_tokens":', b'"input_tokens":')
-_COUNT = re.compile(rb" ?[0-9]{1,12}(?![0-9])")
+_Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,6 +43,24 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count = 0
+    input_tokens: _Count = 0
+    """Its name in the Messages and Responses APIs."""
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _CountedEvent(_Counted):
+    response: _Counted | None = None
+    """The last event of the Responses API has the whole response."""
+
+
+_counted = msgspec.json.Decoder(_CountedEvent)
 
 
 class LimitError(RequestError):
@@ -111,37 +128,25 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    input_tokens: int = 0
-    """Its name in the Messages and Responses APIs."""
+def read_prompt_tokens(path: str, answer: bytes) -> int:
+    """Return the prompt's length by the usage of a whole answer, or of an event; 0 if it names none.
 
-
-class _Counted(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_counted = msgspec.json.Decoder(_Counted)
-
-
-def read_prompt_tokens(answer: bytes) -> int:
-    """Return the prompt's length by the usage of a whole answer; 0 if it names none."""
+    Only the usage counts. An answer may repeat objects of its client, such as a tool's parameters, with any key.
+    """
     try:
-        usage = _counted.decode(answer).usage
+        counted = _counted.decode(answer)
     except UNREADABLE:
         return 0
-    return (usage.prompt_tokens or usage.input_tokens) if usage is not None else 0
+    usage = counted.usage or (counted.response and counted.response.usage) or _Usage()
+    return usage.input_tokens if path in (MESSAGES_PATH, RESPONSES_PATH) else usage.prompt_tokens
 
 
-def find_prompt_tokens(end: bytes) -> int:
-    """Return the prompt's length by the usage in the end of a stream, which may begin anywhere; 0 if it names none.
-
-    No text can hold such a key: JSON escapes its quotation marks. Tools that a client named can, but they come before
-    the usage: the last one counts.
-    """
-    at, key = max((end.rfind(key), key) for key in _PROMPT_TOKENS)
-    found = _COUNT.match(end, at + len(key)) if at >= 0 else None
-    return int(found[0]) if found else 0
+def find_prompt_tokens(path: str, events: bytes) -> int:
+    """Return the prompt's length by the last usage in the end of a stream, which begins with a whole line; or 0."""
+    for line in reversed(events.splitlines()):
+        if line.startswith(b"data:") and (prompt_tokens := read_prompt_tokens(path, line[5:])):
+            return prompt_tokens
+    return 0
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

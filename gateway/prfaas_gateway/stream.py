@@ -24,17 +24,22 @@ from prfaas.wire.resume import (
     Resume,
     SentChoice,
     encode_resume,
+    last_cut,
     read_comments,
     split_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, find_prompt_tokens, read_error, relayed_headers
+from prfaas_gateway.openai import error_event, find_prompt_tokens, read_error, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
 CODE_BROKEN: Final = "stream_broken"
 MAX_HELD_BYTES: Final = 4 << 20
 """Most bytes without a possible cut; a worker that sends more counts as dead."""
+MAX_LOG_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
+"""Most bytes of comments, about 20 a token. The document of more would be too long, so they are not kept."""
+TAIL_BYTES: Final = 1024
+"""The last event with the usage ends within the last so many bytes of a stream."""
 
 
 class ClientGoneError(Exception):
@@ -108,14 +113,14 @@ class AnswerStream:
         self.http = http
         self.response = response
         self.log = log
-        # The last two pieces; at first as at the end of an event.
-        self._before_last, self._last = b"", b"\n\n"
+        self._tail = AnswerTail()
 
     @property
     def prompt_tokens(self) -> int:
         """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
         counted = self.log.prompt_tokens if self.log is not None else 0
-        return counted or find_prompt_tokens(self._before_last + self._last)
+        find = find_prompt_tokens if self.response.content_type == EVENT_STREAM else read_prompt_tokens
+        return counted or find(self.http.path, self._tail.read())
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
@@ -152,7 +157,7 @@ class AnswerStream:
                 self.http.transport.close()
             return
         # An event that was cut in the middle gets its end. More line ends would be an empty event to some readers.
-        missing = len((self._before_last[-2:] + self._last[-2:])[-2:].rstrip(b"\n"))
+        missing = len(self._tail.read()[-2:].rstrip(b"\n"))
         await self.end(missing * b"\n" + event)
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
@@ -168,9 +173,10 @@ class AnswerStream:
                         continue
                     awaiting_worker = False
                     timer.moved(limits.idle_seconds)
+                    # Before the write: a deadline may end it when the bytes are under way already.
+                    self._tail.add(piece)
                     await write(piece)
                     awaiting_worker = True
-                    self._before_last, self._last = self._last, piece
                     timer.limit_seconds = stall_seconds
                     if log is not None and log.has_enough:
                         return
@@ -228,7 +234,7 @@ class StreamLog:
     """The client's part of a stream, so that another worker can resume it: the comments, which the client does not see.
 
     Nearly every stream succeeds, so the log keeps the comments as they are and reads them only after a worker's death.
-    They take about 20 bytes a token; the model's context bounds them.
+    They take about 20 bytes a token, and MAX_LOG_BYTES at most.
 
     A piece may end anywhere. Bytes after the last possible cut wait for the rest, because the client cannot unread half
     an event, or one without token ids.
@@ -242,6 +248,7 @@ class StreamLog:
         self._fingerprint = fingerprint
         self._cached_tokens = cached_tokens
         self._comments = bytearray()
+        self._is_too_long = False
         self._held = b""
         self.is_whole = False
         """Whether the client has the whole answer."""
@@ -260,8 +267,7 @@ class StreamLog:
         at = piece.find(COMMENT)
         # One comment, at the end: as nearly always.
         if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
-            self.pieces += 1
-            self._comments += piece[at:]
+            self._keep(piece[at:])
             return piece[:at]
         return self._take_parts(piece)
 
@@ -270,14 +276,20 @@ class StreamLog:
         if piece.endswith(DONE):
             self.is_whole = True
         else:
-            cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
+            cut = last_cut(piece)
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
                 raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
         events, comments = split_comments(piece)
-        self.pieces += bool(comments)
-        self._comments += comments
+        if comments:
+            self._keep(comments)
         return events
+
+    def _keep(self, comments: bytes) -> None:
+        self.pieces += 1
+        self._comments += comments
+        if len(self._comments) > MAX_LOG_BYTES:
+            self._is_too_long, self._comments = True, bytearray()
 
     def worker_died(self) -> None:
         """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
@@ -291,7 +303,7 @@ class StreamLog:
     def can_go_on(self) -> bool:
         """Whether the reported tokens are valid and few enough to resume."""
         try:
-            return len(self.document()) <= MAX_DOCUMENT_BYTES
+            return not self._is_too_long and len(self.document()) <= MAX_DOCUMENT_BYTES
         except BadInputError:
             return False
 
@@ -315,6 +327,29 @@ class StreamLog:
             token_ids += entry.token_ids
             choices[entry.choice] = SentChoice(token_ids, entry.characters, entry.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
+
+
+class AnswerTail:
+    """The end of an answer: at least its last TAIL_BYTES, and the whole line that they begin in.
+
+    A line of more than MAX_HELD_BYTES is not kept.
+    """
+
+    def __init__(self):
+        # At first as at the end of an event.
+        self._bytes = bytearray(b"\n\n")
+
+    def add(self, piece: bytes) -> None:
+        kept = self._bytes
+        kept += piece
+        if len(kept) > 2 * TAIL_BYTES and b"\n" in piece:
+            del kept[: kept.rfind(b"\n", 0, -TAIL_BYTES) + 1]
+        if len(kept) > MAX_HELD_BYTES:
+            # What follows is the rest of a line, and must not pass for a whole one.
+            kept[:-2] = b"?"
+
+    def read(self) -> bytes:
+        return bytes(self._bytes)
 
 
 class StallTimer:

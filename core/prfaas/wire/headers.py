@@ -22,9 +22,10 @@ PREFIX_URL: Final = "x-prfaas-prefix-url"
 PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
 """The required cluster of PREFIX_URL's instance, by its certificate."""
 
-RESUMABLE: Final = "x-prfaas-resumable"
+RESUMABLE: Final = "x-prfaas-resumable-2"
 """Requests a stream that another worker can resume, and fixes its seed and its time; see prfaas.wire.resume. On the
-answer: the stream is resumable, and this is the fingerprint of the model that began it.
+answer: the stream is resumable, and this is the fingerprint of the model that began it. The number is that of the
+comments' form. A peer that knows another form ignores the header, and the stream has no comments.
 """
 RESUME: Final = "x-prfaas-resume"
 """Resumes an answer: this many first bytes of the body are the Resume document, the rest is the original body."""

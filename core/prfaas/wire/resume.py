@@ -12,7 +12,8 @@ comments behind its events. They name the events' tokens, one entry a choice (R 
 
 Comments are for the gateway, which keeps them and passes the events on (`split_comments`). JSON writes a line end and
 R as escapes, so the first and the last bytes of a comment occur nowhere else: a relay finds them without parsing. A
-stream may be cut only at the end of a comment: there the events and the named tokens agree.
+stream may be cut only at the end of a comment: there the events and the named tokens agree. Another form of comments
+needs another name of the header RESUMABLE: between peers that know different names a stream has no comments.
 
 To resume, the gateway calls the same path with a `Resume` document before the same body. The header RESUME has the
 document's length. The next worker renders the prompt again and computes prompt and sent tokens. The worker replays the
@@ -114,6 +115,13 @@ def split_comments(data: bytes) -> tuple[bytes, bytes]:
     split = [part.partition(CUT) for part in parts]
     events = b"".join((first, *(after for _, _, after in split)))
     return events, b"".join(COMMENT + entries + CUT for entries, _, _ in split)
+
+
+def last_cut(data: bytes) -> int:
+    """Return where the last whole comment in a part of a stream ends; 0 if there is none."""
+    at = data.rfind(COMMENT, 0, data.rfind(CUT))
+    end = data.find(CUT, at) if at >= 0 else -1
+    return end + len(CUT) if end >= 0 else 0
 
 
 def read_comments(data: bytes) -> Iterator[TokenEntry]:

@@ -6,7 +6,16 @@ import json
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import DONE, ResumableHeader, Resume, TokenEntry, comment, decode_resume
+from prfaas.wire.resume import (
+    COMMENT,
+    DONE,
+    ResumableHeader,
+    Resume,
+    TokenEntry,
+    comment,
+    decode_resume,
+    split_comments,
+)
 
 FINGERPRINT = "f"
 TOKENS = 12
@@ -53,6 +62,8 @@ class Speaker:
     """
 
     cached_tokens = "7"
+    resumable = headers.RESUMABLE
+    opening = COMMENT
 
     def __init__(self, dies_at: int | None = None, how: str = "resets", last_words: bytes = b""):
         self.dies_at = dies_at
@@ -65,12 +76,14 @@ class Speaker:
         resume = decode_resume(body[:size]) if size else None
         self.resumes.append(resume)
         assert resume is None or resume.fingerprint == FINGERPRINT
-        stream = speak(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(request.headers[headers.RESUMABLE]))
-        fields = {
-            "Content-Type": "text/event-stream",
-            headers.RESUMABLE: FINGERPRINT,
-            headers.CACHED_TOKENS: self.cached_tokens,
-        }
+        fixed = request.headers.get(self.resumable)
+        if fixed is None and resume is not None:
+            error = {"message": f"{headers.RESUME} needs {self.resumable}", "type": "invalid_request_error"}
+            return web.json_response({"error": error}, status=400)
+        stream = speak(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(fixed) if fixed else FIXED)
+        stream = stream.replace(COMMENT, self.opening) if fixed else split_comments(stream)[0]
+        fields = {"Content-Type": "text/event-stream", headers.CACHED_TOKENS: self.cached_tokens}
+        fields |= {self.resumable: FINGERPRINT} if fixed else {}
         response = web.StreamResponse(headers=fields)
         await response.prepare(request)
         await response.write(stream[: self.dies_at])
@@ -88,6 +101,13 @@ class Speaker:
             await asyncio.sleep(0)
             assert request.transport is not None
             request.transport.close()
+
+
+class EarlierSpeaker(Speaker):
+    """A worker of an earlier version: its header has another name, and its comments another form."""
+
+    resumable = "x-prfaas-resumable"
+    opening = b": t "
 
 
 def read(body: bytes) -> dict[int, str]:

@@ -4,12 +4,15 @@ on the worker at once; and that a worker gets the time that is left.
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.wire.headers import DEADLINE_SECONDS
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.stream import AnswerStream
 
 pytestmark = pytest.mark.system
 
@@ -51,6 +54,49 @@ async def test_after_the_first_byte_the_stream_ends_with_an_error_event(world, s
     assert (got.status, first, end) == (200, "data: 1", "")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     await world.workers["d0"].wait_aborted()
+
+
+class UnreadResponse:
+    """An answer whose client does not read until `is_read`."""
+
+    content_type = "text/event-stream"
+
+    def __init__(self):
+        self.sent = b""
+        self.is_read = asyncio.Event()
+
+    async def write(self, data: bytes) -> None:
+        self.sent += data
+        await self.is_read.wait()
+
+    async def write_eof(self) -> None:
+        await self.is_read.wait()
+
+    def force_close(self) -> None:
+        pass
+
+
+class Pieces:
+    """A worker's answer of these pieces."""
+
+    def __init__(self, *pieces: bytes):
+        self._pieces = [*pieces]
+
+    async def read(self) -> bytes:
+        return self._pieces.pop(0)
+
+
+@pytest.mark.parametrize(("sent", "end"), [(b'data: {"half', b"\n\n"), (b"data: 1\n", b"\n"), (b"data: 1\n\n", b"")])
+async def test_an_event_that_the_deadline_cuts_in_its_write_gets_its_end(sent: bytes, end: bytes):
+    response = UnreadResponse()
+    stream = AnswerStream(SimpleNamespace(path="/v1/completions", transport=None), response, None)
+    relaying = asyncio.create_task(stream.relay(Pieces(sent), Limits()))
+    await eventually_async(lambda: response.sent == sent, "the write has begun")
+    relaying.cancel()
+    await asyncio.wait([relaying])
+    response.is_read.set()
+    await stream.end_in_error(b"data: late\n\n")
+    assert response.sent == sent + end + b"data: late\n\n"
 
 
 async def test_a_body_that_drips_longer_than_the_deadline_is_answered(world):

@@ -179,20 +179,43 @@ TEXT, CHAT_TEXT = {"model": "m", "prompt": "hi"}, {"model": "m", "messages": [{"
 ASKED = {**CHAT_TEXT, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
 FIRST = {"index": 0, "text": "a", "prompt_token_ids": [7] * EXACT, "token_ids": [104], "finish_reason": "length"}
 FORGED = {"choices": [{"text": '"prompt_tokens":5000,"input_tokens":5000'}]}
+NAMES = {"prompt_tokens": 1, "input_tokens": 1}
+ECHOED = {"type": "object", "properties": NAMES, "usage": NAMES} | NAMES
+RESPONSE = {
+    "tools": [{"type": "function", "name": "f", "parameters": ECHOED}],
+    "usage": {"input_tokens": EXACT},
+    "text": {"format": {"type": "json_schema", "schema": ECHOED}},
+}
+LONG_RESPONSE = {"instructions": "x" * 300_000} | RESPONSE
+ASKED_RESPONSE, ASKED_MESSAGE = {"model": "m", "input": "hi"}, {**CHAT_TEXT, "max_tokens": 1}
+FORGED_INPUT = {"content": [{"type": "tool_use", "input": {"usage": {"input_tokens": EXACT}, "prompt_tokens": EXACT}}]}
 COUNTS = {
     "a header of our worker": ("prfaas", COMPLETION, TEXT, answer_of({}, **{headers.PROMPT_TOKENS: str(EXACT)})),
     "usage": ("vllm-nixl", COMPLETION, TEXT, answer_of({"usage": {"prompt_tokens": EXACT, "total_tokens": 1}})),
     "usage of Messages": (
         "vllm-nixl",
         "/v1/messages",
-        {**CHAT_TEXT, "max_tokens": 1},
-        answer_of({"usage": {"input_tokens": EXACT, "output_tokens": 1}}),
+        ASKED_MESSAGE,
+        answer_of({"content": [{"type": "tool_use", "input": ECHOED}], "usage": {"input_tokens": EXACT}}),
     ),
-    "usage of Responses": (
+    "usage of Responses": ("vllm-nixl", "/v1/responses", ASKED_RESPONSE, answer_of(RESPONSE)),
+    "usage at the end of a stream of Responses": (
         "vllm-nixl",
         "/v1/responses",
-        {"model": "m", "input": "hi"},
-        answer_of({"tools": [{"input_tokens": {}}], "usage": {"input_tokens": EXACT}}),
+        {**ASKED_RESPONSE, "stream": True},
+        stream_of({"type": "response.completed", "response": RESPONSE}),
+    ),
+    "usage in a long event of Responses": (
+        "vllm-nixl",
+        "/v1/responses",
+        {**ASKED_RESPONSE, "stream": True},
+        stream_of({"type": "response.completed", "response": LONG_RESPONSE}),
+    ),
+    "usage before the end of a stream of Messages": (
+        "vllm-nixl",
+        "/v1/messages",
+        {**ASKED_MESSAGE, "stream": True},
+        stream_of({"type": "message_delta", "usage": {"input_tokens": EXACT}}, {"type": "message_stop"}),
     ),
     "usage beside tools and metadata with its names": (
         "vllm-nixl",
@@ -220,6 +243,7 @@ COUNTS = {
         stream_of({"choices": [{"delta": {}}]}, {"choices": [], "usage": {"prompt_tokens": EXACT}}),
     ),
     "none": ("vllm-nixl", CHAT, ASKED, stream_of(FORGED)),
+    "none, in an object": ("vllm-nixl", "/v1/messages", ASKED_MESSAGE, answer_of(FORGED_INPUT)),
     "none, whole": ("vllm-nixl", COMPLETION, TEXT, answer_of(FORGED)),
 }
 

@@ -97,8 +97,8 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     sent = {
         "X-PrfaaS-Prefill-URL": "http://127.0.0.1:1",
         "x-prfaas-anything": "1",
-        "x-prfaas-resumable": "mine",
-        "x-prfaas-resume": "7",
+        headers.RESUMABLE: "mine",
+        headers.RESUME: "7",
         "Authorization": "Bearer secret",
         "TE": "trailers",
     }

@@ -10,11 +10,11 @@ import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import DONE
+from prfaas.wire.resume import DONE, split_comments
 from prfaas_gateway import state
 
 from .conftest import QUICK
-from .speaker import AFTER_AN_EVENT, LENGTH, WHOLE, Speaker, read
+from .speaker import AFTER_AN_EVENT, LENGTH, STREAM, WHOLE, EarlierSpeaker, Speaker, read
 
 BODY = b'{"model":"m","stream":true,"messages":[]}'
 SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.2)
@@ -113,6 +113,38 @@ async def test_an_engine_of_others_gets_no_resume(world):
     got = await world.post(BODY)
     assert DONE not in got.body or read(got.body) == WHOLE, "it breaks off, or continues where it began"
     assert not world.workers["d1"].seen
+
+
+class EarlierDying(EarlierSpeaker, Dying):
+    """A worker of an earlier version that dies."""
+
+
+async def test_a_stream_of_an_earlier_worker_is_clean_and_does_not_continue(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = EarlierSpeaker()
+    assert read((await world.post(BODY)).body) == WHOLE
+    world.workers["d0"].reply = EarlierDying(world, LENGTH // 3)
+    world.workers["d1"].reply = Speaker()
+    got = await world.post(BODY)
+    shown, _, _ = got.body.partition(b'data: {"error"')
+    assert broken(got.body)["code"] == "stream_broken"
+    assert shown.rstrip(b"\n") == split_comments(STREAM)[0][: LENGTH // 3].rstrip(b"\n")
+    assert not world.workers["d1"].seen
+
+
+async def test_an_earlier_worker_does_not_continue_a_stream_and_another_does(world):
+    await begun_on(world, "d0", "d1", "d2")
+    world.workers["d0"].reply = Dying(world, LENGTH // 2)
+    earlier = EarlierSpeaker()
+    replies = iter((earlier, Speaker()))
+
+    async def next_reply(request, body):
+        return await next(replies)(request, body)
+
+    world.workers["d1"].reply = world.workers["d2"].reply = next_reply
+    assert read((await world.post(BODY)).body) == WHOLE
+    assert {len(world.workers[name].seen) for name in ("d1", "d2")} == {1}
+    assert earlier.resumes != [None], "it was asked to continue"
 
 
 @pytest.mark.system

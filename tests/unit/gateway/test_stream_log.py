@@ -5,6 +5,7 @@ two small things beside it, the budget of retries and the watch over what moves.
 import asyncio
 import json
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from prfaas.errors import BadInputError
 from prfaas.wire.resume import CUT, DONE, SentChoice, TokenEntry, comment, decode_resume, split_comments
 from prfaas_gateway import stream
+from prfaas_gateway.openai import find_prompt_tokens
 from prfaas_gateway.state import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
-from prfaas_gateway.stream import StallTimer, StreamLog
+from prfaas_gateway.stream import TAIL_BYTES, AnswerTail, StallTimer, StreamLog
 
 EVENT = b'data: {"choices": [{"text": "a;"}]}\n\n'
 
@@ -46,6 +48,17 @@ def test_the_document_tells_what_passed_and_nothing_else():
     assert not log.is_whole
 
 
+@pytest.mark.parametrize("after", [b"", name_tokens(0, 1, [7])[:-1], EVENT])
+def test_an_event_without_a_whole_comment_never_passes(after: bytes):
+    """Comments of another form end as ours do; what passed with them would be sent twice."""
+    log = StreamLog("f", 0)
+    assert log.take(EVENT + b": t 0 5 1,2;\n\n" + after) == b""
+    log.worker_died()
+    assert log.can_go_on
+    assert log.resume().choices == {}
+    assert log.take(EVENT + name_tokens(0, 1, [7])) == EVENT
+
+
 def test_a_log_continues_with_the_next_worker():
     log = StreamLog("f", 0)
     log.take(EVENT + name_tokens(0, 1, [7]) + b"data: {half")
@@ -64,6 +77,20 @@ def test_keeps_only_the_comments_of_a_long_stream():
     tracemalloc.stop()
     assert size < 25 * 20_000 < len(group) * 20_000 / 5
     assert decode_resume(log.document()).choices[0].token_ids == [70_000] * 20_000
+
+
+def test_a_log_without_an_end_is_not_kept_and_its_events_pass(monkeypatch):
+    monkeypatch.setattr(stream, "MAX_LOG_BYTES", 1000)
+    log, group = StreamLog("f", 0), EVENT + name_tokens(0, 1, [7])
+    for _ in range(1000 // len(name_tokens(0, 1, [7]))):
+        assert log.take(group) == EVENT
+    assert log.can_go_on
+    for _ in range(1000):
+        assert log.take(group) == EVENT
+        assert len(log._comments) <= 1000
+        assert not log.can_go_on
+    assert log.take(name_tokens(0, 1, [7]) * 2 + DONE) == DONE
+    assert log.is_whole
 
 
 def test_a_worker_that_never_tells_of_tokens_counts_as_dead(monkeypatch):
@@ -106,6 +133,29 @@ def test_what_is_no_error_event_is_not_kept(held: bytes):
     log.take(held)
     log.worker_died()
     assert (log.error_event, log.is_refused) == (b"", False)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=9), st.lists(st.integers(1, 30_000), max_size=9))
+def test_the_end_of_an_answer_begins_with_a_whole_line(lengths: list[int], places: list[int]):
+    whole, tail = b"".join(b"x" * length + b"\n" for length in lengths), AnswerTail()
+    for start, end in pairwise(sorted({0, len(whole), *(place for place in places if place < len(whole))})):
+        tail.add(whole[start:end])
+    kept, whole = tail.read(), b"\n\n" + whole
+    assert whole.endswith(kept)
+    assert whole[: len(whole) - len(kept)][-1:] in (b"", b"\n")
+    assert min(len(whole), TAIL_BYTES) <= len(kept) <= TAIL_BYTES + 2 * 3001
+
+
+def test_a_line_without_an_end_is_not_kept_and_its_rest_is_no_event(monkeypatch):
+    monkeypatch.setattr(stream, "MAX_HELD_BYTES", 5000)
+    tail = AnswerTail()
+    for _ in range(100):
+        tail.add(b"data: " + b"x" * 92 + b"da")
+        assert len(tail.read()) <= 5000
+    tail.add(b'ta: {"usage": {"prompt_tokens": 7}}\n\n')
+    assert find_prompt_tokens("/v1/completions", tail.read()) == 0
+    tail.add(b'data: {"usage": {"prompt_tokens": 8}}\n\n')
+    assert find_prompt_tokens("/v1/completions", tail.read()) == 8
 
 
 def test_retries_are_a_share_of_requests_once_what_was_saved_is_used_up():

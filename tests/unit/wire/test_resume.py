@@ -18,6 +18,7 @@ from prfaas.wire.resume import (
     comment,
     decode_resume,
     encode_resume,
+    last_cut,
     read_comments,
     split_comments,
 )
@@ -36,6 +37,20 @@ def test_comments_between_events_are_read_as_they_were_written(groups: list[list
     for part in (data, comments):
         read = [one._replace(token_ids=list(one.token_ids)) for one in read_comments(part)]
         assert read == [entry for entries in groups for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("whole", "rest"),
+    [
+        (b"", EVENT + b": t 0 5 1;\n\n" + EVENT),
+        (b"", EVENT + COMMENT + b"0 5 1;\n"),
+        (EVENT + comment([TokenEntry(0, 5, [1])]), EVENT + b": t 0 5 1;\n\n"),
+        (EVENT + comment([TokenEntry(0, 5, [1])]), EVENT + COMMENT + b"0 5 1;\n"),
+        (2 * (EVENT + comment([TokenEntry(0, 5, [1])])), b""),
+    ],
+)
+def test_a_stream_is_cut_behind_its_last_whole_comment(whole: bytes, rest: bytes):
+    assert last_cut(whole + rest) == len(whole)
 
 
 def test_a_comment_is_one_line_that_readers_of_events_skip():

@@ -16,6 +16,8 @@ from prfaas.wire.resume import CUT, DONE, ResumableHeader, Resume, SentChoice, e
 pytestmark = pytest.mark.system
 
 FIXED = {headers.RESUMABLE: ResumableHeader(77, 1_700_000_000).encode(), headers.REQUEST_ID: "r1"}
+EARLIER = {"x-prfaas-resumable": FIXED[headers.RESUMABLE]}
+"""The header of a gateway of an earlier version, which knows comments of another form."""
 HELLO = [{"role": "user", "content": "What is the weather?"}]
 ONLY_AB = {"logit_bias": {"97": 100, "98": 100}}
 STOPS = ["abbabaab", "babbabba"]
@@ -114,10 +116,11 @@ async def test_a_chat_continues_from_any_cut(client, pair, kind: str):
     await resume_everywhere(client, pair[1], "/v1/chat/completions", {"messages": HELLO} | CHATS[kind], step=5)
 
 
-async def test_a_stream_that_is_not_resumable_has_no_comments(client, pair):
+@pytest.mark.parametrize("sent", [{}, EARLIER])
+async def test_a_stream_that_is_not_resumable_has_no_comments(client, pair, sent: dict[str, str]):
     body = json.dumps({"model": "tiny", "prompt": "a", "stream": True, "max_tokens": 3}).encode()
-    head, data = await stream(client, pair[1], "/v1/completions", body, {})
-    assert headers.RESUMABLE not in head
+    head, data = await stream(client, pair[1], "/v1/completions", body, sent)
+    assert not any("resumable" in name for name in head)
     assert list(read_comments(data)) == []
     assert b"\n:" not in data
 
@@ -166,6 +169,7 @@ async def test_refuses_what_cannot_be_resumed(client, pair, fields: dict[str, An
     "sent",
     [
         {headers.RESUME: "3"},
+        EARLIER | {headers.RESUME: "3"},
         {headers.RESUMABLE: "1 2", headers.RESUME: "x"},
         {headers.RESUMABLE: "1 2", headers.RESUME: "999999999"},
         {headers.RESUMABLE: "1 2", headers.RESUME: "3"},
