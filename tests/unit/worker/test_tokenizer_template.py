@@ -218,35 +218,3 @@ def test_a_call_without_arguments_or_in_a_flat_form_is_rendered_too(tmp_path: Pa
     assert rendered(tmp_path, AS_JSON, bare) == "{}"
     flat = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}]
     assert rendered(tmp_path, AS_JSON.replace("call.function", "call"), flat) == '{"a": 1}'
-
-
-ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
-QWEN3 = (
-    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}{{ m.role }}:{{ m.content }};"
-    "{% elif m.role == 'tool' %}T:{{ m.content }};{% endif %}{% endfor %}"
-)
-KIMI = (
-    "{% for m in messages %}{% set name = m.get('name') or m['role'] %}"
-    "{% if m['role'] == 'user' %}U{% elif m['role'] == 'assistant' %}A{% else %}S{% endif %}"
-    "{{ name }}:{{ m['content'] }};{% endfor %}"
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (ROLES, "system:a;system:b;user:hello;tool:c;"),
-        (QWEN3, "S:a;system:b;user:hello;T:c;"),
-        (KIMI, "Ssystem:a;Ssystem:b;Uuser:hello;Stool:c;"),
-        ("{# 'developer' and \"function\" #}" + ROLES, "system:a;developer:b;user:hello;function:c;"),
-        ("{# a developer's function #}" + ROLES, "system:a;system:b;user:hello;tool:c;"),
-    ],
-)
-def test_roles_that_a_template_does_not_name_are_the_older_ones(tmp_path: Path, template: str, text: str):
-    first = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
-    assert rendered(tmp_path, template, [*first, *HELLO, {"role": "function", "content": "c"}]) == text
-    alone = [{"role": "developer", "content": "b"}, *HELLO]
-    if "developer" not in template:
-        as_system = [{"role": "system", "content": "b"}, *HELLO]
-        assert rendered(tmp_path, template, alone) == rendered(tmp_path, template, as_system)

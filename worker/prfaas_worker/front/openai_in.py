@@ -233,12 +233,15 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     calls = message.tool_calls or []
     if message.function_call and not calls:
-        calls = [{"type": "function", "function": message.function_call}]
+        name = message.function_call.get("name", "")  # the older form has no ids: names are in their place
+        calls = [{"id": name, "type": "function", "function": message.function_call}]
     if content is None and not calls:
         raise RequestError("messages: content is missing, and there are no tool_calls in its place", param="messages")
     plain: dict[str, Any] = {"role": message.role, "content": content}
     if calls:
         plain["tool_calls"] = calls
+    if message.role == "function" and message.name:
+        plain["tool_call_id"] = message.name
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value

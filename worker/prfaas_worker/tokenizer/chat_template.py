@@ -52,7 +52,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{origin}: not a chat template: {error}") from error
         self._tokens = dict(tokens)
-        self._past = past_of(source, self._try)
+        self._past = past_of(self._try)
 
     def _try(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a sample; empty if the template refuses it."""

@@ -1,19 +1,24 @@
-"""Fits a conversation's past to what a chat template can take: roles that it does not know, arguments of past calls.
+"""Fits a conversation's past to what a chat template can take: roles that it does not know, calls of earlier answers.
 
 A past call is data, whatever it holds: a model's arguments may have been cut, or be no JSON at all. Templates take
-arguments as text, as an object, or as both. Which, shows when a template renders a call of each kind once.
+arguments as text, as an object, or as both. Some show a call only beside null, others take no null; some refuse long
+ids. What a template takes shows when it renders samples with marks in them, once, when it is loaded.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-OLDER_ROLES: Final = {"developer": "system", "function": "tool"}
-"""Roles of OpenAI's API, and those that a template has in their place unless its source names them."""
 MAX_NESTING: Final = 64
-_ID: Final = "prfaas001"  # some templates want nine letters or digits
-_SAMPLE: Final = {"k": "v"}
+_SHORT_ID: Final = re.compile("[A-Za-z0-9]{9}")  # the ids of Mistral's templates
+_ID: Final = "prfaas001"
+_LONG_ID: Final = "call_prfaas0000000000000001"
+_CALLED: Final = "prfaascalled"
+_SAMPLE: Final = {"k": _CALLED}
+_WRITTEN: Final = "prfaaswritten"
+_ODD: Final = "\ufdd2"  # no text holds it, so that it can be taken out again
 
 _Message = Mapping[str, Any]
 _Render = Callable[[Sequence[_Message]], str]
@@ -43,21 +48,40 @@ class Past(NamedTuple):
     """What a template takes."""
 
     roles: Mapping[str, str]
+    """The newer or older names of roles that it does not know, and its own names for them."""
+    empties: Mapping[str | None, str | None]
+    """Null and "" as the content beside calls, and what the template gets for each: the same, or the other."""
     takes_text: bool
+    """Also if no sample shows a call: its text then stays as it was sent."""
     takes_objects: bool
     """Whether an object is rendered in another way than its text, or is the only way."""
+    has_short_ids: bool
 
     def fit(self, message: _Message) -> dict[str, Any]:
         """Return a message whose role and past calls the template can take."""
         fitted = {**message, "role": self.roles.get(message["role"], message["role"])}
         if calls := message.get("tool_calls"):
             fitted["tool_calls"] = [self._call(call) for call in calls]
+            content = message.get("content")
+            fitted["content"] = content or self.empties[content]
+        if "tool_call_id" in message:
+            fitted["tool_call_id"] = self._id(message["tool_call_id"])
         return fitted
 
     def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        fitted = dict(call)
         if isinstance(function := call.get("function"), Mapping):
-            return {**call, "function": self._call(function)}
-        return {**call, "arguments": self._arguments(call.get("arguments"))} if "name" in call else call
+            fitted["function"] = self._call(function)
+        elif "name" in call:
+            fitted["arguments"] = self._arguments(call.get("arguments"))
+        if "id" in call:
+            fitted["id"] = self._id(call["id"])
+        return fitted
+
+    def _id(self, sent: Any) -> Any:
+        if not self.has_short_ids or _SHORT_ID.fullmatch(str(sent)):
+            return sent
+        return hashlib.sha256(str(sent).encode(errors="surrogatepass")).hexdigest()[:9]
 
     def _arguments(self, given: Any) -> str | dict[str, Any]:
         text = given if isinstance(given, str) else to_json(given)
@@ -69,22 +93,52 @@ class Past(NamedTuple):
         return text if self.takes_text else {"arguments": text}
 
 
-def past_of(source: str, render: _Render) -> Past:
+def past_of(render: _Render) -> Past:
     """Return what a template takes; `render` returns "" for what it refuses."""
-    roles = {role: older for role, older in OLDER_ROLES.items() if not re.search(f"""['"]{role}['"]""", source)}
-    text = to_json(_SAMPLE)
-    by_text, by_object = render(_sample(text)), render(_sample(_Unprintable(_SAMPLE)))
-    takes_text = text in by_text
-    return Past(roles, takes_text, not takes_text or by_object not in ("", by_text))
+    text, entries = to_json(_SAMPLE), _Unprintable(_SAMPLE)
+
+    def render_call(content: str | None, arguments: Any, call_id: str = _ID) -> str:
+        past = _write_call(content, arguments, call_id)
+        return render([*past, _write_answer("tool", call_id)]) or render(past)
+
+    def worth(content: str | None) -> tuple[bool, bool, bool]:
+        found = render_call(content, text) + render_call(content, entries)
+        return _CALLED in found, found != "", "None" not in found
+
+    empties = {sent: max(sent, other, key=worth) for sent, other in ((None, ""), ("", None))}
+    content = empties[""]
+    by_text, by_object = render_call(content, text), render_call(content, entries)
+    shows_objects = _CALLED in by_object
+    takes_text = text in by_text or not shows_objects
+    arguments = text if takes_text else entries
+    past = _write_call(content, arguments, _ID)
+    samples: dict[str, tuple[str, Callable[[str], list[_Message]]]] = {
+        "developer": ("system", lambda role: [{"role": role, "content": _WRITTEN}, *past[:1]]),
+        "function": ("tool", lambda role: [*past, _write_answer(role, _ID)]),
+    }
+    return Past(
+        roles={role: known for role, (known, sample) in samples.items() if not _knows(role, sample, render)},
+        empties=empties,
+        takes_text=takes_text,
+        takes_objects=shows_objects and by_object != by_text,
+        has_short_ids=bool(by_text + by_object) and not render_call(content, arguments, _LONG_ID),
+    )
 
 
-def _sample(arguments: Any) -> list[_Message]:
-    call = {"id": _ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
-    return [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "b", "name": "f", "tool_call_id": _ID},
-    ]
+def _knows(role: str, sample: Callable[[str], list[_Message]], render: _Render) -> bool:
+    """Return whether a template shows a role's message, and in another way than that of a role with any name."""
+    found = render(sample(role))
+    return _WRITTEN in found and found != render(sample(role + _ODD)).replace(_ODD, "")
+
+
+def _write_call(content: str | None, arguments: Any, call_id: str) -> list[_Message]:
+    function = {"name": "f", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function, **function}  # nested, and in the flat form
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+
+def _write_answer(role: str, call_id: str) -> _Message:
+    return {"role": role, "content": _WRITTEN, "name": "f", "tool_call_id": call_id}
 
 
 def _read_object(text: str) -> dict[str, Any] | None:
