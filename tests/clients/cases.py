@@ -73,7 +73,7 @@ def cases(drawn: dict[str, Any]) -> tuple[Case, ...]:
         Case("past calls streamed", SHORT | STREAMED | {"messages": HISTORY}),
         Case("completions", SHORT | {"prompt": "def main(", "logprobs": 1}, "completions"),
         Case("completions streamed", two | STREAMED | {"prompt": "def main(", "logprobs": 1}, "completions"),
-        Case("refused", STREAMED | {"messages": HELLO, "max_tokens": 10**6}),
+        Case("refused", STREAMED | {"messages": HELLO, "temperature": -1}),
         Case(OFFLOADED, SHORT | {"messages": LONG}),
         Case(f"{OFFLOADED} streamed", SHORT | STREAMED | {"messages": LONG}),
     )
