@@ -35,7 +35,7 @@ INSTALL_SECONDS: Final = 1800.0
 
 
 def ensure_clients(report: OnProgress) -> dict[str, list[Path]]:
-    """Return the command of each client, which is installed if needed: 250 MB in all.
+    """Return the command of each client, which is installed if needed: 140 MB in all.
 
     Raises what `make_environment` raises, and ConfigError where there is no Go.
     """
@@ -52,7 +52,7 @@ def ensure_clients(report: OnProgress) -> dict[str, list[Path]]:
 
     def make_go(folder: Path) -> None:
         for name, module in GO_MODULES.items():
-            words = [go, "build", "-buildvcs=false", "-trimpath", "-ldflags=-s -w", f"-modfile={GO / module}", "-o"]
+            words = [go, "build", "-buildvcs=false", "-ldflags=-s -w", f"-modfile={GO / module}", "-o"]
             command = Command([*words, folder / name, "."], name, {"GOWORK": "off", "CGO_ENABLED": "0"}, GO)
             asyncio.run(_run(command, folder, report))
 
