@@ -53,13 +53,13 @@ class Case(NamedTuple):
         """Whether a client can ask for it: an agent chats, and its answer is one choice."""
         return client != AGENT or (self.api == "chat" and "n" not in self.body)
 
-    def request(self) -> dict[str, Any]:
+    def make_request(self) -> dict[str, Any]:
         """Return what a program is sent: a request of which nothing is cached."""
         extra = self.extra | {"cache_salt": secrets.token_hex(8)}
         return {"api": self.api, "body": {"model": "tiny"} | self.body, "extra": extra}
 
 
-def cases(drawn: dict[str, Any]) -> tuple[Case, ...]:
+def make_cases(drawn: dict[str, Any]) -> tuple[Case, ...]:
     """Return all cases; with the fields `drawn` an engine draws the same two answers each time."""
     two = drawn | {"n": 2, "max_tokens": 12, "temperature": 1}
     return (
@@ -81,7 +81,7 @@ def cases(drawn: dict[str, Any]) -> tuple[Case, ...]:
 
 def ask_plainly(url: str, case: Case) -> Seen:
     """Ask as no client does: read the lines that the API's page describes."""
-    request = case.request()
+    request = case.make_request()
     path = "/v1/chat/completions" if case.api == "chat" else "/v1/completions"
     data = json.dumps(request["body"] | request["extra"]).encode()
     try:

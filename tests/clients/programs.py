@@ -1,6 +1,6 @@
 """OpenAI clients as programs: each reads requests with its client's own API, and says what that API shows.
 
-    input   a line for each request: {"url", "api", "body", "extra"}, see `Case.request`
+    input   a line for each request: {"url", "api", "body", "extra"}, see `Case.make_request`
     output  once a stream has begun: {"begun": true}; then a line for each request, see `Seen`
 
 A program runs as long as its client is tested, as the processes of users do: connections and imports are there.
@@ -45,7 +45,7 @@ class ClientProgram:
     def begin(self, url: str, case: Case) -> None:
         """Send a request; where it is streamed, wait for the first chunk. `end` has to follow."""
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(case.request() | {"url": f"{url}/v1"}) + "\n")
+        self._process.stdin.write(json.dumps(case.make_request() | {"url": f"{url}/v1"}) + "\n")
         self._process.stdin.flush()
         if case.is_streamed:
             line = self._next(case)
@@ -98,7 +98,7 @@ def client_programs(folder: Path) -> Iterator[Clients]:
             one.stop()
 
 
-def what_differs(clients: Clients, url: str, case: Case) -> dict[str, Seen]:
+def find_differences(clients: Clients, url: str, case: Case) -> dict[str, Seen]:
     """Return what a plain request gets and what those clients saw that saw something else; nothing if none did."""
     plain = ask_plainly(url, case)
     seen = {one.name: one.ask(url, case) for one in clients if case.suits(one.name)}

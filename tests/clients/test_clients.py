@@ -15,13 +15,13 @@ from ..serving import serving
 from ..unit.gateway.conftest import World
 from ..unit.worker.conftest import Worker
 from ..waiting import eventually_async
-from .cases import HELLO, OFFLOADED, STREAMED, Case, ask_plainly, cases
+from .cases import HELLO, OFFLOADED, STREAMED, Case, ask_plainly, make_cases
 from .install import OLD_GO
-from .programs import Clients, what_differs
+from .programs import Clients, find_differences
 
 pytestmark = pytest.mark.quiet
 
-CASES = cases(drawn={"seed": 5})
+CASES = make_cases(drawn={"seed": 5})
 OFFLOADS = 'prfaas_gateway_requests_total{decision="offload",outcome="ok"}'
 ENDLESS = Case(
     "a long answer", STREAMED | {"messages": HELLO, "seed": 3, "max_tokens": 600}, extra={"ignore_eos": True}
@@ -42,7 +42,7 @@ async def world(tmp_path: Path, workers: dict[str, Worker]) -> AsyncIterator[Wor
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 async def test_every_client_sees_what_a_plain_request_gets(world: World, clients: Clients, case: Case):
     only(world, "d1", "x0")
-    assert await asyncio.to_thread(what_differs, clients, world.url, case) == {}
+    assert await asyncio.to_thread(find_differences, clients, world.url, case) == {}
     asked = 1 + sum(case.suits(one.name) for one in clients)
     wanted = asked if case.name.startswith(OFFLOADED) else 0
 

