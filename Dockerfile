@@ -33,11 +33,14 @@ RUN uv build -q --wheel --out-dir /dist
 
 # The lock's versions and hashes bind whatever of it an extra needs.
 FROM build AS build-operator
-RUN uv pip install -q --constraints requirements.lock.txt -r pyproject.toml --extra operator --extra otel
+# Of the package kubernetes we use two modules (prfaas.kube.package); its API classes take 100 MB.
+RUN uv pip install -q --constraints requirements.lock.txt -r pyproject.toml --extra operator --extra otel \
+ && find /opt/venv -path '*/kubernetes/*' -type d \( -name api -o -name models \) -prune -exec rm -r {} +
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --no-deps /dist/*.whl
 
 FROM build AS build-gateway
-RUN uv pip install -q --constraints requirements.lock.txt -r pyproject.toml --extra gateway --extra scheduler --extra otel
+RUN uv pip install -q --constraints requirements.lock.txt -r pyproject.toml --extra gateway --extra scheduler --extra otel \
+ && find /opt/venv -path '*/kubernetes/*' -type d \( -name api -o -name models \) -prune -exec rm -r {} +
 RUN --mount=from=wheel,source=/dist,target=/dist uv pip install -q --no-deps /dist/*.whl
 
 FROM build AS dependencies-worker-pypi

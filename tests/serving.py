@@ -1,7 +1,8 @@
-"""What tests start themselves: an HTTP server with one handler for all requests."""
+"""What tests start themselves: an HTTP server with one handler for all requests, and a client that sends any bytes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
@@ -18,3 +19,18 @@ async def serving(handle: Callable[[web.Request], Awaitable[web.StreamResponse]]
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def send_bytes(port: int, *pieces: bytes, host: str = "127.0.0.1") -> bytes:
+    """Send pieces one after the other; return all that comes until the other end closes the connection."""
+    reader, writer = await asyncio.open_connection(host, port)
+    received = b""
+    with suppress(ConnectionError):  # it may close while more is under way
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.05)  # so that they arrive one by one
+        while found := await asyncio.wait_for(reader.read(1 << 16), 30):
+            received += found
+    writer.close()
+    return received

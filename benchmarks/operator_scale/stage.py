@@ -112,9 +112,9 @@ class Kubelets:
 async def follow(cluster: ClusterClient, kind: ObjectKind) -> AsyncIterator[Object]:
     """Yield every object of a kind, and again whenever it changes."""
     since = ""
-    async for page in cluster.pages(kind):
-        since = page.resource_version
-        for item in page.items:
+    async for items, version in cluster.pages(kind):
+        since = version
+        for item in items:
             yield item
     while True:
         async for event in cluster.watch(kind, selector="", since=since):
@@ -209,7 +209,7 @@ async def staged(tools: Tools, folder: Path) -> AsyncIterator[Stage]:
             resource("MemberCluster", CLUSTER, **reference),
         )
         contexts = [KubeContext(place.kubeconfig, None, place.namespace) for place in places]
-        hub, member = [(await stack.enter_async_context(open_context(one))).cluster for one in contexts]
+        hub, member = [await stack.enter_async_context(open_context(one)) for one in contexts]
         kubelets = [asyncio.create_task(Kubelets(one, subnet).run()) for one, subnet in ((hub, 1), (member, 2))]
         try:
             yield Stage(hub, member, places, relay, folder)

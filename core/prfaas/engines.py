@@ -115,7 +115,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     events: Literal["Nothing", "Zmq", "Api"] = "Nothing"
     """Where it publishes its cache events: ZMQ, which is plain, or its API's port."""
     tokenizes: bool = False
-    """Whether `POST /tokenize` gives the token ids of a text."""
+    """Whether `POST /tokenize` gives the token ids that its cache events name."""
     has_profile: bool = False
     """Whether it measures its own prefill times and cache sizes (`GET /v1/profile`)."""
     metrics: str
@@ -163,6 +163,7 @@ _COMPLETIONS: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 _RESPONSES: Final = frozenset({"/v1/responses"})
 _MESSAGES: Final = frozenset({"/v1/messages"})
 _COUNT_TOKENS: Final = frozenset({"/v1/messages/count_tokens"})
+_TOKENIZE: Final = frozenset({"/tokenize", "/detokenize"})
 _EVENT_FLAGS: Final = "kv-ev[a-z-]*"
 _BOOTSTRAP: Final = PortRange(names.BOOTSTRAP_PORT, names.BOOTSTRAP_PORT, "bootstrap", is_called=True)
 _BY_UCX: Final = "caches at ports that UCX chooses"
@@ -182,7 +183,7 @@ _PRFAAS: Final = EngineRecord(
     roles="Assigned",
     memory_gib=32,
     caps_egress=True,
-    apis=_COMPLETIONS,
+    apis=_COMPLETIONS | _TOKENIZE,
     hand_offs=_COMPLETIONS,
     calls="one call to the decode instance, which fetches the cache",
     fetches_prefixes=True,
@@ -227,7 +228,7 @@ _VLLM: Final = EngineRecord(
         ),
     ),
     caps_egress=True,
-    apis=_COMPLETIONS | _RESPONSES | _MESSAGES | _COUNT_TOKENS,
+    apis=_COMPLETIONS | _RESPONSES | _MESSAGES | _COUNT_TOKENS | _TOKENIZE,
     hand_offs=_COMPLETIONS | _RESPONSES | _MESSAGES | _COUNT_TOKENS,
     calls="both calls at once, under one transfer id",
     is_one_sequence=True,

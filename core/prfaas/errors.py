@@ -21,6 +21,10 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are no JSON: bad syntax, bad UTF-8, nesting that would exhaust the stack."""
 
 
+MAX_WORDS: Final = 800
+"""Of an answer to a request; a longer one would send back what the caller sent."""
+
+
 class PrfaasError(Exception):
     """Root of all errors that prfaas raises on purpose."""
 
@@ -36,7 +40,7 @@ class RequestError(BadInputError):
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
-        super().__init__(message)
+        super().__init__(message if len(message) <= MAX_WORDS else f"{message[:MAX_WORDS]}...")
         self.status = status
         self.code = code
         self.param = param

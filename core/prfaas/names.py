@@ -61,6 +61,9 @@ TLS_TRUSTED: Final = "ca.crt"
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 
+ORIGIN: Final = r"^(\*|[a-z][-+.a-z0-9]*://[-._:\[\]a-z0-9]+)$"
+"""Pattern of an origin whose pages may call a gateway from a browser; * is every one."""
+
 
 def kv_log_port(ranks: int) -> int:
     """Return the port of the first rank's log of cache events; each further rank uses the next port.

@@ -79,16 +79,15 @@ def backoff_seconds(failures: int, first_seconds: float, max_seconds: float, *, 
 class Backoff:
     """The pauses between attempts of one thing that keeps failing."""
 
-    def __init__(self, first_seconds: float, max_seconds: float, *, jitter: bool = True):
+    def __init__(self, first_seconds: float, max_seconds: float):
         self._first_seconds = first_seconds
         self._max_seconds = max_seconds
-        self._jitter = jitter
         self.failures = 0
 
     def failed(self) -> float:
         """Count one more failure; return the pause before the next attempt."""
         self.failures += 1
-        return backoff_seconds(self.failures, self._first_seconds, self._max_seconds, jitter=self._jitter)
+        return backoff_seconds(self.failures, self._first_seconds, self._max_seconds)
 
     def succeeded(self) -> None:
         """Begin again with the shortest pause."""

@@ -25,6 +25,10 @@ class ApiRoute(NamedTuple):
     """Whether the model runs at all."""
 
 
+def _unmatched(_body: Mapping[str, Any]) -> None:
+    """Return no canonical bytes: the request reaches no model."""
+
+
 _COMPLETION: Final = canonical.canonical_completion, canonical.COMPLETION_FIELDS
 _CHAT: Final = canonical.canonical_chat, canonical.CHAT_FIELDS
 _RESPONSE: Final = canonical.canonical_response, canonical.RESPONSE_FIELDS
@@ -37,6 +41,8 @@ API_ROUTES: Final = {
         ApiRoute("/v1/responses", *_RESPONSE, answer_limit="max_output_tokens"),
         ApiRoute("/v1/messages", *_MESSAGES),
         ApiRoute("/v1/messages/count_tokens", *_MESSAGES, prefills=False),
+        ApiRoute("/tokenize", _unmatched, frozenset(), prefills=False),
+        ApiRoute("/detokenize", _unmatched, frozenset(), prefills=False),
     )
 }
 

@@ -23,7 +23,14 @@ from prfaas_gateway.engines.shared import Attempt, EngineProtocol, LegFailedErro
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
-from prfaas_gateway.openai import LateError, SaturatedError, model_not_found, read_error, relayed_headers
+from prfaas_gateway.openai import (
+    LateError,
+    SaturatedError,
+    model_not_found,
+    read_error,
+    read_prompt_tokens,
+    relayed_headers,
+)
 from prfaas_gateway.request import GatewayRequest, Progress
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
@@ -72,7 +79,7 @@ class Attempts:
             self._parts.metrics.slo_refusals.inc()
             raise _too_late(late)
         progress.first_route, progress.threshold_tokens = decision, facts.rule.threshold_tokens
-        with self._state.counted(decision):
+        with self._state.counted(decision, prefills=request.api.prefills):
             return await self._try_routes(http, request, progress, decision)
 
     def _facts(self, request: GatewayRequest, progress: Progress) -> RoutingFacts:
@@ -143,6 +150,7 @@ class Attempts:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
                 self._note_lost_prefill(progress, route, answer)
+                _settle(progress, answer)
                 answer.close()
 
     async def _resume(
@@ -266,11 +274,23 @@ class Attempts:
         self._parts.kv.note_placed(progress.prompt, attempt.route, attempt.ranks)
         if prompt_tokens := progress.answer_start.prompt_tokens:
             metrics.prompt_tokens.observe(prompt_tokens)
-            self._state.estimator.observe(len(request.body), prompt_tokens)
+            if progress.charge is not None:
+                progress.charge.settle(prompt_tokens)
 
     def _note_alive(self, route: Route) -> None:
         for one in filter(None, (route.decode, route.prefill)):
             self._state.ejections.succeeded(one.name)
+
+
+def _settle(progress: Progress, answer: Answer) -> None:
+    """Charge the exact length of the prompt if an answer names it at its end only."""
+    charge = progress.charge
+    if charge is None or charge.exact_tokens or answer.status >= 400:
+        return
+    if answer.body is not None:
+        charge.settle(read_prompt_tokens(answer.body))
+    elif progress.stream is not None:
+        charge.settle(progress.stream.prompt_tokens)
 
 
 def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:

@@ -28,6 +28,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from prfaas.errors import UNREADABLE, ConfigError, RequestError
+from prfaas.routing.estimate import TokenEstimator
+from prfaas.routing.prompt_size import PromptSize
 from prfaas.util import LogOnce, RateBucket, Stamp, file_stamp
 from prfaas_gateway.openai import LimitError
 
@@ -95,7 +97,7 @@ class Auth:
 
 
 class Meter:
-    """One client's use: requests in flight, requests and prompt tokens a minute.
+    """One client's use: requests in flight, requests and prompt tokens a minute, and the lengths of its prompts.
 
     Both rates are buckets of one minute. A request may overdraw the bucket of tokens, so that a prompt of more than a
     minute's tokens is possible. The bucket then admits no request until it is full again above zero.
@@ -104,6 +106,7 @@ class Meter:
     def __init__(self, client: ApiClient, clock: Callable[[], float]):
         self._clock = clock
         self.in_flight = 0
+        self.estimator = TokenEstimator()
         self._requests = self._tokens = None
         self.limit(client)
 
@@ -132,6 +135,7 @@ class Meter:
             self.in_flight -= 1
 
     def charge(self, prompt_tokens: int) -> None:
+        """Take a prompt's tokens; a negative number gives them back."""
         if self._tokens:
             self._tokens.take(prompt_tokens, self._clock())
 
@@ -143,6 +147,26 @@ class Meter:
         share = per_minute * level / (before.depth if before else per_minute)
         # What is left stays the same share. A debt takes no longer than before, and is no greater.
         return RateBucket(per_minute / MINUTE_SECONDS, per_minute, now, max(share, level) if level < 0 else share)
+
+
+class Charge:
+    """What a client is charged for one prompt: the estimate, until the exact length is known."""
+
+    def __init__(self, meter: Meter, size: PromptSize, estimated_tokens: int):
+        self._meter = meter
+        self._size = size
+        self._estimated_tokens = estimated_tokens
+        self.exact_tokens = 0
+        """0: unknown."""
+        meter.charge(estimated_tokens)
+
+    def settle(self, exact_tokens: int) -> None:
+        """Charge the exact length instead, and learn from it; later calls, and one with 0, change nothing."""
+        if self.exact_tokens or exact_tokens <= 0:
+            return
+        self.exact_tokens = exact_tokens
+        self._meter.charge(exact_tokens - self._estimated_tokens)
+        self._meter.estimator.observe(self._size, exact_tokens)
 
 
 class Meters:

@@ -9,11 +9,12 @@ from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
+from prfaas_gateway.auth import Charge
 from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
-from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_response
+from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
 from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive
-from prfaas_gateway.stream import STARTED, ClientGoneError, end_in_error
+from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,13 @@ class Dispatcher:
         with parts.auth.admitted(http) as meter:
             progress.client = meter.client.name
             request = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
-            estimated_tokens = parts.state.estimator.tokens(len(request.body)) if request.api.prefills else 0
-            progress.prompt = PromptFacts(estimated_tokens, without_hand_off(request))
+            progress.prompt = PromptFacts(no_hand_off=without_hand_off(request))
             if request.api.prefills:
-                progress.prompt = await parts.kv.find(request, progress.prompt)
-            meter.charge(progress.prompt.total_tokens)
+                prompt = progress.prompt._replace(total_tokens=meter.estimator.tokens(request.size))
+                prompt = progress.prompt = await parts.kv.find(request, prompt)
+                progress.charge = Charge(meter, request.size, prompt.total_tokens)
+                if prompt.is_exact:
+                    progress.charge.settle(prompt.total_tokens)
             return await self._serve_in_time(http, request, progress)
 
     async def _serve_in_time(
@@ -75,11 +78,11 @@ class Dispatcher:
             if not timer.expired():
                 raise
             progress.outcome, progress.reason = "failed", "the request's deadline has passed"
-            response = http.get(STARTED)
-            if response is None:
+            stream = http.get(STARTED)
+            if stream is None:
                 raise DeadlineError(progress.reason) from error
-            await end_in_error(http, response, progress.reason, CODE_DEADLINE)
-            return response
+            await stream.end_in_error(error_event(http.path, progress.reason, CODE_DEADLINE))
+            return stream.response
 
 
 def _outcome_of(error: Exception) -> RequestOutcome:

@@ -1,15 +1,17 @@
-"""The gateway's own answers in the form of the OpenAI API: errors with their status, and the model list.
+"""The gateway's own answers in the form of the OpenAI API: errors with their status.
 
 Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
 from prfaas.wire import headers
 
@@ -26,11 +28,14 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
+_NOT_RELAYED = HOP_BY_HOP | {headers.RESUMABLE}
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+_PROMPT_TOKENS = (b'"prompt_tokens":', b'"input_tokens":')
+_COUNT = re.compile(rb" ?[0-9]{1,12}(?![0-9])")
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -73,13 +78,13 @@ def model_not_found(name: str) -> RequestError:
 
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return a worker's response headers without hop-by-hop ones; `added` replace those of the same name."""
-    left_out = HOP_BY_HOP.union(added)
+    """Return a worker's response headers for the client; `added` replace those of the same name."""
+    left_out = _NOT_RELAYED.union(added)
     return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return msgspec.json.encode(http_server.error_body(message, code=code, param=param, kind=kind))
 
 
 def error_event(path: str, reason: str, code: str) -> bytes:
@@ -104,6 +109,18 @@ def read_error(body: bytes) -> dict[str, Any]:
     except (*UNREADABLE, KeyError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
+
+
+def read_prompt_tokens(answer: bytes) -> int:
+    """Return the prompt's length by the usage that an answer, or the end of a stream, names; 0 if it names none.
+
+    No text can hold such a key: JSON escapes its quotation marks.
+    """
+    for key in _PROMPT_TOKENS:
+        at = answer.rfind(key)
+        if at >= 0 and (found := _COUNT.match(answer, at + len(key))):
+            return int(found[0])
+    return 0
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:
@@ -144,7 +161,3 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     if status == 401:
         added["WWW-Authenticate"] = "Bearer"
     return web.Response(status=status, body=body, headers=added, content_type="application/json")
-
-
-def model_card(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "prfaas"}

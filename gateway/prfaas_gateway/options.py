@@ -1,5 +1,6 @@
 """The flags of `prfaas-gateway`, checked before anything starts."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -7,7 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from prfaas.console import LogFormatOption, port_option, read_options, refuse, seconds_up_to
-from prfaas.names import GATEWAY_PORT
+from prfaas.names import GATEWAY_PORT, ORIGIN
 from prfaas_gateway.limits import Limits
 
 HELP = """Serve the OpenAI API of one policy; long prompts are prefilled in another cluster.
@@ -41,11 +42,24 @@ class GatewayOptions(NamedTuple):
             "it no key is required."
         ),
     ] = None
+    cors_origins: Annotated[
+        str,
+        typer.Option(
+            metavar="ORIGINS",
+            show_default="none",
+            help="Origins whose pages may call from a browser, with commas between, as https://chat.example; *: all.",
+        ),
+    ] = ""
     drain_seconds: Annotated[
         float, typer.Option(parser=seconds_up_to(86_400), metavar="N", help="Time to finish requests after SIGTERM.")
     ] = 30.0
     log_format: LogFormatOption = "text"
     limits: Limits = Limits()
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """The origins of `cors_origins`."""
+        return frozenset(filter(None, (one.strip() for one in self.cors_origins.split(","))))
 
 
 def parse(arguments: Sequence[str] | None = None) -> GatewayOptions:
@@ -55,4 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> GatewayOptions:
         refuse("prfaas-gateway", "give either --routes-file, or --policy with --namespace")
     if options.policy and not options.namespace:
         refuse("prfaas-gateway", "--policy needs --namespace")
+    if wrong := [one for one in options.origins if not re.fullmatch(ORIGIN, one)]:
+        text = f"--cors-origins has {wrong[0]!r}: want *, or an origin without a path, such as https://chat.example"
+        refuse("prfaas-gateway", text)
     return options

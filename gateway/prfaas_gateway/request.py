@@ -19,12 +19,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, RequestError
+from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
+from prfaas.routing.prompt_size import PromptSize, prompt_size
 from prfaas.telemetry.logs import line, tell
 from prfaas.telemetry.tracing import Span
 from prfaas.wire import headers
@@ -33,6 +34,7 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.resume import ResumableHeader
 from prfaas.wire.routes import EngineName
 from prfaas_gateway.api import API_ROUTES, ApiRoute
+from prfaas_gateway.auth import Charge
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
@@ -101,6 +103,11 @@ class GatewayRequest:
         return self.api.path
 
     @cached_property
+    def size(self) -> PromptSize:
+        """How much the model reads of it."""
+        return prompt_size(self.fields, self.api.fields)
+
+    @cached_property
     def every_field(self) -> Fields:
         """All fields of the body. Raises RequestError for a field that clients must not set."""
         if self.has_every_field:
@@ -113,7 +120,7 @@ class PromptFacts(NamedTuple):
     """What the gateway knows of a request's prompt."""
 
     total_tokens: int = 0
-    """Its estimated length."""
+    """Its estimated length, or its exact one."""
     no_hand_off: Set[EngineName] = frozenset()
     """Engines that cannot hand over the cache of such a request."""
     chain: ByteChain | None = None
@@ -124,6 +131,8 @@ class PromptFacts(NamedTuple):
     """Likewise by rank, for instances of several data-parallel ranks."""
     profiles: Mapping[str, Profile] = {}
     """The instances' profiles."""
+    is_exact: bool = False
+    """Whether an engine has counted its length."""
 
 
 class AnswerStart(NamedTuple):
@@ -148,6 +157,8 @@ class Progress:
     request_id: str = ""
     """Empty until the body has arrived. The log names also a request whose body is refused."""
     prompt: PromptFacts = field(default_factory=PromptFacts)
+    charge: Charge | None = None
+    """What its client is charged; None before its length was estimated."""
 
     # Its route.
     first_route: Route | None = None
@@ -354,8 +365,8 @@ async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float 
                 if len(body) > limits.request_bytes:
                     raise too_large
             return bytes(body)
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise RequestError(f"the body does not match the encoding or length in its headers: {error}") from error
+    except UNREADABLE_BODY as error:
+        raise unreadable_body(error) from error
     except TimeoutError as error:
         if deadline_seconds is not None and deadline_seconds < latest_seconds:
             raise DeadlineError("the deadline passed before the request's body arrived") from error

@@ -6,7 +6,7 @@ The public application serves the OpenAI endpoints. The control socket serves th
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from prfaas.errors import UNREADABLE, ConfigError, RequestError
+from prfaas.http_server import PublicRunner, close_after, model_card
 from prfaas.kube import KubeSession
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas.wire import openapi
@@ -26,9 +27,10 @@ from prfaas_gateway.auth import Auth, KeyRing
 from prfaas_gateway.dashboard import Dashboard, RequestHistory
 from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
+from prfaas_gateway.engines.context import ModelContext
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.openai import error_response, model_card, model_not_found
+from prfaas_gateway.openai import error_response, model_not_found
 from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.table import RolePublisher, follow_configmap, follow_file, read_file
@@ -39,6 +41,9 @@ log = logging.getLogger(__name__)
 KEPT_SECONDS: Final = 1.0
 """A client sends its next request on the same kept connection right after a stream."""
 POLL_SECONDS: Final = 0.05
+PREFLIGHT_SECONDS: Final = 600
+SHOWN_HEADERS: Final = ("x-", "retry-after")
+"""Beginnings of the headers of an answer that pages may read."""
 
 
 class RunningGateway(NamedTuple):
@@ -93,6 +98,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
     auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None)
     credentials = GatewayCredentials(config.tls_dir) if config.tls_dir else None
     async with Upstream(config.limits, credentials) as upstream:
+        context = ModelContext(state, upstream)
         parts = GatewayParts(
             limits=config.limits,
             state=state,
@@ -110,22 +116,21 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
             _background(history.watch(state)),
         ):
             try:
-                async with _listening(config, parts) as running:
+                async with _listening(config, parts, context) as running:
                     yield running
             finally:
                 await asyncio.to_thread(tracing.close)
 
 
 @asynccontextmanager
-async def _listening(config: GatewayOptions, parts: GatewayParts) -> AsyncIterator[RunningGateway]:
+async def _listening(
+    config: GatewayOptions, parts: GatewayParts, context: ModelContext
+) -> AsyncIterator[RunningGateway]:
     dispatcher = Dispatcher(parts)
-    # A cancelled handler aborts the request of a client that leaves at once, on the worker too.
-    public = web.AppRunner(
-        PublicApp(parts, dispatcher).build(),
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=config.drain_seconds,
-    )
+    app = PublicApp(parts, dispatcher, context).build()
+    if config.origins:
+        Cors(config.origins).add_to(app)
+    public = PublicRunner(app, shutdown_timeout=config.drain_seconds)
     control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
     try:
         await _listen(public, control, config)
@@ -174,9 +179,10 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 class PublicApp:
-    def __init__(self, parts: GatewayParts, dispatcher: Dispatcher):
+    def __init__(self, parts: GatewayParts, dispatcher: Dispatcher, context: ModelContext):
         self._parts = parts
         self._state = parts.state
+        self._context = context
         self._dispatcher = dispatcher
         parts.metrics.threshold_tokens.set_function(self._threshold_tokens)
         parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
@@ -191,6 +197,7 @@ class PublicApp:
         app.router.add_get("/openapi.json", self._openapi)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/health", self._readyz)  # vLLM's name, which clients and routers ask for
         app.router.add_get("/metrics", self._show_metrics)
         Dashboard(self._state, self._parts.history).add_to(app, self._for_clients)
         app.router.add_route("*", "/{path:(?s:.*)}", self._unknown)
@@ -200,8 +207,7 @@ class PublicApp:
     async def _close_while_draining(self, _request: web.Request, response: web.StreamResponse) -> None:
         """Close connections while draining, so that clients reconnect to another gateway."""
         if self._state.draining:
-            response.headers["Connection"] = "close"
-            response.force_close()
+            close_after(response)
 
     def _threshold_tokens(self) -> float:
         rule = self._state.rule()
@@ -218,14 +224,17 @@ class PublicApp:
         return guarded
 
     async def _models(self, _request: web.Request) -> web.Response:
-        served = [model_card(self._state.table.model)] if self._state.table else []
+        served = [await self._card(self._state.table.model)] if self._state.table else []
         return _json({"object": "list", "data": served})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
         if self._state.table is None or name != self._state.table.model:
             return error_response(model_not_found(name))
-        return _json(model_card(name))
+        return _json(await self._card(name))
+
+    async def _card(self, model: str) -> dict[str, Any]:
+        return model_card(model, await self._context.tokens(model))
 
     async def _openapi(self, _request: web.Request) -> web.Response:
         return _json(openapi.gateway())
@@ -258,6 +267,46 @@ class PublicApp:
         served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
         message = f"there is no {request.method} {request.path}; this gateway serves {served}"
         return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
+
+
+class Cors:
+    """Lets pages of some origins call from a browser, without its credentials: a key is a header of the page."""
+
+    def __init__(self, origins: Set[str]):
+        self._origins = origins
+
+    def add_to(self, app: web.Application) -> None:
+        app.middlewares.append(self._preflight)
+        app.on_response_prepare.append(self._allow)
+
+    def _allowed(self, request: web.Request) -> str:
+        """Return the allowed origin of a request; empty if there is none."""
+        origin = request.headers.get("Origin", "")
+        if origin and "*" in self._origins:
+            return "*"
+        return origin if origin in self._origins else ""
+
+    @web.middleware
+    async def _preflight(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer the question that a browser asks before a call, which has no key."""
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not (asks and self._allowed(request)):
+            return await handler(request)
+        allowed = {
+            "Access-Control-Allow-Methods": "GET, POST",
+            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Max-Age": str(PREFLIGHT_SECONDS),
+        }
+        return web.Response(status=204, headers=allowed)
+
+    async def _allow(self, request: web.Request, response: web.StreamResponse) -> None:
+        if "*" not in self._origins:
+            # Also without an origin: a cache must not give the answer to a page of another one.
+            response.headers.add("Vary", "Origin")
+        if origin := self._allowed(request):
+            shown = ", ".join(name for name in response.headers if name.lower().startswith(SHOWN_HEADERS))
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = shown
 
 
 class ControlApp:

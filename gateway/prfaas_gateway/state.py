@@ -29,9 +29,6 @@ RETRIES_PER_SECOND: Final = 10.0
 SAVED_RETRIES: Final = 1000.0
 FULL_SECONDS: Final = 0.5
 """For how long a refusal counts."""
-INITIAL_BYTES_PER_TOKEN: Final = 4.0  # usual for text and code with vocabularies of 100 K and more
-PRIOR_TOKENS: Final = 64.0  # how much the initial ratio weighs: about one short request
-DECAY: Final = 0.98  # a request's weight halves after 34 others
 
 
 class GatewayState:
@@ -45,7 +42,6 @@ class GatewayState:
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
-        self.estimator = TokenEstimator()
         self.draining = False
         self._update: ThresholdUpdate | None = None
         self._update_expires = 0.0
@@ -132,10 +128,11 @@ class GatewayState:
             raise SaturatedError(f"all {len(living)} decode instances are full; try again in a moment")
 
     @contextmanager
-    def counted(self, began: Route) -> Iterator[None]:
-        """Count one request, and its length, under its first decision."""
-        self._decided[began.kind] += 1
-        self._lengths.add(began.incremental_tokens)
+    def counted(self, began: Route, *, prefills: bool = True) -> Iterator[None]:
+        """Count one request; if the model runs for it, also its length under its first decision."""
+        if prefills:
+            self._decided[began.kind] += 1
+            self._lengths.add(began.incremental_tokens)
         self.in_flight += 1
         try:
             yield
@@ -371,28 +368,3 @@ class RetryBudget:
             return False
         self._bucket.take(1, now_seconds)
         return True
-
-
-class TokenEstimator:
-    """Estimates a prompt's tokens from its bytes, by one model's running ratio.
-
-    Tokenising 100 KB takes tens of milliseconds, too long before a decision. Workers report the exact count with every
-    answer, so the ratio follows the model and its users. It is a ratio of sums, so that long prompts, for which the
-    decision matters, weigh more than short ones.
-    """
-
-    def __init__(self) -> None:
-        self._bytes = INITIAL_BYTES_PER_TOKEN * PRIOR_TOKENS
-        self._tokens = PRIOR_TOKENS
-
-    @property
-    def bytes_per_token(self) -> float:
-        return self._bytes / self._tokens
-
-    def tokens(self, body_bytes: int) -> int:
-        return -int(-body_bytes // self.bytes_per_token)
-
-    def observe(self, body_bytes: int, prompt_tokens: int) -> None:
-        if prompt_tokens > 0:
-            self._bytes = DECAY * self._bytes + body_bytes
-            self._tokens = DECAY * self._tokens + prompt_tokens

@@ -2,7 +2,7 @@
 
 An OpenAI client takes a stream that simply ends for a complete one. So a broken stream without another worker gets an
 error event and no [DONE]. If the format has no error event, the connection is cut before its announced end. StreamLog
-keeps the data that another worker needs to resume.
+keeps what another worker needs to resume, and passes on the events alone.
 """
 
 import asyncio
@@ -14,29 +14,27 @@ from aiohttp import web
 
 from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
+from prfaas.http_server import STREAM_HEADERS
 from prfaas.wire import headers
 from prfaas.wire.resume import (
+    COMMENT,
     CUT,
     DONE,
     MAX_DOCUMENT_BYTES,
     Resume,
     SentChoice,
-    comments_of,
     encode_resume,
     read_comments,
+    split_comments,
 )
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, read_error, relayed_headers
+from prfaas_gateway.openai import error_event, read_error, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
 CODE_BROKEN: Final = "stream_broken"
-STARTED: Final = web.RequestKey("started", web.StreamResponse)
-"""The streamed answer of a request, after its headers were sent."""
-LOGGED_RAW_BYTES: Final = 64 << 10
 MAX_HELD_BYTES: Final = 4 << 20
 """Most bytes without a possible cut; a worker that sends more counts as dead."""
-_ENDS: Final = (CUT, DONE)
 
 
 class ClientGoneError(Exception):
@@ -56,14 +54,14 @@ class ResumeLog(Protocol):
         ...
 
     pieces: int
-    """Pieces passed on so far."""
+    """Pieces taken so far that name tokens."""
     error_event: bytes
     """The last error event that a worker ended with."""
     is_refused: bool
     """True if the last dead worker ended with an error that every worker would answer."""
 
     def take(self, piece: bytes) -> bytes:
-        """Add a piece from the worker; return the bytes to send to the client now. Raises BadInputError."""
+        """Add a piece from the worker; return the events to send to the client now. Raises BadInputError."""
         ...
 
     @property
@@ -94,6 +92,11 @@ class ResumeLog(Protocol):
         """Tokens of the answer to compute again, as a prompt."""
         ...
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0: unknown."""
+        ...
+
 
 class AnswerStream:
     """The answer to one client while it is streamed.
@@ -105,7 +108,14 @@ class AnswerStream:
         self.http = http
         self.response = response
         self.log = log
-        self._tail = b""
+        # The last two pieces; at first as at the end of an event.
+        self._before_last, self._last = b"", b"\n\n"
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
+        counted = self.log.prompt_tokens if self.log is not None else 0
+        return counted or read_prompt_tokens(self._before_last + self._last)
 
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
@@ -127,21 +137,23 @@ class AnswerStream:
             raise ClientGoneError(str(error)) from error
 
     async def break_off(self, reason: str) -> None:
-        """End the answer with an error in its own format: the worker's error if there is one.
+        """End the answer with an error: the worker's if there is one. Raises ClientGoneError if the client left."""
+        event = self.log.error_event if self.log is not None else b""
+        await self.end_in_error(event or error_event(self.http.path, reason, CODE_BROKEN))
+
+    async def end_in_error(self, event: bytes) -> None:
+        """End the answer with an error event, or by cutting the connection if its format has none.
 
         Raises ClientGoneError if the client left.
         """
-        end_of_event = b"" if self._tail in (b"", b"\n\n") else b"\n\n"
-        event = self.log.error_event if self.log is not None else b""
-        try:
-            if event:
-                self.response.force_close()
-                await self.response.write(end_of_event + event)
-                await self.response.write_eof()
-            else:
-                await end_in_error(self.http, self.response, reason, CODE_BROKEN, end_of_event)
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError(str(error)) from error
+        self.response.force_close()
+        if self.response.content_type != EVENT_STREAM:
+            if self.http.transport is not None:
+                self.http.transport.close()
+            return
+        # An event that was cut in the middle gets its end. More line ends would be an empty event to some readers.
+        missing = len((self._before_last[-2:] + self._last[-2:])[-2:].rstrip(b"\n"))
+        await self.end(missing * b"\n" + event)
 
     async def _pump(self, answer: Answer, limits: Limits) -> None:
         """Relay pieces until the answer ends. One timer watches both sides."""
@@ -158,7 +170,7 @@ class AnswerStream:
                     timer.moved(limits.idle_seconds)
                     await write(piece)
                     awaiting_worker = True
-                    self._tail = piece[-2:]
+                    self._before_last, self._last = self._last, piece
                     timer.limit_seconds = stall_seconds
                     if log is not None and log.has_enough:
                         return
@@ -173,6 +185,10 @@ class AnswerStream:
             raise BrokenOffError("the worker's stream ended before the answer was whole")
 
 
+STARTED: Final = web.RequestKey("started", AnswerStream)
+"""The streamed answer of a request, after its headers were sent."""
+
+
 async def begin_answer(
     http: web.Request, answer: Answer, added: dict[str, str], resumable: ResumeLog | None
 ) -> AnswerStream | web.Response:
@@ -184,48 +200,35 @@ async def begin_answer(
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)
+    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
+    if is_stream:
+        response.headers.update(STREAM_HEADERS)
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
-    http[STARTED] = response
+    log = resumable if resumable is not None and is_stream else _log_of(answer)
+    stream = http[STARTED] = AnswerStream(http, response, log)
     try:
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:
         raise ClientGoneError(str(error)) from error
-    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
-    return AnswerStream(http, response, resumable if resumable is not None and is_stream else _log_of(answer))
-
-
-async def end_in_error(
-    http: web.Request, response: web.StreamResponse, reason: str, code: str, end_of_event: bytes = b"\n\n"
-) -> None:
-    """End a started answer: with an error event, or by cutting the connection if the format has none.
-
-    `end_of_event` completes an event that was cut in the middle; after a complete event it is harmless.
-    """
-    response.force_close()
-    if response.content_type != EVENT_STREAM:
-        if http.transport is not None:
-            http.transport.close()
-        return
-    await response.write(end_of_event + error_event(http.path, reason, code))
-    await response.write_eof()
+    return stream
 
 
 def _log_of(answer: Answer) -> "StreamLog | None":
     """Return the log of an answer that another worker could resume."""
     fingerprint = answer.headers.get(headers.RESUMABLE)
-    cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
-    if answer.status != 200 or fingerprint is None or not (cached_tokens.isdecimal() and cached_tokens.isascii()):
+    if answer.status != 200 or fingerprint is None:
         return None
-    return StreamLog(fingerprint, int(cached_tokens))
+    cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
+    return StreamLog(fingerprint, int(cached_tokens) if cached_tokens.isascii() and cached_tokens.isdecimal() else 0)
 
 
 class StreamLog:
-    """The client's part of a stream, so that another worker can resume it.
+    """The client's part of a stream, so that another worker can resume it: the comments, which the client does not see.
 
-    Nearly every stream succeeds, so the log keeps raw bytes and parses them only after a worker's death. A long log
-    keeps only the comments, about 20 bytes a token. LOGGED_RAW_BYTES and the model's context bound its size.
+    Nearly every stream succeeds, so the log keeps the comments as they are and reads them only after a worker's death.
+    They take about 20 bytes a token; the model's context bounds them.
 
     A piece may end anywhere. Bytes after the last possible cut wait for the rest, because the client cannot unread half
     an event, or one without token ids.
@@ -233,45 +236,48 @@ class StreamLog:
 
     resumed_by: ResumedBy = "Comments"
     has_enough = False
+    prompt_tokens = 0  # a header of the answer has the number
 
     def __init__(self, fingerprint: str, cached_tokens: int):
         self._fingerprint = fingerprint
         self._cached_tokens = cached_tokens
-        self._comments: list[bytes] = []
-        self._raw: list[bytes] = []
-        self._raw_bytes = 0
+        self._comments = bytearray()
         self._held = b""
-        self._last = b""
+        self.is_whole = False
+        """Whether the client has the whole answer."""
         self.pieces = 0
         self.error_event = b""
         self.is_refused = False
 
     def take(self, piece: bytes) -> bytes:
-        """Add a piece from the worker; return the bytes to send to the client now.
+        """Add a piece from the worker; return the events to send to the client now.
 
         Raises BadInputError if too many bytes have no possible cut.
         """
         if self._held:
             piece = self._held + piece
             self._held = b""
-        if not piece.endswith(_ENDS):
+        at = piece.find(COMMENT)
+        # One comment, at the end: as nearly always.
+        if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
+            self.pieces += 1
+            self._comments += piece[at:]
+            return piece[:at]
+        return self._take_parts(piece)
+
+    def _take_parts(self, piece: bytes) -> bytes:
+        """Take a piece of any other form: with several comments, with none, or with a part of something."""
+        if piece.endswith(DONE):
+            self.is_whole = True
+        else:
             cut = piece.rfind(CUT) + len(CUT) if CUT in piece else 0
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
                 raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
-        if piece:
-            self.pieces += 1
-            self._last = piece
-            self._raw.append(piece)
-            self._raw_bytes += len(piece)
-            if self._raw_bytes > LOGGED_RAW_BYTES:
-                self._shorten()
-        return piece
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the client has the whole answer."""
-        return self._last.endswith(DONE)
+        events, comments = split_comments(piece)
+        self.pieces += bool(comments)
+        self._comments += comments
+        return events
 
     def worker_died(self) -> None:
         """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
@@ -302,20 +308,13 @@ class StreamLog:
 
     def resume(self) -> Resume:
         """Return the document of everything that the client has; raises as `document` does."""
-        self._shorten()
         choices: dict[int, SentChoice] = {}
-        for comment in read_comments(b"".join(self._comments)):
-            before = choices.get(comment.choice)
+        for entry in read_comments(bytes(self._comments)):
+            before = choices.get(entry.choice)
             token_ids = before.token_ids if before else []
-            token_ids += comment.token_ids
-            choices[comment.choice] = SentChoice(token_ids, comment.characters, comment.reason)
+            token_ids += entry.token_ids
+            choices[entry.choice] = SentChoice(token_ids, entry.characters, entry.reason)
         return Resume(self._fingerprint, self._cached_tokens, choices)
-
-    def _shorten(self) -> None:
-        """Keep only the comments of sent bytes."""
-        if self._raw:
-            self._comments.append(comments_of(b"".join(self._raw)))
-            self._raw, self._raw_bytes = [], 0
 
 
 class StallTimer:

@@ -57,15 +57,15 @@ async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
     Raises ConfigError: there is no such MemberCluster, or the hub refuses what a check has to read.
     """
     async with open_context(hub) as here:
-        found = [read(MemberCluster, one) for one in await here.cluster.list_all(kinds.MEMBER_CLUSTER)]
+        found = [read(MemberCluster, one) for one in await here.list_all(kinds.MEMBER_CLUSTER)]
         chosen = [member for member in found if name in (None, member.metadata.name)]
         if name is not None and not chosen:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
-        hub_probe = await _probe(here.cluster)
-        findings = {names.HUB: [one async for one in _crds(here.cluster)]}
+        hub_probe = await _probe(here)
+        findings = {names.HUB: [one async for one in _crds(here)]}
         for member in chosen:
-            findings[member.metadata.name] = [one async for one in _member(here.cluster, hub_probe, member)]
+            findings[member.metadata.name] = [one async for one in _member(here, hub_probe, member)]
         return findings
 
 

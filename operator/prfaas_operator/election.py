@@ -31,12 +31,8 @@ from prfaas_operator import metrics
 log = logging.getLogger(__name__)
 
 LEASE: Final = "prfaas-operator"
-LEASE_SECONDS: Final = 15
 RENEW_SECONDS: Final = 2.0
 STANDBY_SECONDS: Final = 1.0
-CALL_SECONDS: Final = 4.0
-"""A renewal is two calls, so one that begins in time ends before the Lease is lost, also on a busy server."""
-RELEASE_SECONDS: Final = 2.0
 HARD_END_SECONDS: Final = 14.0
 POLL_SECONDS: Final = 0.25
 HARD_END_CODE: Final = 70
@@ -45,11 +41,6 @@ GRACE_SECONDS: Final = 25.0
 
 LeaderWork = Callable[[asyncio.Event], Awaitable[None]]
 """Works until the event is set."""
-
-
-def identity() -> str:
-    """Return this replica's name in the Lease: its pod's name, or a unique one."""
-    return os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
 
 
 class Shutdown:
@@ -83,10 +74,9 @@ class Election:
     """
 
     def __init__(self, session: KubeSession, namespace: str, ready: asyncio.Event):
-        self._holder = LeaseHolder(session, namespace, LEASE, identity(), duration_seconds=LEASE_SECONDS)
+        identity = os.environ.get("POD_NAME") or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+        self._holder = LeaseHolder(session, namespace, LEASE, identity)
         self._ready = ready
-        self._renewed_at = 0.0
-        self._works = False
 
     def may_write(self) -> bool:
         """Return true while no other replica can hold the Lease."""
@@ -94,17 +84,13 @@ class Election:
 
     async def run(self, work: LeaderWork, shutdown: Shutdown) -> None:
         """Work whenever this replica leads, until the process is asked to end; then release the Lease."""
-        watched = threading.Event()
-        threading.Thread(target=self._watch, args=(watched,), name="lease-watch", daemon=True).start()
         try:
             while await self._stand_by(shutdown):
                 lost = await self._lead(work, shutdown)
                 if not lost:
                     return
         finally:
-            watched.set()
-            await self._holder.release(RELEASE_SECONDS)
-            metrics.LEADER.set(0)
+            await self._holder.release()
 
     async def _stand_by(self, shutdown: Shutdown) -> bool:
         """Wait until this replica leads; False if the process is asked to end before."""
@@ -115,26 +101,25 @@ class Election:
             self._ready.set()
             once.failed("lease", f"standing by: another replica holds the Lease {LEASE}", level=logging.INFO)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STANDBY_SECONDS):
-                    await shutdown.requested.wait()
+                await asyncio.wait_for(shutdown.requested.wait(), STANDBY_SECONDS)
         return False
 
     async def _lead(self, work: LeaderWork, shutdown: Shutdown) -> bool:
         """Work while the Lease is renewed; return true if the Lease was lost, false if the process was asked to end."""
         log.info("leading: this replica holds the Lease %s", LEASE)
         shutdown.term = asyncio.Event()
-        self._works = True
         metrics.LEADER.set(1)
+        ended = threading.Event()
+        threading.Thread(target=self._watch, args=(ended,), name="lease-watch", daemon=True).start()
         renewing = asyncio.create_task(self._keep_renewed(shutdown.term))
         try:
             await work(shutdown.term)
+            return renewing.done()
         finally:
-            self._works = False
-            lost = renewing.done()
+            ended.set()
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
             metrics.LEADER.set(0)
-        return lost
 
     async def _keep_renewed(self, term: asyncio.Event) -> None:
         """Renew until the Lease is lost, then stop the work."""
@@ -147,19 +132,15 @@ class Election:
         term.set()
 
     async def _renew(self) -> bool:
-        started = time.monotonic()
         try:
-            held = await self._holder.acquire_or_renew(CALL_SECONDS)
+            return await self._holder.acquire_or_renew()
         except (PeerError, ConfigError) as error:  # a server that fails, or a token that cannot be read
             log.warning("the Lease %s cannot be renewed: %s", LEASE, error)
             return False
-        if held:
-            self._renewed_at = started
-        return held
 
-    def _watch(self, done: threading.Event) -> None:
+    def _watch(self, ended: threading.Event) -> None:
         """End the process where its event loop cannot: it is frozen, or its work does not stop."""
-        while not done.wait(POLL_SECONDS):
-            if self._works and time.monotonic() > self._renewed_at + HARD_END_SECONDS:
+        while not ended.wait(POLL_SECONDS):
+            if time.monotonic() > self._holder.renewed_at + HARD_END_SECONDS:
                 log.critical("the Lease %s was lost %g s ago and the work still runs: ending", LEASE, HARD_END_SECONDS)
                 os._exit(HARD_END_CODE)

@@ -49,10 +49,9 @@ async def operator_is_available(session: KubeSession, namespace: str) -> str:
 
 async def metrics_are_answered(session: KubeSession, namespace: str) -> str:
     """Raise PeerError unless every ready pod behind the operator's Service answers with its metrics."""
-    service = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    slices = await session.call(
-        "GET", f"{service}?labelSelector=kubernetes.io/service-name={OPERATOR}", timeout_seconds=CALL_SECONDS
-    )
+    path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+    query = {"labelSelector": f"kubernetes.io/service-name={OPERATOR}"}
+    slices = await session.call("GET", path, query=query, timeout_seconds=CALL_SECONDS)
     urls = [f"http://{host}:{port}/metrics" for each in slices["items"] for host, port in addresses(each)]
     if not urls:
         raise PeerError(f"the Service {OPERATOR} has no ready pod")

@@ -42,14 +42,15 @@ async def join(
         ConfigError: a cluster refused something, or the operator did not find the member usable within `wait_seconds`.
     """
     async with open_context(member) as there, open_context(hub) as here:
-        await _make_account(there.cluster)
-        token = await there.cluster.create_token(service_account.ACCOUNT, token_days * SECONDS_PER_DAY)
-        authority = there.ca_pem or await _authority(there.cluster)
-        document = service_account.kubeconfig(registration.name, server or there.server, authority, token)
+        await _make_account(there)
+        token = await there.create_token(service_account.ACCOUNT, token_days * SECONDS_PER_DAY)
+        reached_by = there.session.configuration
+        authority = str(reached_by.ca_cert_data) or await _authority(there)
+        document = service_account.kubeconfig(registration.name, server or reached_by.host, authority, token)
         parse_kubeconfig(document.encode())  # Refuse here what the operator would refuse later.
-        await here.cluster.apply(service_account.secret(registration.name, document))
-        await here.cluster.apply(service_account.member_cluster(registration))
-        return await _until_ready(here.cluster, registration.name, wait_seconds)
+        await here.apply(service_account.secret(registration.name, document))
+        await here.apply(service_account.member_cluster(registration))
+        return await _until_ready(here, registration.name, wait_seconds)
 
 
 async def _make_account(member: ClusterClient) -> None:
@@ -104,21 +105,21 @@ async def leave(hub: KubeContext, member: KubeContext | None, name: str, wait_se
     Raises ConfigError: there is no such MemberCluster, or pools still need it after `wait_seconds`.
     """
     async with open_context(hub) as here:
-        live = await here.cluster.get(kinds.MEMBER_CLUSTER, name)
+        live = await here.get(kinds.MEMBER_CLUSTER, name)
         if live is None:
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
-        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(kinds.PREFILL_POOL)]
+        pools = [read(PrefillPool, pool) for pool in await here.list_all(kinds.PREFILL_POOL)]
         if users := users_of(name, pools):
             named = ", ".join(f"PrefillPool {user}" for user in users)
             raise ConfigError(f"MemberCluster {name} is used by {named}: delete these first, then leave")
-        await here.cluster.delete(kinds.MEMBER_CLUSTER, name)
-        await _await_removal(here.cluster, name, wait_seconds)
-        await _delete_own(here.cluster, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
+        await here.delete(kinds.MEMBER_CLUSTER, name)
+        await _await_removal(here, name, wait_seconds)
+        await _delete_own(here, kinds.SECRET, read(MemberCluster, live).spec.kubeconfig_secret_ref.name)
     if member is not None:
         async with open_context(member) as there:
             for manifest in service_account.member_account(member.namespace):
                 if manifest["kind"] != kinds.NAMESPACE.name:
-                    await _delete_own(there.cluster, kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
+                    await _delete_own(there, kinds.BY_NAME[manifest["kind"]], manifest["metadata"]["name"])
 
 
 async def _await_removal(hub: ClusterClient, name: str, wait_seconds: float) -> None:
@@ -141,7 +142,7 @@ async def _delete_own(cluster: ClusterClient, kind: ObjectKind, name: str) -> No
 async def members(hub: KubeContext) -> list[tuple[MemberCluster, tuple[str, ...]]]:
     """Return all MemberClusters with the names of the pools that run in each."""
     async with open_context(hub) as here:
-        found = await here.cluster.list_all(kinds.MEMBER_CLUSTER)
-        pools = [read(PrefillPool, pool) for pool in await here.cluster.list_all(kinds.PREFILL_POOL)]
+        found = await here.list_all(kinds.MEMBER_CLUSTER)
+        pools = [read(PrefillPool, pool) for pool in await here.list_all(kinds.PREFILL_POOL)]
     clusters = [read(MemberCluster, one) for one in found]
     return [(cluster, users_of(cluster.metadata.name, pools)) for cluster in clusters]

@@ -35,7 +35,7 @@ def read(kubeconfig: Path | None, context: str | None, namespace: str, policy: s
 
 async def _read(target: KubeContext, policy: str | None) -> PlanFile:
     async with open_context(target) as there:
-        return plan_file(await _facts(there.cluster, policy))
+        return plan_file(await _facts(there, policy))
 
 
 async def _facts(hub: ClusterClient, name: str | None) -> PolicyFacts:

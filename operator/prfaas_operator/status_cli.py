@@ -57,7 +57,7 @@ def status(
 
 async def _once(target: KubeContext, console: Console, output: str) -> None:
     async with open_context(target) as there:
-        view = await look(there.cluster)
+        view = await look(there)
     _show(view, console, output)
 
 
@@ -78,13 +78,13 @@ async def _follow(target: KubeContext, console: Console, output: str) -> None:
     """Show the present state again and again; if the API server does not answer, show that and wait."""
     async with open_context(target) as there:
         if output == "json" or not console.is_terminal:
-            await _follow_changes(there.cluster, console, output)
+            await _follow_changes(there, console, output)
             return
-        view = await look(there.cluster)
+        view = await look(there)
         with Live(drawn(view, _title(view)), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 try:
-                    view = await look(there.cluster)
+                    view = await look(there)
                     live.update(drawn(view, _title(view)), refresh=True)
                 except PeerError as error:
                     live.update(drawn(view, f"{_title(view)}: not fresh, {error}"), refresh=True)

@@ -14,8 +14,8 @@ from aiohttp import web
 
 from prfaas.errors import PeerError
 from prfaas.kube import KubeSession
-from prfaas.kube.watch import WatchEvent
-from prfaas_sandbox.api import connect, follow
+from prfaas.kube.watch import WatchEvent, follow
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.controlplane import ADMIN_GROUP, ControlPlane, Placement
 from prfaas_sandbox.forward import serve_connections
 from prfaas_sandbox.network import CLUSTERS, ClusterNetwork
@@ -78,7 +78,7 @@ async def _admit_prometheus(api: KubeSession) -> None:
 async def _wait_for_node(api: KubeSession, name: str) -> None:
     """Wait until the controllers have removed a new node's taint, so that pods can be bound to it."""
     async with asyncio.timeout(READY_TIMEOUT_SECONDS):
-        async for change in follow(api, "/api/v1/nodes", fieldSelector=f"metadata.name={name}"):
+        async for change in follow(api, "/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"}):
             nodes = [change.object] if isinstance(change, WatchEvent) else change
             if any(not node["spec"].get("taints") for node in nodes):
                 return

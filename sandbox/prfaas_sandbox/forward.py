@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from prfaas.errors import PeerError, UnreachableError
-from prfaas_sandbox.api import Object
+from prfaas.kube.session import Object
 
 log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_SECONDS = 5.0

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from prfaas.kube.session import Object
 from prfaas.names import ANNOTATION_SCHEME, HUB, LABEL_CLUSTER, LABEL_POLICY, LABEL_POOL, LABEL_ROLE
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.network import HUB as HUB_NETWORK
 
 PORT = 9090

@@ -21,7 +21,6 @@ from typing import Any, Self
 import aiohttp
 
 from prfaas.errors import BadInputError, ConfigError, PeerError, UnreachableError
-from prfaas.kube.session import with_query
 from prfaas.processes import tail
 from prfaas_sandbox import prometheus
 from prfaas_sandbox.api import connect
@@ -101,11 +100,11 @@ class Sandbox:
         kubeconfig = read_kubeconfig(cluster.kubeconfig)
 
         async def resolve() -> list[HostPort]:
-            selector = f"kubernetes.io/service-name={service}"
+            query = {"labelSelector": f"kubernetes.io/service-name={service}"}
             slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             async with connect(kubeconfig) as api:
                 found = await api.call("GET", f"/api/v1/namespaces/{namespace}/services/{service}")
-                listed = await api.call("GET", with_query(slices, {"labelSelector": selector}))
+                listed = await api.call("GET", slices, query=query)
             return endpoints(found, listed["items"], port)
 
         await resolve()  # a wrong name is told now, not at the first connection

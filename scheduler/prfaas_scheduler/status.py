@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from prfaas.conditions import ConditionState, conditions_body, rfc3339
 from prfaas.errors import ConfigError, PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, LeaseHolder, ObjectKind, ObjectRef
-from prfaas.kube.session import APPLY_PATCH, with_query
+from prfaas.kube.session import encode_body
 from prfaas.names import API_VERSION, FIELD_MANAGER_SCHEDULER, scheduler_lease
 from prfaas.routing.controller import Step
 from prfaas.util import LogOnce
@@ -33,7 +33,6 @@ MAX_MESSAGE_CHARS: Final = 1000
 POLL_SECONDS = 0.5
 # A fifth of the Lease, so that four renewals may fail before another replica takes it.
 RENEW_SECONDS = 3.0
-LEASE_SECONDS = 15
 MIN_WRITE_SECONDS = 2.0
 MAX_WRITE_SECONDS = 10.0
 TIMEOUT_SECONDS = 5.0
@@ -165,14 +164,7 @@ class Publisher:
         self._policy = policy
         self._latest = latest
         self._clock = clock
-        self._lease = LeaseHolder(
-            session,
-            policy.namespace,
-            scheduler_lease(policy.name),
-            identity,
-            duration_seconds=LEASE_SECONDS,
-            clock=clock,
-        )
+        self._lease = LeaseHolder(session, policy.namespace, scheduler_lease(policy.name), identity, clock)
         self._failures = LogOnce(log)
         self._renew_at = float("-inf")
         self._written: Report | None = None
@@ -205,7 +197,7 @@ class Publisher:
             return
         self._renew_at = self._clock() + RENEW_SECONDS
         was_holder = self._lease.is_holder
-        if await self._lease.acquire_or_renew(TIMEOUT_SECONDS) and not was_holder:
+        if await self._lease.acquire_or_renew() and not was_holder:
             self._conditions = self._written = None  # another replica may have written meanwhile
 
     def _due(self, report: Report) -> bool:
@@ -235,8 +227,9 @@ class Publisher:
         metadata = {"name": self._policy.name, "namespace": self._policy.namespace}
         body = {"apiVersion": POLICY.api_version, "kind": POLICY.name, "metadata": metadata, "status": status}
         # Forced: a field that somebody else wrote meanwhile is taken back instead of a conflict.
-        path = with_query(f"{self._policy.path}/status", {"fieldManager": FIELD_MANAGER_SCHEDULER, "force": "true"})
-        await self._session.call("PATCH", path, body=body, content_type=APPLY_PATCH, timeout_seconds=TIMEOUT_SECONDS)
+        query, sent = {"fieldManager": FIELD_MANAGER_SCHEDULER, "force": "true"}, encode_body(body)
+        path = f"{self._policy.path}/status"
+        await self._session.call("PATCH", path, query=query, body=sent, timeout_seconds=TIMEOUT_SECONDS)
 
     async def _read_conditions(self) -> Sequence[Mapping[str, Any]]:
         current = await self._session.call("GET", f"{self._policy.path}/status", timeout_seconds=TIMEOUT_SECONDS)

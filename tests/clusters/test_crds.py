@@ -100,6 +100,7 @@ GOOD = {
     "dynamo": ("DecodePool", {"model": FOLDER, "engine": {"type": "dynamo", "image": "d:1"}}),
     "sglang": ("PrefillPool", {"model": FOLDER, "engine": {"type": "sglang", "image": "s:1"}}),
     "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-keys"}}}),
+    "origins": ("PrfaaSPolicy", POLICY | {"gateway": {"corsOrigins": ["https://chat.example", "http://[::1]:80"]}}),
     "gateway-sizes": (
         "PrfaaSPolicy",
         POLICY

@@ -231,6 +231,8 @@ POLICIES = [
     ("datacenters.forbid", [""], "spec.datacenters.forbid[0]", "must be letters, digits"),
     ("gateway.apiKeysSecretRef", {}, "spec.gateway.apiKeysSecretRef.name: Required value", ""),
     ("gateway.apiKeysSecretRef.name", "A_b", "spec.gateway.apiKeysSecretRef.name", "must be the name of an object"),
+    ("gateway.corsOrigins", ["https://chat.example/x"], "spec.gateway.corsOrigins[0]", "must be *, or an origin"),
+    ("gateway.corsOrigins", ["*.example"], "spec.gateway.corsOrigins[0]", "must be *, or an origin"),
     ("gateway.replicas", 101, "spec.gateway.replicas", "should be less than or equal to 100"),
     ("gateway.resources.limits", {"cpu": "x"}, "spec.gateway.resources.limits[cpu]", "must be a quantity"),
     ("gateway.schedulerResources.limits", {"cpu": "x"}, "schedulerResources.limits[cpu]", "must be a quantity"),

@@ -86,12 +86,13 @@ async def test_a_table_is_followed_from_before_its_creation_through_changes_and_
             await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_watch_outlives_its_windows(hub, session):
+async def test_a_watch_outlives_its_windows(hub, session, monkeypatch):
     """The server ends every watch after a second here; changes before, between and after are all seen."""
+    monkeypatch.setattr("prfaas.kube.watch.WINDOW_SECONDS", 1)
     await asyncio.to_thread(write, hub, 10)
     versions: list[str] = []
     async with session, asyncio.timeout(PATIENCE_SECONDS):
-        async for current in watch_object(session, REF, window_seconds=1):
+        async for current in watch_object(session, REF):
             versions.append(current["metadata"]["resourceVersion"])
             if len(versions) == 4:
                 break

@@ -11,6 +11,7 @@ from prfaas.api.base import (
     DatacenterName,
     DnsLabel,
     DnsName,
+    Hint,
     Image,
     ModelName,
     Resource,
@@ -18,9 +19,16 @@ from prfaas.api.base import (
 )
 from prfaas.api.policystatus import PrfaaSPolicyStatus, TokenCount
 from prfaas.api.template import Resources
+from prfaas.names import ORIGIN
 
 Percent = Annotated[int, Field(ge=1, le=100)]
 DatacenterSet = Annotated[list[DatacenterName], Field(max_length=32, json_schema_extra=AS_SET)]
+
+Origin = Annotated[
+    str,
+    StringConstraints(pattern=ORIGIN, max_length=253),
+    Hint("must be *, or an origin in lower case and without a path, such as https://chat.example"),
+]
 
 
 class ThresholdSpec(ApiModel):
@@ -175,6 +183,8 @@ class GatewaySpec(ApiModel):
     """API keys of the gateway's clients: each entry holds a client's keys, one a line, or a JSON object with keys and
     limits. Without it the gateway asks for no key.
     """
+    cors_origins: Annotated[list[Origin], Field(max_length=32, json_schema_extra=AS_SET)] = []
+    """Origins whose pages may call the gateway from a browser; * allows all. Without any, browsers refuse the calls."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """Seconds that a leaving gateway pod has to finish its requests, streams included."""
 

@@ -19,11 +19,13 @@ from urllib.request import getproxies_environment
 import yaml
 
 from prfaas.errors import ConfigError
-from prfaas.kube.session import DEFAULT_CONNECTIONS, Authorization, KubeSession, bearer, token_of_file
+from prfaas.kube.package import needs_no_proxy
+from prfaas.kube.session import Authorization, KubeSession, bearer, token_of_file
 
 EXEC_SECONDS: Final = 120.0
 """An exec plugin may open a browser and wait for a person."""
 RENEW_BEFORE: Final = timedelta(seconds=30)
+NEVER: Final = datetime.max.replace(tzinfo=UTC)
 BASE: Final = "prfaas.io/folder"
 """Key under which an entry remembers the folder of its file: relative paths start there."""
 THIS_MACHINE: Final = "localhost,127.0.0.0/8,::1"
@@ -31,7 +33,7 @@ THIS_MACHINE: Final = "localhost,127.0.0.0/8,::1"
 Entry = Mapping[str, Any]
 
 
-def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONNECTIONS) -> KubeSession:
+def load(path: Path | None, context: str | None) -> KubeSession:
     """Return a session by a kubeconfig's context, by default the usual file's current one; raises ConfigError."""
     try:
         cluster, user = _chosen(path, context)
@@ -46,7 +48,6 @@ def load(path: Path | None, context: str | None, connections: int = DEFAULT_CONN
             verify_ssl=not cluster.get("insecure-skip-tls-verify"),
             tls_server_name=cluster.get("tls-server-name"),
             proxy=cluster.get("proxy-url") or _proxy_of_environment(server),
-            connection_pool_maxsize=connections,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         named = path or "of $KUBECONFIG or ~/.kube/config"
@@ -60,9 +61,7 @@ def _proxy_of_environment(server: str) -> str | None:
     proxy = proxies.get(urlsplit(server).scheme)
     if not proxy:
         return None
-    from kubernetes.client.rest import should_bypass_proxies  # loads the synchronous client, which few need
-
-    if should_bypass_proxies(server, f"{THIS_MACHINE},{proxies.get('no', '')}"):
+    if needs_no_proxy(server, f"{THIS_MACHINE},{proxies.get('no', '')}"):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
 
@@ -76,38 +75,37 @@ def _chosen(path: Path | None, context: str | None) -> tuple[Entry, Entry]:
         where = ", ".join(map(str, paths)).replace(str(Path.home()), "~")
         raise ConfigError(f"there is no kubeconfig at {where}; set KUBECONFIG to yours, or give its flag (see --help)")
     found: dict[str, dict[str, Entry]] = {"contexts": {}, "clusters": {}, "users": {}}
-    current = context or ""
     for each in files:
-        document: dict[str, Any] = _parsed(each.read_text())
-        if type(document) is not dict:
-            raise ConfigError(f"{each} is no kubeconfig: it holds no clusters, users and contexts")
-        current = str(current or document.get("current-context") or "")
+        document = _parsed(each)
+        context = context or document.get("current-context")
         for plural, entries in found.items():
             listed: list[dict[str, Any]] = document.get(plural) or []
             for entry in listed:
                 body: dict[str, Any] = {**(entry.get(plural.removesuffix("s")) or {}), BASE: each.parent}
                 entries.setdefault(entry["name"], body)
-    if current not in found["contexts"]:
-        known = ", ".join(found["contexts"]) or "none"
-        raise ValueError(
-            f"it has no context {current!r} (it has: {known})" if current else "it names no current-context"
-        )
-    chosen = found["contexts"][current]
+    if not context:
+        raise ValueError("it names no current-context")
+    if context not in found["contexts"]:
+        raise ValueError(f"it has no context {context!r} (it has: {', '.join(found['contexts']) or 'none'})")
+    chosen = found["contexts"][context]
     user = chosen.get("user") or ""
     if user and user not in found["users"]:
-        raise ValueError(f"its context {current!r} names the user {user!r}, which it does not have")
+        raise ValueError(f"its context {context!r} names the user {user!r}, which it does not have")
     return found["clusters"][chosen["cluster"]], found["users"].get(user, {})
 
 
-def _parsed(text: str) -> dict[str, Any]:
-    """Read YAML. An error names the line and does not repeat it: it may hold a token or a key."""
+def _parsed(path: Path) -> Entry:
+    """Read a file. An error names the line and does not repeat it: it may hold a token or a key."""
     try:
-        return yaml.safe_load(text) or {}
+        document: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ValueError(f"it is no YAML in line {line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"it is no YAML: {type(error).__name__}") from None
+    if type(document) is not dict:
+        raise ConfigError(f"{path} is no kubeconfig: it holds no clusters, users and contexts")
+    return document
 
 
 def _content(entry: Entry, field: str) -> str:
@@ -127,9 +125,8 @@ def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
         raise ValueError("auth-provider is not supported: use an exec plugin, as kubectl advises")
     if user.get("exec"):
         plugin = _ExecPlugin(user["exec"], user[BASE])
-        status = plugin.run()
-        certificate = status.get("clientCertificateData") or certificate
-        return plugin.authorization, certificate, status.get("clientKeyData") or key
+        certificate = plugin.status.get("clientCertificateData") or certificate
+        return plugin.authorization, certificate, plugin.status.get("clientKeyData") or key
     if user.get("token"):
         return bearer(user["token"]), certificate, key
     if user.get("tokenFile"):
@@ -154,24 +151,22 @@ class _ExecPlugin:
         }
         variables = {each["name"]: each["value"] for each in config.get("env") or ()}
         self._environment = {**os.environ, **variables, "KUBERNETES_EXEC_INFO": json.dumps(credential)}
-        self._token = ""
-        self._ends: datetime | None = None
+        self._run()
 
     def authorization(self) -> str:
-        if self._ends is not None and datetime.now(UTC) > self._ends - RENEW_BEFORE:
-            self.run()
-        return f"Bearer {self._token}" if self._token else ""
+        if datetime.now(UTC) > self._ends - RENEW_BEFORE:
+            self._run()
+        token = self.status.get("token")
+        return f"Bearer {token}" if token else ""
 
-    def run(self) -> Entry:
-        """Run the command and return the status in its ExecCredential. Its stderr is the person's, for prompts."""
+    def _run(self) -> None:
+        """Keep the status in the ExecCredential that the command prints. Its stderr is the person's, for prompts."""
         try:
             ended = subprocess.run(
                 self._command, env=self._environment, stdout=subprocess.PIPE, timeout=EXEC_SECONDS, check=True
             )
-            status = json.loads(ended.stdout)["status"]
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
+            self.status: Entry = json.loads(ended.stdout)["status"]
+            ends = self.status.get("expirationTimestamp")
+            self._ends = datetime.fromisoformat(ends) if ends else NEVER
+        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"exec plugin {self._command[0]} of the kubeconfig failed: {error}") from error
-        self._token = status.get("token") or ""
-        if ends := status.get("expirationTimestamp"):
-            self._ends = datetime.fromisoformat(ends)
-        return status

@@ -31,12 +31,12 @@ _NOT_OF_YAML = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]|\xef\xbb\xb
 """Characters in UTF-8 that JSON may hold as they are, and that YAML refuses or takes for the end of a line."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 4.0
-DEFAULT_CONNECTIONS = 8
 MAX_ANSWER_BYTES = 64 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
 MAX_REFUSAL_BYTES = 1 << 20
 READ_BUFFER_BYTES = 1 << 16
 """The package's own is 2 MiB a connection, twice where an answer is compressed."""
+NOT_FOUND = 404
 
 Object = dict[str, Any]
 """An object of the API server's, as JSON has it."""
@@ -47,7 +47,7 @@ OnAnswer = Callable[[int, Mapping[str, str]], None]
 
 
 def encode_body(body: Mapping[str, Any]) -> bytes:
-    """Return a body as JSON that a reader of YAML understands in the same way."""
+    """Return a body as JSON that a reader of YAML understands in the same way, as a server-side apply needs it."""
     return _NOT_OF_YAML.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), msgspec.json.encode(body))
 
 
@@ -66,7 +66,6 @@ class StatusError(PeerError):
         self.message = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
         super().__init__(f"{what}: {status} {self.message}")
         self.status = status
-        self.reason = str(self.answer.get("reason", ""))
         self.headers = headers
 
 
@@ -105,8 +104,8 @@ class KubeSession:
     """Calls one API server. Use it as an async context manager, or call `close`.
 
     `authorization` is asked for every call. `certificate` and `key` are this client's, in PEM. `settings` are fields of
-    the package's Configuration, such as `ca_cert_data`, `tls_server_name`, `proxy` and `connection_pool_maxsize`.
-    Raises OSError or ValueError for texts that TLS cannot load.
+    the package's Configuration, such as `ca_cert_data`, `tls_server_name` and `proxy`. Raises OSError or ValueError for
+    texts that TLS cannot load.
     """
 
     def __init__(
@@ -119,7 +118,6 @@ class KubeSession:
         **settings: Any,
     ):
         self.authorization = authorization
-        settings.setdefault("connection_pool_maxsize", DEFAULT_CONNECTIONS)
         self.configuration = Configuration(
             server.rstrip("/"),
             # The environment's proxies and ~/.netrc are for no API server but those of a person's kubeconfig.
@@ -134,24 +132,15 @@ class KubeSession:
         self._is_closed = False
 
     @classmethod
-    def in_cluster(
-        cls,
-        directory: Path = SERVICE_ACCOUNT_DIR,
-        environ: Mapping[str, str] = os.environ,
-        connections: int = DEFAULT_CONNECTIONS,
-    ) -> Self:
+    def in_cluster(cls) -> Self:
         """Return the session of a pod's own service account; raise ConfigError outside of a pod."""
-        host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
             raise ConfigError("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are unset: run this in a pod")
-        authority = directory / "ca.crt"
+        server = f"https://{url_host(host)}:{port}"  # An address, because a cluster's DNS may be down or missing.
+        authority, token = SERVICE_ACCOUNT_DIR / "ca.crt", SERVICE_ACCOUNT_DIR / "token"
         try:
-            return cls(
-                f"https://{url_host(host)}:{port}",  # An address, because a cluster's DNS may be down or missing.
-                authorization=token_of_file(directory / "token"),
-                ssl_ca_cert=str(authority),
-                connection_pool_maxsize=connections,
-            )
+            return cls(server, authorization=token_of_file(token), ssl_ca_cert=str(authority))
         except OSError as error:
             raise ConfigError(f"{authority} cannot be read ({error}): give the pod a service account") from error
 
@@ -176,29 +165,43 @@ class KubeSession:
                 raise ProtocolError(f"{method} {path} answered more than {MAX_ANSWER_BYTES} bytes")
             return decode_json(raw, Object, f"{method} {path} did not answer with a JSON object")
 
+    async def find(self, path: str, **sent: Any) -> Object | None:
+        """Return the object at a path, None if there is none; raises as `call`."""
+        try:
+            return await self.call("GET", path, **sent)
+        except StatusError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return None
+
     @asynccontextmanager
     async def stream(
         self,
         method: str,
         path: str,
         *,
-        body: Mapping[str, Any] | None = None,
-        content_type: str = JSON,
+        query: Mapping[str, Any] | None = None,
+        body: Mapping[str, Any] | bytes | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         on_answer: OnAnswer | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read."""
+        """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read.
+
+        Parameters of `query` that are None or empty are left out. The body of a PATCH is a merge patch, or a
+        server-side apply if it is bytes of `encode_body`.
+        """
         if self._is_closed:
             raise InternalError("KubeSession is used after its end")
-        url = f"{self.configuration.host}{path}"
-        headers = {"Content-Type": content_type}
+        what = f"{method} {self.configuration.host}{path}"
+        parameters = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+        url = f"{self.configuration.host}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
+        headers = {"Content-Type": JSON if method != "PATCH" else APPLY_PATCH if type(body) is bytes else MERGE_PATCH}
         if self.authorization is not None and (authorization := self.authorization()):
             headers["Authorization"] = authorization
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, CONNECT_SECONDS))
-        data = encode_body(body) if body is not None and content_type == APPLY_PATCH else body
         try:
             try:
-                answer = await self._rest.request(method, url, headers, data, _request_timeout=timeout)
+                answer = await self._rest.request(method, url, headers, body, _request_timeout=timeout)
             except StatusError as redirect:
                 if on_answer is not None:
                     on_answer(redirect.status, redirect.headers)
@@ -207,10 +210,9 @@ class KubeSession:
                 if on_answer is not None:
                     on_answer(response.status, response.headers)
                 if response.status >= 300:
-                    raise await _refusal(method, url, response)
+                    raise await _refusal(what, response)
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
-            what = f"{method} {url.partition('?')[0]}"
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
 
 
@@ -230,9 +232,8 @@ def _rest_client(configuration: Configuration, certificate: str, key: str) -> An
     return client
 
 
-async def _refusal(method: str, url: str, response: aiohttp.ClientResponse) -> StatusError:
-    raw = await _read(response, MAX_REFUSAL_BYTES)
-    return StatusError(f"{method} {url.partition('?')[0]}", response.status, raw, response.headers)
+async def _refusal(what: str, response: aiohttp.ClientResponse) -> StatusError:
+    return StatusError(what, response.status, await _read(response, MAX_REFUSAL_BYTES), response.headers)
 
 
 async def _refuse_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -240,7 +241,7 @@ async def _refuse_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientH
     response = await send(request)
     if 300 <= response.status < 400:
         async with response:
-            raise await _refusal(request.method, str(request.url), response)
+            raise await _refusal(f"{request.method} {request.url.with_query(None)}", response)
     return response
 
 
@@ -262,15 +263,10 @@ def token_of_file(path: Path) -> Authorization:
     return read
 
 
-def with_query(path: str, query: Mapping[str, Any] | None) -> str:
-    """Return a path with the parameters that have a value."""
-    pairs = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
-    return f"{path}?{urlencode(pairs)}" if pairs else path
-
-
 async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     """Return a body, or so much of a longer one that it exceeds the limit."""
     body = bytearray()
+    # The stream's own methods for a number of bytes raise its limits to that number.
     async for chunk in response.content.iter_any():
         body += chunk
         if len(body) > limit_bytes:

@@ -1,38 +1,40 @@
 """Lists and watches for ever: through timeouts, dropped connections, expired resource versions and dead servers.
 
 A half-dead server keeps the connection and sends nothing, like a collection without changes. So the server shall end
-every watch after `window_seconds`, and the client cuts it shortly after. The next watch resumes from the last resource
+every watch after WINDOW_SECONDS, and the client cuts it shortly after. The next watch resumes from the last resource
 version with one small request.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from prfaas.errors import ConfigError, PeerError, ProtocolError
-from prfaas.kube.session import KubeSession, ObjectRef, OnAnswer, StatusError, with_query
+from prfaas.kube.session import KubeSession, Object, ObjectRef, OnAnswer, StatusError
 from prfaas.util import Backoff, backoff_seconds, decode_json
 
 log = logging.getLogger(__name__)
 
 L = TypeVar("L")
 MAX_EVENT_BYTES = 8 * 1024 * 1024  # etcd holds objects up to 1.5 MiB
+WINDOW_SECONDS = 30.0
 WINDOW_SLACK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.2
+MAX_PAUSE_SECONDS = 5.0
 BOOKMARK = "BOOKMARK"
 DELETED = "DELETED"
 GONE = 410
-NOT_FOUND = 404
 
 
-class WatchEvent(NamedTuple):
+class WatchEvent(msgspec.Struct):
     """One line of a watch: ADDED, MODIFIED, DELETED or BOOKMARK, and the object at that time."""
 
     type: str
-    object: dict[str, Any]
+    object: Object
 
 
 class ExpiredError(ProtocolError):
@@ -41,16 +43,15 @@ class ExpiredError(ProtocolError):
     reason = "Expired"
 
 
-class _Line(msgspec.Struct):
-    type: str
-    object: dict[str, Any]
+def _warn(error: PeerError | ConfigError, pause_seconds: float) -> float:
+    log.warning("a watch failed, next try in %.1f s: %s", pause_seconds, error)
+    return pause_seconds
 
 
 async def list_and_watch(
     read: Callable[[], Awaitable[tuple[L, str]]],
     watch: Callable[[str], AsyncIterator[WatchEvent]],
-    failed: Callable[[PeerError | ConfigError, float], float],
-    backoff: Backoff,
+    failed: Callable[[PeerError | ConfigError, float], float] = _warn,
 ) -> AsyncIterator[L | WatchEvent]:
     """Yield the result of `read`, then every change; read again after a failure or after lost changes.
 
@@ -58,7 +59,7 @@ async def list_and_watch(
     version to watch from. `watch` yields the changes after it until the server ends the watch, and raises ExpiredError.
     `failed` takes an error and the pause that is due; it returns how long to wait.
     """
-    version = ""
+    version, backoff = "", Backoff(FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
     while True:
         try:
             if not version:
@@ -81,23 +82,18 @@ async def list_and_watch(
 
 
 async def watch_events(
-    session: KubeSession,
-    path: str,
-    version: str,
-    *,
-    window_seconds: float,
-    query: Mapping[str, str],
-    on_answer: OnAnswer | None = None,
+    session: KubeSession, path: str, query: Mapping[str, str], version: str, on_answer: OnAnswer | None = None
 ) -> AsyncIterator[WatchEvent]:
     """Yield the events of one watch until the server ends it; raises ExpiredError for a `version` too old."""
     # Bookmarks renew the version of a quiet watch. An API server forgets versions after five minutes, and then all is
     # listed again.
     asked = {"watch": "1", "allowWatchBookmarks": "true", **query, "resourceVersion": version}
-    path = with_query(path, {**asked, "timeoutSeconds": max(1, round(window_seconds))})
-    limit_seconds = window_seconds + WINDOW_SLACK_SECONDS  # for a server that does not end the stream first
+    asked["timeoutSeconds"] = str(round(WINDOW_SECONDS))
+    limit_seconds = WINDOW_SECONDS + WINDOW_SLACK_SECONDS  # for a server that does not end the stream first
     buffer = bytearray()
     try:
-        async with session.stream("GET", path, timeout_seconds=limit_seconds, on_answer=on_answer) as response:
+        timed = session.stream("GET", path, query=asked, timeout_seconds=limit_seconds, on_answer=on_answer)
+        async with timed as response:
             async for chunk in response.content.iter_any():
                 buffer += chunk
                 while (end := buffer.find(b"\n")) >= 0:
@@ -111,36 +107,29 @@ async def watch_events(
         raise
 
 
-async def watch_object(
-    session: KubeSession, ref: ObjectRef, *, window_seconds: float = 30.0, max_backoff_seconds: float = 10.0
-) -> AsyncIterator[dict[str, Any] | None]:
+def follow(session: KubeSession, path: str, query: Mapping[str, str]) -> AsyncIterator[list[Object] | WatchEvent]:
+    """Yield a collection, or what a selector in `query` chooses of it, and then every change, as `list_and_watch`."""
+
+    async def read() -> tuple[list[Object], str]:
+        found = await session.call("GET", path, query=query)
+        items: list[Object] = found.get("items") or []
+        if type(items) is not list:
+            raise ProtocolError(f"GET {path} did not answer with a list")
+        return items, version_of(found)
+
+    return list_and_watch(read, partial(watch_events, session, path, query))
+
+
+async def watch_object(session: KubeSession, ref: ObjectRef) -> AsyncIterator[Object | None]:
     """Yield the object now and after every change; None while it does not exist.
 
-    It continues as `list_and_watch` does. An object may be yielded more than once. Needs get and watch on this name.
+    It continues as `list_and_watch` does. An object may be yielded more than once. Needs list and watch on this name.
     """
-    query = {"fieldSelector": f"metadata.name={ref.name}"}
-
-    async def read() -> tuple[dict[str, Any] | None, str]:
-        try:
-            current = await session.call("GET", ref.path)
-        except StatusError as error:
-            if error.status != NOT_FOUND:
-                raise
-            return None, "0"  # from any point: the server then sends an existing object as ADDED
-        return current, version_of(current)
-
-    def watch(version: str) -> AsyncIterator[WatchEvent]:
-        return watch_events(session, ref.kind.path(ref.namespace), version, window_seconds=window_seconds, query=query)
-
-    def failed(error: PeerError | ConfigError, pause_seconds: float) -> float:
-        log.warning("watch of %s failed, next try in %.1f s: %s", ref, pause_seconds, error)
-        return pause_seconds
-
-    async for change in list_and_watch(read, watch, failed, Backoff(FIRST_PAUSE_SECONDS, max_backoff_seconds)):
-        if isinstance(change, WatchEvent):
-            yield None if change.type == DELETED else change.object
+    async for change in follow(session, ref.kind.path(ref.namespace), {"fieldSelector": f"metadata.name={ref.name}"}):
+        if not isinstance(change, WatchEvent):
+            yield change[0] if change else None
         else:
-            yield change
+            yield None if change.type == DELETED else change.object
 
 
 def version_of(current: Mapping[str, Any]) -> str:
@@ -152,9 +141,9 @@ def version_of(current: Mapping[str, Any]) -> str:
 
 
 def _event(line: bytes, path: str) -> WatchEvent:
-    found = decode_json(line, _Line, f"GET {path} sent a damaged event")
-    if found.type == "ERROR":
-        if found.object.get("code") == GONE:
-            raise ExpiredError(f"GET {path}: {found.object.get('message', 'the resource version is too old')}")
-        raise ProtocolError(f"GET {path} ended with an error event: {found.object}")
-    return WatchEvent(found.type, found.object)
+    event = decode_json(line, WatchEvent, f"GET {path} sent a damaged event")
+    if event.type == "ERROR":
+        if event.object.get("code") == GONE:
+            raise ExpiredError(f"GET {path}: {event.object.get('message', 'the resource version is too old')}")
+        raise ProtocolError(f"GET {path} ended with an error event: {event.object}")
+    return event

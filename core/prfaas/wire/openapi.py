@@ -87,6 +87,7 @@ def gateway() -> Document:
         "401": "No API key, or an unknown one",
         "404": "The model is not served here",
         "413": "The body is too long",
+        "415": "The body has an encoding that is not served",
         "429": "A limit of the key is reached, or every instance is full; Retry-After says when to come again",
         "502": "A worker's own failure",
         "503": "Nothing can serve now; Retry-After says when to come again",
@@ -115,6 +116,16 @@ def gateway() -> Document:
         served = {"200": {"description": "What is served", "content": _json({"type": "object"})}}
         return {"operationId": operation, "responses": served | _refusals({code: refusals[code] for code in codes})}
 
+    def tokens(operation: str, given: Document) -> Document:
+        body = {"type": "object", "required": ["model"], "properties": {"model": {"type": "string"}, **given}}
+        served = {"200": {"description": "As the engine answers", "content": _json({"type": "object"})}}
+        return {
+            "operationId": operation,
+            "description": _WHERE_SERVED,
+            "requestBody": {"required": True, "content": _json(body)},
+            "responses": served | _refusals(refusals),
+        }
+
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return _document(
         "prfaas gateway",
@@ -124,6 +135,8 @@ def gateway() -> Document:
             "/v1/responses": {"post": generating("respond", {"input": _INPUT}, _WHERE_SERVED)},
             "/v1/messages": {"post": generating("message", {"messages": _MESSAGES}, _WHERE_SERVED)},
             "/v1/messages/count_tokens": {"post": generating("countTokens", {"messages": _MESSAGES}, _WHERE_SERVED)},
+            "/tokenize": {"post": tokens("tokenize", {"prompt": {"type": "string"}, "messages": _MESSAGES})},
+            "/detokenize": {"post": tokens("detokenize", {"tokens": _TOKENS})},
             "/v1/models": {"get": listing("models", ("401",))},
             "/v1/models/{model}": {"get": {**listing("model", ("401", "404")), "parameters": [model]}},
         },

@@ -11,6 +11,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, BadInputError, UnreachableError
 from prfaas.wire.routes import Instance
+from prfaas_gateway.engines.context import read_context
 from prfaas_gateway.engines.shared import Attempt, LegFailedError, plain_headers, with_fields
 from prfaas_gateway.engines.vllm_resume import (
     CONTEXT_TOKENS,
@@ -27,7 +28,6 @@ from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Upstream
 
 ANSWER_SECONDS: Final = 5.0
-ANSWER_BYTES: Final = 1 << 20
 CUT_TOKENS: Final = 16
 """At most so many tokens hold a part of a character."""
 
@@ -92,30 +92,17 @@ class _Asking(NamedTuple):
     async def context_tokens(self) -> int:
         """Return the longest prompt and answer of the model."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS), self.upstream.reading(self.instance, "/v1/models") as response:
-                cards = msgspec.json.decode(await response.content.read(ANSWER_BYTES), type=_Cards).data
+            found = await read_context(self.upstream, self.instance, self.request.model)
         except (UnreachableError, TimeoutError) as error:
             raise LegFailedError(str(error), leg="decode", eject=True) from error
-        except UNREADABLE as error:
-            raise LegFailedError(f"{self.instance.name} names no models", leg="decode", eject=False) from error
-        lengths = [one.max_model_len for one in cards if one.id == self.request.model and one.max_model_len]
-        if not lengths:
+        if found is None:
             message = f"{self.instance.name} does not tell the longest context of {self.request.model}"
             raise LegFailedError(message, leg="decode", eject=False)
-        return lengths[0]
+        return found
 
 
 class _Text(msgspec.Struct):
     prompt: str
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
 
 
 async def _go_on(asking: _Asking, log: VllmStreamLog, answered: SentAnswer) -> VllmCall:

@@ -11,8 +11,7 @@ Three things are not in the ids, and so are added here:
   with `presence_penalty`, a token that occurs again is counted twice.
 - *Form.* Chunks keep the id, the time and the kind of the first ones, and usage counts both parts.
 
-A greedy answer goes on token for token. A sampled one goes on with fresh random numbers, also with a `seed`; a comment
-in the stream says so.
+A greedy answer goes on token for token. A sampled one goes on with fresh random numbers, also with a `seed`.
 """
 
 from collections import Counter
@@ -56,7 +55,6 @@ _CHAT_FIELDS: Final = {
 _DONE_ALREADY: Final = {"prompt", "stop", "truncate_prompt_tokens", "truncation_side", "kv_transfer_params"}
 # The range of logit_bias in OpenAI's API, which vLLM clamps to.
 _MAX_BIAS: Final = 100.0
-DRAWN_AFRESH: Final = b": from here on tokens are drawn with fresh random numbers\n\n"
 DEFAULT_MAX_TOKENS: Final = 16
 """vLLM's own for completions; a chat may fill the model's context."""
 
@@ -107,7 +105,6 @@ class _Sampling(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
     frequency_penalty: float | None = None
@@ -204,7 +201,6 @@ class AnswerWriter:
         self._text = text[-self._stops.seen_characters :] if self._stops.seen_characters else ""
         self._shown = max(0, len(self._text) - self._stops.held_characters)
         self._new_ids: list[int] = []
-        self._note = b"" if sampling.temperature == 0 else DRAWN_AFRESH
         self.has_stopped = False
         """A stop string was found, and the stream is at its end."""
         self.has_finished = False
@@ -222,8 +218,7 @@ class AnswerWriter:
 
         Raises BadInputError for an event that is no chunk of a completion.
         """
-        note, self._note = self._note, b""
-        return note + b"".join(self._event(one) for one in events.split(b"\n\n") if one)
+        return b"".join(self._event(one) for one in events.split(b"\n\n") if one)
 
     def _event(self, event: bytes) -> bytes:
         if self.has_stopped or not event.startswith(b"data: "):

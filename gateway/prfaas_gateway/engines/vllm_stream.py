@@ -192,6 +192,11 @@ class VllmStreamLog:
         return self._sent.count(b",") + 1 if self._sent else 0
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; 0: unknown."""
+        return self._prompt.count(b",") + 1 if self._prompt else 0
+
+    @property
     def answered(self) -> SentAnswer | None:
         """What the client has; None if it has nothing, so that another instance begins anew."""
         if not self._first:

@@ -110,12 +110,10 @@ class KvManager:
         canonical = None if body is None else request.api.canonical(body)
         if body is None or canonical is None:
             return prompt
-        chain, total_tokens = ByteChain(canonical.root, canonical.data), prompt.total_tokens
+        chain, total_tokens, is_exact = ByteChain(canonical.root, canonical.data), prompt.total_tokens, False
         tokens = await self._tokens_of(request, canonical, body, chain)
         if tokens is not None:
-            total_tokens = tokens.total_tokens
-            if canonical.texts is not None and tokens.share == 1:
-                self._state.estimator.observe(len(request.body), total_tokens)
+            total_tokens, is_exact = tokens.total_tokens, tokens.share == 1
         found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
         by_tokens = self._by_tokens(tokens.data) if tokens is not None else {}
@@ -133,7 +131,8 @@ class KvManager:
             one.name: tuple(found.pop(InstancePart(one, rank).name, 0) for rank in range(one.ranks)) for one in divided
         }
         cached_on = found | {one.name: _cached_on(one, on_ranks[one.name]) for one in divided}
-        return prompt._replace(total_tokens=total_tokens, chain=chain, cached_on=cached_on, cached_on_ranks=on_ranks)
+        prompt = prompt._replace(total_tokens=total_tokens, is_exact=is_exact)
+        return prompt._replace(chain=chain, cached_on=cached_on, cached_on_ranks=on_ranks)
 
     async def _tokens_of(
         self, request: GatewayRequest, canonical: Canonical, body: dict[str, Any], chain: ByteChain

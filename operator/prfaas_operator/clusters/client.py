@@ -9,19 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from prfaas.errors import ProtocolError, UnreachableError
-from prfaas.kube.session import (
-    APPLY_PATCH,
-    MERGE_PATCH,
-    KubeSession,
-    ObjectKind,
-    OnAnswer,
-    StatusError,
-    bearer,
-    with_query,
-)
+from prfaas.kube.session import KubeSession, ObjectKind, OnAnswer, StatusError, bearer, encode_body
 from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors, metrics
@@ -29,7 +20,6 @@ from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
-WATCH_TIMEOUT_SECONDS: Final = 60
 PAGE_LIMIT: Final = 500
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
@@ -42,13 +32,6 @@ ERROR_BY_STATUS: Final[Mapping[int, type[Exception]]] = {
     409: errors.ConflictError,
     500: errors.ServerFailedError,
 }
-
-
-class Page(NamedTuple):
-    """A part of a list, and the version of the whole list: all of its pages are of one moment."""
-
-    items: list[Object]
-    resource_version: str
 
 
 MayWrite = Callable[[], bool]
@@ -107,12 +90,12 @@ class ClusterClient:
         *,
         may_write: MayWrite = always,
     ):
+        self.session = session
         self.namespace = namespace
-        self._may_write = may_write
         self._label = label
         self._field_manager = field_manager
-        self._session = session
-        self._throttle = Throttle()
+        self._may_write = may_write
+        self._throttle = Throttle(label)
         self._clock = ServerClock()
 
     def now(self) -> datetime:
@@ -120,10 +103,10 @@ class ClusterClient:
         return self._clock.now()
 
     def use_token(self, token: str) -> None:
-        self._session.authorization = bearer(token)
+        self.session.authorization = bearer(token)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self.session.close()
 
     async def version(self) -> str:
         """Return the server's version, for example v1.34.4; the cheapest proof that it answers."""
@@ -135,19 +118,22 @@ class ClusterClient:
         except _NotFoundError:
             return None
 
-    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[Page]:
-        """Yield the objects that a label selector chooses, page by page."""
+    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
+        """Yield the objects that a label selector chooses page by page, each with the version of the whole list.
+
+        All pages are of one moment.
+        """
         query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
         while True:
             answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
             metadata = answer["metadata"]
-            yield Page(answer.get("items") or [], metadata.get("resourceVersion", ""))
+            yield answer.get("items") or [], metadata.get("resourceVersion", "")
             if not (after := metadata.get("continue")):
                 return
             query["continue"] = after
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
-        return [one async for page in self.pages(kind, selector=selector) for one in page.items]
+        return [one async for items, _ in self.pages(kind, selector=selector) for one in items]
 
     async def try_list(self, kind: ObjectKind, *, selector: str = "") -> None:
         """List one object of a kind, to test the rights only."""
@@ -172,25 +158,17 @@ class ClusterClient:
         kind, name = BY_NAME[body["kind"]], body["metadata"]["name"]
         path, what = kind.path(self.namespace, name, subresource), f"{kind.name} {name}"
         query = {"fieldManager": self._field_manager, "force": "true", "dryRun": "All" if dry_run else ""}
-        try:
-            return await self._call("PATCH", path, what, query=query, body=body, content_type=APPLY_PATCH)
-        except _NotFoundError as error:
-            if subresource:
-                raise
-            raise self._no_namespace(error) from error
+        sent = encode_body(body)
+        return await self._call("PATCH", path, what, may_create=not subresource, query=query, body=sent)
 
     async def create(self, kind: ObjectKind, body: Object, *, dry_run: bool = False) -> Object:
         """Create an object; ConflictError when it exists. With `dry_run` the server does all but store it."""
-        query = {"dryRun": "All" if dry_run else ""}
-        try:
-            return await self._call("POST", kind.path(self.namespace), kind.name, query=query, body=body)
-        except _NotFoundError as error:
-            raise self._no_namespace(error) from error
+        query, path = {"dryRun": "All" if dry_run else ""}, kind.path(self.namespace)
+        return await self._call("POST", path, kind.name, may_create=True, query=query, body=body)
 
     async def merge(self, kind: ObjectKind, name: str, patch: Object) -> Object:
         """Apply a JSON merge patch; ConflictError when it names an old resourceVersion, or the object is gone."""
-        path = kind.path(self.namespace, name)
-        return await self._call("PATCH", path, f"{kind.name} {name}", body=patch, content_type=MERGE_PATCH)
+        return await self._call("PATCH", kind.path(self.namespace, name), f"{kind.name} {name}", body=patch)
 
     async def create_token(self, account: str, seconds: int) -> str:
         """Return a new token of a ServiceAccount for `seconds`, or for as long as the server allows."""
@@ -209,54 +187,33 @@ class ClusterClient:
             await self._call("DELETE", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        """Yield changes after resource version `since` for about a minute; ExpiredError when that is too old."""
-        path, what = kind.path(self.namespace), f"watch of {kind.plural}"
-        options: Any = {"window_seconds": WATCH_TIMEOUT_SECONDS, "query": {"labelSelector": selector}}
-        if not await self._throttle.turn():
-            raise self._overdue(what)
-        with self._exchange("watch", what) as note:
-            async for event in watch_events(self._session, path, since, on_answer=note, **options):
+        """Yield changes after resource version `since` for a window of time; ExpiredError when that is too old."""
+        path, query = kind.path(self.namespace), {"labelSelector": selector}
+        await self._throttle.turn()
+        with self._exchange("watch", f"watch of {kind.plural}") as note:
+            async for event in watch_events(self.session, path, query, since, note):
                 yield event
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        what: str,
-        *,
-        at_once: bool = False,
-        query: Mapping[str, Any] | None = None,
-        **sent: Any,
+        self, method: str, path: str, what: str, *, at_once: bool = False, may_create: bool = False, **sent: Any
     ) -> Object:
         """Make a call in its turn, and retry while the server is too busy: then the call had no effect."""
-        path = with_query(path, query)
         for _ in range(TRIES):
             # Calls in the queue have not begun: a thousand objects at once are no sign of a dead server.
-            async with self._throttle.under_way(at_once=at_once) as may_call:
-                if not may_call:
-                    raise self._overdue(what)
+            async with self._throttle.under_way(at_once=at_once):
                 # Here and not before the queue, where a call may wait for longer than the Lease lasts.
                 if method != "GET" and not self._may_write():
                     raise errors.NotLeaderError(f"{self._label}, {what}: not written, another replica may lead by now")
-                with contextlib.suppress(_BusyError), self._exchange(method.lower(), what) as note:
-                    return await self._session.call(method, path, timeout_seconds=CALL_SECONDS, on_answer=note, **sent)
+                translated = self._exchange(method.lower(), what, may_create=may_create)
+                with contextlib.suppress(_BusyError), translated as note:
+                    return await self.session.call(method, path, timeout_seconds=CALL_SECONDS, on_answer=note, **sent)
         raise errors.ClusterUnreachableError(f"{self._label} is too busy, also after {TRIES} tries ({what})")
 
-    def _overdue(self, what: str) -> errors.ClusterUnreachableError:
-        rest = self._throttle.rests_for_seconds
-        why = f"asks for a pause of {rest:.0f} s" if rest else "does not keep up with the calls of this operator"
-        return errors.ClusterUnreachableError(f"{self._label} {why} ({what})")
-
-    def _no_namespace(self, error: Exception) -> errors.NamespaceNotFoundError:
-        return errors.NamespaceNotFoundError(
-            f"{self._label}: namespace {self.namespace} does not exist; create it, or set spec.namespace ({error})"
-        )
-
     @contextlib.contextmanager
-    def _exchange(self, verb: str, what: str) -> Iterator[OnAnswer]:
+    def _exchange(self, verb: str, what: str, *, may_create: bool = False) -> Iterator[OnAnswer]:
         """Note an answer's code and date, count the call at its end, and translate its failure into an error of ours.
 
-        ExpiredError passes unchanged.
+        ExpiredError passes unchanged. Where the call `may_create` the object, only the namespace can be missing.
         """
         code = "none"
 
@@ -268,7 +225,7 @@ class ClusterClient:
         try:
             yield note
         except StatusError as error:
-            raise self._refusal(what, error) from error
+            raise self._refusal(what, error, may_create=may_create) from error
         except UnreachableError as error:
             late = isinstance(error.__cause__, TimeoutError)
             why = f"did not answer in {CALL_SECONDS:g} s" if late else f"cannot be reached: {error.__cause__}"
@@ -280,7 +237,7 @@ class ClusterClient:
         finally:
             metrics.API_REQUESTS.labels(self._label.removeprefix("cluster "), verb, code).inc()
 
-    def _refusal(self, what: str, error: StatusError) -> Exception:
+    def _refusal(self, what: str, error: StatusError, *, may_create: bool) -> Exception:
         pause_seconds = requested_pause_seconds(error.status, error.headers)
         if pause_seconds is not None:
             self._throttle.rest(pause_seconds)
@@ -289,10 +246,12 @@ class ClusterClient:
         if error.status in TOO_BUSY:
             return errors.ClusterUnreachableError(message)
         if error.status == NOT_FOUND:
-            if error.answer.get("kind") == "Status":
+            if error.answer.get("kind") != "Status":  # A path that is not served is answered by a line of text.
+                return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
+            if not may_create:
                 return _NotFoundError(message)
-            # A path that is not served is answered by a line of text.
-            return errors.KindNotServedError(f"{self._label} does not serve this kind ({what}); install its CRD")
+            cure = f"namespace {self.namespace} does not exist; create it, or set spec.namespace"
+            return errors.NamespaceNotFoundError(f"{self._label}: {cure} ({message})")
         return ERROR_BY_STATUS.get(error.status, errors.InvalidObjectError)(message)
 
 

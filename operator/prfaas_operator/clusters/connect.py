@@ -19,7 +19,6 @@ from prfaas_operator.errors import KubeconfigRefusedError
 from prfaas_operator.plan.credentials import Access
 
 FIELD_MANAGER_CLI: Final = "prfaas-cli"
-CONNECTIONS: Final = 32  # each watch holds one; reconciles of different objects run side by side
 
 
 class KubeContext(NamedTuple):
@@ -30,20 +29,10 @@ class KubeContext(NamedTuple):
     namespace: str
 
 
-class Terminal(NamedTuple):
-    """A cluster as a person's kubeconfig reaches it, with its address and CA."""
-
-    cluster: ClusterClient
-    server: str
-    ca_pem: str
-
-
 def hub_session() -> KubeSession:
     """Return a session with the cluster of this process, or with the one of $KUBECONFIG if set."""
     try:
-        if os.environ.get("KUBECONFIG"):
-            return kubeconfig.load(None, None, CONNECTIONS)
-        return KubeSession.in_cluster(connections=CONNECTIONS)
+        return kubeconfig.load(None, None) if os.environ.get("KUBECONFIG") else KubeSession.in_cluster()
     except ConfigError as error:
         raise ConfigError(
             f"no access to the hub: {error}; run in a pod with a service account, or set KUBECONFIG"
@@ -51,13 +40,12 @@ def hub_session() -> KubeSession:
 
 
 @asynccontextmanager
-async def open_context(kube_context: KubeContext) -> AsyncIterator[Terminal]:
+async def open_context(kube_context: KubeContext) -> AsyncIterator[ClusterClient]:
     """Connect for the length of a command with a person's kubeconfig, their context and exec plugins."""
-    session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context, CONNECTIONS)
+    session = await asyncio.to_thread(kubeconfig.load, kube_context.kubeconfig, kube_context.context)
     where = f"context {kube_context.context or 'current'} of {kube_context.kubeconfig or 'the kubeconfig'}"
     async with session:
-        cluster = ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
-        yield Terminal(cluster, session.configuration.host, str(session.configuration.ca_cert_data))
+        yield ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
 
 
 async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
@@ -74,7 +62,6 @@ async def connect_member(name: str, namespace: str, access: Access, may_write: M
             key=access.client_key_pem,
             ca_cert_data=access.ca_pem,
             tls_server_name=access.tls_server_name,
-            connection_pool_maxsize=CONNECTIONS,
         )
     except (OSError, ValueError) as error:
         raise KubeconfigRefusedError(

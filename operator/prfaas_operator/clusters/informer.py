@@ -10,13 +10,12 @@ versions decide which state is newer, so an older one never replaces it.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import DELETED, WatchEvent, list_and_watch
-from prfaas.util import Backoff
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ForbiddenError
@@ -24,15 +23,9 @@ from prfaas_operator.errors import ForbiddenError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FIRST_BACKOFF_SECONDS: Final = 0.5
-MAX_BACKOFF_SECONDS: Final = 5.0
+ERROR_SECONDS: Final = 5.0
 FORBIDDEN_SECONDS: Final = 60.0
 """A person grants missing rights, so there is no hurry to retry."""
-
-
-class _Known(NamedTuple, Generic[T]):
-    item: T
-    version: int
 
 
 class Informer(Generic[T]):
@@ -66,19 +59,22 @@ class Informer(Generic[T]):
     async def run(self) -> None:
         while True:
             self.is_fresh = False
-            backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, jitter=False)
             try:
-                async for change in list_and_watch(self._list, self._watch, self._failed, backoff):
+                async for change in list_and_watch(
+                    self._list,
+                    lambda since: self._cluster.watch(self._kind, selector=self._selector, since=since),
+                    self._failed,
+                ):
                     if not isinstance(change, WatchEvent):
-                        self._replace(change)
+                        self._replace(*change)
                     elif change.type == DELETED:
                         self._discard(change.object)
                     else:
                         self._put(change.object)
             except Exception:  # a bug, or a malformed object, must not end the informer and must be visible
-                log.exception("%s informer: internal error; retry in %g s", self._kind.plural, MAX_BACKOFF_SECONDS)
+                log.exception("%s informer: internal error; retry in %g s", self._kind.plural, ERROR_SECONDS)
                 self.is_fresh = False
-                await asyncio.sleep(MAX_BACKOFF_SECONDS)
+                await asyncio.sleep(ERROR_SECONDS)
 
     def learn(self, written: Object) -> None:
         """Store an object that we have just written, without waiting for the watch."""
@@ -86,34 +82,32 @@ class Informer(Generic[T]):
         if written["metadata"]["name"] in self.items:
             self._put(written)
 
-    def _watch(self, since: str) -> AsyncIterator[WatchEvent]:
-        return self._cluster.watch(self._kind, selector=self._selector, since=since)
-
     def _failed(self, error: PeerError | ConfigError, pause_seconds: float) -> float:
         self.is_fresh = False
         is_forbidden = isinstance(error, ForbiddenError)
         seconds = FORBIDDEN_SECONDS if is_forbidden else pause_seconds
         level = logging.INFO if is_forbidden else logging.WARNING
-        log.log(level, "%s informer: %s; retry in %g s", self._kind.plural, error, seconds)
+        log.log(level, "%s informer: %s; retry in %.1f s", self._kind.plural, error, seconds)
         return seconds
 
-    async def _list(self) -> tuple[dict[str, _Known[T]], str]:
-        """Return all items by name, projected page by page, and the resource version to watch from."""
-        found: dict[str, _Known[T]] = {}
-        version = ""
-        async for page in self._cluster.pages(self._kind, selector=self._selector):
-            found |= {one["metadata"]["name"]: _Known(self._project(one), _version(one)) for one in page.items}
-            version = page.resource_version
-        return found, version
+    async def _list(self) -> tuple[tuple[dict[str, T], dict[str, int]], str]:
+        """Return all items and their versions by name, projected page by page, and the version to watch from."""
+        items: dict[str, T] = {}
+        versions: dict[str, int] = {}
+        since = ""
+        async for found, whole_version in self._cluster.pages(self._kind, selector=self._selector):
+            items |= {one["metadata"]["name"]: self._project(one) for one in found}
+            versions |= {one["metadata"]["name"]: _version(one) for one in found}
+            since = whole_version
+        return (items, versions), since
 
-    def _replace(self, found: dict[str, _Known[T]]) -> None:
-        old, self.items = self.items, {name: known.item for name, known in found.items()}
-        self._versions = {name: known.version for name, known in found.items()}
+    def _replace(self, items: dict[str, T], versions: dict[str, int]) -> None:
+        old, self.items, self._versions = self.items, items, versions
         self.synced.set()
         self.is_fresh = True
-        for name in old.keys() | found.keys():
-            if old.get(name) != self.items.get(name):
-                self._on_change(self.items[name] if name in self.items else old[name])
+        for name in old.keys() | items.keys():
+            if old.get(name) != items.get(name):
+                self._on_change(items[name] if name in items else old[name])
 
     def _put(self, seen: Object) -> None:
         name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 from prfaas.util import RateBucket, retry_after_seconds
+from prfaas_operator.errors import ClusterUnreachableError
 
 CALLS_PER_SECOND: Final = 200.0
 """More than a thousand pools need within a minute of a start, and a fraction of one API server's capacity."""
@@ -24,18 +25,20 @@ LONGEST_REST_SECONDS: Final = 60.0
 
 
 class Throttle:
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    """The turns of all calls to one API server, which errors name by `label`."""
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic):
+        self._label = label
         self._clock = clock
         self._calls = RateBucket(CALLS_PER_SECOND, BURST_CALLS, clock())
         self._rest_until = float("-inf")
         self._slots = asyncio.Semaphore(CALLS_AT_ONCE)
 
     @contextlib.asynccontextmanager
-    async def under_way(self, *, at_once: bool = False) -> AsyncIterator[bool]:
-        """Wait in the queue and for a turn, and count as under way while the block runs.
+    async def under_way(self, *, at_once: bool = False) -> AsyncIterator[None]:
+        """Wait in the queue and for a turn, and count as under way while the block runs; raises as `turn`.
 
-        Yields False if the patience ran out; then the caller must not call. A probe goes `at_once`, past the queue: a
-        dead server has to be found while other calls wait for it.
+        A probe goes `at_once`, past the queue: a dead server has to be found while other calls wait for it.
         """
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -43,29 +46,28 @@ class Throttle:
                     if not at_once:
                         await stack.enter_async_context(self._slots)
             except TimeoutError:
-                yield False
-            else:
-                yield await self.turn()
+                raise self._overdue() from None
+            await self.turn()
+            yield
 
-    async def turn(self) -> bool:
-        """Wait until a call may be made; return False at once where the wait exceeds the patience."""
+    async def turn(self) -> None:
+        """Wait until a call may be made; raise ClusterUnreachableError at once where the wait exceeds the patience."""
         now = self._clock()
         due = now + self._calls.delay_seconds(1, now)
         if max(due, self._rest_until) > now + PATIENCE_SECONDS:
-            return False
+            raise self._overdue()
         self._calls.take(1, now)
         # The pause may grow while a call waits.
         while (left := max(due, self._rest_until) - self._clock()) > 0:  # noqa: ASYNC110  # for time to pass
             await asyncio.sleep(left)
-        return True
 
     def rest(self, seconds: float) -> None:
         self._rest_until = max(self._rest_until, self._clock() + min(seconds, LONGEST_REST_SECONDS))
 
-    @property
-    def rests_for_seconds(self) -> float:
-        """Seconds until calls resume; 0 while calls are allowed."""
-        return max(0.0, self._rest_until - self._clock())
+    def _overdue(self) -> ClusterUnreachableError:
+        left = self._rest_until - self._clock()
+        why = f"asks for a pause of {left:.0f} s" if left > 0 else "does not keep up with the calls of this operator"
+        return ClusterUnreachableError(f"{self._label} {why}")
 
 
 def requested_pause_seconds(status: int, headers: Mapping[str, str]) -> float | None:

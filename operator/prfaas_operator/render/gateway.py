@@ -71,6 +71,8 @@ def _gateway(policy: PrfaaSPolicy) -> Object:
     keys = policy.spec.gateway.api_keys_secret_ref
     if keys is not None:
         arguments["--keys-dir"] = KEYS_PATH
+    if origins := policy.spec.gateway.cors_origins:
+        arguments["--cors-origins"] = ",".join(sorted(origins))
     container = _container(policy, "gateway", "prfaas-gateway", arguments)
     if keys is not None:
         # The whole folder: the kubelet never updates a file that is mounted by itself.

@@ -8,8 +8,8 @@ image has Debian's Python of the same version, and is to the operator like any i
 import sys
 from typing import Any, Final
 
+from prfaas.kube.session import Object
 from prfaas_sandbox import vllm
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.kind.clusters import CACHE_PATH
 from prfaas_sandbox.kind.docker import has_image
 from prfaas_sandbox.kind.images import ImageBuilder, base_image, build_command, digest, docker_client

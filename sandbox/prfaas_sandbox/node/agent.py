@@ -17,9 +17,9 @@ import aiohttp
 from aiohttp import web
 
 from prfaas.errors import PeerError
-from prfaas.kube.session import APPLY_PATCH, MERGE_PATCH, with_query
-from prfaas.kube.watch import DELETED, WatchEvent
-from prfaas_sandbox.api import Object, connect, follow
+from prfaas.kube.session import Object, encode_body
+from prfaas.kube.watch import DELETED, WatchEvent, follow
+from prfaas_sandbox.api import connect
 from prfaas_sandbox.controlplane import ControlPlane
 from prfaas_sandbox.credentials import write_pair
 from prfaas_sandbox.network import ClusterNetwork
@@ -115,7 +115,7 @@ class NodeAgent:
         await self._node.api.call("POST", "/api/v1/nodes", body=body)
         await self._lease()
         path, status = f"/api/v1/nodes/{self._node.name}/status", {"status": _node_status(self._node.address)}
-        await self._node.api.call("PATCH", path, body=status, content_type=MERGE_PATCH)
+        await self._node.api.call("PATCH", path, body=status)
 
     async def _renew_lease(self) -> None:
         while True:
@@ -134,11 +134,12 @@ class NodeAgent:
             "metadata": {"name": self._node.name},
             "spec": spec,
         }
-        path = with_query(f"{LEASES}/{self._node.name}", {"fieldManager": "process-node", "force": "true"})
-        await self._node.api.call("PATCH", path, body=body, content_type=APPLY_PATCH)
+        path, query = f"{LEASES}/{self._node.name}", {"fieldManager": "process-node", "force": "true"}
+        await self._node.api.call("PATCH", path, query=query, body=encode_body(body))
 
     async def _follow_pods(self) -> None:
-        async for change in follow(self._node.api, "/api/v1/pods", fieldSelector=f"spec.nodeName={self._node.name}"):
+        chosen = {"fieldSelector": f"spec.nodeName={self._node.name}"}
+        async for change in follow(self._node.api, "/api/v1/pods", chosen):
             if not isinstance(change, WatchEvent):
                 for uid in self._pods.keys() - {item["metadata"]["uid"] for item in change}:
                     self._pods[uid].vanish()

@@ -14,8 +14,8 @@ import aiohttp
 
 from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError, PeerError
+from prfaas.kube.session import Object
 from prfaas.util import backoff_seconds
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.process import ContainerProcess, ProcessSpec, StartError
 from prfaas_sandbox.node.status import (
     ContainerFacts,

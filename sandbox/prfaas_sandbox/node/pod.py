@@ -12,9 +12,8 @@ import aiohttp
 
 from prfaas.errors import BadInputError, PeerError
 from prfaas.kube import KubeSession, StatusError
-from prfaas.kube.session import APPLY_PATCH, with_query
+from prfaas.kube.session import Object, encode_body
 from prfaas.util import LogOnce
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.network import ClusterNetwork, join_pod, leave_pod
 from prfaas_sandbox.node.container import Container, ContainerContext, now_text
 from prfaas_sandbox.node.images import SYSTEM_PATH, binds_everywhere, content
@@ -297,8 +296,8 @@ class Pod:
             return
         # The uid keeps us from writing to another pod of the same name.
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"uid": self._pod["metadata"]["uid"]}, "status": status}
-        path = with_query(f"{self._path}/status", {"fieldManager": FIELD_MANAGER, "force": "true"})
-        self._pod = await self._node.api.call("PATCH", path, body=body, content_type=APPLY_PATCH)
+        path, query = f"{self._path}/status", {"fieldManager": FIELD_MANAGER, "force": "true"}
+        self._pod = await self._node.api.call("PATCH", path, query=query, body=encode_body(body))
         self._sent = status
 
     async def _finish(self) -> None:

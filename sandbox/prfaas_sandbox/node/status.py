@@ -7,7 +7,7 @@ PodScheduled, readiness gates). Rules: https://kubernetes.io/docs/concepts/workl
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from prfaas_sandbox.api import Object
+from prfaas.kube.session import Object
 
 
 @dataclass(frozen=True)

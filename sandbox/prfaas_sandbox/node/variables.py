@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.api import Object
+from prfaas.kube.session import Object
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
 SourceKind = Literal["configmaps", "secrets"]

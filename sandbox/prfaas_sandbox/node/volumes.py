@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.errors import ConfigError
-from prfaas.kube import KubeSession, StatusError
+from prfaas.kube import KubeSession
+from prfaas.kube.session import Object
 from prfaas.util import replace_file
-from prfaas_sandbox.api import Object
 from prfaas_sandbox.node.variables import ConfigSource, SourceKind
 from prfaas_sandbox.node.variables import field as pod_field
 
@@ -18,7 +18,6 @@ DEFAULT_MODE = 0o644
 DEFAULT_TOKEN_SECONDS = 3600
 # The kubelet's rule: a token is renewed when 80% of its life is over.
 TOKEN_LIFE_USED = 0.8
-NOT_FOUND = 404
 KINDS = ("emptyDir", "configMap", "secret", "projected", "downwardAPI")
 CONTENT_KINDS = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
 
@@ -99,13 +98,8 @@ class PodVolumes:
 
     async def _read(self, source: ConfigSource) -> dict[str, bytes] | None:
         namespace = self.pod["metadata"]["namespace"]
-        try:
-            found = await self.api.call("GET", f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
-        except StatusError as error:
-            if error.status == NOT_FOUND:
-                return None
-            raise
-        return decode(found, source.kind)
+        found = await self.api.find(f"/api/v1/namespaces/{namespace}/{source.kind}/{source.name}")
+        return None if found is None else decode(found, source.kind)
 
     async def _token(self, source: Object) -> bytes:
         key = (source["path"], source.get("audience", ""))

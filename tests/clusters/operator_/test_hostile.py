@@ -167,8 +167,8 @@ def test_hostile_objects_are_refused_or_judged_and_others_continue(world):
     assert len(bodies) >= 200
 
     async def attack() -> int:
-        async with open_context(KubeContext(world.hub.cluster.kubeconfig, None, world.hub.name)) as terminal:
-            return await create(terminal.cluster, bodies)
+        async with open_context(KubeContext(world.hub.cluster.kubeconfig, None, world.hub.name)) as cluster:
+            return await create(cluster, bodies)
 
     refused = asyncio.run(attack())
     assert 80 <= refused <= len(bodies) - 20, "some are refused, and some are the operator's to judge"

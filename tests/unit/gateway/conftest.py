@@ -121,7 +121,9 @@ class World:
         self.running: RunningGateway | None = None
         self.client: aiohttp.ClientSession | None = None
 
-    async def start(self, *names: str, limits: Limits = QUICK, keys_dir: Path | None = None, **table) -> None:
+    async def start(
+        self, *names: str, limits: Limits = QUICK, keys_dir: Path | None = None, cors_origins: str = "", **table
+    ) -> None:
         for name in names:
             self.workers[name] = Worker(name)
             await self.workers[name].start()
@@ -133,6 +135,7 @@ class World:
             routes_file=self.routes_file,
             control_socket=self.control_socket,
             keys_dir=keys_dir,
+            cors_origins=cors_origins,
             limits=limits,
         )
         self.client = await self.stack.enter_async_context(aiohttp.ClientSession(auto_decompress=False))
@@ -189,7 +192,7 @@ class World:
 
 
 def prompt(body_bytes: int) -> bytes:
-    """Return a request body of exactly this size; 4 bytes are a token to a gateway that has learnt nothing yet."""
+    """Return a request body of exactly this size; 5 letters are a token to a gateway that has learnt nothing yet."""
     frame = b'{"model":"m","messages":[{"role":"user","content":""}]}'
     return frame[:-4] + b"x" * (body_bytes - len(frame)) + frame[-4:]
 

@@ -6,7 +6,7 @@ import json
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import DONE, ResumableHeader, Resume, comment, decode_resume
+from prfaas.wire.resume import DONE, ResumableHeader, Resume, TokenEntry, comment, decode_resume
 
 FINGERPRINT = "f"
 TOKENS = 12
@@ -38,7 +38,7 @@ def speak(resume: Resume, fixed: ResumableHeader, tokens: int = TOKENS) -> bytes
             for part in (text[:2], text[2:]):
                 stream += b"data: " + json.dumps(event | {"text": part}).encode() + b"\n\n"
             characters = sum(len(f"{choice}.{one} ") for one in range(new[-1] + 1))
-            stream += comment(choice, characters, [100 * choice + one for one in new], reason or "")
+            stream += comment([TokenEntry(choice, characters, [100 * choice + one for one in new], reason or "")])
     return stream + DONE
 
 
@@ -52,6 +52,8 @@ class Speaker:
 
     """
 
+    cached_tokens = "7"
+
     def __init__(self, dies_at: int | None = None, how: str = "resets", last_words: bytes = b""):
         self.dies_at = dies_at
         self.how = how
@@ -64,7 +66,11 @@ class Speaker:
         self.resumes.append(resume)
         assert resume is None or resume.fingerprint == FINGERPRINT
         stream = speak(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(request.headers[headers.RESUMABLE]))
-        fields = {"Content-Type": "text/event-stream", headers.RESUMABLE: FINGERPRINT, headers.CACHED_TOKENS: "7"}
+        fields = {
+            "Content-Type": "text/event-stream",
+            headers.RESUMABLE: FINGERPRINT,
+            headers.CACHED_TOKENS: self.cached_tokens,
+        }
         response = web.StreamResponse(headers=fields)
         await response.prepare(request)
         await response.write(stream[: self.dies_at])
@@ -85,14 +91,12 @@ class Speaker:
 
 
 def read(body: bytes) -> dict[int, str]:
-    """Return what a client read of each choice; raises where an event is damaged or stands twice."""
+    """Return what a client read of each choice; raises where an event is damaged, stands twice, or is none."""
     texts: dict[int, str] = {}
     heads = set()
     *events, last = body.removesuffix(b"\n\n").split(b"\n\n")
     assert last == b"data: [DONE]", body
     for event in events:
-        if event.startswith(b":"):
-            continue
         reply = json.loads(event.removeprefix(b"data: "))
         heads.add(reply["created"])
         texts[reply["index"]] = texts.get(reply["index"], "") + reply["text"]
@@ -101,6 +105,7 @@ def read(body: bytes) -> dict[int, str]:
 
 
 WHOLE = {choice: text_of(choice) for choice in range(CHOICES)}
-_STREAM = speak(Resume(FINGERPRINT, 0, {}), ResumableHeader(1, 1_700_000_000))
-LENGTH = len(_STREAM)
-AFTER_AN_EVENT = _STREAM.index(b"\n\n", LENGTH // 2) + 2
+FIXED = ResumableHeader(1, 1_700_000_000)
+STREAM = speak(Resume(FINGERPRINT, 0, {}), FIXED)
+LENGTH = len(STREAM)
+AFTER_AN_EVENT = STREAM.index(b"\n\n", LENGTH // 2) + 2

@@ -5,6 +5,7 @@ import io
 import msgspec
 import pytest
 from aiohttp import web
+from tests.serving import send_bytes
 
 from prfaas.wire import headers, openapi
 from prfaas_gateway.limits import Limits
@@ -94,6 +95,33 @@ async def test_health_and_readiness(world):
     assert [(await world.get(path)).status for path in ("/healthz", "/readyz")] == [200, 503]
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("with_keys", [False, True])
+async def test_what_is_no_http_is_refused_before_any_key_and_leaves_no_key_in_the_log(
+    world, short, tmp_path, caplog, with_keys
+):
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "a").write_text("sk-0123456789abcdef")
+    await world.start("d0", keys_dir=tmp_path / "keys" if with_keys else None)
+    key = "Authorization: Bearer sk-0123456789abcdef"
+
+    async def sent(*headers: str) -> tuple[int, str]:
+        lines = ("POST /v1/chat/completions HTTP/1.1", "Host: g", "Connection: close", key, *headers)
+        raw = "\r\n".join((*lines, f"Content-Length: {len(short)}", "", "")).encode() + short
+        head, _, body = (await send_bytes(world.running.port, raw)).partition(b"\r\n\r\n")
+        error = msgspec.json.decode(body).get("error", {})
+        return int(head.split(b" ")[1]), error.get("code", "")
+
+    assert await sent(f"X-Long: {'y' * (32 << 10)}") == (200, "")
+    assert await sent(f"X-Long: {'y' * 40_000}") == (431, "header_too_large")
+    assert await sent("Content-Length: 1") == (400, "invalid_http")
+    assert await sent("Content-Encoding: zstd") == (415, "unsupported_encoding")
+    assert await sent("Content-Encoding: gzip") == (400, "invalid_request")
+    assert "Traceback" not in caplog.text
+    assert "sk-0123" not in caplog.text
+    assert caplog.text.count("refused unread") == 3
+
+
 async def test_a_gateway_that_drains_serves_and_asks_for_a_new_connection(world, short):
     await world.start("d0")
     before = await world.post(short)
@@ -124,7 +152,7 @@ async def test_metrics_count_what_happened(world, short, long):
 
 
 async def test_reported_lengths_correct_the_estimate(world):
-    """400 bytes are 100 tokens at first; where a byte is a token they exceed a threshold of 300."""
+    """380 letters are fewer than 100 tokens at first; where a letter is a token they exceed a threshold of 300."""
     await world.start("d0", "x0", tokens=300)
 
     async def byte_level(_request, body):
@@ -132,7 +160,7 @@ async def test_reported_lengths_correct_the_estimate(world):
 
     world.workers["d0"].reply = byte_level
     body = msgspec.json.encode({"model": "m", "prompt": "z" * 380})
-    decisions = [(await world.post(body)).headers[headers.DECISION] for _ in range(4)]
+    decisions = [(await world.post(body, "/v1/completions")).headers[headers.DECISION] for _ in range(4)]
     assert decisions[0] == "local"
     assert decisions[-1] == "offload"
 

@@ -11,11 +11,18 @@ from hypothesis import strategies as st
 from tests.clocks import Clock
 from tests.waiting import eventually_async
 
+from prfaas.routing.estimate import TokenEstimator
+from prfaas.routing.prompt_size import PromptSize
 from prfaas.util import RateBucket
-from prfaas_gateway.auth import ApiClient, Meter, Meters
+from prfaas.wire import headers
+from prfaas_gateway.auth import ApiClient, Charge, Meter, Meters
 from prfaas_gateway.openai import LimitError
 
+from .conftest import Reply
+
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
+LETTERS = PromptSize((500, *PromptSize().counts[1:]))
+EXACT = 5000
 
 
 def let_in(meter: Meter, tokens: int = 0) -> float:
@@ -97,6 +104,19 @@ def test_changed_limits_keep_what_was_spent():
     assert wait_seconds(tokens_per_minute=1_000_000) == pytest.approx(0, abs=0.1), "a higher limit pays a debt sooner"
 
 
+def test_an_exact_length_settles_what_the_estimate_charged_and_later_ones_change_nothing():
+    meter = Meter(ApiClient("a", tokens_per_minute=1000), Clock(1000.0))
+    charge = Charge(meter, LETTERS, 600)
+    charge.settle(0)
+    assert meter._tokens.level(1000.0) == 400
+    for exact_tokens in (100, 900):
+        charge.settle(exact_tokens)
+    assert meter._tokens.level(1000.0) == 900
+    Charge(meter, LETTERS, 100).settle(2000)
+    assert meter._tokens.level(1000.0) == -1100
+    assert meter.estimator.tokens(LETTERS) > TokenEstimator().tokens(LETTERS), "exact lengths teach, too"
+
+
 # Through the gateway
 
 
@@ -134,6 +154,72 @@ async def test_long_prompts_use_up_tokens(world, keys, long):
     answers = [await world.post(long, headers=bearer()) for _ in range(3)]
     assert [one.status for one in answers] == [200, 200, 429]
     assert answers[2].json["error"]["type"] == "tokens"
+
+
+def answer_of(document: dict, **sent: str) -> Reply:
+    async def reply(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response(document, headers=sent)
+
+    return reply
+
+
+def stream_of(*events: dict) -> Reply:
+    async def reply(request: web.Request, _body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in (*(json.dumps(one, separators=(",", ":")) for one in events), "[DONE]"):
+            await response.write(f"data: {event}\n\n".encode())
+        return response
+
+    return reply
+
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+TEXT, CHAT_TEXT = {"model": "m", "prompt": "hi"}, {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+ASKED = {**CHAT_TEXT, "stream": True, "n": 2, "stream_options": {"include_usage": True}}
+FIRST = {"index": 0, "text": "a", "prompt_token_ids": [7] * EXACT, "token_ids": [104], "finish_reason": "length"}
+FORGED = {"choices": [{"text": '"prompt_tokens":5000,"input_tokens":5000'}]}
+COUNTS = {
+    "a header of our worker": ("prfaas", COMPLETION, TEXT, answer_of({}, **{headers.PROMPT_TOKENS: str(EXACT)})),
+    "usage": ("vllm-nixl", COMPLETION, TEXT, answer_of({"usage": {"prompt_tokens": EXACT, "total_tokens": 1}})),
+    "usage of Messages": (
+        "vllm-nixl",
+        "/v1/messages",
+        {**CHAT_TEXT, "max_tokens": 1},
+        answer_of({"usage": {"input_tokens": EXACT, "output_tokens": 1}}),
+    ),
+    "usage of Responses": (
+        "vllm-nixl",
+        "/v1/responses",
+        {"model": "m", "input": "hi"},
+        answer_of({"tools": [{"input_tokens": {}}], "usage": {"input_tokens": EXACT}}),
+    ),
+    "the ids in a stream": ("vllm-nixl", COMPLETION, {**TEXT, "stream": True}, stream_of({"choices": [FIRST]})),
+    "usage at a stream's end": (
+        "vllm-nixl",
+        CHAT,
+        ASKED,
+        stream_of({"choices": [{"delta": {}}]}, {"choices": [], "usage": {"prompt_tokens": EXACT}}),
+    ),
+    "none": ("vllm-nixl", CHAT, ASKED, stream_of(FORGED)),
+    "none, whole": ("vllm-nixl", COMPLETION, TEXT, answer_of(FORGED)),
+}
+
+
+@pytest.mark.parametrize("how", COUNTS)
+async def test_what_a_key_has_left_follows_the_exact_count_of_every_answer(world, keys, how):
+    """Estimates are of a few tokens; the first answer counts more than a minute's worth."""
+    engine, path, body, reply = COUNTS[how]
+    await world.start("d0", keys_dir=keys(tokensPerMinute=1000), engine=engine)
+    world.workers["d0"].reply = reply
+    statuses = [(await world.post(body, path, headers=bearer())).status for _ in range(2)]
+    assert statuses == [200, 200 if how.startswith("none") else 429]
+
+
+async def test_a_prompt_that_was_estimated_too_long_costs_what_it_has(world, keys, long):
+    await world.start("d0", keys_dir=keys(tokensPerMinute=1000))
+    world.workers["d0"].reply = answer_of({}, **{headers.PROMPT_TOKENS: "10"})
+    assert [(await world.post(long, headers=bearer())).status for _ in range(3)] == [200] * 3
 
 
 @pytest.mark.system

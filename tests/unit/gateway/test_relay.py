@@ -242,15 +242,19 @@ async def settled(world) -> None:
     await eventually_async(lambda: world.state.in_flight == 0, "no request is in flight")
 
 
-@pytest.mark.parametrize("piece", [b"data: 1\n\n", b'data: {"half'], ids=["behind an event", "within an event"])
-async def test_a_stream_that_breaks_off_ends_with_an_error_event(world, piece):
+@pytest.mark.parametrize(
+    "pieces",
+    [[b"data: 1\n\n"], [b'data: {"half'], [b"data: 1\n"], [b"data: 1\n", b"\n"]],
+    ids=["behind an event", "within an event", "within its end", "behind an end in two pieces"],
+)
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(world, pieces):
     await world.start("d0")
-    world.workers["d0"].reply = streaming(piece, die=True)
+    world.workers["d0"].reply = streaming(*pieces, die=True)
     got = await world.post(b'{"model":"m","stream":true}')
-    first, event = got.body.split(b"\n\n")[:2]
+    first, event, end = got.body.split(b"\n\n")
     error = json.loads(event.removeprefix(b"data: "))["error"]
-    assert (first, error["code"], error["type"]) == (piece.strip(), "stream_broken", "server_error")
-    assert b"[DONE]" not in got.body
+    assert (first, error["code"], error["type"]) == (b"".join(pieces).strip(), "stream_broken", "server_error")
+    assert end == b"", "an empty block would be an event to some readers"
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
 
 

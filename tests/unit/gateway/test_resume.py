@@ -64,6 +64,16 @@ async def test_a_stream_continues_without_a_seam_wherever_its_worker_dies(world,
     assert None not in second.resumes
 
 
+@pytest.mark.parametrize("cached_tokens", ["7", "", "many"])
+async def test_what_resume_needs_stays_between_gateway_and_worker(world, cached_tokens):
+    await begun_on(world, "d0")
+    speaker = world.workers["d0"].reply = Speaker()
+    speaker.cached_tokens = cached_tokens
+    got = await world.post(BODY)
+    assert read(got.body) == WHOLE
+    assert not {headers.RESUMABLE, headers.RESUME} & {name.lower() for name in got.headers}
+
+
 async def test_the_next_worker_gets_the_same_body_and_headers_as_the_first(world):
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 2)

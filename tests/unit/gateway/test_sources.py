@@ -111,7 +111,8 @@ async def test_a_configmap_is_followed_through_damage_and_deletion(following):
 
     async def api_server(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
-            return web.json_response(configmap(encode(generation(1))))
+            known = configmap(encode(generation(1)))
+            return web.json_response({"metadata": known["metadata"], "items": [known]})
         response = web.StreamResponse()
         await response.prepare(request)
         while True:

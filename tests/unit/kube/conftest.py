@@ -63,6 +63,10 @@ class FakeApi:
             return await answer(request)
         if "watch" in request.query:
             return await self._watch(request)
+        if "fieldSelector" in request.query:
+            name = request.query["fieldSelector"].removeprefix("metadata.name=")
+            items = [one for path, one in self.objects.items() if path == f"{request.path}/{name}"]
+            return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": items})
         if request.method == "GET":
             found = self.objects.get(request.path)
             return web.json_response(found) if found else refused(404, "NotFound")

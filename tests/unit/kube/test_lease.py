@@ -15,7 +15,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def two(session, clock) -> tuple[LeaseHolder, LeaseHolder]:
-    return tuple(LeaseHolder(session, "n", "p-scheduler", one, duration_seconds=15, clock=clock) for one in "ab")
+    return tuple(LeaseHolder(session, "n", "p-scheduler", one, clock) for one in "ab")
 
 
 async def test_the_first_takes_the_lease_and_the_second_waits(two):

@@ -15,7 +15,7 @@ from aiohttp import web
 from prfaas import identity
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef, StatusError
-from prfaas.kube.session import APPLY_PATCH, CONFIG_MAP, MERGE_PATCH, encode_body, token_of_file
+from prfaas.kube.session import CONFIG_MAP, encode_body, token_of_file
 
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 
@@ -23,7 +23,8 @@ REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 async def test_errors_tell_how_a_call_failed(api, session):
     with pytest.raises(StatusError) as refusal:
         await session.call("GET", REF.path)
-    assert (refusal.value.status, refusal.value.reason) == (404, "NotFound")
+    assert (refusal.value.status, refusal.value.answer["reason"]) == (404, "NotFound")
+    assert await session.find(REF.path) is None
 
     async def no_json(_request):
         return web.Response(text="<html>")
@@ -134,25 +135,32 @@ async def test_a_pod_with_a_read_only_root_has_a_session(tmp_path, monkeypatch):
         raise OSError("read-only file system")
 
     monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    environment = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
-    async with KubeSession.in_cluster(tmp_path, environment) as session:
+    monkeypatch.setattr("prfaas.kube.session.SERVICE_ACCOUNT_DIR", tmp_path)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
+    async with KubeSession.in_cluster() as session:
         assert session.configuration.host == "https://127.0.0.1:1"
 
 
-def test_outside_a_pod_there_is_no_session(tmp_path):
+def test_outside_a_pod_there_is_no_session(tmp_path, monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.SERVICE_ACCOUNT_DIR", tmp_path)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match="KUBERNETES_SERVICE_HOST"):
-        KubeSession.in_cluster(tmp_path, {})
+        KubeSession.in_cluster()
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "1")
     with pytest.raises(ConfigError, match=r"ca\.crt"):
-        KubeSession.in_cluster(tmp_path, {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"})
+        KubeSession.in_cluster()
 
 
 async def test_a_body_is_sent_as_its_type_demands(api, session):
     body = {"data": {"face": "\U0001f600", "delete": "\x7f"}}
-    for content_type in (APPLY_PATCH, MERGE_PATCH):
-        await session.call("PATCH", f"{REF.path}?force=true", body=body, content_type=content_type)
-    (_, path, headers, applied), (_, _, _, merged) = api.requests
+    for sent in (encode_body(body), body):
+        await session.call("PATCH", REF.path, query={"force": "true", "dryRun": "", "limit": None}, body=sent)
+    (_, path, applied_headers, applied), (_, _, merged_headers, merged) = api.requests
     assert path == f"{REF.path}?force=true"
-    assert headers["Content-Type"].startswith("application/apply-patch+yaml")
+    assert applied_headers["Content-Type"].startswith("application/apply-patch+yaml")
+    assert merged_headers["Content-Type"] == "application/merge-patch+json"
     assert yaml.safe_load(applied.decode()) == json.loads(merged) == body
 
 

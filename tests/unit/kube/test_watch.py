@@ -8,10 +8,9 @@ import pytest
 from aiohttp import web
 from tests.waiting import eventually_async
 
-from prfaas.kube import KubeSession, ObjectRef, watch_object
+from prfaas.kube import KubeSession, ObjectRef, watch, watch_object
 from prfaas.kube.session import CONFIG_MAP
 from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch
-from prfaas.util import Backoff
 
 pytestmark = pytest.mark.system
 
@@ -29,12 +28,12 @@ DAMAGED_EVENTS = [
 class Watching:
     """A running watch whose values a test takes one by one."""
 
-    def __init__(self, session: KubeSession, **options):
+    def __init__(self, session: KubeSession):
         self._values: asyncio.Queue = asyncio.Queue()
-        self._task = asyncio.create_task(self._run(session, options))
+        self._task = asyncio.create_task(self._run(session))
 
-    async def _run(self, session, options):
-        async for current in watch_object(session, REF, max_backoff_seconds=0.05, **options):
+    async def _run(self, session):
+        async for current in watch_object(session, REF):
             self._values.put_nowait(current)
 
     async def next(self):
@@ -49,6 +48,11 @@ class Watching:
     async def stop(self):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(watch, "MAX_PAUSE_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -119,7 +123,8 @@ async def test_an_expired_version_is_answered_by_reading_again(api, watching):
     await watching.until(2)
 
 
-async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_time():
+async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_time(monkeypatch):
+    monkeypatch.setattr(watch, "FIRST_PAUSE_SECONDS", 0.001)
     reads, pauses = 0, []
 
     async def read() -> tuple[int, str]:
@@ -127,7 +132,7 @@ async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_t
         reads += 1
         return reads, "7"
 
-    async def watch(version: str) -> AsyncIterator[WatchEvent]:
+    async def expired(version: str) -> AsyncIterator[WatchEvent]:
         raise ExpiredError(f"{version} is too old")
         yield
 
@@ -135,10 +140,11 @@ async def test_reads_ever_more_seldom_from_a_server_whose_versions_expire_each_t
         pauses.append(pause_seconds)
         return 0.0
 
-    async for found in list_and_watch(read, watch, failed, Backoff(0.001, 8.0, jitter=False)):
+    async for found in list_and_watch(read, expired, failed):
         if found == 6:
             break
-    assert pauses == [0.002, 0.004, 0.008, 0.016]
+    longest = [0.002, 0.004, 0.008, 0.016]
+    assert all(longest / 2 <= pause <= longest for pause, longest in zip(pauses, longest, strict=True))
 
 
 @pytest.mark.parametrize("line", DAMAGED_EVENTS)
@@ -164,9 +170,11 @@ async def test_a_bookmark_moves_the_version_and_is_not_a_change(api, watching):
     assert api.watches[1]["resourceVersion"] == "99"
 
 
-async def test_a_server_that_falls_silent_is_left_after_the_window(api, session):
+async def test_a_server_that_falls_silent_is_left_after_the_window(api, session, monkeypatch):
+    monkeypatch.setattr(watch, "WINDOW_SECONDS", 0.1)
+    monkeypatch.setattr(watch, "WINDOW_SLACK_SECONDS", 0)
     api.put(REF, value=1)
-    watching = Watching(session, window_seconds=-4.9)  # the client cuts 5 s after the window
+    watching = Watching(session)
     await watching.next()
     await eventually_async(lambda: len(api.watches) >= 2, "a second watch is open")
     await watching.stop()
@@ -180,7 +188,10 @@ async def test_survives_refusals_and_an_absent_server(api, watching):
         request.transport.abort()
         return web.Response()
 
-    api.misbehave[:] = [forbid, hang_up, None, forbid, forbid]
+    async def no_list(_request):
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": 7})
+
+    api.misbehave[:] = [forbid, hang_up, no_list, None, forbid, forbid]
     api.put(REF, value=1)
     await watching.until(1)
     await eventually_async(lambda: api.open_watches, "a watch is open")

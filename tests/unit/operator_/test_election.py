@@ -18,11 +18,15 @@ class Session:
         self.fails: Exception | None = None
         self.failures = 0
 
-    async def call(self, method: str, _path: str, **_sent: object) -> dict:
+    async def call(self, _method: str, _path: str, **_sent: object) -> dict:
         if self.fails:
             self.failures += 1
             raise self.fails
-        return {"spec": {}} if method == "GET" else {}
+        return {}
+
+    async def find(self, path: str, **sent: object) -> dict:
+        await self.call("GET", path, **sent)
+        return {"spec": {}}
 
 
 @pytest.fixture
@@ -40,8 +44,8 @@ async def test_a_token_that_cannot_be_read_for_a_moment_costs_no_lease(session, 
         session.fails = ConfigError("service account token /token cannot be read")
         await eventually_async(lambda: session.failures > 2, "the candidate tries to renew its lease")
         session.fails = None
-        renewed_at = candidate._renewed_at
-        await eventually_async(lambda: candidate._renewed_at > renewed_at, "the lease is renewed with the token")
+        renewed_at = candidate._holder.renewed_at
+        await eventually_async(lambda: candidate._holder.renewed_at > renewed_at, "the lease is renewed with the token")
         assert candidate.may_write()
         assert not term.is_set()
         led.set()

@@ -9,7 +9,6 @@ import pytest
 
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import ExpiredError, WatchEvent
-from prfaas_operator.clusters.client import Page
 from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.clusters.kinds import POD, Object
 from prfaas_operator.errors import ClusterUnreachableError, ConflictError
@@ -23,7 +22,7 @@ class Script:
         self._watches = iter(watches)
         self.done = asyncio.Event()
 
-    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[Page]:
+    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
         for page in next(self._lists):
             if isinstance(page, Exception):
                 raise page
@@ -69,7 +68,7 @@ async def run(script: Script, *written: Object) -> tuple[dict[str, str], list[st
 
 async def test_an_informer_follows_pages_and_events():
     script = Script(
-        [[Page([thing("a", "1")], "2"), Page([thing("b", "2")], "2")]],
+        [[([thing("a", "1")], "2"), ([thing("b", "2")], "2")]],
         [[WatchEvent("MODIFIED", thing("a", "3")), WatchEvent("DELETED", thing("b", "4"))], []],
     )
     items, reported = await run(script)
@@ -79,7 +78,7 @@ async def test_an_informer_follows_pages_and_events():
 
 async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_it_missed():
     script = Script(
-        [[Page([thing("a", "1"), thing("b", "1")], "1")], [Page([thing("a", "5")], "5")]], [[ExpiredError("too old")]]
+        [[([thing("a", "1"), thing("b", "1")], "1")], [([thing("a", "5")], "5")]], [[ExpiredError("too old")]]
     )
     items, reported = await run(script)
     assert items == {"a": "a@5"}
@@ -87,25 +86,23 @@ async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_i
 
 
 async def test_an_informer_keeps_what_it_saw_while_the_server_is_silent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prfaas_operator.clusters.informer.FIRST_BACKOFF_SECONDS", 0)
+    monkeypatch.setattr("prfaas.kube.watch.FIRST_PAUSE_SECONDS", 0)
     cut = ClusterUnreachableError("cut")
-    script = Script(
-        [[Page([thing("a", "1")], "1")], [cut], [ConflictError("x")], [Page([thing("a", "1")], "9")]], [[cut]]
-    )
+    script = Script([[([thing("a", "1")], "1")], [cut], [ConflictError("x")], [([thing("a", "1")], "9")]], [[cut]])
     items, reported = await run(script)
     assert items == {"a": "a@1"}
     assert reported == ["a@1"], "nothing changed, so it reports nothing"
 
 
 async def test_an_answer_that_comes_after_newer_news_changes_nothing():
-    script = Script([[Page([thing("a", "9")], "9")]], [[WatchEvent("MODIFIED", thing("a", "11"))]])
+    script = Script([[([thing("a", "9")], "9")]], [[WatchEvent("MODIFIED", thing("a", "11"))]])
     items, reported = await run(script, thing("a", "10"))
     assert items == {"a": "a@11"}
     assert reported == ["a@9", "a@11"]
 
 
 async def test_knows_what_was_written_before_the_watch_does_and_reports_it_once():
-    script = Script([[Page([thing("a", "9")], "9")]], [[]])
+    script = Script([[([thing("a", "9")], "9")]], [[]])
     items, reported = await run(script, thing("a", "10"), thing("deleted", "11"))
     assert items == {"a": "a@10"}
     assert reported == ["a@9", "a@10"]
@@ -118,7 +115,7 @@ async def test_news_older_than_what_was_written_changes_nothing():
             async for event in super().watch(kind, selector=selector, since=since):
                 yield event
 
-    script = Late([[Page([thing("a", "9")], "9")]], [[WatchEvent("MODIFIED", thing("a", "11"))]])
+    script = Late([[([thing("a", "9")], "9")]], [[WatchEvent("MODIFIED", thing("a", "11"))]])
     reported: list[str] = []
     informer = informer_of(script, reported)
     task = asyncio.create_task(informer.run())
@@ -129,9 +126,9 @@ async def test_news_older_than_what_was_written_changes_nothing():
 
 
 async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("prfaas_operator.clusters.informer.MAX_BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr("prfaas_operator.clusters.informer.ERROR_SECONDS", 0.01)
     script = Script(
-        [[Page([thing("a", "1")], "1")], [Page([thing("a", "5")], "5")]],
+        [[([thing("a", "1")], "1")], [([thing("a", "5")], "5")]],
         [[WatchEvent("MODIFIED", {"metadata": {"resourceVersion": "2"}})]],
     )
     items, reported = await run(script)

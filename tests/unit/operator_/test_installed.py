@@ -22,7 +22,7 @@ class Server:
     def __init__(self, **answers):
         self.answers = {name: list(replies) for name, replies in answers.items()}
 
-    async def call(self, method: str, path: str, **_: float) -> dict:
+    async def call(self, method: str, path: str, **_: object) -> dict:
         assert method == "GET"
         kind = "kinds" if path.endswith("/v1alpha1") else "deployment" if "deployments" in path else "slices"
         replies = self.answers[kind]

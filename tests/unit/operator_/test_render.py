@@ -31,6 +31,14 @@ def flags_of(container: dict) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
+def test_the_origins_of_a_policy_reach_its_gateway(make):
+    def flags(**spec) -> dict[str, str]:
+        return flags_of(worker_of(gateway.deployment(make.policy(gateway=spec))))
+
+    assert flags(corsOrigins=["https://b", "https://a"])["--cors-origins"] == "https://a,https://b"
+    assert "--cors-origins" not in flags()
+
+
 def test_a_worker_is_started_with_the_flags_of_its_pool(make):
     worker = worker_of(pool_deployment.deployment(make.prefill_pool(drainSeconds=45), make.member()))
     assert worker["command"] == ["prfaas-worker"]

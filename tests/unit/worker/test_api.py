@@ -2,9 +2,12 @@
 
 import asyncio
 import copy
+import json
 
 import pytest
 from tests.documented import keeps_its_word
+from tests.serving import send_bytes
+from yarl import URL
 
 from prfaas.wire import openapi
 
@@ -118,6 +121,31 @@ async def test_every_error_has_an_openai_body(
         assert (answer.status, error["code"]) == wanted
         assert error["type"] == "invalid_request_error"
         assert set(error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("Content-Length: 1", (400, "invalid_http")),
+        (f"X-Long: {'y' * 40_000}", (431, "header_too_large")),
+        ("Content-Encoding: zstd", (415, "unsupported_encoding")),
+        ("Content-Encoding: gzip", (400, "invalid_request")),
+        (f"X-Long: {'y' * (32 << 10)}", (404, "model_not_found")),
+    ],
+)
+async def test_what_is_no_http_is_answered_likewise(pair, line: str, wanted: tuple[int, str]):
+    body = b'{"model":"none","prompt":"x"}'
+    lines = ("POST /v1/completions HTTP/1.1", "Host: w", "Connection: close", line, f"Content-Length: {len(body)}")
+    raw = "\r\n".join((*lines, "", "")).encode() + body
+    url = URL(pair[1].url)
+    head, _, answer = (await send_bytes(url.port, raw, host=url.host)).partition(b"\r\n\r\n")
+    assert (int(head.split(b" ")[1]), json.loads(answer)["error"]["code"]) == wanted
+
+
+async def test_a_stream_asks_proxies_not_to_hold_it_back(client, pair):
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "stream": True}
+    async with client.session.post(f"{pair[1].url}/v1/completions", json=body) as answer:
+        assert answer.headers["X-Accel-Buffering"] == "no"
 
 
 async def test_the_model_list_shows_the_context(client, pair):

@@ -117,3 +117,16 @@ def test_tokens_the_model_does_not_have_are_refused(sampling: Sampling, stop_tok
     with pytest.raises(RequestError) as raised:
         check_tokens(request(sampling, stop_token_ids=stop_token_ids), MODEL.vocab_size)
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-39, 5e-324])
+def test_a_tiny_penalty_makes_a_token_certain_and_no_logit_infinite(penalty: float):
+    logits = torch.zeros(VOCAB)
+    logits[7], logits[3] = 5.0, -5.0
+    LogitEdits(greedy(repetition_penalty=penalty), [3, 7, 9]).apply(logits)
+    assert torch.isfinite(logits).all()
+    assert int(logits.argmax()) == 7
+    drawn = sample(
+        torch.full((1, VOCAB), 2.0), [Sampler(request(greedy(repetition_penalty=penalty), token_ids=[1, 2]), 0, MODEL)]
+    )
+    assert drawn[0].error is None

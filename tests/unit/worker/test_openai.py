@@ -136,6 +136,19 @@ def test_the_choices_of_all_prompts_are_bounded_together():
     assert refused(completion, prompt=["x"] * 129).param == "prompt"
 
 
+def test_more_prompts_than_can_wait_are_refused_with_the_cure_and_not_for_ever():
+    small = RequestReader(msgspec.structs.replace(SERVED, max_choices=4), TINY)
+
+    def job(prompts: int) -> Job:
+        return small.completion_job(msgspec.json.encode({"model": "tiny", "prompt": ["x"] * prompts}))
+
+    assert len(job(32).prompts) == 32
+    for many in (33, 128):
+        error = refused(job, prompts=many)
+        assert (error.status, error.param) == (400, "prompt")
+        assert f"has {many} prompts and this worker takes 32 at once: send several requests" in str(error)
+
+
 def test_an_echo_is_the_prompts_text():
     job = completion(prompt=["<|user|>é", "x"], echo=True)
     assert job.echoes == ["<|user|>é", "x"]
@@ -244,6 +257,13 @@ def test_each_endpoints_own_fields_are_checked(function: Any, fields: dict[str, 
 def test_neutral_values_of_unserved_fields_are_fine():
     completion(use_beam_search=False, length_penalty=1.0, echo=False, suffix="", best_of=1, bad_words=[])
     chat(tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], skip_special_tokens=True)
+    chat(function_call="none", guided_decoding_backend="xgrammar", guided_whitespace_pattern=" ?")
+    chat(function_call=None, guided_json_object=False)
+
+
+def test_what_says_only_how_to_guide_is_refused_by_the_name_of_what_is_guided():
+    error = refused(chat, guided_decoding_backend="xgrammar", guided_json={"type": "object"})
+    assert (error.param, error.code) == ("guided_json", "unsupported_parameter")
 
 
 CLOCK = {"type": "function", "function": {"name": "clock"}}
@@ -259,6 +279,8 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type":
         ("tool_choice", CLOCK),
         ("functions", [CLOCK]),
         ("function_call", "auto"),
+        ("function_call", {"name": "clock"}),
+        ("guided_json_object", True),
         ("guided_choice", ["a"]),
         ("guided_json", {}),
         ("guided_regex", ""),
@@ -284,6 +306,31 @@ CALLED = [
 def test_past_calls_and_their_results_are_rendered_by_the_template():
     past = [260, 263, *b'clock\n{"a" :1', 262, 263, *b"noon<|tool|>", 262, 260]
     assert only(chat(messages=CALLED)).token_ids == [256, 259, *b"hello", 262, *past]
+
+
+@pytest.mark.parametrize("name", ["kimi-linear-tiny", "qwen3-next-tiny"])
+def test_both_built_in_models_take_what_agents_send(name: str):
+    reader = RequestReader(SERVED, load_tokenizer(model_directory(f"builtin:{name}")))
+
+    def tokens(*messages: dict[str, Any]) -> list[int]:
+        body = {"model": "tiny", "messages": [*messages, *HELLO]}
+        return only(reader.chat_job(msgspec.json.encode(body))).token_ids
+
+    def call(arguments: Any) -> dict[str, Any]:
+        function = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+    system, developer = ({"role": role, "content": "b"} for role in ("system", "developer"))
+    assert tokens(developer) == tokens(system)
+    assert tokens(system, developer) == tokens(system, system)
+    assert tokens(call({"a": 1})) == tokens(call('{"a": 1}'))
+    assert tokens(call("")) == tokens(call(None)) == tokens(call("{}"))
+    assert tokens(call('{"a": "P')) != tokens(call('{"a": "Q'))
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": "P'}}
+    assert tokens(old) == tokens(call('{"a": "P'))
+    assert tokens(old, {"role": "function", "name": "f", "content": "x"}) == tokens(
+        old, {"role": "tool", "name": "f", "content": "x"}
+    )
 
 
 @pytest.mark.parametrize("function", [completion, chat])
@@ -319,6 +366,31 @@ def test_a_misspelt_effort_of_reasoning_is_refused_by_name_and_by_value():
 def test_an_error_repeats_no_more_than_the_beginning_of_what_was_sent(name: str):
     error = refused(completion, **{name: 1})
     assert len(str(error)) + len(str(error.param)) < 1_000
+
+
+LONG = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("function", "fields"),
+    [
+        (completion, {"prompt": [LONG, 1]}),
+        (completion, {"prompt": [[LONG]]}),
+        (completion, {"stop_token_ids": [LONG]}),
+        (completion, {"model": LONG}),
+        (completion, {"logit_bias": {LONG: 1}}),
+        (completion, {"max_tokens": LONG}),
+        (completion, {"max_tokens": 10**18}),
+        (chat, {"messages": [{"role": LONG, "content": "x"}]}),
+        (chat, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (chat, {"reasoning_effort": LONG}),
+        (chat, {"chat_template_kwargs": {LONG: 1, "messages": LONG}}),
+        (chat, {"tool_choice": LONG}),
+        (chat, {"response_format": {"type": LONG}}),
+    ],
+)
+def test_an_error_repeats_no_more_than_the_beginning_of_a_value(function: Any, fields: dict[str, Any]):
+    assert len(str(refused(function, **fields))) < 1_000
 
 
 @pytest.mark.parametrize(

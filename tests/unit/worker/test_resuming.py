@@ -56,7 +56,7 @@ def document(head: dict[str, str], data: bytes) -> bytes:
     choices: dict[int, SentChoice] = {}
     for one in read_comments(data):
         before = choices[one.choice].token_ids if one.choice in choices else []
-        choices[one.choice] = SentChoice(before + one.token_ids.tolist(), one.characters, one.reason)
+        choices[one.choice] = SentChoice([*before, *one.token_ids], one.characters, one.reason)
     return encode_resume(Resume(head[headers.RESUMABLE], int(head[headers.CACHED_TOKENS]), choices))
 
 

@@ -141,3 +141,112 @@ def test_what_a_template_cannot_render_is_the_callers_400(tmp_path: Path, templa
 def test_what_is_no_template_is_refused_at_the_start(tmp_path: Path, template: Any):
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         tokenizer(tmp_path, template)
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+def over_calls(body: str) -> str:
+    """A template that renders the functions of all past calls."""
+    calls = "{% for call in m.tool_calls or [] %}{% set f = call.function %}" + body + "{% endfor %}"
+    return "{% for m in messages %}" + calls + "{% endfor %}"
+
+
+LOOP = "{% for key, value in f.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+AS_TEXT = over_calls("{{ f.arguments }}")
+ADDED = over_calls("{{ '' + f.arguments + '' }}")
+AS_JSON = over_calls("{{ f.arguments | tojson }}")
+EITHER = over_calls("{{ f.arguments if f.arguments is string else f.arguments | tojson }}")
+WHOLE = over_calls("{{ f | tojson }}")
+ITEMS = over_calls(LOOP)
+FILTERED = over_calls(LOOP.replace(".items()", " | items"))
+TEXT_OR_ITEMS = over_calls("{% if f.arguments is string %}{{ f.arguments }}{% else %}" + LOOP + "{% endif %}")
+CUT = '{"city": "Par'
+HALF = '{"a": "\\ud83d"}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "json_text", "items"),
+    [
+        ('{"a" :1}', '{"a" :1}', '{"a": 1}', "a=1;"),
+        ({"a": 1, "b": "é<"}, '{"a": 1, "b": "é<"}', '{"a": 1, "b": "é<"}', "a=1;b=é<;"),
+        (CUT, CUT, json.dumps({"arguments": CUT}), f"arguments={CUT};"),
+        ("no JSON", "no JSON", '{"arguments": "no JSON"}', "arguments=no JSON;"),
+        ("[1]", "[1]", '{"arguments": "[1]"}', "arguments=[1];"),
+        ([1], "[1]", '{"arguments": "[1]"}', "arguments=[1];"),
+        (HALF, HALF, json.dumps({"arguments": HALF}), f"arguments={HALF};"),
+        ("", "{}", "{}", ""),
+        (" ", "{}", "{}", ""),
+        (None, "{}", "{}", ""),
+        ("null", "{}", "{}", ""),
+        ({}, "{}", "{}", ""),
+    ],
+)
+def test_past_arguments_are_rendered_in_the_form_that_the_template_takes(
+    tmp_path: Path, arguments: Any, text: str, json_text: str, items: str
+):
+    for template, wanted in (
+        (AS_TEXT, text),
+        (ADDED, text),
+        (EITHER, text),
+        (AS_JSON, json_text),
+        (WHOLE, f'{{"name": "f", "arguments": {json_text}}}'),
+        (ITEMS, items),
+        (FILTERED, items),
+        (TEXT_OR_ITEMS, items if not items.startswith("arguments=") else text),
+    ):
+        assert rendered(tmp_path, template, called(arguments)) == wanted, template
+
+
+def test_arguments_may_be_as_deep_as_a_client_likes(tmp_path: Path):
+    deep = '{"a":' * 5000
+    assert rendered(tmp_path, EITHER, called(deep)) == deep
+    whole = '{"a":' * 300 + "1" + "}" * 300
+    assert rendered(tmp_path, AS_JSON, called(whole)) == json.dumps({"arguments": whole})
+
+
+def test_arguments_hold_no_special_tokens(tmp_path: Path):
+    model = tokenizer(tmp_path, AS_JSON)
+    for arguments in ('{"a": "<s>"}', "<s>", {"<s>": 1}):
+        assert 256 not in model.encode_chat(Conversation(called(arguments)))
+
+
+def test_a_call_without_arguments_or_in_a_flat_form_is_rendered_too(tmp_path: Path):
+    bare = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert rendered(tmp_path, AS_JSON, bare) == "{}"
+    flat = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]}]
+    assert rendered(tmp_path, AS_JSON.replace("call.function", "call"), flat) == '{"a": 1}'
+
+
+ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+QWEN3 = (
+    "{% if messages[0].role == 'system' %}S:{{ messages[0].content }};{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}{{ m.role }}:{{ m.content }};"
+    "{% elif m.role == 'tool' %}T:{{ m.content }};{% endif %}{% endfor %}"
+)
+KIMI = (
+    "{% for m in messages %}{% set name = m.get('name') or m['role'] %}"
+    "{% if m['role'] == 'user' %}U{% elif m['role'] == 'assistant' %}A{% else %}S{% endif %}"
+    "{{ name }}:{{ m['content'] }};{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (ROLES, "system:a;system:b;user:hello;tool:c;"),
+        (QWEN3, "S:a;system:b;user:hello;T:c;"),
+        (KIMI, "Ssystem:a;Ssystem:b;Uuser:hello;Stool:c;"),
+        ("{# 'developer' and \"function\" #}" + ROLES, "system:a;developer:b;user:hello;function:c;"),
+        ("{# a developer's function #}" + ROLES, "system:a;system:b;user:hello;tool:c;"),
+    ],
+)
+def test_roles_that_a_template_does_not_name_are_the_older_ones(tmp_path: Path, template: str, text: str):
+    first = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}]
+    assert rendered(tmp_path, template, [*first, *HELLO, {"role": "function", "content": "c"}]) == text
+    alone = [{"role": "developer", "content": "b"}, *HELLO]
+    if "developer" not in template:
+        as_system = [{"role": "system", "content": "b"}, *HELLO]
+        assert rendered(tmp_path, template, alone) == rendered(tmp_path, template, as_system)

@@ -7,10 +7,14 @@ answer has the token, and the presence penalty once.
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
 from prfaas.wire.engine import Sampling
+
+_LARGEST: Final = torch.finfo(torch.float32).max
+"""A tiny penalty would make a logit infinite, of which no token can be drawn."""
 
 
 class LogitEdits:
@@ -36,7 +40,8 @@ class LogitEdits:
             tokens = torch.tensor(list(seen), device=device)
             values = logits[tokens]
             penalty = sampling.repetition_penalty
-            logits[tokens] = torch.where(values > 0, values / penalty, values * penalty)
+            edited = torch.where(values > 0, values / penalty, values * penalty)
+            logits[tokens] = edited.clamp_(-_LARGEST, _LARGEST)
         if self._counts and (sampling.frequency_penalty or sampling.presence_penalty):
             counts = torch.tensor(list(self._counts.values()), device=device)
             penalties = sampling.frequency_penalty * counts + sampling.presence_penalty

@@ -17,8 +17,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError
+from prfaas.http_server import error_body
 from prfaas_transfer.credentials import PeerCredentials, explain
-from prfaas_worker.front.openai_out import error_body
 from prfaas_worker.options import Options
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 
 from prfaas.errors import InternalError, RequestError
+from prfaas.http_server import STREAM_HEADERS, error_body
 from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
 from prfaas.kvindex.bytes import block_ends, byte_hashes
 from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, canonical_chat, canonical_completion, tokens_before
@@ -32,7 +33,7 @@ from prfaas.wire.trace import read_trace
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens, refuse_unserved
-from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, error_body, sse, usage_body
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, sse, usage_body
 from prfaas_worker.front.resume import TokenComments, read_resume, read_resume_headers, remaining_messages, replay
 from prfaas_worker.front.serving import (
     STATE,
@@ -169,16 +170,14 @@ class _Reply:
     async def stream(self, request: web.Request, answer_headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the answer as server-sent events. If the engine fails on the way, send an error event."""
         calls, formatter, comments = self.calls, self.formatter, self.comments
-        response = web.StreamResponse(headers={**answer_headers, "cache-control": "no-cache"})
+        response = web.StreamResponse(headers={**answer_headers, **STREAM_HEADERS})
         response.content_type = "text/event-stream"
         await response.prepare(request)
         try:
             while pieces := await calls.pieces():
                 usage = calls.usage if self.job.has_continuous_usage else None
                 events = [formatter.event(piece, usage) for piece in pieces]
-                if comments is not None:
-                    events = [comments.add(*one) for one in zip(pieces, events, strict=True)]
-                if data := b"".join(events):
+                if data := b"".join(events) if comments is None else comments.add(pieces, events):
                     await response.write(data)
             end = formatter.usage_event(calls.usage) if self.job.has_usage else b""
             await response.write(end + b"data: [DONE]\n\n")

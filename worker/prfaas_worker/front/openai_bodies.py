@@ -25,6 +25,8 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that clients send and that change no answer. Their values are not read."""
 
+    guided_decoding_backend: Raw = Raw()  # how vLLM guides, where another field asks for it
+    guided_whitespace_pattern: Raw = Raw()  # likewise
     metadata: Raw = Raw()  # labels for OpenAI's dashboard
     parallel_tool_calls: Raw = Raw()  # no answer calls a tool
     prediction: Raw = Raw()  # a hint that makes OpenAI faster
@@ -42,14 +44,13 @@ class IgnoredFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class FieldsOfVllm(IgnoredFields, frozen=True, kw_only=True):
     """Tools and structured output, which vLLM serves. Each may be null, or its default: what happens anyway."""
 
-    function_call: Any = None
+    function_call: Any = "none"
     functions: Any = []
     guided_choice: Any = None
-    guided_decoding_backend: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
+    guided_json_object: Any = False
     guided_regex: Any = None
-    guided_whitespace_pattern: Any = None
     response_format: Any = msgspec.field(default_factory=lambda: {"type": "text"})
     structural_tag: Any = None
     structured_outputs: Any = None
@@ -170,6 +171,8 @@ class ChatMessage(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     """Calls of an earlier answer, for the template alone."""
+    function_call: dict[str, Any] | None = None
+    """The same in OpenAI's older form."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 

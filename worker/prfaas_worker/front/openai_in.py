@@ -145,6 +145,9 @@ class RequestReader:
             raise unsupported("best_of", "best_of must equal n: every generated choice is returned")
         many = choices * len(prompts) > MAX_CHOICES
         require(not many, "prompt", f"asks for more than {MAX_CHOICES} choices in one request")
+        fit = self.served.max_prompts
+        rule = f"has {len(prompts)} prompts and this worker takes {fit} at once: send several requests, or raise its"
+        require(len(prompts) <= fit, "prompt", f"{rule} --max-running")
         limits = [self._max_tokens(body, token_ids) for token_ids in prompts]
         samplings = [_sampling(body, self.served, self._seed(body, place)) for place in range(len(prompts))]
         min_tokens = body.min_tokens or 0
@@ -228,11 +231,16 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
-    if content is None and not message.tool_calls:
+    calls = message.tool_calls or []
+    if message.function_call and not calls:
+        calls = [{"type": "function", "function": message.function_call}]
+    if content is None and not calls:
         raise RequestError("messages: content is missing, and there are no tool_calls in its place", param="messages")
     plain: dict[str, Any] = {"role": message.role, "content": content}
-    for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) not in (None, []):
+    if calls:
+        plain["tool_calls"] = calls
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
             plain[name] = value
     return plain
 

@@ -236,11 +236,6 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
     }
 
 
-def error_body(message: str, *, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
 def _delta(piece: Piece) -> dict[str, str]:
     if piece.first:
         return {"role": "assistant", "content": piece.text}

@@ -1,10 +1,11 @@
 """Makes streams that another worker can resume, and resumes those of others: the front's half of `prfaas.wire.resume`.
 
-The tokens of an answer determine its whole state. So the worker that begins an answer sends them in comments. The
-worker that resumes it reads them once more, without sending their text. Then it has the state that the first one had.
+The tokens of an answer determine its whole state. So the worker that begins an answer sends them in comments, to a
+caller that asks for them. The worker that resumes it reads them once more, without sending their text. Then it has the
+state that the first one had.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -12,33 +13,48 @@ import msgspec
 from prfaas.errors import BadInputError, RequestError
 from prfaas.wire import headers
 from prfaas.wire.engine import Generate
-from prfaas.wire.resume import MAX_DOCUMENT_BYTES, ResumableHeader, Resume, SentChoice, comment, decode_resume
+from prfaas.wire.resume import (
+    MAX_DOCUMENT_BYTES,
+    ResumableHeader,
+    Resume,
+    SentChoice,
+    TokenEntry,
+    comment,
+    decode_resume,
+)
 from prfaas_worker.front.openai_in import Job
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece
 from prfaas_worker.front.serving import ServedModel, require
 
 COMMENT_TOKENS: Final = 32
-"""So many tokens without text get a comment of their own: otherwise they would be drawn again."""
+"""So many tokens without text get an entry without an event: otherwise they would be drawn again."""
 _REASONS: Final = ("", "stop", "length")
 
 
 class TokenComments:
-    """Adds comments to a stream's events: the tokens of each choice's events."""
+    """Adds comments to a stream: the tokens of each choice's events."""
 
     def __init__(self, resume: Resume | None):
         sent = resume.choices if resume else {}
         self._characters = {choice: one.characters for choice, one in sent.items()}
         self._pending: dict[int, list[int]] = {}
 
-    def add(self, piece: Piece, event: bytes) -> bytes:
-        """Return the events of a piece followed by its comment; nothing if both can wait."""
-        index = piece.index
+    def add(self, pieces: Sequence[Piece], events: Sequence[bytes]) -> bytes:
+        """Return the events of pieces with one comment behind them all; nothing if every piece can wait."""
+        found = map(self._entry, pieces, events)
+        entries = [entry for entry in found if entry is not None]
+        return b"".join((*events, comment(entries))) if entries else b""
+
+    def _entry(self, piece: Piece, event: bytes) -> TokenEntry | None:
+        """Return the entry of a piece; None if there is no event, and its tokens can wait for the next one."""
+        index, reason = piece.index, piece.reason or ""
         token_ids = [*self._pending.pop(index, ()), *piece.token_ids]
         if not event and len(token_ids) < COMMENT_TOKENS:
             self._pending[index] = token_ids
-            return b""
+            return None
         characters = self._characters[index] = self._characters.get(index, 0) + len(piece.text)
-        return event + comment(index, characters, token_ids, piece.reason or "")
+        # Of a choice that has ended only the number of its tokens matters. A stop string had some of them cut off.
+        return TokenEntry(index, characters, [0] * len(token_ids) if reason else token_ids, reason)
 
 
 def read_resume_headers(http_headers: Mapping[str, str]) -> tuple[ResumableHeader | None, int]:

@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, ConfigError, RequestError
+from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, model_card, unreadable_body
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
@@ -27,7 +28,7 @@ from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front import control, generate, kv_event_stream, prefills
 from prfaas_worker.front.auth import credentials_of, open_api_port, require_certificates
 from prfaas_worker.front.engine_client import EngineClient, EngineError
-from prfaas_worker.front.openai_out import error_body
+from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.serving import STATE, FrontState, ServedModel
 from prfaas_worker.options import Options
 from prfaas_worker.tokenizer import load_tokenizer
@@ -93,7 +94,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Future[None]) -> int:
     client, options = state.engine, state.options
-    runner = web.AppRunner(build_app(state), handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_SECONDS)
+    runner = PublicRunner(build_app(state), shutdown_timeout=CLOSE_SECONDS)
     await runner.setup()
     try:
         await open_api_port(runner, options, state.credentials)
@@ -207,7 +208,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turn errors into answers; a bug becomes a 500 without details, and a log entry with them."""
     try:
         return await handler(request)
-    except (RequestError, EngineError) as error:
+    except (RequestError, EngineError, *UNREADABLE_BODY) as caught:
+        error = caught if isinstance(caught, (RequestError, EngineError)) else unreadable_body(caught)
         answer = _error(str(error), status=error.status, code=error.code, param=error.param)
         if isinstance(error, EngineError) and error.transfer_id:
             answer.headers[TRANSFER_ID] = error.transfer_id
@@ -217,7 +219,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        text = f"{request.method} {request.path}: {error.reason}"
+        text = f"{request.method} {request.path[:MAX_NAME]}: {error.reason}"
         answer = _error(text, status=error.status, code="invalid_request")
         if allowed := error.headers.get("Allow"):
             answer.headers["Allow"] = allowed
@@ -238,8 +240,7 @@ def _error(message: str, *, status: int, code: str, param: str | None = None) ->
 
 async def _models(request: web.Request) -> web.Response:
     served = request.app[STATE].served
-    model = {"id": served.model_name, "object": "model", "created": 0, "owned_by": "prfaas"}
-    return web.json_response({"object": "list", "data": [model | {"max_model_len": served.max_context}]})
+    return web.json_response({"object": "list", "data": [model_card(served.model_name, served.max_context)]})
 
 
 async def _healthz(_request: web.Request) -> web.Response:

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.telemetry.tracing import OFF, Tracing
@@ -23,7 +22,7 @@ from prfaas_worker.front.kv_events import KvEventPublisher
 from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.spans import TransferSpans
-from prfaas_worker.options import Options
+from prfaas_worker.options import WAITING_PER_RUNNING, Options
 from prfaas_worker.tokenizer import Tokenizer
 
 READERS: Final = 2  # Threads that read requests: the engine computes on the same cores.
@@ -47,6 +46,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_context: int
     max_choices: int
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts of one request: all of them have to find a place, be it one of those that wait."""
+        return WAITING_PER_RUNNING * self.max_choices
 
     @property
     def max_body_bytes(self) -> int:
@@ -152,7 +156,7 @@ def require_instance(url: str, options: Options, param: str) -> str:
         well_formed = parts.scheme == scheme and parts.hostname and parts.port and parts.path in ("", "/")
     except ValueError:
         well_formed = False
-    require(bool(well_formed), param, f"is {url!r}; want {scheme}://host:port")
+    require(bool(well_formed), param, f"is {url[:MAX_NAME]!r}; want {scheme}://host:port")
     return url
 
 
@@ -175,7 +179,7 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
     size = served.vocab_size
     if token_ids and not (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size):
         wrong = next(entry for entry in token_ids if type(entry) is not int or not 0 <= entry < size)
-        raise RequestError(f"{param} holds {wrong!r}: want token ids of 0 to {size - 1}", param=param)
+        raise RequestError(f"{param} holds {repr(wrong)[:MAX_NAME]}: want token ids of 0 to {size - 1}", param=param)
     return token_ids
 
 
@@ -202,8 +206,6 @@ async def read_request(
         body = b"".join(parts)
         parts.clear()
         return size, await in_thread(state, read, body)
-    except (web.RequestPayloadError, HttpProcessingError) as error:
-        raise RequestError(f"the body does not have the encoding of its headers: {error}") from error
     finally:
         state.unread_bytes -= size
 

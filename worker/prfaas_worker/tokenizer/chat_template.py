@@ -9,7 +9,6 @@ rendered text then finds only the template's own tokens, and takes the guards ou
 """
 
 import datetime
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,10 +22,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prfaas.errors import ConfigError, RequestError
+from prfaas_worker.tokenizer.history import past_of, to_json
 
 OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 GUARD: Final = "\ufdd0"
 END_OF_CONTENT: Final = "\ufdd1"  # Marks, while a template renders, the end of the content that the model continues.
+_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What a template raises for what it cannot render."""
 _RESERVED: Final = re.compile(f"[{GUARD}{END_OF_CONTENT}]")
 
 
@@ -50,19 +52,30 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"{origin}: not a chat template: {error}") from error
         self._tokens = dict(tokens)
+        self._past = past_of(source, self._try)
+
+    def _try(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a sample; empty if the template refuses it."""
+        try:
+            return self._render({"messages": messages, "add_generation_prompt": True})
+        except _REFUSALS:
+            return ""
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render({**self._tokens, "tools": None, **variables})  # templates ask for tools
 
     def render(self, conversation: Conversation, guard: Callable[..., Any]) -> str:
         """Return the text of a guarded conversation. Raises RequestError if the template refuses it."""
-        messages = [guard(message, visible_too=message["role"] != "assistant") for message in conversation.messages]
+        fitted = [self._past.fit(message) for message in conversation.messages]
+        messages = [guard(message, visible_too=message["role"] != "assistant") for message in fitted]
         if conversation.continued:
             messages[-1]["content"] = (messages[-1].get("content") or "") + END_OF_CONTENT
-        variables = self._tokens | guard(dict(conversation.variables))
+        variables = guard(dict(conversation.variables))
         variables["messages"] = messages
-        variables["tools"] = None  # templates ask for it
         variables["add_generation_prompt"] = conversation.add_generation_prompt and not conversation.continued
         try:
-            text = self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            text = self._render(variables)
+        except _REFUSALS as error:
             raise RequestError(f"the chat template refuses the messages: {error}", param="messages") from error
         return _before_mark(text) if conversation.continued else text
 
@@ -117,7 +130,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = to_json
     return environment
 
 
@@ -127,17 +140,6 @@ def _raise(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().astimezone().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Write JSON as it is: Jinja's own filter escapes `<` and `>` for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class Special(NamedTuple):

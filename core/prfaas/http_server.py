@@ -1,0 +1,166 @@
+"""What our HTTP servers have in common beside their routes: OpenAI's forms, and requests that cannot be read as HTTP.
+
+aiohttp answers such a request with plain text, and logs a traceback that quotes it: a key too, if a header was too
+long. Here the answer has OpenAI's form, and the log gets one line without anything that the client sent. This happens
+before any route and any key, in gateway and worker alike.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
+
+from prfaas.errors import RequestError
+from prfaas.telemetry.logs import line
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES: Final = 33 << 10
+"""The longest request line or header: a value of 32 KiB, such as a token with many claims, and its name."""
+STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Of an event stream: proxies pass each event on at once."""
+# Decoded by aiohttp, or refused by its parser where the library for it is missing.
+_DECODED: Final = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+
+UNREADABLE_BODY: Final = (web.RequestPayloadError, HttpProcessingError)
+"""What aiohttp raises to the reader of a body; `unreadable_body` makes an answer of it."""
+
+_Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def error_body(
+    message: str, *, status: int = 400, code: str, param: str | None = None, kind: str = ""
+) -> dict[str, Any]:
+    """Return an error in OpenAI's form; without `kind` the status decides whose fault it is."""
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_card(model: str, max_model_len: int | None) -> dict[str, Any]:
+    """Return an entry of a model list, with the longest context if it is known."""
+    card = {"id": model, "object": "model", "created": 0, "owned_by": "prfaas"}
+    return card if max_model_len is None else card | {"max_model_len": max_model_len}
+
+
+def unreadable_body(error: Exception) -> RequestError:
+    """Return the answer to a body that is broken, whether compressed or in chunks."""
+    return RequestError(f"the body does not match the encoding or length in its headers: {error}")
+
+
+class PublicRunner(web.AppRunner):
+    """Runs an application at a port that strangers reach."""
+
+    def __init__(self, app: web.Application, *, shutdown_timeout: float):
+        # A cancelled handler aborts the work for a client that leaves.
+        super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
+        app.on_response_prepare.append(_close_old_connections)
+
+    async def _make_server(self) -> web.Server:
+        made = await super()._make_server()
+        return _Server(
+            _checked(made.request_handler),
+            request_factory=made.request_factory,
+            handler_cancellation=made.handler_cancellation,
+        )
+
+
+def close_after(response: web.StreamResponse) -> None:
+    """Close the connection after a response whose headers are not sent yet."""
+    response.headers["Connection"] = "close"
+    response.force_close()
+
+
+async def _close_old_connections(request: web.Request, response: web.StreamResponse) -> None:
+    """Close the connections of HTTP/1.0 and the like: only its end shows such a client where a stream ends."""
+    if request.version != HttpVersion11:
+        close_after(response)
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # pyright: ignore[reportArgumentType]
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+        )
+
+
+class _Connection(web.RequestHandler):
+    """One client's connection."""
+
+    __slots__ = ()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._messages or self._current_request is None:
+            return
+        # aiohttp queues the error of a body that cannot be read on, and lets the body's reader wait for ever.
+        body, is_error = self._current_request.content, hasattr(self._messages[-1][0], "exc")
+        if is_error and not body.is_eof():
+            body.set_exception(web.RequestPayloadError("it cannot be read on"))
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        return _refuse(request, _refusal_of(exc))
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log an error of aiohttp, but not of a body that nobody reads on: its request has been answered."""
+        if not isinstance(kw.get("exc_info"), UNREADABLE_BODY):
+            super().log_exception(*args, **kw)
+
+
+class _Refusal(NamedTuple):
+    status: int
+    code: str
+    message: str
+
+
+_UNKNOWN_ENCODING: Final = _Refusal(
+    415, "unsupported_encoding", "the body's Content-Encoding is not served: send it as it is, or as gzip or deflate"
+)
+_UNKNOWN_EXPECTATION: Final = _Refusal(417, "expectation_failed", "of Expect only 100-continue is served: leave it out")
+_TOO_LONG: Final = _Refusal(
+    431, "header_too_large", f"the request line or a header has more than {MAX_HEADER_BYTES} bytes: send less"
+)
+_UNREADABLE: Final = _Refusal(
+    400, "invalid_http", "this is no request of HTTP/1.1: check its first line, its headers, and that it has one length"
+)
+
+
+def _refusal_of(error: HttpProcessingError) -> _Refusal:
+    """Return our words for an error of the parser: its own quote the client."""
+    if isinstance(error, ContentEncodingError):
+        return _UNKNOWN_ENCODING
+    return _TOO_LONG if isinstance(error, LineTooLong) else _UNREADABLE
+
+
+def _checked(serve: _Serve) -> _Serve:
+    """Return a handler that refuses what aiohttp passes on undecoded, or answers before any route."""
+
+    async def checked(request: web.BaseRequest) -> web.StreamResponse:
+        encodings = request.headers.getall("Content-Encoding", ())
+        if encodings and ", ".join(encodings).lower() not in _DECODED:
+            return _refuse(request, _UNKNOWN_ENCODING)
+        try:
+            return await serve(request)
+        except web.HTTPExpectationFailed:
+            return _refuse(request, _UNKNOWN_EXPECTATION)
+
+    return checked
+
+
+def _refuse(request: web.BaseRequest, refusal: _Refusal) -> web.Response:
+    log.warning(line("a request is refused unread", peer=request.remote, status=refusal.status, code=refusal.code))
+    body = msgspec.json.encode(error_body(refusal.message, status=refusal.status, code=refusal.code))
+    response = web.Response(status=refusal.status, body=body, content_type="application/json")
+    response.force_close()
+    return response

@@ -1,0 +1,80 @@
+"""Estimates a prompt's tokens from its size, by ratios that one client's prompts teach.
+
+Tokenising 100 KB takes tens of milliseconds, too long before a decision. Engines report exact lengths, so the ratios
+follow the model and its users. A prompt has units of many kinds and one exact length. This length is divided among the
+kinds as the estimate was, and each kind's ratio is its sum of tokens by its sum of units: long prompts weigh more than
+short ones, and what a prompt does not have it does not change.
+
+An observation is bounded twice. It counts for a ninth of a ratio at most, once there is enough to learn from; and a
+ratio stays within what is possible for its kind. Clients share no estimator, so no client moves another's estimate.
+"""
+
+import math
+from operator import mul
+from typing import Final, NamedTuple
+
+from prfaas.routing.prompt_size import PromptSize, Unit
+
+PRIOR_TOKENS: Final = 32.0
+"""How much the first ratio weighs: about a short request."""
+MEMORY_TOKENS: Final = 65_536.0
+"""How many tokens of a kind are remembered; more make older ones fade."""
+LONGEST: Final = 1 / 8
+"""The longest observation, as a part of that memory."""
+
+
+class Ratio(NamedTuple):
+    """Tokens a unit: the least and the most that are possible, and what is usual for text models."""
+
+    least: float
+    usual: float
+    most: float
+
+
+RATIOS: Final = {
+    # A token has one byte at least, and sixteen letters are a long word.
+    Unit.LETTER: Ratio(1 / 16, 0.2, 1.0),
+    Unit.SPACE: Ratio(1 / 32, 0.15, 1.0),
+    Unit.MARK: Ratio(1 / 16, 0.6, 1.0),
+    Unit.DIGIT: Ratio(1 / 8, 0.9, 1.0),
+    Unit.LATIN: Ratio(1 / 8, 0.7, 2.0),
+    Unit.ALPHABET: Ratio(1 / 8, 0.4, 2.0),
+    Unit.CJK: Ratio(1 / 4, 0.9, 3.0),
+    Unit.OTHER: Ratio(1 / 8, 1.2, 4.0),
+    Unit.TOKEN: Ratio(1.0, 1.0, 1.0),
+    Unit.MESSAGE: Ratio(1 / 8, 4.0, 64.0),
+    # Almost nothing where the template leaves them out.
+    Unit.TOOL_BYTE: Ratio(1 / 4096, 0.25, 1.0),
+    Unit.DOCUMENT_BYTE: Ratio(1 / 4096, 0.25, 1.0),
+    Unit.MEDIUM: Ratio(1.0, 64.0, 16_384.0),
+}
+_RATIOS: Final = tuple(RATIOS[unit] for unit in Unit)
+_MEMORY: Final = tuple(MEMORY_TOKENS / ratio.usual for ratio in _RATIOS)
+"""How many units of each kind are remembered."""
+
+
+class TokenEstimator:
+    """The ratios of one client's prompts."""
+
+    def __init__(self) -> None:
+        self._ratios = [ratio.usual for ratio in _RATIOS]
+        self._units = [PRIOR_TOKENS / ratio.usual for ratio in _RATIOS]
+
+    def tokens(self, size: PromptSize) -> int:
+        """Return the estimated length of a prompt."""
+        tokens = math.ceil(sum(map(mul, size.counts, self._ratios)))
+        return tokens if size.most_tokens is None else min(tokens, size.most_tokens)
+
+    def observe(self, size: PromptSize, exact_tokens: int) -> None:
+        """Learn from the exact length of a prompt."""
+        present = [(unit, count) for unit, count in enumerate(size.counts) if count]
+        if exact_tokens <= 0 or not present or size.most_tokens is not None or not size.is_whole:
+            return
+        error = exact_tokens / sum(map(mul, size.counts, self._ratios))
+        weight = min(1.0, *(LONGEST * _MEMORY[unit] / count for unit, count in present))
+        for unit, count in present:
+            bounds, before, new = _RATIOS[unit], self._units[unit], weight * count
+            # Its share of the exact length, divided as the estimate is, gives it this ratio.
+            ratio = min(max(error * self._ratios[unit], bounds.least), bounds.most)
+            self._ratios[unit] = (before * self._ratios[unit] + new * ratio) / (before + new)
+            self._units[unit] = min(before + new, _MEMORY[unit])

@@ -1,0 +1,188 @@
+"""Proves that a client gets the API's own events and nothing else, however a stream is cut on its way, and wherever its
+worker dies. The streams are those of our worker's own writer and recorded ones of vLLM.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.wire.engine import TokenLogprob, Tokens
+from prfaas.wire.resume import COMMENT, CUT, DONE, read_comments
+from prfaas_gateway.engines.vllm_stream import VllmStreamLog
+from prfaas_gateway.stream import ResumeLog, StreamLog
+from prfaas_worker.assets import model_directory
+from prfaas_worker.front.openai_in import RequestReader
+from prfaas_worker.front.openai_out import ChoiceDetokenizer, ResponseFormatter, usage_body
+from prfaas_worker.front.resume import TokenComments
+from prfaas_worker.front.serving import ServedModel
+from prfaas_worker.tokenizer import load_tokenizer
+
+from .speaker import FIXED, LENGTH, STREAM, WHOLE, read, speak
+
+TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
+SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=500, max_choices=8)
+WITHOUT_TEXT = 262
+RECORDED = json.loads((Path(__file__).parent / "vllm_streams.json").read_text())
+ODD = COMMENT + b"0 1 5" + CUT + b"\r\n: t 0 1 5;\n\n" + DONE + '}"\u2028é日😀'.encode()
+
+
+class Case(NamedTuple):
+    """A stream of a worker, and what its client is to get."""
+
+    make_log: Callable[[], ResumeLog]
+    stream: bytes
+    shown: bytes
+
+    def passed(self, *places: int) -> bytes:
+        """Return what the client gets of a stream that is cut at these places."""
+        log, passed = self.make_log(), b""
+        for start, end in zip((0, *places), (*places, len(self.stream)), strict=True):
+            passed += log.take(self.stream[start:end])
+            assert self.shown.startswith(passed), "what was sent cannot be taken back"
+            assert passed.endswith(b"\n\n") or not passed, "whole events only"
+        assert log.is_whole
+        return passed
+
+
+def written(*writes: list[Tokens], chat: bool = False, **fields) -> Case:
+    """Return the stream of a worker whose engine says this, each list in one write."""
+    body = {"model": "tiny", "stream": True, "max_tokens": 200} | fields
+    body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    reader = RequestReader(SERVED, TINY)
+    job = (reader.chat_job if chat else reader.completion_job)(msgspec.json.encode(body))
+    choices = [ChoiceDetokenizer(index, job, TINY) for index in range(job.choices)]
+    formatter, comments = ResponseFormatter(job, "tiny", TINY, 1_700_000_000), TokenComments(None)
+    stream = shown = b""
+    usage = usage_body(job.prompt_tokens, 7, 0)
+    for write in writes:
+        pieces = [choices[one.choice].piece(one) for one in write]
+        events = [formatter.event(piece, usage if job.has_continuous_usage else None) for piece in pieces]
+        stream += comments.add(pieces, events)
+        shown += b"".join(events)
+    end = (formatter.usage_event(usage) if job.has_usage else b"") + DONE
+    return Case(lambda: StreamLog("f", 0), stream + end, shown + end)
+
+
+def say(token_ids: bytes | list[int], choice: int = 0, reason: str | None = None, **more) -> Tokens:
+    return Tokens(1, choice, [*token_ids], more.get("logprobs", []), reason)
+
+
+def one_by_one(text: bytes) -> list[list[Tokens]]:
+    """Return writes of a token each."""
+    return [[say([byte], reason="stop" if at == len(text) else None)] for at, byte in enumerate(text, 1)]
+
+
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+TWO = [
+    [say(b"a"), say(b"\xc3", 1)],
+    [say(b"b", reason="stop"), say(b"\xa9", 1)],
+    [say(b"c", 1)],
+    [say(b"", 1, "length")],
+]
+SCORED = [say(b"ab", reason=reason, logprobs=[TokenLogprob(-1.0, [(97, -1.0)])] * 2) for reason in (None, "length")]
+STOPPED = written(*one_by_one(b"pub SECRET")[:-1], [say(b"T tail")], stop=["SECRET"])
+CASES = {
+    "odd text": written(*one_by_one(ODD)),
+    "chat": written(*one_by_one(b"hello"), chat=True),
+    "two choices": written(*TWO, n=2),
+    "many events a write": written([say(b"a"), say(b"b"), say(b"\xc3")], [say(b"\xa9"), say(b"?", reason="stop")]),
+    "tokens without text": written([say(b"a")], *[[say([WITHOUT_TEXT])]] * 70, [say(b"b", reason="stop")]),
+    "usage": written(*one_by_one(b"hello"), stream_options=USAGE),
+    "log probabilities": written(*[[one] for one in SCORED], logprobs=1),
+    "a stop string": STOPPED,
+}
+
+
+def recorded(name: str) -> Case:
+    asked, plain = ("".join(f"{one}\n\n" for one in RECORDED[each]["stream"]) for each in (f"{name}-ids", name))
+    return Case(lambda: VllmStreamLog(RECORDED[name]["path"], {}), asked.encode(), plain.encode())
+
+
+CASES |= {f"vLLM, {name}": recorded(name) for name in RECORDED if not name.endswith("-ids")}
+
+
+def events_by_the_standard(stream: bytes) -> list[str]:
+    """Read a stream as the HTML standard says: a block without data is no event."""
+    events, data = [], []
+    for line in stream.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n"):
+        name, _, value = line.partition(":")
+        if name == "data":
+            data.append(value.removeprefix(" "))
+        elif not line and data:
+            events.append("\n".join(data))
+            data = []
+    return events
+
+
+def events_by_empty_lines(stream: bytes) -> list[str]:
+    """Read a stream as openai-go before 3.43 does: every empty line ends an event, whose data are JSON or the end."""
+    events, data = [], ""
+    for line in stream.decode().removesuffix("\n").split("\n"):
+        name, _, value = line.partition(":")
+        if name == "data":
+            data += value.removeprefix(" ")
+        elif not line:
+            if not data.startswith("[DONE]"):
+                json.loads(data)
+            events.append(data)
+            data = ""
+    return events
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_stream_in_two_pieces_shows_its_events_only(case: Case):
+    for place in range(1, len(case.stream)):
+        assert case.passed(place) == case.shown, f"cut behind byte {place}"
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_stream_in_many_pieces_shows_its_events_only(case: Case):
+    @given(st.lists(st.integers(1, len(case.stream) - 1), unique=True, max_size=60).map(sorted))
+    def check(places: list[int]) -> None:
+        assert case.passed(*places) == case.shown
+
+    check()
+    assert case.passed(*range(1, len(case.stream))) == case.shown
+    assert case.passed() == case.shown
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_every_reader_reads_the_same_events(case: Case):
+    events = events_by_the_standard(case.passed())
+    assert events == events_by_empty_lines(case.passed())
+    assert events[-1] == "[DONE]"
+    assert all(json.loads(event)["object"] for event in events[:-1])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "vLLM" not in name])
+def test_a_stream_with_its_comments_would_fail_a_reader(name: str):
+    case = CASES[name]
+    assert events_by_the_standard(case.stream) == events_by_the_standard(case.shown)
+    with pytest.raises(json.JSONDecodeError):
+        events_by_empty_lines(case.stream)
+
+
+def test_odd_text_is_text():
+    events = [json.loads(event) for event in events_by_empty_lines(CASES["odd text"].passed())[:-1]]
+    assert "".join(event["choices"][0]["text"] for event in events).encode() == ODD
+
+
+def test_no_comment_names_the_tokens_that_a_stop_string_cut_off():
+    entries = list(read_comments(STOPPED.stream))
+    named = bytes(token for entry in entries for token in entry.token_ids)
+    assert named.rstrip(b"\0") == b"pub "
+    assert (len(named), entries[-1].reason) == (len("pub SECRET tail"), "stop")
+
+
+def test_a_stream_whose_worker_dies_anywhere_shows_its_events_only():
+    for place in range(LENGTH):
+        log = StreamLog("f", 0)
+        shown = log.take(STREAM[:place])
+        log.worker_died()
+        assert read(shown + log.take(speak(log.resume(), FIXED))) == WHOLE, f"died after byte {place}"

@@ -1,0 +1,163 @@
+"""What aiohttp's parser refuses is one quiet line in the log and an error in OpenAI's form; old connections do end."""
+
+import gzip
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from tests.serving import send_bytes
+
+from prfaas.errors import MAX_WORDS, RequestError
+from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, unreadable_body
+
+pytestmark = pytest.mark.system
+
+SECRET = "sk-0123456789abcdef"
+BODY = b'{"model":"m"}'
+FIRST = f"POST /v1/x?{SECRET} HTTP/1.1\r\nHost: g\r\nConnection: close\r\nAuthorization: Bearer {SECRET}\r\n"
+Runner = Callable[[web.Application], web.AppRunner]
+
+
+def public(app: web.Application) -> web.AppRunner:
+    return PublicRunner(app, shutdown_timeout=0.1)
+
+
+def plain(app: web.Application) -> web.AppRunner:
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+
+
+def head(*headers: str, length: int | None = len(BODY)) -> bytes:
+    sized = () if length is None else (f"Content-Length: {length}",)
+    return (FIRST + "".join(f"{line}\r\n" for line in (*headers, *sized)) + "\r\n").encode()
+
+
+@asynccontextmanager
+async def listening(runner: Runner = public) -> AsyncIterator[int]:
+    """Serve one route that reads its body, and one that streams; give the port."""
+
+    async def read(request: web.Request) -> web.Response:
+        try:
+            return web.json_response({"size": len(await request.read())})
+        except UNREADABLE_BODY as error:
+            refused = unreadable_body(error)
+            return web.json_response(error_body(str(refused), status=refused.status, code=refused.code), status=400)
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: 1\n\n")
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/x", read)
+    app.router.add_get("/stream", stream)
+    made = runner(app)
+    await made.setup()
+    try:
+        await web.TCPSite(made, "127.0.0.1", 0).start()
+        yield made.addresses[0][1]
+    finally:
+        await made.cleanup()
+
+
+LONG = head(f"X-Long: {'y' * 40_000}")
+UNREADABLE = {
+    "a long header": ((LONG + BODY,), 431, "header_too_large"),
+    "a long path": ((b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\nHost: g\r\n\r\n",), 431, "header_too_large"),
+    "many headers": ((head(*(f"X-{number}: y" for number in range(200))),), 400, "invalid_http"),
+    "two lengths": ((head("Content-Length: 9") + BODY,), 400, "invalid_http"),
+    "a length and chunks": ((head("Transfer-Encoding: chunked") + BODY,), 400, "invalid_http"),
+    "no length": ((head("Content-Length: -1", length=None) + BODY,), 400, "invalid_http"),
+    "a header without a name": ((head(f": {SECRET}") + BODY,), 400, "invalid_http"),
+    "h2c": ((b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0",), 400, "invalid_http"),
+    "TLS": ((b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",), 400, "invalid_http"),
+    "another version": ((b"GET / HTTP/7.3\r\n\r\n",), 400, "invalid_http"),
+    "zstd": ((head("Content-Encoding: zstd") + BODY,), 415, "unsupported_encoding"),
+    "br": ((head("Content-Encoding: br") + BODY,), 415, "unsupported_encoding"),
+    "an unknown encoding": ((head("Content-Encoding: rot13") + BODY,), 415, "unsupported_encoding"),
+    "two encodings": ((head("Content-Encoding: gzip, gzip") + BODY,), 415, "unsupported_encoding"),
+    "two such headers": ((head("Content-Encoding: br", "Content-Encoding: gzip") + BODY,), 415, "unsupported_encoding"),
+    "an expectation": ((head("Expect: nonsense") + BODY,), 417, "expectation_failed"),
+    "a broken gzip": ((head("Content-Encoding: gzip") + BODY,), 400, "invalid_request"),
+    "a gzip that breaks later": (
+        (
+            head("Content-Encoding: gzip", "Transfer-Encoding: chunked", length=None),
+            b"a\r\n" + gzip.compress(BODY)[:10] + b"\r\n",
+            b"2\r\n\xff\xff\r\n",
+        ),
+        400,
+        "invalid_request",
+    ),
+    "a broken chunk": (
+        (head("Transfer-Encoding: chunked", length=None), b"3\r\nabc\r\n", SECRET.encode() + b"\r\n"),
+        400,
+        "invalid_request",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+async def test_what_cannot_be_read_is_an_openai_error_and_one_line_without_it(name, caplog):
+    pieces, status, code = UNREADABLE[name]
+    caplog.set_level(logging.DEBUG)
+    async with listening() as port:
+        answer = await send_bytes(port, *pieces)
+        assert SECRET.encode() not in answer
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.split(b" ")[1] == str(status).encode()
+    assert b"application/json" in top
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
+    lines = [one for one in caplog.records if one.levelno > logging.DEBUG]
+    # A body that breaks is the application's to answer and to log, as any other that is wrong.
+    assert [(one.levelname, one.exc_info) for one in lines] == [("WARNING", None)] * (code != "invalid_request")
+    assert SECRET not in caplog.text
+    assert "yyyy" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["a long header", "two lengths", "zstd", "a broken gzip"])
+async def test_without_it_the_log_has_a_traceback(name, caplog):
+    """The control: what the test above looks for does show with aiohttp's own runner."""
+    async with listening(plain) as port:
+        await send_bytes(port, *UNREADABLE[name][0])
+    assert any(one.exc_info for one in caplog.records), caplog.text
+    if name == "two lengths":
+        assert "Content-Length" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (head(f"X-Long: {'y' * (32 << 10)}") + BODY,),
+        (head("Content-Encoding: gzip", length=len(gzip.compress(BODY))) + gzip.compress(BODY),),
+        (head("Content-Encoding: identity") + BODY,),
+        (head("Transfer-Encoding: chunked", length=None), b"d\r\n", BODY + b"\r\n0\r\n\r\n"),
+        (head("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__") + BODY,),
+        (head("Expect: 100-continue"), BODY),
+    ],
+)
+async def test_what_can_be_read_is_served_without_a_line(pieces, caplog):
+    caplog.set_level(logging.INFO)
+    async with listening() as port:
+        answer = await send_bytes(port, *pieces)
+    assert b" 200 OK\r\n" in answer
+    assert b'{"size": 13}' in answer
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("version", ["1.0", "0.9"])
+async def test_the_end_of_an_old_connection_ends_its_stream_even_if_it_asks_to_be_kept(version):
+    asking = f"GET /stream HTTP/{version}\r\nConnection: keep-alive\r\n\r\n".encode()
+    async with listening() as port:
+        top, _, body = (await send_bytes(port, asking)).partition(b"\r\n\r\n")  # it waits for the connection's end
+    assert body == b"data: 1\n\n"
+    assert b"keep-alive" not in top.lower()
+
+
+def test_an_error_repeats_no_more_than_the_beginning_of_what_it_is_about():
+    assert str(RequestError("short")) == "short"
+    assert len(str(RequestError("x" * 1_000_000))) < MAX_WORDS + 10
