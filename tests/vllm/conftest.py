@@ -12,6 +12,7 @@ from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
 from prfaas_worker.assets import model_directory
 
+from ..clients.programs import Clients, client_programs
 from .engines import Engine, EngineHost
 from .servers import StartServer, vllm_servers
 from .workers import StartWorker, worker_processes
@@ -49,6 +50,13 @@ def engine_host(vllm_python: Path, vllm_logs: Path) -> Iterator[EngineHost]:
 def reference_engine(engine_host: EngineHost) -> Engine:
     """An engine without a connector, that all tests share."""
     return engine_host.start("reference").wait_ready()
+
+
+@pytest.fixture(scope="session")
+def clients(vllm_logs: Path) -> Iterator[Clients]:
+    """OpenAI clients, which run as long as the session."""
+    with client_programs(vllm_logs) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

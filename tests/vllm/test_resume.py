@@ -1,4 +1,5 @@
-"""A server of vLLM that dies in the middle of streams: they continue at the other one, and nothing shows where.
+"""A server of vLLM that dies in the middle of streams: they continue at the other one, and nothing shows where, to real
+clients neither.
 
 In bf16 two batches may choose differently between tokens that are about as likely. So an answer is compared with the
 model itself: given the tokens before it, each one is the most likely, and usage and text fit the tokens.
@@ -21,6 +22,8 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
 
+from ..clients.cases import HELLO, STREAMED, Case
+from ..clients.programs import Clients
 from ..waiting import NotInTime
 from .gateways import gateway, table_of
 from .servers import StartServer, VllmServer
@@ -30,6 +33,9 @@ TOKENS = 400
 BEGUN = 40
 NEAR_TIE = 0.25
 SAMPLING = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
+OF_A_CLIENT = Case(
+    "a long answer", STREAMED | {"messages": HELLO, "max_tokens": TOKENS, "temperature": 0}, extra={"ignore_eos": True}
+)
 
 
 class Servers(NamedTuple):
@@ -44,7 +50,7 @@ class Servers(NamedTuple):
 @pytest.fixture
 def servers(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("gateway")
-    dead, flags = folder / "dead", ("--chat-template", TEMPLATE)
+    dead, flags = folder / "dead", ("--chat-template", TEMPLATE, "--max-num-seqs", "16")
     variables = {"HOLD_FROM": str(BEGUN), "HOLD_UNTIL": str(dead)}
     started = [start_server(*flags, **variables, DIES="yes"), start_server(*flags, **variables)]
     one, other = (server.wait_ready() for server in started)
@@ -120,16 +126,26 @@ def resumed(url: str) -> float:
     return next(float(one.split()[1]) for one in lines if one.startswith("prfaas_gateway_resumes_total "))
 
 
-def test_streams_of_a_killed_server_continue_at_the_other(servers: Servers):
+def test_streams_of_a_killed_server_continue_at_the_other(clients: Clients, servers: Servers):
     calls = requests()
-    with ThreadPoolExecutor(len(calls)) as pool:
+    with ThreadPoolExecutor(len(clients) + len(calls)) as pool:
+        seeing = [pool.submit(one.ask, servers.url, OF_A_CLIENT) for one in clients]
         got = [one.result() for one in [pool.submit(stream, servers.url, *each) for each in calls]]
+        seen = {one.name: found.result() for one, found in zip(clients, seeing, strict=True)}
     if not servers.dead.exists():
         raise NotInTime("the server never had two streams at once")
 
+    ends = {
+        name: (one.usage and one.usage[1], [each["finish_reason"] for each in one.choices])
+        for name, one in seen.items()
+    }
+    assert ends == dict.fromkeys(ends, (TOKENS, ["length"])), seen
     broken = [one for one in got if one.instance == "one"]
+    of_clients = resumed(servers.url) - len(broken)
     assert len(broken) >= 2, "both servers had streams"
-    assert resumed(servers.url) == len(broken)
+    assert 0 <= of_clients <= len(clients)
+    if not of_clients:
+        raise NotInTime("no client had a stream at the server that died")
     for one in got:
         assert len(one.ids) == one.usage["completion_tokens"] == TOKENS
         assert len(one.prompt_ids) == one.usage["prompt_tokens"]

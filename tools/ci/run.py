@@ -56,8 +56,8 @@ STAGES: Final = {
     for stage in (
         Stage("gate", ("tests/unit/",), workers=2, before=("lint", "compiled")),
         Stage("system", folders("system"), workers=3, options=("--maxfail=25",)),
-        Stage("quiet", folders("quiet")),
-        Stage("vllm", folders("vllm"), before=("vllm",)),
+        Stage("quiet", folders("quiet"), before=("clients",)),
+        Stage("vllm", folders("vllm"), before=("vllm", "clients")),
         Stage("kind", folders("quiet"), before=("docker",), options=("-s",)),
     )
 }
