@@ -10,7 +10,7 @@ ratio stays within what is possible for its kind. Clients share no estimator, so
 """
 
 import math
-from operator import mul, truediv
+from operator import mul
 from typing import Final, NamedTuple
 
 from prfaas.routing.prompt_size import PromptSize, Unit
@@ -71,7 +71,7 @@ class TokenEstimator:
         if exact_tokens <= 0 or not estimated_tokens or size.most_tokens is not None or not size.is_whole:
             return
         error = exact_tokens / estimated_tokens
-        weight = min(1.0, LONGEST / max(map(truediv, size.counts, _MEMORY)))
+        weight = min(1.0, LONGEST / max(count / units for count, units in zip(size.counts, _MEMORY, strict=True)))
         for unit, count in enumerate(size.counts):
             if not count:
                 continue
