@@ -119,6 +119,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
                 async with _listening(config, parts, context) as running:
                     yield running
             finally:
+                context.close()
                 await asyncio.to_thread(tracing.close)
 
 
