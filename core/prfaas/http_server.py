@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple
 
 import msgspec
-from aiohttp import HttpVersion11, web
+from aiohttp import EMPTY_PAYLOAD, HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
 from prfaas.errors import RequestError
@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES: Final = 33 << 10
 """The longest request line or header: a value of 32 KiB, such as a token with many claims, and its name."""
+MAX_HEADERS: Final = 64
+"""So a stranger's headers take no more than 2 MiB, and as much again for aiohttp's raw copy of them."""
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Of an event stream: proxies pass each event on at once."""
 # Decoded by aiohttp, or refused by its parser where the library for it is missing.
@@ -82,33 +84,59 @@ async def _close_old_connections(request: web.Request, response: web.StreamRespo
 
 class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
-        return _Connection(
-            self,
-            loop=asyncio.get_running_loop(),
-            access_log=None,  # pyright: ignore[reportArgumentType]
-            max_line_size=MAX_HEADER_BYTES,
-            max_field_size=MAX_HEADER_BYTES,
-        )
+        return _Connection(self, asyncio.get_running_loop())
 
 
 class _Connection(web.RequestHandler):
-    """One client's connection."""
+    """One client's connection. A request that cannot be read on is its last one, and the client gets the answer."""
 
-    __slots__ = ()
+    __slots__ = ("_body",)
+
+    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop):
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=None,  # pyright: ignore[reportArgumentType]
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+        self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has arrived
 
     def data_received(self, data: bytes) -> None:
+        if _is_broken(self._body):
+            return  # to nowhere: it cannot be read
         super().data_received(data)
-        if not self._messages or self._current_request is None:
+        if not self._messages:
             return
-        # aiohttp queues the error of a body that cannot be read on, and lets the body's reader wait for ever.
-        body, is_error = self._current_request.content, hasattr(self._messages[-1][0], "exc")
-        if is_error and not body.is_eof():
-            body.set_exception(web.RequestPayloadError("it cannot be read on"))
+        message, body = self._messages[-1]
+        if not hasattr(message, "exc"):
+            self._body = body
+            return
+        # aiohttp queues an error. The reader of a body that it broke would wait for ever; that of a head has no body.
+        if self._body.is_eof():
+            self._body = StreamReader(self, 0, loop=self._loop)
+            self._messages[-1] = message, self._body
+        self._body.set_exception(web.RequestPayloadError("it cannot be read on"))
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response; if its request is broken, give the client time to read it."""
+        finished = await super().finish_response(request, resp, start_time)
+        transport = self.transport
+        if _is_broken(request.content) and transport is not None and not transport.is_closing():
+            # A close with unread bytes is a reset, which takes the answer from a client that still sends.
+            if transport.can_write_eof():
+                transport.write_eof()
+            self.resume_reading()
+            await asyncio.sleep(self._lingering_time)  # until the client closes, which cancels this
+        return finished
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        if not isinstance(exc, HttpProcessingError):
+        if not isinstance(exc, HttpProcessingError) or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         return _refuse(request, _refusal_of(exc))
 
@@ -116,6 +144,10 @@ class _Connection(web.RequestHandler):
         """Log an error of aiohttp, but not of a body that nobody reads on: its request has been answered."""
         if not isinstance(kw.get("exc_info"), UNREADABLE_BODY):
             super().log_exception(*args, **kw)
+
+
+def _is_broken(body: StreamReader) -> bool:
+    return isinstance(body.exception(), UNREADABLE_BODY)
 
 
 class _Refusal(NamedTuple):
@@ -132,7 +164,9 @@ _TOO_LONG: Final = _Refusal(
     431, "header_too_large", f"the request line or a header has more than {MAX_HEADER_BYTES} bytes: send less"
 )
 _UNREADABLE: Final = _Refusal(
-    400, "invalid_http", "this is no request of HTTP/1.1: check its first line, its headers, and that it has one length"
+    400,
+    "invalid_http",
+    f"this is no request of HTTP/1.1: check its first line, its headers (at most {MAX_HEADERS}) and its one length",
 )
 
 

@@ -97,7 +97,13 @@ def model_not_found(name: str) -> RequestError:
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a worker's response headers for the client; `added` replace those of the same name."""
     left_out = _NOT_RELAYED.union(added)
-    return [(name, value) for name, value in answer.items() if name.lower() not in left_out] + list(added.items())
+    kept = [
+        (name, value)
+        for name, value in answer.items()
+        # Which pages may read an answer, the policy says.
+        if (lower := name.lower()) not in left_out and not lower.startswith("access-control-")
+    ]
+    return kept + list(added.items())
 
 
 def error_body(message: str, kind: str, code: str, param: str | None = None) -> bytes:

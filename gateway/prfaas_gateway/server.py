@@ -119,6 +119,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
                 async with _listening(config, parts, context) as running:
                     yield running
             finally:
+                context.close()
                 await asyncio.to_thread(tracing.close)
 
 
@@ -188,7 +189,7 @@ class PublicApp:
         parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
 
     def build(self) -> web.Application:
-        app = web.Application(client_max_size=self._parts.limits.request_bytes)
+        app = web.Application(client_max_size=self._parts.limits.request_bytes, middlewares=[self._unserved])
         for path in API_ROUTES:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
@@ -200,7 +201,6 @@ class PublicApp:
         app.router.add_get("/health", self._readyz)  # vLLM's name, which clients and routers ask for
         app.router.add_get("/metrics", self._show_metrics)
         Dashboard(self._state, self._parts.history).add_to(app, self._for_clients)
-        app.router.add_route("*", "/{path:(?s:.*)}", self._unknown)
         app.on_response_prepare.append(self._close_while_draining)
         return app
 
@@ -254,23 +254,25 @@ class PublicApp:
             body=generate_latest(self._parts.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    async def _unknown(self, request: web.Request) -> web.Response:
-        methods = {one for each in request.app.router.resources() for one in (await each.resolve(request))[1]} - {"*"}
-        if methods:
-            allowed = ", ".join(sorted(methods))
-            error = RequestError(
-                f"{request.path} takes {allowed}, not {request.method}", status=405, code="method_not_allowed"
-            )
-            response = error_response(error, request.path)
+    @web.middleware
+    async def _unserved(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer what no route serves, also if it has no path, as `CONNECT` and `OPTIONS *`."""
+        try:
+            return await handler(request)
+        except web.HTTPMethodNotAllowed as error:
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"{request.path} takes {allowed}, not {request.method}"
+            response = error_response(RequestError(message, status=405, code="method_not_allowed"), request.path)
             response.headers["Allow"] = allowed
             return response
-        served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
-        message = f"there is no {request.method} {request.path}; this gateway serves {served}"
-        return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
+        except web.HTTPNotFound:
+            served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
+            message = f"there is no {request.method} {request.path}; this gateway serves {served}"
+            return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
 
 
 class Cors:
-    """Lets pages of some origins call from a browser, without its credentials: a key is a header of the page."""
+    """Lets pages of some origins call the API from a browser, without credentials: a key is a header of the page."""
 
     def __init__(self, origins: Set[str]):
         self._origins = origins
@@ -280,10 +282,12 @@ class Cors:
         app.on_response_prepare.append(self._allow)
 
     def _allowed(self, request: web.Request) -> str:
-        """Return the allowed origin of a request; empty if there is none."""
+        """Return the origin whose pages may read the answer; empty if none may."""
+        if request.path not in API_ROUTES and not request.path.startswith("/v1/models"):
+            return ""
+        if "*" in self._origins:
+            return "*"  # also without an origin: a cache may give the answer to a page
         origin = request.headers.get("Origin", "")
-        if origin and "*" in self._origins:
-            return "*"
         return origin if origin in self._origins else ""
 
     @web.middleware

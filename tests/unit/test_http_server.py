@@ -1,6 +1,8 @@
 """What aiohttp's parser refuses is one quiet line in the log and an error in OpenAI's form; old connections do end."""
 
+import asyncio
 import gzip
+import http.client
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -8,10 +10,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 from tests.serving import send_bytes
 
 from prfaas.errors import MAX_WORDS, RequestError
-from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, unreadable_body
+from prfaas.http_server import MAX_HEADERS, UNREADABLE_BODY, PublicRunner, error_body, unreadable_body
 
 pytestmark = pytest.mark.system
 
@@ -36,7 +39,7 @@ def head(*headers: str, length: int | None = len(BODY)) -> bytes:
 
 @asynccontextmanager
 async def listening(runner: Runner = public) -> AsyncIterator[int]:
-    """Serve one route that reads its body, and one that streams; give the port."""
+    """Serve a route that reads its body, one that streams, one that is slow and one that fails; give the port."""
 
     async def read(request: web.Request) -> web.Response:
         try:
@@ -51,9 +54,19 @@ async def listening(runner: Runner = public) -> AsyncIterator[int]:
         await response.write(b"data: 1\n\n")
         return response
 
+    async def wait(_request: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.Response()
+
+    async def fail(request: web.Request) -> web.StreamResponse:
+        await stream(request)
+        raise BadHttpMessage("what it read was none")
+
     app = web.Application()
     app.router.add_post("/v1/x", read)
     app.router.add_get("/stream", stream)
+    app.router.add_get("/slow", wait)
+    app.router.add_get("/fails", fail)
     made = runner(app)
     await made.setup()
     try:
@@ -117,6 +130,75 @@ async def test_what_cannot_be_read_is_an_openai_error_and_one_line_without_it(na
     assert [(one.levelname, one.exc_info) for one in lines] == [("WARNING", None)] * (code != "invalid_request")
     assert SECRET not in caplog.text
     assert "yyyy" not in caplog.text
+
+
+CHUNKS = head("Transfer-Encoding: chunked", length=None)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_body_that_breaks_right_behind_its_head_is_answered(turns):
+    """Wherever the server is: aiohttp calls the handler some turns of the loop after the head has arrived."""
+    async with listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKS)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        writer.write(b"ZZZ\r\n")
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+    assert answer.split(b" ")[1] == b"400"
+
+
+async def test_a_body_that_breaks_behind_another_request_is_answered_after_that():
+    before = b"GET /slow HTTP/1.1\r\nHost: g\r\n\r\n"
+    async with listening() as port:
+        answer = await send_bytes(port, before + CHUNKS, b"3\r\nabc\r\n", b"ZZZ\r\n")
+    assert [one.split(b" ")[0] for one in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+
+
+BROKEN = {
+    "a long header": ({"X-Long": "y" * 40_000}, 431),
+    "two lengths": ({"Content-Length": "9", "content-length": "8"}, 400),
+    "zstd": ({"Content-Encoding": "zstd"}, 415),
+    "an unknown encoding": ({"Content-Encoding": "rot13"}, 415),
+    "a broken gzip": ({"Content-Encoding": "gzip"}, 400),
+    "a broken chunk": ({"Transfer-Encoding": "chunked"}, 400),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(name):
+    sent, status = BROKEN[name]
+
+    def ask(port: int) -> tuple[int, dict]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.request("POST", "/v1/x", bytes(8 << 20), sent)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    async with listening() as port:
+        got, document = await asyncio.to_thread(ask, port)
+    assert (got, set(document)) == (status, {"error"})
+
+
+async def test_an_answer_that_has_begun_is_not_followed_by_another():
+    async with listening() as port:
+        answer = await send_bytes(port, b"GET /fails HTTP/1.1\r\nHost: g\r\n\r\n")
+    assert answer.count(b"HTTP/1.") == 1
+    assert b"error" not in answer
+
+
+async def test_a_request_has_no_more_than_so_many_headers_and_the_refusal_names_their_number():
+    others = head().count(b"\r\n") - 2
+    allowed, refused = ([f"X-{number}: y" for number in range(MAX_HEADERS - others + more)] for more in (0, 1))
+    async with listening() as port:
+        served = await send_bytes(port, head(*allowed) + BODY)
+        answer = await send_bytes(port, head(*refused) + BODY)
+    assert b" 200 OK\r\n" in served
+    assert f"at most {MAX_HEADERS}" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["a long header", "two lengths", "zstd", "a broken gzip"])

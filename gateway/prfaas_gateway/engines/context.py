@@ -1,4 +1,4 @@
-"""The longest context of the served model, as an instance tells it in its model list (`max_model_len`).
+"""The longest context of the served model, as instances tell it in their model lists (`max_model_len`).
 
 Clients size their prompts by it. TensorRT-LLM and Dynamo do not tell it.
 """
@@ -15,12 +15,10 @@ from prfaas_gateway.upstream import Upstream
 
 ANSWER_SECONDS: Final = 5.0
 LIST_SECONDS: Final = 2.0
-"""For how long a client's model list waits for an instance."""
+"""For how long a client's model list waits for the instances, while nothing is known."""
 ANSWER_BYTES: Final = 1 << 20
 KNOWN_SECONDS: Final = 60.0
 RETRY_SECONDS: Final = 5.0
-ASKED: Final = 2
-"""Instances to ask in turn."""
 
 
 class _Card(msgspec.Struct):
@@ -45,39 +43,53 @@ async def read_context(upstream: Upstream, instance: Instance, model: str) -> in
         cards = msgspec.json.decode(body, type=_Cards).data
     except UNREADABLE:
         return None
-    return next((one.max_model_len for one in cards if one.id == model and one.max_model_len), None)
+    told = (one.max_model_len for one in cards if one.id == model)
+    return next((tokens for tokens in told if tokens and tokens > 0), None)
 
 
 class ModelContext:
-    """The longest context at the decode instances, as one of them told it last."""
+    """The longest context that every decode instance takes, as they told it last."""
 
     def __init__(self, state: GatewayState, upstream: Upstream):
         self._state = state
         self._upstream = upstream
-        self._lock = asyncio.Lock()
         self._model = ""
         self._tokens: int | None = None
         self._due_seconds = 0.0
+        self._asking: asyncio.Task[None] | None = None
 
     async def tokens(self, model: str) -> int | None:
-        """Return the longest context of the table's model; None if no instance has told it."""
-        async with self._lock:
-            now_seconds = self._state.clock()
-            if model != self._model:
-                self._model, self._tokens, self._due_seconds = model, None, now_seconds
-            if now_seconds >= self._due_seconds:
-                found = await self._ask(model)
-                self._tokens = found or self._tokens
-                self._due_seconds = self._state.clock() + (KNOWN_SECONDS if found else RETRY_SECONDS)
-            return self._tokens
+        """Return the longest context of the table's model; None if no instance has told it.
 
-    async def _ask(self, model: str) -> int | None:
-        instances = [one for one in self._state.decode_instances() if not self._state.is_ejected(one.name)]
-        for one in instances[:ASKED]:
-            try:
-                async with asyncio.timeout(LIST_SECONDS):
-                    if found := await read_context(self._upstream, one, model):
-                        return found
-            except (PrfaasError, TimeoutError):
-                continue
-        return None
+        A number that is known comes at once, and is renewed behind that.
+        """
+        if model != self._model:
+            self.close()
+            self._model, self._tokens, self._due_seconds = model, None, self._state.clock()
+        is_asking = self._asking is not None and not self._asking.done()
+        if not is_asking and self._state.clock() >= self._due_seconds:
+            self._asking = asyncio.create_task(self._ask(model))
+        if self._tokens is None and self._asking is not None:
+            await asyncio.wait({self._asking})  # a caller that leaves does not end it
+        return self._tokens
+
+    def close(self) -> None:
+        """Ask no more for the present model."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+
+    async def _ask(self, model: str) -> None:
+        """Ask all living decode instances, at once."""
+        living = (one for one in self._state.decode_instances() if not self._state.is_ejected(one.name))
+        told = await asyncio.gather(*(self._told(one, model) for one in living))
+        least = min(filter(None, told), default=None)
+        self._tokens = least or self._tokens
+        self._due_seconds = self._state.clock() + (KNOWN_SECONDS if least else RETRY_SECONDS)
+
+    async def _told(self, instance: Instance, model: str) -> int | None:
+        try:
+            async with asyncio.timeout(LIST_SECONDS):
+                return await read_context(self._upstream, instance, model)
+        except (PrfaasError, TimeoutError):
+            return None

@@ -37,7 +37,7 @@ async def test_a_page_may_ask_and_call_and_read_what_it_gets(world, origins, tmp
     refused = await ask(world, "POST", CHAT, json=body)
     called = await ask(world, "POST", CHAT, json=body, headers={"x-api-key": "sk-0123456789abcdef"})
     assert (refused.status, called.status) == (401, 200), "a browser asks without a key, and calls with one"
-    for answer in (asked, refused, called, await ask(world, "GET", "/v2")):
+    for answer in (asked, refused, called, await ask(world, "GET", "/v1/models/other"), await ask(world, "GET", CHAT)):
         assert answer.headers["Access-Control-Allow-Origin"] == shown
         assert "Access-Control-Allow-Credentials" not in answer.headers
     assert headers.REQUEST_ID in called.headers["Access-Control-Expose-Headers"]
@@ -56,10 +56,37 @@ async def test_no_other_page_may(world, origins, origin):
     assert not any(name.lower().startswith("access-control") for name in (*asked.headers, *called.headers))
 
 
-async def test_a_client_that_is_no_page_sees_nothing_of_it(world):
-    await world.start("d0", cors_origins="*")
+@pytest.mark.parametrize(("origins", "shown"), [(ORIGIN, None), ("*", "*")])
+async def test_a_cache_that_has_the_answer_to_a_client_that_is_no_page_may_give_it_to_the_right_pages(
+    world, origins, shown
+):
+    await world.start("d0", cors_origins=origins)
     got = await world.get("/v1/models")
-    assert not any(name.startswith("access-control") for name in got.headers)
+    assert got.headers.get("access-control-allow-origin") == shown
+    assert ("vary" in got.headers) == (shown is None), "either all pages may have it, or each asks for itself"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/ui/", "/ui/state", "/healthz", "/v2"])
+async def test_pages_read_the_api_and_nothing_else(world, path):
+    await world.start("d0", cors_origins="*")
+    asked = await ask(world, "OPTIONS", path, headers=ASKING)
+    called = await ask(world, "GET", path)
+    assert asked.status in (404, 405)
+    assert not any(name.lower().startswith("access-control") for name in (*asked.headers, *called.headers))
+
+
+@pytest.mark.parametrize("origins", ["", ORIGIN])
+async def test_an_engine_does_not_say_which_pages_may_read_its_answers(world, origins):
+    await world.start("d0", cors_origins=origins)
+    told = {"Access-Control-Allow-Origin": "*", "Access-Control-Allow-Credentials": "true"}
+
+    async def reply(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.json_response({}, headers=told)
+
+    world.workers["d0"].reply = reply
+    got = await ask(world, "POST", CHAT, json={"model": "m", "messages": []})
+    assert got.headers.getall("Access-Control-Allow-Origin", []) == ([ORIGIN] if origins else [])
+    assert "Access-Control-Allow-Credentials" not in got.headers
 
 
 async def test_a_stream_reaches_a_page_and_asks_proxies_not_to_hold_it_back(world):

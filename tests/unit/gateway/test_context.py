@@ -1,10 +1,12 @@
 """The gateway passes on what the engines tell: the longest context, token ids of texts, and whether it can serve."""
 
+import asyncio
 import json
 
 import msgspec
 import pytest
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas.wire import headers
 from prfaas_gateway.engines import context
@@ -64,12 +66,66 @@ async def test_an_instance_is_asked_once_in_a_while_and_its_answer_outlives_it(w
     assert [one["max_model_len"] for one in await cards(world)] == [4096, 4096]
 
 
-async def test_the_second_instance_is_asked_if_the_first_is_dead(world):
-    await world.start("d0", "d1")
-    for one in world.workers.values():
-        one.reply = listing(CARD)
+async def test_dead_and_silent_instances_hide_no_other(world):
+    await world.start("d0", "d1", "d2", "d3")
+    world.workers["d1"].reply = listing({"id": "m"})
+    world.workers["d2"].reply = listing(CARD | {"max_model_len": -1})
+    world.workers["d3"].reply = listing(CARD)
     await world.workers["d0"].stop()
     assert [one["max_model_len"] for one in await cards(world)] == [4096, 4096]
+
+
+async def test_the_list_has_the_least_context_of_the_decode_instances(world):
+    await world.start("d0", "d1")
+    world.workers["d0"].reply = listing(CARD | {"max_model_len": 8192})
+    world.workers["d1"].reply = listing(CARD)
+    assert [one["max_model_len"] for one in await cards(world)] == [4096, 4096]
+
+
+@pytest.mark.system
+async def test_a_known_context_comes_at_once_and_is_renewed_behind_that(world, monkeypatch):
+    monkeypatch.setattr(context, "KNOWN_SECONDS", 0.0)
+    await world.start("d0")
+    world.workers["d0"].reply = listing(CARD)
+    assert (await cards(world))[0]["max_model_len"] == 4096
+    answers = asyncio.Event()
+
+    async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        await answers.wait()
+        return web.json_response({"data": [CARD | {"max_model_len": 2048}]})
+
+    world.workers["d0"].reply = hang
+    monkeypatch.setattr(context, "LIST_SECONDS", 60.0)
+    monkeypatch.setattr(context, "ANSWER_SECONDS", 60.0)
+    async with asyncio.timeout(30):
+        assert (await cards(world))[0]["max_model_len"] == 4096, "no answer to wait for"
+    answers.set()
+
+    async def is_renewed() -> bool:
+        return (await cards(world))[0]["max_model_len"] == 2048
+
+    await eventually_async(is_renewed, "the new number is known")
+
+
+@pytest.mark.system
+async def test_a_client_that_leaves_does_not_stop_the_question(world):
+    asked: list[int] = []
+    await world.start("d0")
+    answers = asyncio.Event()
+
+    async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        asked.append(1)
+        await answers.wait()
+        return web.json_response({"data": [CARD]})
+
+    world.workers["d0"].reply = hang
+    leaving = asyncio.create_task(world.get("/v1/models"))
+    await eventually_async(lambda: bool(asked), "the instance is asked")
+    leaving.cancel()
+    await world.get("/healthz")  # so that the gateway has seen it leave
+    answers.set()
+    assert [one["max_model_len"] for one in await cards(world)] == [4096, 4096]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("engine", ["prfaas", "vllm-prfaas"])

@@ -66,6 +66,16 @@ async def test_an_unknown_path_is_404_in_openai_form(world):
         assert (got.status, got.json["error"]["code"]) == (404, "unknown_url")
 
 
+@pytest.mark.system
+@pytest.mark.parametrize("target", ["CONNECT a:1", "OPTIONS *"])
+async def test_a_request_without_a_path_is_404_in_openai_form(world, target):
+    await world.start("d0")
+    raw = f"{target} HTTP/1.1\r\nHost: a:1\r\nConnection: close\r\n\r\n".encode()
+    head, _, body = (await send_bytes(world.running.port, raw)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 404 ")
+    assert msgspec.json.decode(body)["error"]["code"] == "unknown_url"
+
+
 async def test_another_method_gets_405_and_the_allowed_ones(world):
     await world.start("d0")
     for got, allowed in (
