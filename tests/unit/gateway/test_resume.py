@@ -128,7 +128,7 @@ async def test_a_stream_of_an_earlier_worker_is_clean_and_does_not_continue(worl
     got = await world.post(BODY)
     shown, _, _ = got.body.partition(b'data: {"error"')
     assert broken(got.body)["code"] == "stream_broken"
-    assert shown.rstrip(b"\n") == split_comments(STREAM)[0][: LENGTH // 3].rstrip(b"\n")
+    assert split_comments(STREAM)[0].startswith(shown.rstrip(b"\n"))
     assert not world.workers["d1"].seen
 
 
