@@ -12,4 +12,5 @@ def connect(kubeconfig: Kubeconfig) -> KubeSession:
         certificate=user.certificate.decode(),
         key=user.key.decode(),
         ca_cert_data=kubeconfig.authority.decode(),
+        connection_pool_maxsize=0,  # unlimited: a node's pods ask all at once
     )

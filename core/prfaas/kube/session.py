@@ -31,6 +31,8 @@ _NOT_OF_YAML = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]|\xef\xbb\xb
 """Characters in UTF-8 that JSON may hold as they are, and that YAML refuses or takes for the end of a line."""
 DEFAULT_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 4.0
+CONNECTIONS = 32
+"""Each watch holds one, and reconciles of different objects run side by side. The package would allow 100."""
 MAX_ANSWER_BYTES = 64 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
 MAX_REFUSAL_BYTES = 1 << 20
@@ -118,6 +120,7 @@ class KubeSession:
         **settings: Any,
     ):
         self.authorization = authorization
+        settings.setdefault("connection_pool_maxsize", CONNECTIONS)
         self.configuration = Configuration(
             server.rstrip("/"),
             # The environment's proxies and ~/.netrc are for no API server but those of a person's kubeconfig.

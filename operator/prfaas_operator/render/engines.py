@@ -1,9 +1,9 @@
 """Containers of engines as instances of a pool: command, flags, variables and ports.
 
 The flags for cache transfers and cache events are set here, under the engines' own documented names. A pool's
-`engine.args` come last. vLLM is in `vllm`, our own worker in `worker`. SGLang and TensorRT-LLM transfer caches over
-connections that they open between themselves, without our data port and our certificates. Their default is RDMA, which
-ends at a datacenter's border, so TCP is rendered unless a pool asks for RDMA.
+`engine.args` come last. vLLM is in `vllm`. SGLang and TensorRT-LLM transfer caches over connections that they open
+between themselves, without our data port and our certificates. Their default is RDMA, which ends at a datacenter's
+border, so TCP is rendered unless a pool asks for RDMA.
 """
 
 import json
@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from prfaas import names
+from prfaas.api import PrefillPool
 from prfaas.wire.routes import EngineName
 from prfaas_operator.plan.pool_status import PoolObject, role_of
-from prfaas_operator.render import vllm, worker
-from prfaas_operator.render.common import TMP_PATH, words
+from prfaas_operator.render import vllm
+from prfaas_operator.render.certificates import TLS_DIR_ARGS
+from prfaas_operator.render.common import EGRESS_FILE, TMP_PATH, words
 from prfaas_operator.render.launch import Start, StartTerms, cache_events, event_ports, json_values, parallel_flags
 
 UCX_TCP: Final = vllm.UCX_TCP
@@ -31,6 +33,28 @@ def start(pool: PoolObject, terms: StartTerms) -> Start:
 def asks_for_rdma(pool: PoolObject) -> bool:
     transfer = pool.spec.engine.transfer
     return transfer is not None and transfer.protocol == "Rdma"
+
+
+def _prfaas(pool: PoolObject, _: StartTerms) -> Start:
+    """Return how an instance of our worker starts."""
+    spec = pool.spec
+    flags = {
+        "--model-source": spec.model.source,
+        "--model-name": spec.model.name,
+        "--host": "$(POD_IP)",
+        "--api-port": str(names.WORKER_API_PORT),
+        "--data-port": str(names.WORKER_DATA_PORT),
+        "--instance": "$(POD_NAME)",
+        "--cluster": spec.cluster_name or names.HUB,
+        "--pool": pool.metadata.name,
+        "--role": role_of(pool),
+        "--drain-seconds": str(spec.drain_seconds),
+    }
+    if isinstance(pool, PrefillPool):
+        flags["--egress-file"] = EGRESS_FILE
+    ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
+    arguments = [*words(flags), *spec.engine.args]
+    return Start(["prfaas-worker"], arguments, {}, ports, health_path="", tls_args=TLS_DIR_ARGS)
 
 
 def _sglang(pool: PoolObject, _: StartTerms) -> Start:
@@ -91,7 +115,7 @@ def _dynamo(pool: PoolObject, _: StartTerms) -> Start:
 
 
 STARTS: Final[Mapping[EngineName, Callable[[PoolObject, StartTerms], Start]]] = {
-    "prfaas": worker.start,
+    "prfaas": _prfaas,
     "vllm-prfaas": vllm.start_with_ours,
     "vllm-nixl": vllm.start_with_nixl,
     "vllm-mooncake": vllm.start_with_mooncake,

@@ -15,7 +15,7 @@ from aiohttp import web
 from prfaas import identity
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef, StatusError
-from prfaas.kube.session import CONFIG_MAP, encode_body, token_of_file
+from prfaas.kube.session import CONFIG_MAP, CONNECTIONS, encode_body, token_of_file
 
 REF = ObjectRef(CONFIG_MAP, "n", "p-routes")
 
@@ -117,6 +117,28 @@ async def test_a_session_after_its_end_is_a_bug(api):
         await session.call("GET", REF.path)
     with pytest.raises(InternalError):
         await session.call("GET", REF.path)
+
+
+async def test_a_session_opens_so_many_connections_and_no_more(api, session):
+    waiting = 0
+    all_wait = asyncio.Event()
+
+    async def hold(_request: web.Request) -> web.Response:
+        nonlocal waiting
+        waiting += 1
+        if waiting == CONNECTIONS:
+            all_wait.set()
+        await asyncio.Event().wait()
+        raise AssertionError("it waits until its client leaves")
+
+    api.misbehave += [hold] * (CONNECTIONS + 1)
+    calls = [asyncio.create_task(session.call("GET", REF.path)) for _ in range(CONNECTIONS + 1)]
+    await all_wait.wait()
+    await asyncio.sleep(0)
+    assert waiting == CONNECTIONS
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def test_a_session_that_ended_before_its_first_call_makes_none(api, session):
