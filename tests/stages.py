@@ -21,6 +21,7 @@ STAGES: Final = ("gate", "system", "quiet", "vllm", "kind")
 BESIDE_OTHERS: Final = ("gate", "system")
 FOLDERS: Final = {
     "tests/chart/": "system",
+    "tests/clients/": "quiet",
     "tests/clusters/": "system",
     "tests/faults/": "system",
     "tests/sandbox/": "system",

@@ -332,24 +332,35 @@ class StreamLog:
 class AnswerTail:
     """The end of an answer: at least its last TAIL_BYTES, and the whole line that they begin in.
 
-    A line of more than MAX_HELD_BYTES is not kept.
+    A line of more than MAX_HELD_BYTES is not kept. Pieces are joined some at a time: there is one for every event.
     """
 
     def __init__(self):
         # At first as at the end of an event.
-        self._bytes = bytearray(b"\n\n")
+        self._pieces = [b"\n\n"]
+        self._pieces_bytes = 0
+        self._joined = bytearray()
 
     def add(self, piece: bytes) -> None:
-        kept = self._bytes
-        kept += piece
-        if len(kept) > 2 * TAIL_BYTES and b"\n" in piece:
+        self._pieces.append(piece)
+        self._pieces_bytes += len(piece)
+        if self._pieces_bytes > 8 * TAIL_BYTES:
+            self._join()
+
+    def read(self) -> bytes:
+        self._join()
+        return bytes(self._joined)
+
+    def _join(self) -> None:
+        kept, added = self._joined, b"".join(self._pieces)
+        self._pieces.clear()
+        self._pieces_bytes = 0
+        kept += added
+        if len(kept) > 2 * TAIL_BYTES and b"\n" in added:
             del kept[: kept.rfind(b"\n", 0, -TAIL_BYTES) + 1]
         if len(kept) > MAX_HELD_BYTES:
             # What follows is the rest of a line, and must not pass for a whole one.
             kept[:-2] = b"?"
-
-    def read(self) -> bytes:
-        return bytes(self._bytes)
 
 
 class StallTimer:

@@ -11,7 +11,7 @@ AGENT: Final = "pydantic-ai"
 STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True}}
 SHORT: Final = {"max_tokens": 12, "temperature": 0}
 HELLO: Final = [{"role": "user", "content": "hello"}]
-CALL: Final = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"city": "Paris"}'}}
+CALL: Final = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"city":"Paris"}'}}
 HISTORY: Final = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What time is it?"},

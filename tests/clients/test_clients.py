@@ -19,8 +19,6 @@ from .cases import HELLO, OFFLOADED, STREAMED, Case, ask_plainly, make_cases
 from .install import OLD_GO
 from .programs import Clients, find_differences
 
-pytestmark = pytest.mark.quiet
-
 CASES = make_cases(drawn={"seed": 5})
 OFFLOADS = 'prfaas_gateway_requests_total{decision="offload",outcome="ok"}'
 ENDLESS = Case(
