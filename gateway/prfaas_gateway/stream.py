@@ -267,12 +267,18 @@ class StreamLog:
         at = piece.find(COMMENT)
         # One comment, at the end: as nearly always.
         if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
-            self._keep(piece[at:])
-            return piece[:at]
-        return self._take_parts(piece)
+            events, comments = piece[:at], piece[at:]
+        else:
+            events, comments = self._take_parts(piece)
+        if comments:
+            self.pieces += 1
+            self._comments += comments
+            if len(self._comments) > MAX_LOG_BYTES:
+                self._is_too_long, self._comments = True, bytearray()
+        return events
 
-    def _take_parts(self, piece: bytes) -> bytes:
-        """Take a piece of any other form: with several comments, with none, or with a part of something."""
+    def _take_parts(self, piece: bytes) -> tuple[bytes, bytes]:
+        """Return events and comments of a piece of any other form: several comments, none, or a part of something."""
         if piece.endswith(DONE):
             self.is_whole = True
         else:
@@ -280,16 +286,7 @@ class StreamLog:
             piece, self._held = piece[:cut], piece[cut:]
             if len(self._held) > MAX_HELD_BYTES:
                 raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
-        events, comments = split_comments(piece)
-        if comments:
-            self._keep(comments)
-        return events
-
-    def _keep(self, comments: bytes) -> None:
-        self.pieces += 1
-        self._comments += comments
-        if len(self._comments) > MAX_LOG_BYTES:
-            self._is_too_long, self._comments = True, bytearray()
+        return split_comments(piece)
 
     def worker_died(self) -> None:
         """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
@@ -344,7 +341,7 @@ class AnswerTail:
     def add(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self._pieces_bytes += len(piece)
-        if self._pieces_bytes > 8 * TAIL_BYTES:
+        if self._pieces_bytes > 2 * TAIL_BYTES:
             self._join()
 
     def read(self) -> bytes:
