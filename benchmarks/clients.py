@@ -22,6 +22,7 @@ from benchmarks.report import Figure, run, say
 from tests.vllm.gateways import gateway, table_of
 from tests.vllm.workers import worker_processes
 
+from prfaas.errors import ConfigError
 from prfaas_sandbox.cache.install import find_uv
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
@@ -100,6 +101,8 @@ Chosen = Annotated[list[str] | None, typer.Argument(help=f"Some of {', '.join(TO
 
 
 def figures(tools: Chosen = None) -> Iterator[Figure]:
+    if unknown := set(tools or ()) - set(TOOLS):
+        raise ConfigError(f"no load generator is called {min(unknown)}: want some of {', '.join(TOOLS)}")
     for name in tools or TOOLS:
         with tempfile.TemporaryDirectory() as made, worker_processes(MODEL, Path(made)) as start:
             source, destination = (worker.wait_ready() for worker in (start(), start()))

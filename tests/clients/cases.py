@@ -18,10 +18,11 @@ HISTORY: Final = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "noon"},
 ]
+REFUSED: Final = "refused"
 OFFLOADED: Final = "offloaded"
 """How the names of cases begin whose prompt is prefilled in the other cluster."""
 LONG: Final = [{"role": "user", "content": " ".join(f"Line {number} says {number**2}." for number in range(120))}]
-"""2,400 characters, each a token of the models that ship along."""
+"""2,263 characters, each a token of the models that ship along."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,18 @@ class Case(NamedTuple):
         """Whether a client can ask for it: an agent chats, and its answer is one choice."""
         return client != AGENT or (self.api == "chat" and "n" not in self.body)
 
+    def check(self, plain: Seen) -> None:
+        """Raise AssertionError if an answer is not what the case asks for."""
+        if self.name == REFUSED:
+            assert plain.status == 400, plain
+            return
+        assert (plain.status, len(plain.choices)) == (200, self.body.get("n", 1)), plain
+        assert plain.usage, plain
+        assert min(plain.usage) > 0, plain
+        for one in plain.choices:
+            assert one["finish_reason"] in ("stop", "length"), plain
+            assert bool(one["tokens"]) == ("logprobs" in self.body), plain
+
     def make_request(self) -> dict[str, Any]:
         """Return what a program is sent: a request of which nothing is cached."""
         extra = self.extra | {"cache_salt": secrets.token_hex(8)}
@@ -73,7 +86,7 @@ def make_cases(drawn: dict[str, Any]) -> tuple[Case, ...]:
         Case("past calls streamed", SHORT | STREAMED | {"messages": HISTORY}),
         Case("completions", SHORT | {"prompt": "def main(", "logprobs": 1}, "completions"),
         Case("completions streamed", two | STREAMED | {"prompt": "def main(", "logprobs": 1}, "completions"),
-        Case("refused", STREAMED | {"messages": HELLO, "temperature": -1}),
+        Case(REFUSED, STREAMED | {"messages": HELLO, "temperature": -1}),
         Case(OFFLOADED, SHORT | {"messages": LONG}),
         Case(f"{OFFLOADED} streamed", SHORT | STREAMED | {"messages": LONG}),
     )

@@ -9,13 +9,13 @@ from ..unit.worker.conftest import Worker
 from .programs import Clients, client_programs
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     with client_programs(tmp_path_factory.mktemp("clients")) as started:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Worker]]:
     """A decode worker to be lost, one that stays, and a prefill instance. Their steps are equally long: measured ones
     may differ, and then two answers differ in the last bits."""

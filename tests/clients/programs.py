@@ -7,11 +7,12 @@ A program runs as long as its client is tested, as the processes of users do: co
 """
 
 import json
+import os
 import queue
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,32 @@ class ClientProgram:
 
     def __init__(self, name: str, command: Sequence[str | Path], log: Path):
         self.name = name
+        self._command = command
         self._log = log
+        self._start()
+
+    def _start(self) -> None:
+        self._is_asked = False
         self._lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        with log.open("wb") as errors:
+        with self._log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [*ends_with_us(), *command],
+                [*ends_with_us(), *self._command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                env=os.environ | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"},
                 start_new_session=True,
             )
-        self._reader = threading.Thread(target=self._read, name=f"reads {name}", daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(self._lines,), name=f"reads {self.name}", daemon=True)
         self._reader.start()
 
     def begin(self, url: str, case: Case) -> None:
         """Send a request; where it is streamed, wait for the first chunk. `end` has to follow."""
+        if self._is_asked:  # an answer that nobody waited for must not pass for the next one
+            self.stop()
+            self._start()
+        self._is_asked = True
         assert self._process.stdin
         self._process.stdin.write(json.dumps(case.make_request() | {"url": f"{url}/v1"}) + "\n")
         self._process.stdin.flush()
@@ -54,7 +65,9 @@ class ClientProgram:
 
     def end(self, case: Case) -> Seen:
         """Return what the client saw of the request that was begun."""
-        return Seen(**self._next(case))
+        seen = Seen(**self._next(case))
+        self._is_asked = False
+        return seen
 
     def ask(self, url: str, case: Case) -> Seen:
         self.begin(url, case)
@@ -66,18 +79,19 @@ class ClientProgram:
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
-            pipe.close()
+            with suppress(BrokenPipeError):  # it may have ended before it read a request
+                pipe.close()
 
     def _next(self, case: Case) -> dict[str, Any]:
         line = take_next(self._lines, f"{self.name} says what it saw of {case.name!r}")
         assert line is not None, f"{self.name} has ended; its last lines:\n{tail(self._log)}"
         return line
 
-    def _read(self) -> None:
+    def _read(self, lines: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            self._lines.put(json.loads(line))
-        self._lines.put(None)
+            lines.put(json.loads(line))
+        lines.put(None)
 
 
 Clients = tuple[ClientProgram, ...]
@@ -99,8 +113,12 @@ def client_programs(folder: Path) -> Iterator[Clients]:
 
 
 def find_differences(clients: Clients, url: str, case: Case) -> dict[str, Seen]:
-    """Return what a plain request gets and what those clients saw that saw something else; nothing if none did."""
+    """Return what a plain request gets and what those clients saw that saw something else; nothing if none did.
+
+    Raises AssertionError if the plain request itself does not get what the case asks for.
+    """
     plain = ask_plainly(url, case)
+    case.check(plain)
     seen = {one.name: one.ask(url, case) for one in clients if case.suits(one.name)}
     least = 2 if case.is_streamed and plain.status == 200 else 0
     wrong = {name: one for name, one in seen.items() if one != plain or one.chunks < least}

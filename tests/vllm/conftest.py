@@ -52,9 +52,9 @@ def reference_engine(engine_host: EngineHost) -> Engine:
     return engine_host.start("reference").wait_ready()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def clients(vllm_logs: Path) -> Iterator[Clients]:
-    """OpenAI clients, which run as long as the session."""
+    """OpenAI clients, which run as long as the module."""
     with client_programs(vllm_logs) as started:
         yield started
 

@@ -1,5 +1,5 @@
-"""A server of vLLM that dies in the middle of streams: they continue at the other one, and nothing shows where, to real
-clients neither.
+"""A server of vLLM that dies in the middle of streams: they continue at the other one, and nothing shows where. Real
+clients get to the end, with the usage of the whole.
 
 In bf16 two batches may choose differently between tokens that are about as likely. So an answer is compared with the
 model itself: given the tokens before it, each one is the most likely, and usage and text fit the tokens.

@@ -320,6 +320,20 @@ def test_null_content_is_not_printed_as_a_word():
     template = "{% for m in messages %}{{ m.content }}" + CALLS
     assert rendered(template, USER, call(None, "{}")) == "a{}"
     assert as_sent(template, USER, call(None, "{}")) == "aNone{}"
+    assert rendered("None" + template, USER, call(None, "{}")) == "Nonea{}"
+
+
+def test_arguments_become_an_object_where_the_template_takes_no_text_and_shows_some_of_it():
+    template = "{% for m in messages %}{{ m.content }}" + CALLS.replace("arguments }}", "arguments.items() | length }}")
+    assert rendered(template, USER, call("", '{"a": 1, "b": 2}')) == "a2"
+    assert as_sent(template, USER, call("", '{"a": 1, "b": 2}')) == REFUSED
+
+
+def test_a_call_without_a_type_gets_it():
+    sent = call("", "{}")
+    del sent["tool_calls"][0]["type"]
+    template = "{% for m in messages %}{{ m.content }}" + CALLS.replace("c.function", "c.type + c.function")
+    assert rendered(template, USER, sent) == "afunction{}"
 
 
 def test_content_stays_as_it_was_sent_where_the_template_takes_both_forms():

@@ -72,6 +72,7 @@ class Past(NamedTuple):
         fitted = dict(call)
         if isinstance(function := call.get("function"), Mapping):
             fitted["function"] = self._call(function)
+            fitted.setdefault("type", "function")
         elif "name" in call:
             fitted["arguments"] = self._arguments(call.get("arguments"))
         if "id" in call:
@@ -101,14 +102,14 @@ def past_of(render: _Render) -> Past:
         past = _write_call(content, arguments, call_id)
         return render([*past, _write_answer("tool", call_id)]) or render(past)
 
-    def worth(content: str | None) -> tuple[bool, bool, bool]:
+    def worth(content: str | None) -> tuple[bool, bool, int]:
         found = render_call(content, text) + render_call(content, entries)
-        return _CALLED in found, found != "", "None" not in found
+        return _CALLED in found, found != "", -found.count("None")
 
     empties = {sent: max(sent, other, key=worth) for sent, other in ((None, ""), ("", None))}
     content = empties[""]
     by_text, by_object = render_call(content, text), render_call(content, entries)
-    shows_objects = _CALLED in by_object
+    shows_objects = _CALLED in by_object or bool(by_object and not by_text)
     takes_text = text in by_text or not shows_objects
     arguments = text if takes_text else entries
     past = _write_call(content, arguments, _ID)
