@@ -97,11 +97,11 @@ def counters() -> dict[str, Callable[[str], int]]:
 
 
 def size_of(body: bytes) -> PromptSize:
-    return measured(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), body)
+    return measured(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
 
 
-def measured(fields: Mapping[str, msgspec.Raw], body: bytes) -> PromptSize:
-    return prompt_size(prompt_values(fields, NAMES, body))
+def measured(fields: Mapping[str, msgspec.Raw]) -> PromptSize:
+    return prompt_size(prompt_values(fields, NAMES))
 
 
 def errors_percent(counted: Mapping[str, list[Counted]], vocabulary: str) -> dict[str, tuple[float, float]]:
@@ -143,7 +143,7 @@ def costs() -> Iterator[Figure]:
     }
     for name, (body, times) in bodies.items():
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        sizes = per_kb(partial(measured, fields, body), len(body), times)
+        sizes = per_kb(partial(measured, fields), len(body), times)
         decodes = per_kb(partial(msgspec.json.decode, body), len(body), times)
         yield Figure(name=name, value=sizes, unit="us/KB", rival="JSON decoding", rival_value=decodes)
 

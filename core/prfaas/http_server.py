@@ -39,7 +39,8 @@ def error_body(
 ) -> dict[str, Any]:
     """Return an error in OpenAI's form; without `kind` the status decides whose fault it is."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    readable = message.encode(errors="backslashreplace").decode()  # a path's stray bytes are halves of characters
+    return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
 
 
 def model_card(model: str, max_model_len: int | None) -> dict[str, Any]:
@@ -107,6 +108,10 @@ class _Connection(web.RequestHandler):
         if _is_broken(self._body):
             return  # to nowhere: it cannot be read
         super().data_received(data)
+        self._note_last()
+
+    def _note_last(self) -> None:
+        """Keep the body of the last request that was parsed; let the reader of a broken one know."""
         if not self._messages:
             return
         message, body = self._messages[-1]
@@ -124,6 +129,7 @@ class _Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response; if its request is broken, give the client time to read it."""
         finished = await super().finish_response(request, resp, start_time)
+        self._note_last()  # it parses what came behind a declined upgrade
         transport = self.transport
         if _is_broken(request.content) and transport is not None and not transport.is_closing():
             # A close with unread bytes is a reset, which takes the answer from a client that still sends.
@@ -172,7 +178,8 @@ _UNREADABLE: Final = _Refusal(
 
 def _refusal_of(error: HttpProcessingError) -> _Refusal:
     """Return our words for an error of the parser: its own quote the client."""
-    if isinstance(error, ContentEncodingError):
+    # Else it is a body of a known encoding, which breaks off.
+    if isinstance(error, ContentEncodingError) and "install" in error.message:
         return _UNKNOWN_ENCODING
     return _TOO_LONG if isinstance(error, LineTooLong) else _UNREADABLE
 

@@ -71,7 +71,7 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
-        values = prompt_values(fields, request.api.fields, request.body)
+        values = prompt_values(fields, request.api.fields)
         size = prompt_size(values)
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
         prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)

@@ -51,6 +51,8 @@ _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 Fields = Mapping[str, msgspec.Raw]
 """A body's top level: each field with its original text."""
+MAX_FIELDS: Final = 1000
+"""The most fields of a body, by far: each is kept until its answer ends, if engines of others need it."""
 _ABSENT: Final = msgspec.Raw()
 
 _PROMPT_FIELDS: Final = sorted(frozenset[str]().union(*(one.fields for one in API_ROUTES.values())) - {"model"})
@@ -285,6 +287,8 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     try:
         if every:
             fields = _every_field.decode(body)
+            if len(fields) > MAX_FIELDS:
+                raise RequestError(f"the request body has {len(fields)} fields, more than {MAX_FIELDS}: leave some out")
             _refuse_steering(fields)
             return _model.decode(fields.get("model", b"null")), fields
         known = _read_known(body)

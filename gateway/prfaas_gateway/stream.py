@@ -38,6 +38,8 @@ MAX_HELD_BYTES: Final = 4 << 20
 """Most bytes without a possible cut; a worker that sends more counts as dead."""
 MAX_LOG_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
 """Most bytes of comments, about 20 a token. The document of more would be too long, so they are not kept."""
+END_SECONDS: Final = 60.0
+"""How long a client may take to read the end of an answer."""
 TAIL_BYTES: Final = 1024
 """The last event with the usage ends within the last so many bytes of a stream."""
 
@@ -129,17 +131,24 @@ class AnswerStream:
         """
         try:
             await self._pump(answer, limits)
-            await self.response.write_eof()
         except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError(str(error)) from error
+            raise self._gone(error) from error
+        await self.end(b"")
 
     async def end(self, rest: bytes) -> None:
-        """End an answer that lacks only `rest`; raises ClientGoneError if the client left."""
+        """End an answer that lacks only `rest`; raises ClientGoneError if the client left, or does not read it."""
         try:
-            await self.response.write(rest)
-            await self.response.write_eof()
-        except (OSError, aiohttp.ClientError) as error:
-            raise ClientGoneError(str(error)) from error
+            async with asyncio.timeout(END_SECONDS):
+                await self.response.write(rest)
+                await self.response.write_eof()
+        except (OSError, aiohttp.ClientError) as error:  # TimeoutError is an OSError
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> ClientGoneError:
+        """Return the error for a client that is lost. Its connection goes with what it did not read."""
+        if self.http.transport is not None:
+            self.http.transport.abort()
+        return ClientGoneError(str(error))
 
     async def break_off(self, reason: str) -> None:
         """End the answer with an error: the worker's if there is one. Raises ClientGoneError if the client left."""

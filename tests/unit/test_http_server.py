@@ -5,6 +5,7 @@ import gzip
 import http.client
 import json
 import logging
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -77,6 +78,7 @@ async def listening(runner: Runner = public) -> AsyncIterator[int]:
 
 
 LONG = head(f"X-Long: {'y' * 40_000}")
+CUT_OFF = zlib.compress(BODY)[:6]
 UNREADABLE = {
     "a long header": ((LONG + BODY,), 431, "header_too_large"),
     "a long path": ((b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\nHost: g\r\n\r\n",), 431, "header_too_large"),
@@ -95,6 +97,7 @@ UNREADABLE = {
     "two such headers": ((head("Content-Encoding: br", "Content-Encoding: gzip") + BODY,), 415, "unsupported_encoding"),
     "an expectation": ((head("Expect: nonsense") + BODY,), 417, "expectation_failed"),
     "a broken gzip": ((head("Content-Encoding: gzip") + BODY,), 400, "invalid_request"),
+    "a deflate that is too short": ((head("Content-Encoding: deflate", length=6) + CUT_OFF,), 400, "invalid_request"),
     "a gzip that breaks later": (
         (
             head("Content-Encoding: gzip", "Transfer-Encoding: chunked", length=None),
@@ -153,6 +156,13 @@ async def test_a_body_that_breaks_behind_another_request_is_answered_after_that(
     before = b"GET /slow HTTP/1.1\r\nHost: g\r\n\r\n"
     async with listening() as port:
         answer = await send_bytes(port, before + CHUNKS, b"3\r\nabc\r\n", b"ZZZ\r\n")
+    assert [one.split(b" ")[0] for one in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
+
+
+async def test_a_body_that_breaks_behind_a_declined_upgrade_is_answered():
+    before = b"GET /stream HTTP/1.1\r\nHost: g\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
+    async with listening() as port:
+        answer = await send_bytes(port, before + CHUNKS, b"ZZZ\r\n")
     assert [one.split(b" ")[0] for one in answer.split(b"HTTP/1.1 ")[1:]] == [b"200", b"400"]
 
 

@@ -6,10 +6,11 @@ way of escaping: texts count as they are decoded, tools as a template would writ
 
 Each kind has its own tokens a unit, within bounds: `prfaas.routing.estimate` learns them. Of a long text short pieces
 from all over it stand for the rest. A few calls of C take one kind of characters after the other out of their bytes.
-The first byte of UTF-8 names the kind. What clients could make costly is bounded: the number of values in a large body,
+The first byte of UTF-8 names the kind. What clients could make costly is bounded: the values of a large field,
 and of messages and parts. Token ids are counted as they are written.
 """
 
+import random
 import re
 from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
@@ -101,9 +102,9 @@ _CUT: Final = "truncate_prompt_tokens"
 LARGE_BYTES: Final = 4 << 20
 """About a million tokens."""
 BYTES_A_VALUE: Final = 8
-"""A large body with more values than this is not decoded: they would take many times its memory."""
+"""A large field with more values than this is not decoded: they would take many times its memory."""
 MAX_VALUES: Final = 100_000
-"""The most messages and parts to read: some tens of milliseconds. A context holds fewer."""
+"""The most messages and parts to read: some tens of milliseconds. A context holds fewer; the others are one text."""
 COUNTED_CHARACTERS: Final = 2048
 """Of a longer text pieces are counted."""
 PIECE_CHARACTERS: Final = 32
@@ -112,30 +113,24 @@ PLACES: Final = tuple(number * (5**0.5 - 1) / 2 % 1 for number in range(32))
 _value = msgspec.json.Decoder()
 
 
-def prompt_values(fields: Mapping[str, Any], names: Set[str], body: bytes) -> dict[str, Any]:
+def prompt_values(fields: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     """Return the values of the fields that make a prompt; `names` are those of its API.
 
-    A field stays as it is written if it holds token ids, cannot be read, or is of a body with too many values.
+    A field stays as it is written if it holds token ids, cannot be read, or has too many values.
     """
-    is_left = _has_too_many_values(body)
-    return {
-        name: field if is_left else _decoded(name, field)
-        for name, field in fields.items()
-        if name in names or name == _CUT
-    }
+    return {name: _decoded(name, field) for name, field in fields.items() if name in names or name == _CUT}
 
 
 def prompt_size(values: Mapping[str, Any]) -> PromptSize:
     """Return the size of a prompt from its `prompt_values`.
 
-    Of fields that are as they were written only token ids have a size: an engine refuses the others.
+    A field that is as it was written counts as a text: an engine may read what we do not.
     """
     reader = _Reader()
     for name, read in _READ_FIELDS.items():
         value = values.get(name)
         if isinstance(value, msgspec.Raw):
-            if name == "prompt":
-                reader.token_ids(value)
+            reader.written(name, bytes(value))
         elif value:
             read(reader, value)
     most_tokens = values.get(_CUT)
@@ -157,10 +152,12 @@ class _Reader:
         messages = self._messages + (self._messages > 0)
         return (*characters, self._tokens, messages, self._tool_bytes, self._document_bytes, self._media)
 
-    def token_ids(self, raw: msgspec.Raw) -> None:
-        """Read a completion's prompt of token ids, or a batch of them."""
-        if _TOKEN_IDS.match(raw):
-            self._tokens = bytes(raw).count(b",") + 1  # of a batch, too: commas stand between its lists as well
+    def written(self, name: str, field: bytes) -> None:
+        """Read a field as it is written: a completion's prompt of token ids or a batch of them, else a text."""
+        if _holds_token_ids(name, field):
+            self._tokens = field.count(b",") + 1  # of a batch, too: commas stand between its lists as well
+        else:
+            self._texts.append(field.decode(errors="replace"))
 
     def messages(self, value: Any) -> None:
         """Read the messages of a chat, the items of the Responses API, or one text in their place."""
@@ -206,9 +203,11 @@ class _Reader:
                         waiting.append(_json(member).decode() if name in _VALUES else member)
 
     def _some(self, values: list[Any]) -> list[Any]:
-        """Return as many values as may still be read."""
-        some = values[: self._left]
+        """Return as many values as may still be read; the others count as the JSON that they are."""
+        some, others = values[: self._left], values[self._left :]
         self._left -= len(some)
+        if others:
+            self._texts.append(_json(others).decode())
         return some
 
 
@@ -224,17 +223,26 @@ _READ_FIELDS: Final[Mapping[str, Callable[[_Reader, Any], None]]] = {
 }
 
 
-def _has_too_many_values(body: bytes) -> bool:
-    """Return whether a body is large and has a mark before a value in every few bytes, whether in a text or not."""
-    return len(body) > LARGE_BYTES and sum(map(body.count, (b",", b"[", b"{"))) > len(body) // BYTES_A_VALUE
+def _holds_token_ids(name: str, field: bytes) -> bool:
+    return name == "prompt" and _TOKEN_IDS.match(field) is not None
+
+
+def _has_too_many_values(field: bytes) -> bool:
+    """Return whether a field is large and has a mark before a value in every few bytes, in its texts or beside them."""
+    if len(field) <= LARGE_BYTES or field.startswith(b'"'):
+        return False
+    return sum(map(field.count, (b",", b"[", b"{"))) > len(field) // BYTES_A_VALUE
 
 
 def _decoded(name: str, field: Any) -> Any:
-    """Return a field's value; the field itself if it was decoded before, holds token ids, or is unreadable."""
-    if not isinstance(field, msgspec.Raw) or (name == "prompt" and _TOKEN_IDS.match(field)):
+    """Return a field's value; the field itself if it was decoded before, or is to stay as it is written."""
+    if not isinstance(field, msgspec.Raw):
+        return field
+    written = bytes(field)
+    if _holds_token_ids(name, written) or _has_too_many_values(written):
         return field
     try:
-        return _value.decode(field)
+        return _value.decode(written)
     except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
         return field
 
@@ -255,8 +263,10 @@ def _count_characters(text: str) -> list[int]:
     """Return the number of characters by `Unit`, up to OTHER; of a long text about so many."""
     if len(text) <= COUNTED_CHARACTERS:
         return _count_all(text)
-    last = len(text) - PIECE_CHARACTERS
-    sample = "".join([text[(at := int(last * place)) : at + PIECE_CHARACTERS] for place in PLACES])
+    # Shifted by chance: a client that knew the places could put there what counts for little.
+    last, shift = len(text) - PIECE_CHARACTERS, random.random()  # noqa: S311  # no secret
+    starts = [int(last * ((place + shift) % 1)) for place in PLACES]
+    sample = "".join([text[at : at + PIECE_CHARACTERS] for at in starts])
     return [round(count * len(text) / len(sample)) for count in _count_all(sample)]
 
 

@@ -18,7 +18,7 @@ import msgspec
 from prfaas.engines import ResumedBy
 from prfaas.errors import UNREADABLE, BadInputError
 from prfaas.wire.resume import DONE
-from prfaas_gateway.engines.shared import ERROR_EVENT
+from prfaas_gateway.engines.shared import ERROR_EVENT, prompts
 from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields
@@ -55,7 +55,7 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def can_resume(path: str, fields: Fields) -> bool:
     """Return whether another vLLM instance could go on with the stream of such a request."""
-    if path not in STREAMS or not fields.get("stream"):
+    if path not in STREAMS or not fields.get("stream") or prompts(fields) not in (None, 1):
         return False
     return all(_value(fields, name) in plain for name, plain in _PLAIN.items()) and not any(
         name.startswith("guided_") for name in fields
@@ -63,7 +63,11 @@ def can_resume(path: str, fields: Fields) -> bool:
 
 
 def _value(fields: Fields, name: str) -> Any:
-    return msgspec.json.decode(fields[name]) if name in fields else None
+    """Return a field's value, or the field where only the engine may be able to read it."""
+    try:
+        return msgspec.json.decode(fields[name]) if name in fields else None
+    except (*UNREADABLE, ValueError):
+        return fields[name]
 
 
 class VllmStreamLog:

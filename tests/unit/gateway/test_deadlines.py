@@ -11,8 +11,9 @@ from aiohttp import web
 from tests.waiting import eventually_async
 
 from prfaas.wire.headers import DEADLINE_SECONDS
+from prfaas_gateway import stream
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.stream import AnswerStream
+from prfaas_gateway.stream import AnswerStream, ClientGoneError
 
 pytestmark = pytest.mark.system
 
@@ -76,6 +77,15 @@ class UnreadResponse:
         pass
 
 
+class Connection:
+    """The transport of a client."""
+
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
 class Pieces:
     """A worker's answer of these pieces."""
 
@@ -89,14 +99,24 @@ class Pieces:
 @pytest.mark.parametrize(("sent", "end"), [(b'data: {"half', b"\n\n"), (b"data: 1\n", b"\n"), (b"data: 1\n\n", b"")])
 async def test_an_event_that_the_deadline_cuts_in_its_write_gets_its_end(sent: bytes, end: bytes):
     response = UnreadResponse()
-    stream = AnswerStream(SimpleNamespace(path="/v1/completions", transport=None), response, None)
-    relaying = asyncio.create_task(stream.relay(Pieces(sent), Limits()))
+    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=None), response, None)
+    relaying = asyncio.create_task(answer.relay(Pieces(sent), Limits()))
     await eventually_async(lambda: response.sent == sent, "the write has begun")
     relaying.cancel()
     await asyncio.wait([relaying])
     response.is_read.set()
-    await stream.end_in_error(b"data: late\n\n")
+    await answer.end_in_error(b"data: late\n\n")
     assert response.sent == sent + end + b"data: late\n\n"
+
+
+@pytest.mark.parametrize("way", ["relay", "end_in_error"])
+async def test_a_client_that_does_not_read_the_end_is_given_up_with_its_connection(monkeypatch, way: str):
+    monkeypatch.setattr(stream, "END_SECONDS", 0.05)
+    response, connection = UnreadResponse(), Connection()
+    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=connection), response, None)
+    with pytest.raises(ClientGoneError):
+        await (answer.relay(Pieces(b""), Limits()) if way == "relay" else answer.end_in_error(b"data: late\n\n"))
+    assert connection.is_aborted
 
 
 async def test_a_body_that_drips_longer_than_the_deadline_is_answered(world):

@@ -1,5 +1,6 @@
 """Proves that a received request never changes and that its body is read once; what becomes of it stands in the log."""
 
+import json
 from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields
 
@@ -11,7 +12,7 @@ from prfaas.wire import headers
 from prfaas_gateway import request
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv import manager
-from prfaas_gateway.request import GatewayRequest, read_fields
+from prfaas_gateway.request import MAX_FIELDS, GatewayRequest, read_fields
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
 
@@ -51,6 +52,13 @@ def test_a_field_that_steers_caches_is_refused_also_then():
             _ = one.every_field
 
 
+def test_a_body_has_no_more_than_so_many_fields_where_all_are_kept():
+    body = json.dumps({"model": "m"} | {f"f{number}": 0 for number in range(MAX_FIELDS)}).encode()
+    assert read_fields(body, every=False)[0] == "m"
+    with pytest.raises(RequestError, match="1001 fields, more than 1000"):
+        read_fields(body, every=True)
+
+
 UNREADABLE_TOOLS = [b"[" + b"9" * 5000 + b"]", b"[1e99999]"]
 
 
@@ -69,7 +77,7 @@ UNREADABLE_TOOLS = [b"[" + b"9" * 5000 + b"]", b"[1e99999]"]
 )
 def test_a_prompt_has_one_size_whether_its_body_is_read_for_an_engine_of_others_or_not(path, rest):
     body, names = b'{"model":"m",' + rest + b"}", API_ROUTES[path].fields
-    sizes = [prompt_size(prompt_values(read_fields(body, every=every)[1], names, body)) for every in (False, True)]
+    sizes = [prompt_size(prompt_values(read_fields(body, every=every)[1], names)) for every in (False, True)]
     assert sizes[0] == sizes[1]
 
 
@@ -80,7 +88,7 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
         body = b'{"model":"m","messages":[{"content":' + b"[" * depth + b"]" * depth + b"}]}"
         with suppress(RequestError):
             found = read_fields(body, every=False)[1]
-            values = prompt_values(found, api.fields, body)
+            values = prompt_values(found, api.fields)
             one = GatewayRequest(api=api, request_id="r", model="m", body=body, fields={}, headers={})
             nested += manager._read_prompt(one, values) is not None
             assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)

@@ -445,4 +445,8 @@ def test_only_streams_of_one_text_ask_for_ids():
     assert asks(CHAT | {"tools": None, "logprobs": False, "n": 1}, "/v1/chat/completions")
     assert not asks(COMPLETION | {"stream": False})
     assert not asks(COMPLETION, "/v1/responses")
+    assert asks(COMPLETION | {"prompt": ["one"]})
+    assert not asks(COMPLETION | {"prompt": ["one", "two"]})
+    assert not asks(COMPLETION | {"prompt": [[1, 2], [3]]})
+    assert not asks(COMPLETION | {"n": 10**30})
     assert TOKENS > 60

@@ -1,6 +1,7 @@
 """Proves that a prompt's size is what the model reads: the way of writing the body and other fields do not count."""
 
 import json
+import random
 from typing import Any
 
 import msgspec
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, MESSAGES_FIELDS, RESPONSE_FIELDS
-from prfaas.routing.prompt_size import LARGE_BYTES, MAX_VALUES, PromptSize, Unit, prompt_size, prompt_values
+from prfaas.routing.prompt_size import (
+    LARGE_BYTES,
+    MAX_VALUES,
+    PIECE_CHARACTERS,
+    PLACES,
+    PromptSize,
+    Unit,
+    prompt_size,
+    prompt_values,
+)
 
 CHATS = {"model": "m", "messages": [{"role": "user", "content": "Bonjour, le café coûte 3 €."}]}
 TOOL = {
@@ -23,7 +33,7 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "B" * 5000, "format": "w
 
 def size_of(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -> PromptSize:
     raw = json.dumps(body).encode() if isinstance(body, dict) else body
-    return prompt_size(prompt_values(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), names, raw))
+    return prompt_size(prompt_values(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), names))
 
 
 def counted(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -> dict[str, int]:
@@ -207,27 +217,36 @@ def test_any_json_has_a_size(body):
         assert min(size_of(body, names).counts) >= 0
 
 
+def test_lists_in_lists_hold_nothing():
+    assert counted(b'{"messages":[{"content":' + b"[" * 500 + b"]" * 500 + b"}]}") == {"MESSAGE": 2}
+
+
 @pytest.mark.parametrize(
     "raw",
     [
-        b'{"messages":[{"content":' + b"[" * 500 + b"]" * 500 + b"}]}",
         b'{"messages":[{"tool_calls":[{"function":{"arguments":{"a":' + b"9" * 5000 + b"}}}]}]}",
         b'{"messages":[{"tool_calls":[{"function":{"arguments":{"a":1e99999}}}]}]}',
         b'{"tools":{"a":' + b"9" * 30 + b"}}",
     ],
 )
-def test_what_no_engine_takes_has_a_size_all_the_same(raw):
-    assert min(size_of(raw).counts) >= 0
+def test_what_cannot_be_read_here_counts_as_it_is_written(raw):
+    """Another engine may read it."""
+    assert sum(size_of(raw).counts) >= len(raw) // 2
 
 
-def test_a_large_body_of_many_small_values_is_not_decoded_and_its_token_ids_count_all_the_same():
+def test_a_large_field_of_many_small_values_is_not_decoded_and_counts_as_it_is_written():
     many = b",".join([b"[]"] * (LARGE_BYTES // 3 + 1))
-    assert counted(b'{"messages":[' + many + b"]}") == {}
-    assert counted(b'{"prompt":[' + many + b"]}", COMPLETION_FIELDS) == {}
+    for raw, names in (
+        (b'{"messages":[' + many + b"]}", CHAT_FIELDS),
+        (b'{"prompt":[' + many + b"]}", COMPLETION_FIELDS),
+    ):
+        assert sum(size_of(raw, names).counts) == pytest.approx(len(many), abs=20)
     ids = b",".join([b"7"] * (LARGE_BYTES // 2 + 1))
     assert counted(b'{"prompt":[' + ids + b"]}", COMPLETION_FIELDS) == {"TOKEN": LARGE_BYTES // 2 + 1}
     text = "one, two " * (LARGE_BYTES // 9 + 1)
     assert sum(read(text).values()) == pytest.approx(len(text), abs=len(Unit))
+    assert counted({**CHATS, "user": "," * 2 * LARGE_BYTES}) == counted(CHATS)
+    assert sum(read("," * 2 * LARGE_BYTES).values()) == 2 * LARGE_BYTES
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LARGE_BYTES}}
     assert counted(chat([picture])) == {"MEDIUM": 1, "MESSAGE": 2}
 
@@ -239,5 +258,17 @@ def test_a_large_body_of_many_small_values_is_not_decoded_and_its_token_ids_coun
         {"messages": [{"role": "user", "content": ""}] * MAX_VALUES + [{"role": "user", "content": "x"}]},
     ],
 )
-def test_of_more_parts_than_a_context_can_hold_the_first_are_read(body):
-    assert counted(body) == {"MESSAGE": len(body["messages"]) + 1}
+def test_of_more_parts_than_a_context_can_hold_the_first_are_read_and_the_others_are_one_text(body):
+    last = body["messages"][-1]
+    written = json.dumps([last if len(body["messages"]) > 1 else last["content"][-1]], separators=(",", ":"))
+    assert counted(body) == {**read(written), "MESSAGE": len(body["messages"]) + 1}
+
+
+def test_whoever_knows_the_places_that_are_counted_cannot_hide_the_text_between_them(monkeypatch):
+    text = list("7" * 400_000)
+    for place in PLACES:
+        at = int((len(text) - PIECE_CHARACTERS) * place)
+        text[at : at + PIECE_CHARACTERS] = " " * PIECE_CHARACTERS
+    assert read("".join(text)).get("SPACE", 0) < 0.2 * len(text)
+    monkeypatch.setattr(random, "random", lambda: 0.0)
+    assert read("".join(text)) == {"SPACE": len(text)}, "the control"

@@ -120,7 +120,7 @@ async def known(manager: KvManager, prompt: str) -> PromptFacts:
     model, fields = read_fields(body, every=False)
     api = API_ROUTES["/v1/completions"]
     request = GatewayRequest(api=api, request_id="", model=model, body=body, fields={}, headers={})
-    return await manager.find(request, prompt_values(fields, api.fields, body), PromptFacts(len(prompt)))
+    return await manager.find(request, prompt_values(fields, api.fields), PromptFacts(len(prompt)))
 
 
 async def until_known(managers: list[KvManager], prompt: str, true: Callable[[PromptFacts], bool]) -> None:
