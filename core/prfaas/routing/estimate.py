@@ -10,7 +10,7 @@ ratio stays within what is possible for its kind. Clients share no estimator, so
 """
 
 import math
-from operator import mul
+from operator import mul, truediv
 from typing import Final, NamedTuple
 
 from prfaas.routing.prompt_size import PromptSize, Unit
@@ -71,12 +71,16 @@ class TokenEstimator:
         if exact_tokens <= 0 or not estimated_tokens or size.most_tokens is not None or not size.is_whole:
             return
         error = exact_tokens / estimated_tokens
-        weight = min(1.0, LONGEST / max(count / units for count, units in zip(size.counts, _MEMORY, strict=True)))
+        weight = min(1.0, LONGEST / max(map(truediv, size.counts, _MEMORY)))
         for unit, count in enumerate(size.counts):
             if not count:
                 continue
-            bounds, ratio, before, new = _RATIOS[unit], self._ratios[unit], self._units[unit], weight * count
+            (least, _, most), ratio = _RATIOS[unit], self._ratios[unit]
+            before, new = self._units[unit], weight * count
             # Its share of the exact length, divided as the estimate is, gives it this ratio.
-            taught = min(max(error * ratio, bounds.least), bounds.most)
+            taught = error * ratio
+            taught = (
+                least if taught < least else most if taught > most else taught
+            )  # `min` and `max` cost twice as much
             self._ratios[unit] = (before * ratio + new * taught) / (before + new)
             self._units[unit] = min(before + new, _MEMORY[unit])
