@@ -39,8 +39,7 @@ def error_body(
 ) -> dict[str, Any]:
     """Return an error in OpenAI's form; without `kind` the status decides whose fault it is."""
     kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-    readable = message.encode(errors="backslashreplace").decode()  # a path's stray bytes are halves of characters
-    return {"error": {"message": readable, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def model_card(model: str, max_model_len: int | None) -> dict[str, Any]:

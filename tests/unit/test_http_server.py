@@ -97,7 +97,7 @@ UNREADABLE = {
     "two such headers": ((head("Content-Encoding: br", "Content-Encoding: gzip") + BODY,), 415, "unsupported_encoding"),
     "an expectation": ((head("Expect: nonsense") + BODY,), 417, "expectation_failed"),
     "a broken gzip": ((head("Content-Encoding: gzip") + BODY,), 400, "invalid_request"),
-    "a deflate that is too short": ((head("Content-Encoding: deflate", length=6) + CUT_OFF,), 400, "invalid_request"),
+    "a deflate that is too short": ((head("Content-Encoding: deflate", length=6) + CUT_OFF,), 400, "invalid_http"),
     "a gzip that breaks later": (
         (
             head("Content-Encoding: gzip", "Transfer-Encoding: chunked", length=None),

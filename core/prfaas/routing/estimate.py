@@ -10,7 +10,7 @@ ratio stays within what is possible for its kind. Clients share no estimator, so
 """
 
 import math
-from operator import mul, truediv
+from operator import mul
 from typing import Final, NamedTuple
 
 from prfaas.routing.prompt_size import PromptSize, Unit
@@ -33,9 +33,10 @@ class Ratio(NamedTuple):
 
 RATIOS: Final = {
     # A token has one byte at least, and sixteen letters are a long word.
-    Unit.LETTER: Ratio(1 / 16, 0.2, 1.0),
-    Unit.SPACE: Ratio(1 / 32, 0.15, 1.0),
-    Unit.MARK: Ratio(1 / 16, 0.6, 1.0),
+    Unit.LETTER: Ratio(1 / 16, 0.22, 1.0),
+    Unit.SPACE: Ratio(1 / 32, 0.1, 1.0),
+    Unit.MARK: Ratio(1 / 16, 0.1, 1.0),
+    Unit.MARK_RUN: Ratio(1 / 8, 0.9, 2.0),
     Unit.DIGIT: Ratio(1 / 8, 0.9, 1.0),
     Unit.LATIN: Ratio(1 / 8, 0.7, 2.0),
     Unit.ALPHABET: Ratio(1 / 8, 0.4, 2.0),
@@ -51,6 +52,8 @@ RATIOS: Final = {
 _RATIOS: Final = tuple(RATIOS[unit] for unit in Unit)
 _MEMORY: Final = tuple(MEMORY_TOKENS / ratio.usual for ratio in _RATIOS)
 """How many units of each kind are remembered."""
+_PARTS: Final = tuple(1 / units for units in _MEMORY)
+"""What one unit is of them."""
 
 
 class TokenEstimator:
@@ -71,7 +74,7 @@ class TokenEstimator:
         if exact_tokens <= 0 or not estimated_tokens or size.most_tokens is not None or not size.is_whole:
             return
         error = exact_tokens / estimated_tokens
-        weight = min(1.0, LONGEST / max(map(truediv, size.counts, _MEMORY)))
+        weight = min(1.0, LONGEST / max(map(mul, size.counts, _PARTS)))
         for unit, count in enumerate(size.counts):
             if not count:
                 continue

@@ -38,15 +38,17 @@ class Unit(IntEnum):
     """A character of Chinese, Japanese or Korean, and a wide mark."""
     OTHER = 7
     """Any other character."""
-    TOKEN = 8
+    MARK_RUN = 8
+    """Punctuation marks of ASCII without anything between them: vocabularies have tokens for most of them."""
+    TOKEN = 9
     """A token id, in place of text."""
-    MESSAGE = 9
+    MESSAGE = 10
     """A message, and the start of the answer to a chat."""
-    TOOL_BYTE = 10
+    TOOL_BYTE = 11
     """A byte of the tools' JSON. A template may leave them out."""
-    DOCUMENT_BYTE = 11
+    DOCUMENT_BYTE = 12
     """Likewise of the documents."""
-    MEDIUM = 12
+    MEDIUM = 13
     """An image, a sound or a film."""
 
 
@@ -66,10 +68,12 @@ def _bytes(*ranges: tuple[int, int]) -> bytes:
 
 
 _CONTINUATIONS: Final = _bytes((0x80, 0xBF))
+_MARKS: Final = _bytes((0x21, 0x2F), (0x3A, 0x40), (0x5B, 0x60), (0x7B, 0x7E))
+_MARKS_ALONE: Final = bytes(b"!"[0] if one in _MARKS else b" "[0] for one in range(256))
 _FIRST_BYTES: Final = (
     (Unit.LETTER, _bytes((0x41, 0x5A), (0x61, 0x7A))),
     (Unit.SPACE, b" \t\n\r\v\f"),
-    (Unit.MARK, _bytes((0x21, 0x2F), (0x3A, 0x40), (0x5B, 0x60), (0x7B, 0x7E))),
+    (Unit.MARK, _MARKS),
     (Unit.DIGIT, b"0123456789"),
     (Unit.CJK, _bytes((0xE3, 0xED), (0xEF, 0xEF))),
     (Unit.LATIN, _bytes((0xC2, 0xCB))),
@@ -260,7 +264,7 @@ def _json(value: Any) -> bytes:
 
 
 def _count_characters(text: str) -> list[int]:
-    """Return the number of characters by `Unit`, up to OTHER; of a long text about so many."""
+    """Return the number of characters and runs by `Unit`, up to MARK_RUN; of a long text about so many."""
     if len(text) <= COUNTED_CHARACTERS:
         return _count_all(text)
     # Shifted by chance: a client that knew the places could put there what counts for little.
@@ -271,8 +275,9 @@ def _count_characters(text: str) -> list[int]:
 
 
 def _count_all(text: str) -> list[int]:
-    counts = [0] * (Unit.OTHER + 1)
+    counts = [0] * (Unit.MARK_RUN + 1)
     rest = text.encode(errors="replace")
+    counts[Unit.MARK_RUN] = (b" " + rest.translate(_MARKS_ALONE)).count(b" !")
     if not text.isascii():
         rest = rest.translate(None, _CONTINUATIONS)
     for unit, first_bytes in _FIRST_BYTES:

@@ -33,17 +33,6 @@ async def test_a_damaged_body_is_refused_and_reaches_no_worker(world, body, code
     assert world.workers["d0"].seen == []
 
 
-@pytest.mark.parametrize(("method", "status"), [(b"GET", b"404"), (b"POST", b"405")])
-async def test_a_path_with_a_byte_that_is_no_text_is_unknown_as_others_are(world, method, status):
-    await world.start("d0")
-    answer = await send_bytes(
-        world.running.port, method + b" /v1/models/\xff HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n"
-    )
-    top, _, body = answer.partition(b"\r\n\r\n")
-    assert top.split(b" ")[1] == status
-    assert set(msgspec.json.decode(body)["error"]) == {"message", "type", "param", "code"}
-
-
 async def test_an_unknown_model_is_404(world):
     await world.start("d0")
     got = await world.post({"model": "gpt-x"})

@@ -37,8 +37,9 @@ def size_of(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -
 
 
 def counted(body: bytes | dict[str, Any], names: frozenset[str] = CHAT_FIELDS) -> dict[str, int]:
-    """Return what a prompt has, by the names of the units."""
-    return {unit.name: count for unit, count in zip(Unit, size_of(body, names).counts, strict=True) if count}
+    """Return what a prompt has, by the names of the units: each character once."""
+    found = {unit.name: count for unit, count in zip(Unit, size_of(body, names).counts, strict=True) if count}
+    return {name: count for name, count in found.items() if name != "MARK_RUN"}
 
 
 def read(text: str) -> dict[str, int]:
@@ -56,6 +57,11 @@ def test_characters_count_by_their_kind():
     assert read("中文。かな한글") == {"CJK": 7}
     assert read("“😀ไ\x01") == {"OTHER": 4}
     assert read("") == {}
+
+
+def test_marks_count_as_runs_besides():
+    for text, runs in (("", 0), ("a", 0), ("a.", 1), (".a", 1), ('{"a": [1, "b"]}', 6), ("“。é", 0), ("é.é", 1)):
+        assert size_of({"prompt": text}, COMPLETION_FIELDS).counts[Unit.MARK_RUN] == runs
 
 
 @given(st.text())
@@ -231,7 +237,7 @@ def test_lists_in_lists_hold_nothing():
 )
 def test_what_cannot_be_read_here_counts_as_it_is_written(raw):
     """Another engine may read it."""
-    assert sum(size_of(raw).counts) >= len(raw) // 2
+    assert sum(counted(raw).values()) >= len(raw) // 2
 
 
 def test_a_large_field_of_many_small_values_is_not_decoded_and_counts_as_it_is_written():
@@ -240,7 +246,7 @@ def test_a_large_field_of_many_small_values_is_not_decoded_and_counts_as_it_is_w
         (b'{"messages":[' + many + b"]}", CHAT_FIELDS),
         (b'{"prompt":[' + many + b"]}", COMPLETION_FIELDS),
     ):
-        assert sum(size_of(raw, names).counts) == pytest.approx(len(many), abs=20)
+        assert sum(counted(raw, names).values()) == pytest.approx(len(many), abs=20)
     ids = b",".join([b"7"] * (LARGE_BYTES // 2 + 1))
     assert counted(b'{"prompt":[' + ids + b"]}", COMPLETION_FIELDS) == {"TOKEN": LARGE_BYTES // 2 + 1}
     text = "one, two " * (LARGE_BYTES // 9 + 1)
@@ -254,7 +260,7 @@ def test_a_large_field_of_many_small_values_is_not_decoded_and_counts_as_it_is_w
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [{"role": "user", "content": [{"text": ""}] * MAX_VALUES + [{"text": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"text": ""}] * (MAX_VALUES - 1) + [{"text": "x"}]}]},
         {"messages": [{"role": "user", "content": ""}] * MAX_VALUES + [{"role": "user", "content": "x"}]},
     ],
 )
