@@ -131,7 +131,7 @@ async def _listening(
     app = PublicApp(parts, dispatcher, context).build()
     if config.origins:
         Cors(config.origins).add_to(app)
-    public = PublicRunner(app, shutdown_timeout=config.drain_seconds)
+    public = PublicRunner(app, shutdown_timeout=config.drain_seconds, unserved=_answer_unserved)
     control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
     try:
         await _listen(public, control, config)
@@ -189,7 +189,7 @@ class PublicApp:
         parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
 
     def build(self) -> web.Application:
-        app = web.Application(client_max_size=self._parts.limits.request_bytes, middlewares=[self._unserved])
+        app = web.Application(client_max_size=self._parts.limits.request_bytes)
         for path in API_ROUTES:
             app.router.add_post(path, self._dispatcher.handle)
         app.router.add_get("/v1/models", self._for_clients(self._models))
@@ -254,21 +254,18 @@ class PublicApp:
             body=generate_latest(self._parts.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    @web.middleware
-    async def _unserved(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer what no route serves, also if it has no path, as `CONNECT` and `OPTIONS *`."""
-        try:
-            return await handler(request)
-        except web.HTTPMethodNotAllowed as error:
-            allowed = ", ".join(sorted(error.allowed_methods))
-            message = f"{request.path} takes {allowed}, not {request.method}"
-            response = error_response(RequestError(message, status=405, code="method_not_allowed"), request.path)
-            response.headers["Allow"] = allowed
-            return response
-        except web.HTTPNotFound:
-            served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
-            message = f"there is no {request.method} {request.path}; this gateway serves {served}"
-            return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
+
+def _answer_unserved(request: web.BaseRequest, error: web.HTTPException) -> web.Response:
+    """Answer what no route serves, also if it has no path, as `CONNECT` and `OPTIONS *`."""
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        message = f"{request.path} takes {allowed}, not {request.method}"
+        response = error_response(RequestError(message, status=405, code="method_not_allowed"), request.path)
+        response.headers["Allow"] = allowed
+        return response
+    served = f"POST {', '.join(API_ROUTES)} and GET /v1/models"
+    message = f"there is no {request.method} {request.path}; this gateway serves {served}"
+    return error_response(RequestError(message, status=404, code="unknown_url"), request.path)
 
 
 class Cors:
