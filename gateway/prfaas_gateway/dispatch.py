@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 
 from aiohttp import web
 
@@ -72,7 +73,7 @@ class Dispatcher:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
         values = prompt_values(fields, request.api.fields)
-        size = prompt_size(values)
+        size = prompt_size(values, random.random())  # noqa: S311  # no secret
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
         prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)
         progress.charge = Charge(meter, size, prompt.total_tokens)

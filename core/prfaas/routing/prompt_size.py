@@ -10,7 +10,6 @@ The first byte of UTF-8 names the kind. What clients could make costly is bounde
 and of messages and parts. Token ids are counted as they are written.
 """
 
-import random
 import re
 from collections.abc import Callable, Mapping, Set
 from enum import IntEnum
@@ -125,8 +124,11 @@ def prompt_values(fields: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     return {name: _decoded(name, field) for name, field in fields.items() if name in names or name == _CUT}
 
 
-def prompt_size(values: Mapping[str, Any]) -> PromptSize:
+def prompt_size(values: Mapping[str, Any], shift: float = 0.0) -> PromptSize:
     """Return the size of a prompt from its `prompt_values`.
+
+    `shift`, 0 to 1, moves the places at which a long text is counted: a client that knew them could put there what
+    counts for little.
 
     A field that is as it was written counts as a text: an engine may read what we do not.
     """
@@ -138,7 +140,7 @@ def prompt_size(values: Mapping[str, Any]) -> PromptSize:
         elif value:
             read(reader, value)
     most_tokens = values.get(_CUT)
-    return PromptSize(reader.counts(), None if most_tokens is None else _most_tokens(most_tokens), reader.is_whole)
+    return PromptSize(reader.counts(shift), None if most_tokens is None else _most_tokens(most_tokens), reader.is_whole)
 
 
 class _Reader:
@@ -150,8 +152,8 @@ class _Reader:
         self._left = MAX_VALUES
         self._tokens = self._messages = self._tool_bytes = self._document_bytes = self._media = 0
 
-    def counts(self) -> tuple[int, ...]:
-        characters = _count_characters(self._texts[0] if len(self._texts) == 1 else "".join(self._texts))
+    def counts(self, shift: float) -> tuple[int, ...]:
+        characters = _count_characters(self._texts[0] if len(self._texts) == 1 else "".join(self._texts), shift)
         # A template begins the answer, too.
         messages = self._messages + (self._messages > 0)
         return (*characters, self._tokens, messages, self._tool_bytes, self._document_bytes, self._media)
@@ -263,12 +265,11 @@ def _json(value: Any) -> bytes:
         return b""  # no template writes it either
 
 
-def _count_characters(text: str) -> list[int]:
+def _count_characters(text: str, shift: float) -> list[int]:
     """Return the number of characters and runs by `Unit`, up to MARK_RUN; of a long text about so many."""
     if len(text) <= COUNTED_CHARACTERS:
         return _count_all(text)
-    # Shifted by chance: a client that knew the places could put there what counts for little.
-    last, shift = len(text) - PIECE_CHARACTERS, random.random()  # noqa: S311  # no secret
+    last = len(text) - PIECE_CHARACTERS
     starts = [int(last * ((place + shift) % 1)) for place in PLACES]
     sample = "".join([text[at : at + PIECE_CHARACTERS] for at in starts])
     return [round(count * len(text) / len(sample)) for count in _count_all(sample)]
