@@ -11,6 +11,7 @@ below, with what they needed on that day.
 
 import json
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -42,9 +43,18 @@ class Load(NamedTuple):
     tokens_per_second: float
 
 
+def cached_tokenizer(folder: Path) -> str:
+    """Put the model's tokenizer where `run_tool` has the cache of Hugging Face; return its name there."""
+    repository, revision = folder / "hub" / "models--prfaas--tiny", "0" * 40
+    shutil.copytree(model_directory(MODEL), repository / "snapshots" / revision)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revision)
+    return "prfaas/tiny"
+
+
 def run_tool(command: list[str | Path], folder: Path) -> None:
     """Run a generator in a folder, silently unless it fails."""
-    variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "VLLM_NO_USAGE_STATS": "1"}
     log = folder / "output.log"
     with log.open("wb") as output:
         done = subprocess.run(
@@ -88,7 +98,7 @@ def load_guidellm(url: str, folder: Path) -> Load:
 
 
 def load_aiperf(url: str, folder: Path) -> Load:
-    command = [*by_uv("aiperf"), "profile", "--url", url, "--model", "tiny", "--tokenizer", model_directory(MODEL)]
+    command = [*by_uv("aiperf"), "profile", "--url", url, "--model", "tiny", "--tokenizer", cached_tokenizer(folder)]
     command += ["--endpoint-type", "chat", "--streaming", "--concurrency", str(STREAMS), "--ui", "none"]
     command += ["--request-count", str(REQUESTS), "--isl", str(PROMPT_TOKENS), "--osl", str(ANSWER_TOKENS)]
     run_tool([*command, "--extra-inputs", '{"ignore_eos": true}', "--artifact-dir", folder], folder)
