@@ -30,7 +30,9 @@ def list_profiles(output: TableOrJson = "table") -> None:
     if output == "json":
         echo_json(profiles)
         return
-    table = _table("name", "model", "precision", "hardware", *(f"{length}, s" for length in LENGTHS), "32K, GB", "kernels")
+    table = _table(
+        "name", "model", "precision", "hardware", *(f"{length}, s" for length in LENGTHS), "32K, GB", "kernels"
+    )
     for one in profiles:
         curve = one.profile()
         seconds = (f"{prefill_seconds(curve, tokens):.3g}" for tokens in LENGTHS.values())
