@@ -24,6 +24,7 @@ prefills and transfers, and by the pools that take it. Fractional plans have no 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,6 +40,7 @@ CHUNK_TOKENS: Final = 8192
 """Tokens of a prefill that are computed, and handed to the link, together."""
 _POINTS: Final = 128
 _PRECISION: Final = 1e-4
+_ROUNDING: Final = 1e-12
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +81,19 @@ def unloaded(system: System, workload: Workload, plan: Plan) -> FirstToken:
         crossing = 8 * cache_bytes(pool.profile, tokens) / (system.link(pool.link).capacity_mbps * BITS_PER_MBIT)
         return prefill_seconds(pool.profile, tokens) + crossing
 
-    return _summary(_streams(system, workload, plan, None, offloaded), [(1.0, _NONE)])
+    streams = _streams(system, workload, plan, None, offloaded)
+    points = sorted((seconds, stream.share * weight) for stream in streams for seconds, weight in stream.points)
+    reached = list(accumulate(weight for _, weight in points))
+
+    def quantile(share: float) -> float:
+        return points[min(bisect_left(reached, share - _ROUNDING), len(points) - 1)][0]
+
+    return FirstToken(
+        mean_seconds=math.fsum(seconds * weight for seconds, weight in points),
+        p50_seconds=quantile(0.5),
+        p90_seconds=quantile(0.9),
+        p99_seconds=quantile(0.99),
+    )
 
 
 def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> FirstToken:
@@ -193,7 +207,7 @@ def _streams(
 def _stream(
     share: float, instances: float, work: Sequence[tuple[int, float, float, float]], arrivals: float | None
 ) -> _Stream:
-    """Return a stream from its prompts: tokens, seconds of prefill, seconds from its start to the first token, weight."""
+    """Return a stream from its prompts: tokens, seconds of prefill, seconds from start to first token, weight."""
     wait = _NONE
     total = sum(weight for *_, weight in work)
     if arrivals:
@@ -285,7 +299,7 @@ def _quantile(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]]
         )
 
     low, high = 0.0, max(seconds for stream in streams for seconds, _ in stream.points)
-    while longer(high) > 1 - share + 1e-12:
+    while longer(high) > 1 - share + _ROUNDING:
         low, high = high, 2 * high
     while high - low > _PRECISION * high:
         middle = (low + high) / 2

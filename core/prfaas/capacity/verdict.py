@@ -84,7 +84,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     from_tokens: int | None
     """The shortest prompt that is offloaded; None: none is."""
     from_mbps: float | None
-    """Of all links together, from which the gain over the hub alone is sweep.PAYS; None: at no rate, or no hub alone."""
+    """Of all links together, from which the gain over the hub alone is sweep.PAYS.
+
+    None: at no capacity, or the hub alone cannot serve.
+    """
     limit: Limit
     arrivals_per_second: float
     """At which the classes' times are: LOAD of the lower lambda_max."""

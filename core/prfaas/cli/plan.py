@@ -86,7 +86,8 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     console.print(result.verdict.sentence)
     console.print()
     console.print(_table_6(result, described.published))
-    console.print(_by_length(result.verdict))
+    if result.prfaas_pd is not None:
+        console.print(_by_length(result.verdict))
     console.print(_queueing(result))
     _say(console, result)
 
@@ -129,13 +130,13 @@ def _text(path: Path) -> str:
 def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Table:
     """Return a row a figure and a column a system, each followed by what was published and how far ours is off."""
     columns = _columns(result)
-    table = _table("The plan and its baselines")
+    table = _table("The plan and its baselines", gap=0 if published else 1)
     table.add_column("", no_wrap=True)
     for name in columns:
-        table.add_column(TITLES[name], justify="right")
+        table.add_column(TITLES[name].replace(" ", "\n"), justify="right")
         if name in published:
             table.add_column("published", justify="right")
-            table.add_column("off by", justify="right")
+            table.add_column("off\nby", justify="right")
     for key, title, digits in ROWS:
         cells: list[str] = []
         for name, figures in columns.items():
@@ -170,8 +171,8 @@ def _beside(value: float | None, published: float | None, digits: int) -> list[s
     return [_shown(published, digits), f"{value / published - 1:+.1%}" if value and published else "-"]
 
 
-def _table(title: str) -> Table:
-    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+def _table(title: str, gap: int = 1) -> Table:
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, gap, 0, 0), pad_edge=False)
 
 
 def _shown(value: float | None, digits: int) -> str:
@@ -181,9 +182,11 @@ def _shown(value: float | None, digits: int) -> str:
 
 
 def _by_length(found: Verdict) -> Table:
-    """Return the mean of each class, in the hub alone and with PrfaaS-PD: at the verdict's rate, and of a lone prompt."""
-    table = _table(f"Mean time to the first token by length, s: at {found.arrivals_per_second:.2f} requests/s, and alone")
-    for title in ("tokens", "share", "offloaded", "hub alone", "PrfaaS-PD", "ratio", "hub, lone", "lone", "ratio"):
+    """Return the means of each class of lengths in the hub alone and with PrfaaS-PD."""
+    rate = f"{found.arrivals_per_second:.2f} requests/s"
+    table = _table(f"Mean time to the first token by length, s: at {rate}, and of a lone prompt (estimate)")
+    titles = ("hub alone", "PrfaaS-PD", "ratio", "lone, hub alone", "lone, PrfaaS-PD", "ratio")
+    for title in ("tokens", "share", "offloaded", *titles):
         table.add_column(title, justify="right")
     for one in found.classes:
         table.add_row(
