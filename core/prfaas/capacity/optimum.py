@@ -164,7 +164,7 @@ def _rounded(system: System, split: Split) -> Split:
 
 
 def _below_all_that_surpass(system: System, workload: Workload, found: Plan) -> Moments:
-    """Return the prompts that stay in the hub at every threshold at which the offload pools bear as much as the plan."""
+    """Return the prompts that stay in the hub at every threshold at which the offload pools bear what the plan does."""
     lengths = (0, *workload.lengths)
 
     def bears_as_much(threshold_tokens: int) -> bool:

@@ -2,8 +2,8 @@
 
 *What limits* is the stage of which a tenth more serves most, with the threshold and the split that are best then.
 Decode is one stage. Prefill is the other, at home and away: the threshold fills both together. It is called *link*
-where the offload pools could prefill more than their links carry. Decode is called *memory* where no larger batch would
-fit into a decoding instance.
+where the offload pools could prefill more than their links carry. Decode is called *memory* where a batch that is
+a tenth larger would not fit into a decoding instance.
 
 A rate of requests is a mean over prompts. A single prompt may be worse off, since it waits for a slower instance and a
 link. So prompts are also looked at by class of length: with the waits of one rate that both systems carry, and alone.
@@ -16,12 +16,14 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from prfaas.capacity import equations, optimum, sweep, ttft
+from prfaas.capacity.memory import USABLE
 from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.system import System
+from prfaas.capacity.profile import cache_bytes
+from prfaas.capacity.system import HubPool, System
 from prfaas.capacity.workload import Workload
 
-Limit = Literal["link", "prefill", "decode", "memory"]
+LimitedBy = Literal["link", "prefill", "decode", "memory"]
 LOAD: Final = 0.7
 """Share of the lower lambda_max at which the times of both systems are compared."""
 _FIRST_EDGE_TOKENS: Final = 2048
@@ -32,13 +34,13 @@ _SHORT: Final = 1.02
 """A link is short where the pools behind it could prefill this many times as much."""
 _SLOWER: Final = 1.1
 """A lone prompt is slower away from this ratio on."""
-_LIMITS: Final[dict[Limit, str]] = {
+_LIMITS: Final[dict[LimitedBy, str]] = {
     "link": "the link limits",
     "prefill": "prefill limits",
     "decode": "decode limits",
     "memory": "memory limits, as no larger batch fits into a decoding instance",
 }
-_CURES: Final[dict[Limit, str]] = {
+_CURES: Final[dict[LimitedBy, str]] = {
     "prefill": "more or faster offload instances would",
     "decode": "more hub instances or larger batches would",
     "memory": "more hub instances or smaller weights would",
@@ -88,7 +90,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     None: at no capacity, or the hub alone cannot serve.
     """
-    limit: Limit
+    limit: LimitedBy
     arrivals_per_second: float
     """At which the classes' times are: LOAD of the lower lambda_max."""
     classes: tuple[LengthClass, ...]
@@ -125,12 +127,14 @@ def planned(plans: Plans) -> Planned:
     return plans.get("prfaas_pd") or plans["homogeneous"]
 
 
-def _limit(one: Planned, workload: Workload) -> Limit:
+def _limit(one: Planned, workload: Workload) -> LimitedBy:
     # All rates grow together: a tenth more prefill is a tenth more of everything, with decode left as it was.
     more_decode = _with_steps(one.system, 1 / _MORE, workload)
     more_prefill = _MORE * _with_steps(one.system, _MORE, workload)
     if more_decode >= more_prefill:
-        return "decode"
+        decoding = [pool for pool in one.system.hub if one.plan.split[pool.name] < pool.instances]
+        is_short = all(_is_memory_short(pool, one.system.output_tokens, workload) for pool in decoding)
+        return "memory" if is_short else "decode"
     above = workload.above(ttft.threshold(workload, one.plan))
     unlimited = equations.theta_prfaas(sweep.scaled(one.system, sweep.UNLIMITED), above)
     return "link" if unlimited > _SHORT * one.plan.theta_prfaas else "prefill"
@@ -142,7 +146,16 @@ def _with_steps(system: System, factor: float, workload: Workload) -> float:
     return optimum.best(msgspec.structs.replace(system, hub=tuple(hub)), workload).lambda_max
 
 
-def _limit_behind(system: System, workload: Workload) -> Limit:
+def _is_memory_short(pool: HubPool, output_tokens: float, workload: Workload) -> bool:
+    """Return whether the caches of a batch that is a tenth larger would not fit, each in the middle of its answer."""
+    if pool.memory is None:
+        return False
+    cache = cache_bytes(pool.profile, round(workload.mean_tokens + output_tokens / 2))
+    needed = pool.memory.weights_bytes + _MORE * pool.max_batch * cache
+    return needed > USABLE * pool.memory.total_bytes
+
+
+def _limit_behind(system: System, workload: Workload) -> LimitedBy:
     """Return what limits when no link does."""
     unlimited = sweep.scaled(system, sweep.UNLIMITED)
     return _limit(Planned(unlimited, optimum.best(unlimited, workload)), workload)

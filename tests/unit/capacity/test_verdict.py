@@ -9,6 +9,7 @@ from tests.unit.capacity.systems import lab, paper, systems, workloads
 
 from prfaas.capacity import comparison, ttft
 from prfaas.capacity.comparison import Comparison, compare
+from prfaas.capacity.memory import InstanceMemory
 from prfaas.capacity.planfile import PlanFile, PlanSlo
 from prfaas.capacity.workload import Workload
 
@@ -64,6 +65,16 @@ def test_a_large_hub_that_fills_both_stages_is_limited_by_the_dearer_one(output_
     result = compare(msgspec.structs.replace(large, system=system))
     assert result.prfaas_pd.theta_pd_d == pytest.approx(result.prfaas_pd.lambda_max, rel=0.03)
     assert result.verdict.limit == limit
+
+
+@pytest.mark.parametrize(("weights_bytes", "limit"), [(80e9, "memory"), (35e9, "decode")])
+def test_where_no_larger_batch_fits_memory_is_what_limits_decode(weights_bytes, limit):
+    file = lab(25_000)
+    memory = InstanceMemory(device="h100", devices=2, weights_bytes=weights_bytes)
+    hub = msgspec.structs.replace(file.system.hub[0], max_batch=160, step_seconds=0.05, memory=memory)
+    found = compare(msgspec.structs.replace(file, system=msgspec.structs.replace(file.system, hub=(hub,)))).verdict
+    assert found.limit == limit
+    assert ("no larger batch fits" in found.sentence) == (limit == "memory")
 
 
 def test_behind_a_slow_link_the_verdict_says_which_link_or_cache_would_pay():
