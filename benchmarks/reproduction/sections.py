@@ -91,8 +91,8 @@ def serve(file: PlanFile, system: System, plan: Plan) -> Served:
 def table_6(file: PlanFile, model: Comparison, served: dict[str, Served]) -> Section:
     """Return Table 6 with one row per figure."""
     rows = [
-        _row(name, key, value, figures, served.get(name, Served()))
-        for name, figures in model.systems().items()
+        _row(name, key, value, model.systems()[name], served.get(name, Served()))
+        for name in TITLES
         for key, value in file.published[name].items()
     ]
     return Section(

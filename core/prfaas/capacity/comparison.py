@@ -1,9 +1,10 @@
-"""Compares a planned system with its two baselines, as in the paper's Table 6, and adds what the table omits.
+"""Compares a planned system with the hub as it stands and with the paper's baselines, and adds what Table 6 omits.
 
-The baselines have as many instances: *homogeneous* prefills everything in the hub, on the hub's own hardware, and
-*naive heterogeneous* offloads everything. Beyond the table stand a plan whose instances divide their time between
-roles, and the bound that no policy exceeds. Then come the time to the first token under load, the rate within an SLO,
-and the systems that cost the same.
+*Hub alone* is what there is without offload pools. The baselines of the paper's Table 6 have as many instances as the
+planned system: *homogeneous* prefills everything in the hub, on the hub's own hardware, and *naive heterogeneous*
+offloads everything. Beyond the table stand a plan whose instances divide their time between roles, and the bound that
+no policy exceeds. Then come the time to the first token under load, the rate within an SLO, the systems that cost the
+same, what other links would change, and the verdict.
 
 A table with as many instances of different kinds flatters the dearer kind. So the last comparison gives every system
 the hourly cost of the described one, in whole instances. *Homogeneous* buys instances of the hub's first pool only,
@@ -20,11 +21,13 @@ from typing import Final
 
 import msgspec
 
-from prfaas.capacity import equations, optimum, ttft
+from prfaas.capacity import equations, optimum, sweep, ttft, verdict
 from prfaas.capacity.optimum import Plan, Throughput
 from prfaas.capacity.planfile import SYSTEMS, PlanFile
+from prfaas.capacity.sweep import LinkPoint
 from prfaas.capacity.system import HubPool, OffloadPool, System
 from prfaas.capacity.ttft import FirstToken
+from prfaas.capacity.verdict import Planned, Verdict
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 
@@ -82,9 +85,14 @@ class EqualCost(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole table. Systems that need offload pools are None where there are none."""
 
-    prfaas_pd: Figures | None = None
+    verdict: Verdict
+    hub_alone: Figures | None = None
+    """None: the hub alone cannot serve; a note says why."""
     homogeneous: Figures
+    equal_cost: EqualCost | None = None
+    """None: no costPerHour is given."""
     naive_heterogeneous: Figures | None = None
+    prfaas_pd: Figures | None = None
     fractional: Figures
     """The best system of the file with instances that divide their time."""
     fractional_gain: float
@@ -96,39 +104,56 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queueing: dict[str, list[TtftUnderLoad]]
     arrivals_within_slo: dict[str, float | None] | None = None
     """By system; None: it keeps slo.ttftMillis at no rate."""
-    equal_cost: EqualCost | None = None
-    """None: no costPerHour is given."""
+    over_links: tuple[LinkPoint, ...]
     notes: list[str]
 
     def systems(self) -> dict[str, Figures]:
-        """Return the systems of Table 6 that exist, by name."""
+        """Return the hub alone and the systems of Table 6, those that exist, by name."""
         return {name: figures for name in SYSTEMS if (figures := getattr(self, name)) is not None}
 
 
 def compare(file: PlanFile) -> Comparison:
     """Plan a system and its baselines; raises ConfigError where nothing can serve, or no rate keeps the SLO."""
+    file = msgspec.structs.replace(file, system=_present(file.system))
     system, workload = file.system, file.workload
-    plans: dict[str, tuple[System, Plan]] = {}
-    if system.offload:
-        plans["prfaas_pd"] = system, optimum.best(system, workload)
-    alone = optimum.homogeneous(system)
-    plans["homogeneous"] = alone, optimum.best(alone, workload)
-    if system.offload:
-        plans["naive_heterogeneous"] = system, optimum.naive(system, workload)
-    ours = next(iter(plans.values()))[1]
+    plans, notes = _plans(system, workload)
+    ours = verdict.planned(plans).plan
     fractional = optimum.fractional(system, workload)
-    limit = equations.find_bound(system, workload)
+    bound = equations.find_bound(system, workload)
     return Comparison(
+        verdict=verdict.judge(file, plans, bound),
         **{name: _figures(one, workload, plan) for name, (one, plan) in plans.items()},
+        equal_cost=compare_costs(system, workload),
         fractional=_figures(system, workload, fractional),
         fractional_gain=fractional.lambda_max / ours.lambda_max,
-        lambda_bound=limit.lambda_max,
-        prices=limit.prices,
+        lambda_bound=bound.lambda_max,
+        prices=bound.prices,
         queueing={name: _loaded(one, workload, plan) for name, (one, plan) in plans.items()},
         arrivals_within_slo=_within_slo(file, plans),
-        equal_cost=compare_costs(system, workload),
-        notes=_notes(system, workload, ours),
+        over_links=sweep.over_links(system, workload),
+        notes=[*notes, *_notes(system, workload, ours)],
     )
+
+
+def _plans(system: System, workload: Workload) -> tuple[dict[str, Planned], list[str]]:
+    """Return the plan of each system that there is, and a note where the hub alone cannot serve."""
+    plans: dict[str, Planned] = {}
+    notes: list[str] = []
+    try:
+        plans["hub_alone"] = _planned(optimum.hub_alone(system), workload)
+    except ConfigError as error:
+        if not system.offload:
+            raise
+        notes.append(f"Hub alone: {error}.")
+    plans["homogeneous"] = _planned(optimum.homogeneous(system), workload)
+    if system.offload:
+        plans["naive_heterogeneous"] = Planned(system, optimum.naive(system, workload))
+        plans["prfaas_pd"] = _planned(system, workload)
+    return plans, notes
+
+
+def _planned(system: System, workload: Workload) -> Planned:
+    return Planned(system, optimum.best(system, workload))
 
 
 def _figures(system: System, workload: Workload, plan: Plan) -> Figures:
@@ -149,16 +174,16 @@ def _loaded(system: System, workload: Workload, plan: Plan) -> list[TtftUnderLoa
     return found
 
 
-def _within_slo(file: PlanFile, plans: dict[str, tuple[System, Plan]]) -> dict[str, float | None] | None:
+def _within_slo(file: PlanFile, plans: dict[str, Planned]) -> dict[str, float | None] | None:
     """Return the rate at which each system's P90 keeps the SLO. The planned system has to keep it at some rate."""
     if file.slo.ttft_millis is None:
         return None
     rates: dict[str, float | None] = {}
-    for name, (system, plan) in plans.items():
+    for name, one in plans.items():
         try:
-            rates[name] = ttft.arrivals_within(system, file.workload, plan, file.slo.ttft_millis / 1000)
+            rates[name] = ttft.arrivals_within(one.system, file.workload, one.plan, file.slo.ttft_millis / 1000)
         except ConfigError:
-            if not rates:
+            if one is verdict.planned(plans):
                 raise
             rates[name] = None
     return rates
@@ -271,10 +296,15 @@ def _with_counts(system: System, counts: Sequence[int]) -> System:
         msgspec.structs.replace(pool, instances=number) for pool, number in zip(system.offload, far, strict=True)
     ]
     hub = [_sized(pool, number) for pool, number in zip(system.hub, near, strict=True)]
+    return _present(msgspec.structs.replace(system, offload=tuple(offload), hub=tuple(hub)))
+
+
+def _present(system: System) -> System:
+    """Return the system without the pools that have no instances."""
     return msgspec.structs.replace(
         system,
-        offload=tuple(pool for pool in offload if pool.instances),
-        hub=tuple(pool for pool in hub if pool.instances),
+        offload=tuple(pool for pool in system.offload if pool.instances),
+        hub=tuple(pool for pool in system.hub if pool.instances),
     )
 
 

@@ -101,11 +101,16 @@ def plan_at(system: System, workload: Workload, threshold_tokens: int, split: Sp
     )
 
 
+def hub_alone(system: System) -> System:
+    """Return the hub as it stands, without what offloads for it."""
+    return msgspec.structs.replace(system, links=(), offload=())
+
+
 def homogeneous(system: System) -> System:
     """Return the baseline without offload: the hub, with each offload instance replaced by one of its first pool."""
     first, *others = system.hub
     grown = msgspec.structs.replace(first, instances=first.instances + system.offload_instances)
-    return msgspec.structs.replace(system, links=(), offload=(), hub=(grown, *others))
+    return msgspec.structs.replace(hub_alone(system), hub=(grown, *others))
 
 
 def naive(system: System, workload: Workload) -> Plan:

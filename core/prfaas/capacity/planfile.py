@@ -25,7 +25,7 @@ from prfaas.util import MIB
 from prfaas.wire.profile import Profile
 
 T = TypeVar("T")
-SYSTEMS: Final = ("prfaas_pd", "homogeneous", "naive_heterogeneous")
+SYSTEMS: Final = ("hub_alone", "homogeneous", "naive_heterogeneous", "prfaas_pd")
 _REQUIRED: Final = object()
 _WITH_UNIT: Final = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+(?:/s|ps)?)\s*")
 # By the end of the field's name: its unit in words, and the factors of other units.

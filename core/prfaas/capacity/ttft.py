@@ -17,11 +17,14 @@ With queueing (`queued`) arrivals are Poisson, and
 - decode instances admit a request when one of their N_d BS_max places is free. All answers are of equal length, which
   halves the wait (M/D/c).
 
-The waits are taken as independent of each other and of the lengths. Fractional plans have no such queues to speak of.
+The waits are taken as independent of each other and of the lengths. So a class of lengths differs from another by its
+prefills and transfers, and by the pools that take it. Fractional plans have no such queues to speak of.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import msgspec
@@ -37,6 +40,7 @@ CHUNK_TOKENS: Final = 8192
 """Tokens of a prefill that are computed, and handed to the link, together."""
 _POINTS: Final = 128
 _PRECISION: Final = 1e-4
+_ROUNDING: Final = 1e-12
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,10 +60,14 @@ class _Wait(NamedTuple):
 
 
 class _Stream(NamedTuple):
-    """The share of the requests that goes one way, their wait for a prefill, and (seconds, weight) of what follows."""
+    """The share of the requests that goes one way, their wait for a prefill, and (seconds, weight) of what follows.
+
+    There is a point for each of the lengths, in their order, until `_coarse` makes them fewer.
+    """
 
     share: float
     wait: _Wait
+    lengths: Sequence[int]
     points: list[tuple[float, float]]
 
 
@@ -73,7 +81,19 @@ def unloaded(system: System, workload: Workload, plan: Plan) -> FirstToken:
         crossing = 8 * cache_bytes(pool.profile, tokens) / (system.link(pool.link).capacity_mbps * BITS_PER_MBIT)
         return prefill_seconds(pool.profile, tokens) + crossing
 
-    return _summary(_streams(system, workload, plan, None, offloaded), [(1.0, _NONE)])
+    streams = _streams(system, workload, plan, None, offloaded)
+    points = sorted((seconds, stream.share * weight) for stream in streams for seconds, weight in stream.points)
+    reached = list(accumulate(weight for _, weight in points))
+
+    def quantile(share: float) -> float:
+        return points[min(bisect_left(reached, share - _ROUNDING), len(points) - 1)][0]
+
+    return FirstToken(
+        mean_seconds=math.fsum(seconds * weight for seconds, weight in points),
+        p50_seconds=quantile(0.5),
+        p90_seconds=quantile(0.9),
+        p99_seconds=quantile(0.99),
+    )
 
 
 def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> FirstToken:
@@ -81,12 +101,28 @@ def queued(system: System, workload: Workload, plan: Plan, arrivals: float) -> F
 
     Raises ConfigError where the plan does not carry this rate, or divides instances between roles.
     """
-    if not 0 <= arrivals < plan.lambda_max:
-        raise ConfigError(
-            f"{arrivals:g} requests/s arrive where {plan.lambda_max:.4g} can be served: queues would grow for ever; "
-            "lower the rate or add instances"
-        )
-    return _summary(*_waiting(system, workload, plan, arrivals))
+    streams, decodes = _waiting(system, workload, plan, arrivals)
+    return _summary(_coarse(streams), decodes)
+
+
+def mean_by_class(
+    system: System, workload: Workload, plan: Plan, arrivals: float, edges_tokens: Sequence[int]
+) -> list[float]:
+    """Return the mean, with waits, of each class of lengths, at this rate of all requests a second; 0: nothing waits.
+
+    A class ends with its edge and begins above the one before; each must hold prompts, and the last edge all of them.
+    Raises ConfigError as `queued` does.
+    """
+    streams, decodes = _waiting(system, workload, plan, arrivals)
+    shares, seconds = [0.0] * len(edges_tokens), [0.0] * len(edges_tokens)
+    for stream in streams:
+        before = stream.wait.probability * stream.wait.mean_seconds
+        for tokens, (after, weight) in zip(stream.lengths, stream.points, strict=True):
+            place = bisect_left(edges_tokens, tokens)
+            shares[place] += stream.share * weight
+            seconds[place] += stream.share * weight * (before + after)
+    decode = _mean(decodes)
+    return [total / share + decode for total, share in zip(seconds, shares, strict=True)]
 
 
 def arrivals_within(system: System, workload: Workload, plan: Plan, p90_seconds: float) -> float:
@@ -96,7 +132,8 @@ def arrivals_within(system: System, workload: Workload, plan: Plan, p90_seconds:
     """
 
     def p90(arrivals: float) -> float:
-        return _quantile(*_waiting(system, workload, plan, arrivals), 0.9)
+        streams, decodes = _waiting(system, workload, plan, arrivals)
+        return _quantile(_coarse(streams), decodes, 0.9)
 
     if p90(0.0) > p90_seconds:
         raise ConfigError(
@@ -114,7 +151,12 @@ def _waiting(
     system: System, workload: Workload, plan: Plan, arrivals: float
 ) -> tuple[list[_Stream], list[tuple[float, _Wait]]]:
     """Return the streams at this rate, and the waits for decode."""
-    above = workload.above(_threshold(workload, plan))
+    if not 0 <= arrivals < plan.lambda_max:
+        raise ConfigError(
+            f"{arrivals:g} requests/s arrive where {plan.lambda_max:.4g} can be served: queues would grow for ever; "
+            "lower the rate or add instances"
+        )
+    above = workload.above(threshold(workload, plan))
     carried = egress_mbps(offload_shares(system, above), above, arrivals)
     free = {link.name: link.capacity_mbps - carried.get(link.name, 0.0) for link in system.links}
 
@@ -127,7 +169,8 @@ def _waiting(
     return _streams(system, workload, plan, arrivals, offloaded), _decode_waits(system, plan, arrivals)
 
 
-def _threshold(workload: Workload, plan: Plan) -> int:
+def threshold(workload: Workload, plan: Plan) -> int:
+    """Return the tokens above which the plan offloads: 0, or the longest length, where all prompts go the same way."""
     if plan.threshold_tokens is not None:
         return plan.threshold_tokens
     return 0 if plan.offloaded_fraction > 0 else workload.max_tokens
@@ -141,38 +184,38 @@ def _streams(
     offloaded: Callable[[OffloadPool, int], float],
 ) -> list[_Stream]:
     """Divide the requests among the pools that prefill them; without arrivals nothing waits."""
-    threshold = _threshold(workload, plan)
-    above, below = workload.above(threshold), workload.below(threshold)
-    long = [(n, weight) for n, weight in workload.items() if n > threshold]
-    short = [(n, weight) for n, weight in workload.items() if n <= threshold]
+    tokens = threshold(workload, plan)
+    above, below = workload.above(tokens), workload.below(tokens)
+    long = [(n, weight) for n, weight in workload.items() if n > tokens]
+    short = [(n, weight) for n, weight in workload.items() if n <= tokens]
     streams: list[_Stream] = []
     for pool, rate in offload_shares(system, above) if above else ():
         if rate == 0:
             continue
-        work = [(prefill_seconds(pool.profile, n), offloaded(pool, n), weight) for n, weight in long]
+        work = [(n, prefill_seconds(pool.profile, n), offloaded(pool, n), weight) for n, weight in long]
         streams.append(_stream(above.share * rate / plan.theta_prfaas, pool.instances, work, arrivals))
     for pool in system.hub if below else ():
         instances = plan.split[pool.name]
         if instances == 0:
             continue
-        work = [(seconds := prefill_seconds(pool.profile, n), seconds, weight) for n, weight in short]
+        work = [(n, seconds := prefill_seconds(pool.profile, n), seconds, weight) for n, weight in short]
         share = below.share * instances / mean_seconds(pool.profile, below) / plan.theta_pd_p
         streams.append(_stream(share, instances, work, arrivals))
     return streams
 
 
 def _stream(
-    share: float, instances: float, work: Sequence[tuple[float, float, float]], arrivals: float | None
+    share: float, instances: float, work: Sequence[tuple[int, float, float, float]], arrivals: float | None
 ) -> _Stream:
-    """Return a stream from its prompts: seconds of prefill, seconds from its start to the first token, weight."""
+    """Return a stream from its prompts: tokens, seconds of prefill, seconds from start to first token, weight."""
     wait = _NONE
-    total = sum(weight for _, _, weight in work)
+    total = sum(weight for *_, weight in work)
     if arrivals:
-        mean = sum(seconds * weight for seconds, _, weight in work) / total
-        squared = sum(seconds**2 * weight for seconds, _, weight in work) / total
+        mean = sum(seconds * weight for _, seconds, _, weight in work) / total
+        squared = sum(seconds**2 * weight for _, seconds, _, weight in work) / total
         wait = _wait(instances, mean, squared / mean**2, arrivals * share)
-    points = [(first, weight / total) for _, first, weight in work]
-    return _Stream(share, wait, _points(points) if arrivals else points)
+    points = [(first, weight / total) for _, _, first, weight in work]
+    return _Stream(share, wait, [tokens for tokens, *_ in work], points)
 
 
 def _decode_waits(system: System, plan: Plan, arrivals: float) -> list[tuple[float, _Wait]]:
@@ -207,6 +250,11 @@ def _erlang(servers: float, busy: float) -> float:
     return blocked / (1 - busy * (1 - blocked))
 
 
+def _coarse(streams: Sequence[_Stream]) -> list[_Stream]:
+    """Return the streams with few points each, as a quantile needs them: it looks at all of them again and again."""
+    return [stream._replace(lengths=(), points=_points(stream.points)) for stream in streams]
+
+
 def _points(items: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return a distribution as few points of nearly equal probability, each the mean of those it stands for."""
     if len(items) <= _POINTS:
@@ -223,7 +271,7 @@ def _points(items: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _summary(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]]) -> FirstToken:
-    mean = sum(share * wait.probability * wait.mean_seconds for share, wait in decodes)
+    mean = _mean(decodes)
     for stream in streams:
         after = sum(seconds * weight for seconds, weight in stream.points)
         mean += stream.share * (stream.wait.probability * stream.wait.mean_seconds + after)
@@ -233,6 +281,10 @@ def _summary(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]])
         p90_seconds=_quantile(streams, decodes, 0.9),
         p99_seconds=_quantile(streams, decodes, 0.99),
     )
+
+
+def _mean(decodes: Sequence[tuple[float, _Wait]]) -> float:
+    return sum(share * wait.probability * wait.mean_seconds for share, wait in decodes)
 
 
 def _quantile(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]], share: float) -> float:
@@ -247,7 +299,7 @@ def _quantile(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]]
         )
 
     low, high = 0.0, max(seconds for stream in streams for seconds, _ in stream.points)
-    while longer(high) > 1 - share + 1e-12:
+    while longer(high) > 1 - share + _ROUNDING:
         low, high = high, 2 * high
     while high - low > _PRECISION * high:
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""`prfaas plan`: the best threshold and split of a system, beside its baselines and published figures.
+"""`prfaas plan`: a verdict, then the best threshold and split of a system, beside its baselines and published figures.
 
 A file describes the system, or a running installation is it. Core knows no cluster: the operator registers a reader of
 one under the entry point group `prfaas.plan_sources`.
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from prfaas.capacity import planfile
-from prfaas.capacity.comparison import BudgetedSystem, Comparison, EqualCost, compare
+from prfaas.capacity.comparison import BudgetedSystem, Comparison, EqualCost, Figures, compare
+from prfaas.capacity.verdict import Verdict
 from prfaas.cli.plots import check_plot, draw_plan
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, echo_json
 from prfaas.errors import ConfigError, install_extra
@@ -23,9 +24,11 @@ from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import read_trace
 
 TITLES = {
-    "prfaas_pd": "PrfaaS-PD",
+    "hub_alone": "hub alone",
     "homogeneous": "homogeneous",
+    "equal_cost": "equal cost",
     "naive_heterogeneous": "naive",
+    "prfaas_pd": "PrfaaS-PD",
     "fractional": "fractional",
 }
 # Key, what it is called in the paper, and its digits.
@@ -80,7 +83,11 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         echo_json(result)
         return
     console = Console(width=WIDTH, highlight=False)
+    console.print(result.verdict.sentence)
+    console.print()
     console.print(_table_6(result, described.published))
+    if result.prfaas_pd is not None:
+        console.print(_by_length(result.verdict))
     console.print(_queueing(result))
     _say(console, result)
 
@@ -122,45 +129,78 @@ def _text(path: Path) -> str:
 
 def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Table:
     """Return a row a figure and a column a system, each followed by what was published and how far ours is off."""
-    columns = {**result.systems(), "fractional": result.fractional}
-    table = _table("The plan and its baselines")
+    columns = _columns(result)
+    table = _table("The plan and its baselines", gap=0 if published else 1)
     table.add_column("", no_wrap=True)
     for name in columns:
-        table.add_column(TITLES[name], justify="right")
+        table.add_column(TITLES[name].replace(" ", "\n"), justify="right")
         if name in published:
             table.add_column("published", justify="right")
-            table.add_column("off by", justify="right")
+            table.add_column("off\nby", justify="right")
     for key, title, digits in ROWS:
         cells: list[str] = []
         for name, figures in columns.items():
-            value: float | None = getattr(figures, key) or None  # the system may lack the stage
+            value: float | None = getattr(figures, key, None) or None  # the system may lack the stage
             cells.append(_shown(value, digits))
             if name in published:
                 cells += _beside(value, published[name].get(key), digits)
         table.add_row(title, *cells)
-    ratios: list[str] = []
-    for name, figures in columns.items():
-        ratio = figures.lambda_max / result.homogeneous.lambda_max
-        ratios.append(_shown(ratio, 2))
-        if name in published:
-            theirs, base = (published.get(one, {}).get("lambda_max") for one in (name, "homogeneous"))
-            ratios += _beside(ratio, theirs / base if theirs and base else None, 2)
-    table.add_row("over homogeneous", *ratios)
+    for base in ("hub_alone", "homogeneous"):
+        if base not in columns:
+            continue
+        ratios: list[str] = []
+        for name, figures in columns.items():
+            ratio = figures.lambda_max / columns[base].lambda_max
+            ratios.append(_shown(ratio, 2))
+            if name in published:
+                theirs, others = (published.get(one, {}).get("lambda_max") for one in (name, base))
+                ratios += _beside(ratio, theirs / others if theirs and others else None, 2)
+        table.add_row(f"over {TITLES[base]}", *ratios)
     return table
+
+
+def _columns(result: Comparison) -> dict[str, Figures | BudgetedSystem]:
+    """Return the systems in the order of TITLES, in which each stands beside what it has to surpass."""
+    columns: dict[str, Figures | BudgetedSystem] = {**result.systems(), "fractional": result.fractional}
+    if result.equal_cost is not None:
+        columns["equal_cost"] = result.equal_cost.homogeneous
+    return {name: columns[name] for name in TITLES if name in columns}
 
 
 def _beside(value: float | None, published: float | None, digits: int) -> list[str]:
     return [_shown(published, digits), f"{value / published - 1:+.1%}" if value and published else "-"]
 
 
-def _table(title: str) -> Table:
-    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+def _table(title: str, gap: int = 1) -> Table:
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, gap, 0, 0), pad_edge=False)
 
 
 def _shown(value: float | None, digits: int) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if float(value).is_integer() and digits == 2 and value < 1000 else f"{value:,.{digits}f}"
+
+
+def _by_length(found: Verdict) -> Table:
+    """Return the means of each class of lengths in the hub alone and with PrfaaS-PD."""
+    rate = f"{found.arrivals_per_second:.2f} requests/s"
+    table = _table(f"Mean time to the first token by length, s: at {rate}, and of a lone prompt (estimate)")
+    titles = ("hub alone", "PrfaaS-PD", "ratio", "lone, hub alone", "lone, PrfaaS-PD", "ratio")
+    for title in ("tokens", "share", "offloaded", *titles):
+        table.add_column(title, justify="right")
+    for one in found.classes:
+        table.add_row(
+            f"{one.from_tokens:,} to {one.to_tokens:,}",
+            f"{one.share:.1%}",
+            f"{one.offloaded:.0%}",
+            *_ratio(one.hub_ttft_seconds, one.ttft_seconds),
+            *_ratio(one.lone_hub_seconds, one.lone_seconds),
+        )
+    return table
+
+
+def _ratio(base: float | None, seconds: float) -> list[str]:
+    return [_shown(base, 2), _shown(seconds, 2), _shown(seconds / base if base else None, 2)]
 
 
 def _queueing(result: Comparison) -> Table:

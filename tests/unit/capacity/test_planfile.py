@@ -97,7 +97,7 @@ def test_forwards_what_only_a_simulator_reads():
         ("workload.lognormal.sigma", "one", "sigma is 'one'"),
         ("offloadPools.0.costPerHour", 0, "costPerHour is 0; it must be above 0"),
         ("offloadPools.0.costPerHour", "2 EUR", "costPerHour is '2 EUR'"),
-        ("published.baseline", {}, "systems are prfaas_pd"),
+        ("published.baseline", {}, "systems are hub_alone, homogeneous"),
         ("offload", [], "did you mean offloadPools"),
     ],
 )
