@@ -95,7 +95,7 @@ def _scale(axis: Axis, values: Iterable[float], pixels: tuple[int, int]) -> _Sca
     there = list(values)
     low, high = (min(there) if axis.is_log else min(0.0, *there)), max(there)
     if axis.is_log:
-        low, high = (low / 1.5, high * 1.5) if low == high else (low, high)
+        low, high = (low / 2, high * 2) if high < 2 * low else (low, high)
     else:
         high = low + 1.0 if high == low else high + 0.06 * (high - low)  # room for the line's own width
     return _Scale(axis, low, high, *pixels)
