@@ -71,6 +71,12 @@ class AddressingRefusedError(ConfigError):
     reason: ClassVar = "EngineNeedsPodIP"
 
 
+class ProfileNotFoundError(ConfigError):
+    """A pool names a built-in profile that does not exist."""
+
+    reason: ClassVar = "ProfileNotFound"
+
+
 class SecretNotFoundError(ConfigError):
     """A MemberCluster names a Secret, or a key of it, that does not exist."""
 

@@ -52,10 +52,17 @@ class ProfileSpec(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "has(self.points) && self.points.size() > 0 || has(self.tokenBytes)",
-            "give points, tokenBytes or both, or leave profile out",
+            "has(self.builtin) || has(self.points) && self.points.size() > 0 || has(self.tokenBytes)",
+            "give builtin, or points, tokenBytes or both, or leave profile out",
             field="points",
             reason="FieldValueRequired",
+        ),
+        Rule(
+            "!has(self.builtin) "
+            "|| !(has(self.points) && self.points.size() > 0 || has(self.tokenBytes) || has(self.stateBytes))",
+            "a built-in profile has points and sizes: leave out points, tokenBytes and stateBytes, or builtin",
+            field="builtin",
+            reason="FieldValueForbidden",
         ),
         Rule(
             "!has(self.points) || self.points.size() != 1",
@@ -76,6 +83,15 @@ class ProfileSpec(ApiModel):
         ),
     )
 
+    builtin: (
+        Annotated[
+            str,
+            StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=63),
+            Hint("must be a name that `prfaas profile list` shows, such as qwen3.5-397b-fp8-8xh200"),
+        ]
+        | None
+    ) = None
+    """Name of a profile that ships with prfaas, in place of all other fields; `prfaas profile list` shows them."""
     points: Annotated[list[PrefillPoint], Field(max_length=16, json_schema_extra=keyed_by("tokens"))] = []
     """Prefill times of two lengths or more, far apart."""
     token_bytes: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = None

@@ -21,6 +21,7 @@ from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.member import check_secrets
 from prfaas_operator.plan.pod_facts import PodFacts
+from prfaas_operator.plan.profile import check_profile
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.member import SecretGuard
@@ -59,6 +60,7 @@ class PoolReconciler:
         check_secrets(pool.spec.template, self.hub.kubeconfigs().values())
         member = self._member(pool)
         plan.check_addressing(pool, member)
+        check_profile(pool)
         cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)

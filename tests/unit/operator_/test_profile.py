@@ -2,10 +2,13 @@
 
 import pytest
 
+from prfaas.capacity.builtin import read_builtin
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas_operator.errors import ProfileNotFoundError, reason_of
 from prfaas_operator.plan.policy import routing_table
-from prfaas_operator.plan.profile import seeds
+from prfaas_operator.plan.profile import check_profile, seeds
 
+H200 = "qwen3.5-397b-fp8-8xh200"
 POINTS = [{"tokens": n, "prefillMillis": round(300 + n * 0.04)} for n in (1024, 8192, 65_536)]
 
 
@@ -46,3 +49,22 @@ def test_the_routing_table_carries_seeds_and_the_namespace_of_each_cluster(make)
     assert [(one.cluster, one.pool, one.profile.token_bytes) for one in table.profiles] == [("eu", "offload", 7)]
     assert [one.namespace for one in table.clusters] == ["prefill"]
     assert routing_table(make.facts(), {}, None).profiles == ()
+
+
+def test_a_built_in_profile_is_the_seed_and_gives_other_pools_its_sizes(make):
+    pools = [make.prefill_pool(profile={"builtin": H200}), make.decode_pool(profile={"points": POINTS})]
+    wanted = read_builtin("name", H200).profile()
+    found = seeds(pools)
+    assert found["offload"] == wanted
+    assert cache_bytes(found["decode"], 1000) == cache_bytes(wanted, 1000)
+    check_profile(pools[0])
+
+
+def test_an_unknown_built_in_profile_is_refused_and_leaves_other_pools_their_seeds(make):
+    unknown = make.prefill_pool(profile={"builtin": f"{H200}0"})
+    with pytest.raises(ProfileNotFoundError, match=f"spec.profile.builtin is .*; near it are {H200}") as refused:
+        check_profile(unknown)
+    assert reason_of(refused.value) == "ProfileNotFound"
+    assert list(seeds([unknown, make.decode_pool(profile={"tokenBytes": 5})])) == ["decode"]
+    check_profile(make.prefill_pool(profile={"points": POINTS}))
+    check_profile(make.prefill_pool())
