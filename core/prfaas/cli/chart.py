@@ -6,7 +6,7 @@ colours tells them apart. Words are escaped.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from html import escape
 from typing import Final, NamedTuple
 
@@ -91,11 +91,12 @@ def draw_bars(y: Axis, groups: Sequence[str], bars: Mapping[str, Sequence[float]
 
 
 def _scale(axis: Axis, values: Iterable[float], pixels: tuple[int, int]) -> _Scale:
-    """Return the scale that holds all values; a linear one begins at 0."""
+    """Return the scale that holds all values: a linear one begins at 0, a logarithmic one at a round number."""
     there = list(values)
     low, high = (min(there) if axis.is_log else min(0.0, *there)), max(there)
     if axis.is_log:
-        low, high = (low / 2, high * 2) if high < 2 * low else (low, high)
+        low = max(one for one in _round_numbers(low / 10, low) if one <= low)
+        high = min(one for one in _round_numbers(high, high * 10) if one >= high and one > low)
     else:
         high = low + 1.0 if high == low else high + 0.06 * (high - low)  # room for the line's own width
     return _Scale(axis, low, high, *pixels)
@@ -104,10 +105,9 @@ def _scale(axis: Axis, values: Iterable[float], pixels: tuple[int, int]) -> _Sca
 def _ticks(scale: _Scale) -> list[float]:
     """Return round values within a scale, at most eight."""
     if scale.axis.is_log:
-        powers = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
         for digits in ((1, 2, 5), (1, 3), (1,)):
-            found = [digit * 10.0**power for power in powers for digit in digits]
-            found = [one for one in found if scale.low * 0.999 <= one <= scale.high * 1.001]
+            found = _round_numbers(scale.low, scale.high, digits)
+            found = [one for one in found if scale.low <= one <= scale.high]
             if len(found) <= _MOST_TICKS:
                 return found
         return found[:: -(-len(found) // _MOST_TICKS)]
@@ -115,6 +115,12 @@ def _ticks(scale: _Scale) -> list[float]:
     step *= next(factor for factor in (0.5, 1, 2, 5, 10) if (scale.high - scale.low) / (step * factor) <= _MOST_TICKS)
     first = math.ceil(scale.low / step)
     return [step * place for place in range(first, math.floor(scale.high / step) + 1)]
+
+
+def _round_numbers(low: float, high: float, digits: Sequence[int] = (1, 2, 5)) -> list[float]:
+    """Return numbers with one digit from below `low` to above `high`."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [float(f"{digit}e{power}") for power in powers for digit in digits]
 
 
 def _frame(upward: _Scale, across_title: str) -> list[str]:
@@ -127,11 +133,11 @@ def _frame(upward: _Scale, across_title: str) -> list[str]:
     return drawn
 
 
-def _legend(names: Iterable[str]) -> list[str]:
-    """Return the names of the series with their colours, below the chart."""
+def _legend(names: Collection[str]) -> list[str]:
+    """Return the names of several series with their colours, below the chart."""
     drawn: list[str] = []
     left = float(_LEFT)
-    for number, name in enumerate(names):
+    for number, name in enumerate(names if len(names) > 1 else ()):
         drawn.append(f'<path class="line s{number}" d="M{left:.0f} {HEIGHT - 12}h22"/>')
         drawn.append(_text(left + 27, HEIGHT - 8, name, "start"))
         left += 42 + 6.4 * len(name)

@@ -74,6 +74,7 @@ table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-varia
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .85rem; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+.words { width: auto; } .words :is(th, td) { text-align: left; padding-right: 2rem; }
 tr { break-inside: avoid; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; }
 dt { font-weight: 600; } dd { margin: 0; }
@@ -132,7 +133,7 @@ def _described(file: PlanFile) -> list[str]:
         f"{middle:,}, nine of ten at most {long:,}. Answers have {system.output_tokens:,.0f} tokens. The times are of "
         "a prefill that has its instance to itself.</p>",
         _table(head, rows),
-        _table(("link", "rate", "used by"), links) if links else "",
+        _table(("link", "rate", "used by"), links, are_words=True) if links else "",
     ]
 
 
@@ -240,7 +241,8 @@ def _figure(title: str, drawing: str) -> str:
     return f"<figure><h3>{escape(title)}</h3>\n{drawing}</figure>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], are_words: bool = False) -> str:
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    return '<div class="scroll"><table>' + "\n".join(lines) + "</table></div>"
+    kind = ' class="words"' if are_words else ""
+    return f'<div class="scroll"><table{kind}>' + "\n".join(lines) + "</table></div>"
