@@ -121,7 +121,7 @@ def compare(file: PlanFile) -> Comparison:
     fractional = optimum.fractional(system, workload)
     bound = equations.find_bound(system, workload)
     return Comparison(
-        verdict=verdict.judge(file, plans, bound),
+        verdict=verdict.judge(file, plans),
         **{name: _figures(one, workload, plan) for name, (one, plan) in plans.items()},
         equal_cost=compare_costs(system, workload),
         fractional=_figures(system, workload, fractional),

@@ -5,7 +5,9 @@
 
 With t the left side of (7) rises and the right side falls. So for a given split the best t, where they cross, is found
 by bisection over the workload's lengths. Instances are whole, so (8) holds only nearly: every split is tried. Several
-hardware kinds in the hub multiply the splits, and beyond a bound the search refuses instead of running for hours.
+hardware kinds in the hub multiply the splits, and beyond a bound the search refuses instead of running for hours. Most
+splits cannot surpass the best one so far, which is seen without a bisection: their decode carries less, or their hub
+does with any threshold at which the offload pools would not.
 
 A *fractional* plan lets instances of the hub give part of their time to prefill, so that (8) holds exactly. An integer
 split leaves up to an instance idle on the side that does not limit.
@@ -54,7 +56,15 @@ class Plan(Throughput, frozen=True, kw_only=True):
 
 def best(system: System, workload: Workload) -> Plan:
     """Return the plan of whole instances that carries most; raises ConfigError where none serves, or too many exist."""
-    return _serving(_highest(plan_for(system, workload, split) for split in _splits(system)))
+    found = plan_for(system, workload, _rounded(system, fractional(system, workload).split))
+    below = _below_all_that_surpass(system, workload, found)
+    for split in _splits(system):
+        hub = min(equations.theta_pd_d(system, split), equations.local_arrivals(system, below, split))
+        if hub >= found.lambda_max:
+            better = _highest((found, plan_for(system, workload, split)))
+            if better is not found:
+                found, below = better, _below_all_that_surpass(system, workload, better)
+    return _serving(found)
 
 
 def fractional(system: System, workload: Workload) -> Plan:
@@ -143,6 +153,25 @@ def _splits(system: System) -> Iterable[Split]:
         )
     for counts in itertools.product(*choices):
         yield {pool.name: float(n) for pool, n in zip(system.hub, counts, strict=True)}
+
+
+def _rounded(system: System, split: Split) -> Split:
+    """Return the division in whole instances that is nearest."""
+    return {
+        pool.name: float(min(max(round(split[pool.name]), pool.min_prefill), pool.instances - pool.min_decode))
+        for pool in system.hub
+    }
+
+
+def _below_all_that_surpass(system: System, workload: Workload, found: Plan) -> Moments:
+    """Return the prompts that stay in the hub at every threshold at which the offload pools bear what the plan does."""
+    lengths = (0, *workload.lengths)
+
+    def bears_as_much(threshold_tokens: int) -> bool:
+        return equations.offload_arrivals(system, workload.above(threshold_tokens)) >= found.lambda_max
+
+    place = bisect_left(lengths, True, hi=len(lengths) - 1, key=bears_as_much)
+    return workload.below(lengths[place])
 
 
 def _around_crossing(system: System, workload: Workload, local: Callable[[float], float]) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from prfaas.capacity.memory import InstanceMemory
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
@@ -29,6 +30,7 @@ class OffloadPool(msgspec.Struct, frozen=True, kw_only=True):
     link: str
     cost_per_hour: float | None = None
     """Of one instance, in the one currency of all pools; None: not known."""
+    memory: InstanceMemory | None = None
 
 
 class HubPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +48,7 @@ class HubPool(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill: int = 0
     min_decode: int = 0
     cost_per_hour: float | None = None
+    memory: InstanceMemory | None = None
 
     def decode_rate(self, output_tokens: float) -> float:
         """Requests a second that one instance decodes: BS_max / (T_decode L_out)."""

@@ -1,10 +1,9 @@
 """What a plan comes to: whether offloading pays over the hub as it stands, from where on, and what limits it.
 
-*What limits* is the stage that is full at lambda_max. Decode is one stage. Prefill is the other: the threshold fills
-both kinds of it together. It is called *link* where the offload pools could prefill more than their links carry.
-Whole instances rarely fill both stages. Where they do, the bound's prices tell which one is worth more: they add up to
-the bound, and a hub pool's price divides between the roles as its instances do. Decode is called *memory* where no
-larger batch would fit into a decoding instance.
+*What limits* is the stage of which a tenth more serves most, with the threshold and the split that are best then.
+Decode is one stage. Prefill is the other, at home and away: the threshold fills both together. It is called *link*
+where the offload pools could prefill more than their links carry. Decode is called *memory* where a batch that is
+a tenth larger would not fit into a decoding instance.
 
 A rate of requests is a mean over prompts. A single prompt may be worse off, since it waits for a slower instance and a
 link. So prompts are also looked at by class of length: with the waits of one rate that both systems carry, and alone.
@@ -17,28 +16,31 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from prfaas.capacity import equations, optimum, sweep, ttft
-from prfaas.capacity.equations import Bound
+from prfaas.capacity.memory import USABLE
 from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.system import System
+from prfaas.capacity.profile import cache_bytes
+from prfaas.capacity.system import HubPool, System
 from prfaas.capacity.workload import Workload
 
-Limit = Literal["link", "prefill", "decode", "memory"]
+LimitedBy = Literal["link", "prefill", "decode", "memory"]
 LOAD: Final = 0.7
 """Share of the lower lambda_max at which the times of both systems are compared."""
 _FIRST_EDGE_TOKENS: Final = 2048
 _EDGE_GROWTH: Final = 4
-_FULL: Final = 0.02
-"""A stage is full when it could serve at most this share more."""
+_MORE: Final = 1.1
+"""How much more of a stage is tried."""
+_SHORT: Final = 1.02
+"""A link is short where the pools behind it could prefill this many times as much."""
 _SLOWER: Final = 1.1
 """A lone prompt is slower away from this ratio on."""
-_LIMITS: Final[dict[Limit, str]] = {
+_LIMITS: Final[dict[LimitedBy, str]] = {
     "link": "the link limits",
     "prefill": "prefill limits",
     "decode": "decode limits",
     "memory": "memory limits, as no larger batch fits into a decoding instance",
 }
-_CURES: Final[dict[Limit, str]] = {
+_CURES: Final[dict[LimitedBy, str]] = {
     "prefill": "more or faster offload instances would",
     "decode": "more hub instances or larger batches would",
     "memory": "more hub instances or smaller weights would",
@@ -88,18 +90,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     None: at no capacity, or the hub alone cannot serve.
     """
-    limit: Limit
+    limit: LimitedBy
     arrivals_per_second: float
     """At which the classes' times are: LOAD of the lower lambda_max."""
     classes: tuple[LengthClass, ...]
 
 
-def judge(file: PlanFile, plans: Plans, bound: Bound) -> Verdict:
+def judge(file: PlanFile, plans: Plans) -> Verdict:
     """Judge the planned system against the hub alone."""
     workload, alone, ours = file.workload, plans.get("hub_alone"), planned(plans)
     base = (alone or plans["homogeneous"]).plan.lambda_max
     gain = ours.plan.lambda_max / base - 1
-    from_mbps, limit = None, _limit(ours, workload, bound)
+    from_mbps, limit = None, _limit(ours, workload)
     if alone and ours.system.offload:
         from_mbps = sweep.paying_mbps(ours.system, workload, base)
         if gain < sweep.PAYS:
@@ -125,25 +127,38 @@ def planned(plans: Plans) -> Planned:
     return plans.get("prfaas_pd") or plans["homogeneous"]
 
 
-def _limit(one: Planned, workload: Workload, bound: Bound) -> Limit:
-    system, plan = one
-    threshold = ttft.threshold(workload, plan)
-    above, below = workload.above(threshold), workload.below(threshold)
-    away, near = equations.offload_arrivals(system, above), equations.local_arrivals(system, below, plan.split)
-    full = (1 + _FULL) * plan.lambda_max
-    decoding = {pool.name: 1 - plan.split[pool.name] / pool.instances for pool in system.hub}
-    decode_worth = sum(bound.prices[name] * share for name, share in decoding.items())
-    if plan.theta_pd_d <= full and (min(away, near) > full or 2 * decode_worth >= bound.lambda_max):
-        return "decode"
-    unlimited = equations.theta_prfaas(sweep.scaled(system, sweep.UNLIMITED), above)
-    return "link" if unlimited > (1 + _FULL) * plan.theta_prfaas else "prefill"
+def _limit(one: Planned, workload: Workload) -> LimitedBy:
+    # All rates grow together: a tenth more prefill is a tenth more of everything, with decode left as it was.
+    more_decode = _with_steps(one.system, 1 / _MORE, workload)
+    more_prefill = _MORE * _with_steps(one.system, _MORE, workload)
+    if more_decode >= more_prefill:
+        decoding = [pool for pool in one.system.hub if one.plan.split[pool.name] < pool.instances]
+        is_short = all(_is_memory_short(pool, one.system.output_tokens, workload) for pool in decoding)
+        return "memory" if is_short else "decode"
+    above = workload.above(ttft.threshold(workload, one.plan))
+    unlimited = equations.theta_prfaas(sweep.scaled(one.system, sweep.UNLIMITED), above)
+    return "link" if unlimited > _SHORT * one.plan.theta_prfaas else "prefill"
 
 
-def _limit_behind(system: System, workload: Workload) -> Limit:
+def _with_steps(system: System, factor: float, workload: Workload) -> float:
+    """Return lambda_max with decode steps so many times as long."""
+    hub = [msgspec.structs.replace(pool, step_seconds=factor * pool.step_seconds) for pool in system.hub]
+    return optimum.best(msgspec.structs.replace(system, hub=tuple(hub)), workload).lambda_max
+
+
+def _is_memory_short(pool: HubPool, output_tokens: float, workload: Workload) -> bool:
+    """Return whether the caches of a batch that is a tenth larger would not fit, each in the middle of its answer."""
+    if pool.memory is None:
+        return False
+    cache = cache_bytes(pool.profile, round(workload.mean_tokens + output_tokens / 2))
+    needed = pool.memory.weights_bytes + _MORE * pool.max_batch * cache
+    return needed > USABLE * pool.memory.total_bytes
+
+
+def _limit_behind(system: System, workload: Workload) -> LimitedBy:
     """Return what limits when no link does."""
     unlimited = sweep.scaled(system, sweep.UNLIMITED)
-    one = Planned(unlimited, optimum.best(unlimited, workload))
-    return _limit(one, workload, equations.find_bound(unlimited, workload))
+    return _limit(Planned(unlimited, optimum.best(unlimited, workload)), workload)
 
 
 def _classes(workload: Workload, ours: Planned, alone: Planned | None, arrivals: float) -> tuple[LengthClass, ...]:

@@ -1,4 +1,4 @@
-"""Systems to plan: the paper's, read from its file, and arbitrary ones."""
+"""Systems to plan: the paper's, read from its file, a lab with idle GPUs, and arbitrary ones."""
 
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,36 @@ def no_traces(path: str) -> list[tuple[int, int]]:
 
 def paper() -> PlanFile:
     return planfile.read(paper_document(), no_traces)
+
+
+def lab(mbps: float = 10_000, **hub: float) -> PlanFile:
+    """Four pairs of H100 serve Qwen3.5-35B-A3B, and eight pairs of L40S are idle behind a link.
+
+    The prefills are aiconfigurator's estimates. `hub` replaces fields of the hub.
+    """
+    caches = {8_192: 221.04, 32_768: 701.04, 131_072: 2621.04}
+    seconds = {"l40s": (0.390, 1.588, 8.752), "h100": (0.0936, 0.352, 1.992)}
+    profiles = {
+        name: {
+            "points": [
+                {"tokens": tokens, "seconds": one, "cacheMib": mib}
+                for (tokens, mib), one in zip(caches.items(), times, strict=True)
+            ]
+        }
+        for name, times in seconds.items()
+    }
+    document = {
+        "workload": {
+            "lognormal": {"mu": 9.5, "sigma": 1.0, "minTokens": 128, "maxTokens": 131_072},
+            "outputTokens": 400,
+        },
+        "slo": {"tpotMillis": 25},
+        "profiles": profiles,
+        "links": [{"name": "campus", "capacityMbps": mbps}],
+        "offloadPools": [{"name": "idle", "profile": "l40s", "instances": 8, "link": "campus"}],
+        "hub": [{"name": "home", "profile": "h100", "instances": 4, "maxBatch": 48, "stepMillis": 15, **hub}],
+    }
+    return planfile.read(document, no_traces)
 
 
 profiles = st.builds(

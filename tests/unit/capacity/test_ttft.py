@@ -46,6 +46,28 @@ def test_one_instance_waits_as_pollaczek_and_khinchine_say():
     assert ttft.queued(system, EXAMPLE, plan, arrivals).mean_seconds == pytest.approx(expected)
 
 
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(systems(), workloads)
+def test_the_means_of_all_classes_add_up_to_that_of_all_requests(system, workload):
+    plan = optimum.best(system, workload)
+    arrivals = 0.7 * plan.lambda_max
+    means = ttft.mean_by_class(system, workload, plan, arrivals, workload.lengths)
+    total = sum(weight * mean for (_, weight), mean in zip(workload.items(), means, strict=True))
+    assert total == pytest.approx(ttft.queued(system, workload, plan, arrivals).mean_seconds)
+
+
+def test_a_class_takes_its_own_prefill_and_waits_as_long_as_the_others():
+    system, plan = hub_of(1, EXAMPLE)
+    lone = ttft.mean_by_class(system, EXAMPLE, plan, 0.0, (1_000, 9_000))
+    assert lone == pytest.approx([0.2, 1.0])
+    arrivals = 0.6 * plan.lambda_max
+    short, long = ttft.mean_by_class(system, EXAMPLE, plan, arrivals, (1_000, 9_000))
+    wait = ttft.queued(system, EXAMPLE, plan, arrivals).mean_seconds - 0.4
+    assert (short, long) == pytest.approx((0.2 + wait, 1.0 + wait))
+    with pytest.raises(ConfigError, match="queues would grow for ever"):
+        ttft.mean_by_class(system, EXAMPLE, plan, plan.lambda_max, (9_000,))
+
+
 def simulated(instances: int, arrivals: float, workload: Workload) -> list[float]:
     """Return the times to the first token where each request joins the shortest of the instances' queues."""
     rng = random.Random(11)

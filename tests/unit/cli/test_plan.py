@@ -44,7 +44,7 @@ def write(folder: Path, **fields: object) -> str:
 
 
 def test_every_system_has_the_promised_keys(paper):
-    for system in ("prfaas_pd", "homogeneous", "naive_heterogeneous"):
+    for system in ("hub_alone", "prfaas_pd", "homogeneous", "naive_heterogeneous"):
         assert list(paper[system]) == KEYS
 
 
@@ -62,6 +62,26 @@ def test_the_table_shows_ours_and_the_published_figures_and_no_nan(tmp_path):
     assert "3.24" in shown
     assert "keeps slo.ttftMillis at P90 at up to" in shown
     assert "nan" not in shown.lower().replace("n_", "")
+
+
+def test_the_verdict_comes_first_and_the_hub_alone_is_the_first_column(paper):
+    first, *rest = run("-f", str(PAPER_FILE)).splitlines()
+    assert first.startswith("PrfaaS-PD serves 135% more than the hub alone")
+    assert next(iter(paper)) == "verdict"
+    assert " ".join(paper["verdict"]["sentence"].split()).startswith(first.strip())
+    alone, offloading = (paper[name]["lambda_max"] for name in ("hub_alone", "prfaas_pd"))
+    assert paper["verdict"]["gain"] == pytest.approx(offloading / alone - 1)
+    heads = next(line.split() for line in rest if "homogeneous" in line)
+    assert heads[:2] == ["alone", "homogeneous"]
+    assert "PrfaaS-PD" in heads[heads.index("naive") :]
+    rows = {name: next(line for line in rest if line.startswith(f" {name}")) for name in ("over hub alone", "over hom")}
+    assert "2.35" in rows["over hub alone"]
+    assert "1.57" in rows["over hom"]
+
+
+def test_times_are_shown_by_class_of_length(tmp_path):
+    assert "Mean time to the first token by length" in run("-f", write(tmp_path))
+    assert "by length" not in run("-f", write(tmp_path, offloadPools=[], links=[])), "there is nothing to compare"
 
 
 def test_a_hub_without_members_is_one_system_without_thresholds(tmp_path):
