@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
 from prfaas.capacity.comparison import Comparison
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import prefill_seconds
@@ -213,16 +214,23 @@ def _by_length(classes: Iterable[LengthClass], rate: str) -> str:
 
 def _assumed(file: PlanFile, result: Comparison) -> list[str]:
     """Return what the plan rests on: where each profile is from, and what was noted."""
-    pools = (*file.system.offload, *file.system.hub)
-    return [f"{pool.name}: {_source(pool.profile)}" for pool in pools] + list(result.notes)
+    builtins = {one.profile(): one for one in (read_builtin("name", name) for name in builtin_names())}
+    found: list[str] = []
+    for pool in (*file.system.offload, *file.system.hub):
+        builtin = builtins.get(pool.profile)
+        found.append(f"{pool.name}: {_source(pool.profile) if builtin is None else _source_of_builtin(builtin)}")
+    return found + list(result.notes)
+
+
+def _source_of_builtin(builtin: Builtin) -> str:
+    what = f"{builtin.model} in {builtin.precision} on {builtin.devices} x {builtin.device.upper()}"
+    return f"prefill times are built in ({builtin.name}): {what}, {builtin.parallelism}; {builtin.source}."
 
 
 def _source(profile: Profile) -> str:
     if profile.samples == 0:
-        return "its prefill times are a formula that the file gives; no measurement stands behind it here."
-    return (
-        f"its prefill times are a curve through {profile.samples} measured points up to {profile.max_tokens:,} tokens."
-    )
+        return "prefill times are a formula that the file gives; no measurement of it is known."
+    return f"prefill times are a curve through {profile.samples} points up to {profile.max_tokens:,} tokens."
 
 
 def _span(one: LengthClass) -> str:
