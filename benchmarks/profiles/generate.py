@@ -114,7 +114,7 @@ def kernels_of(target: Target) -> Kernels:
 
     vLLM's are first. Its rows of block-scaled fp8 products are not used: each takes 0.1 to 0.2 ms, however small, so
     they say that a decode step of batch 1 takes 72 ms on 8xb200, and of batch 8 49. Its fp8 experts on Hopper take
-    three times as long as SGLang's. SGLang's rows of attention on Blackwell are six times as slow as vLLM's.
+    four times as long as SGLang's. SGLang's rows of attention on Blackwell are six times as slow as vLLM's.
     """
     if target.precision == "mxfp4":
         if target.device in {"b300", "gb300"}:

@@ -111,6 +111,15 @@ def test_a_pool_that_names_no_cluster_says_so_and_heals(joined):
     joined.hub.delete("pfpool", "stray")
 
 
+def test_a_pool_that_names_an_unknown_profile_gets_no_instance_and_says_the_nearest_names(joined):
+    pool = joined.pool("PrefillPool", "guessed", clusterName="eu", profile={"builtin": "qwen3.5-35b-bf16-2xl40"})
+    joined.hub.apply(pool)
+    refused = joined.hub.wait_reason("pfpool", "guessed", "ProfileNotFound")
+    assert "near it are qwen3.5-35b-bf16-2xl40s" in refused["message"]
+    assert not joined.member.exists("deployment", "guessed")
+    joined.hub.delete("pfpool", "guessed")
+
+
 def test_repeats_an_api_servers_refusal_and_heals(joined):
     rules = joined.member.get("role", "prfaas-operator")["rules"]
     others = [[verb for verb in rule["verbs"] if verb != "create"] for rule in rules]
