@@ -32,7 +32,6 @@ AT_HOME: Final = (
     "qwen3.5-397b-fp8-8xh20-141",
     "qwen3.5-397b-fp8-8xh200",
     "qwen3.5-397b-fp8-8xb200",
-    "qwen3.5-35b-bf16-2xl40s",
     "qwen3.5-35b-bf16-2xh100",
 )
 """What may stand in a hub, by the name of its profile."""
