@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
+from prfaas.capacity.builtin import read_builtin
 from prfaas.capacity.models import MODEL_CACHES, ModelCache
 from prfaas.capacity.profile import Curve, MeasuredPoint, Sample
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
@@ -244,6 +245,8 @@ def _lognormal(section: Section) -> Workload:
 
 def _profile(section: Section) -> Profile:
     """Read a profile; a known `model` gives the sizes of the cache."""
+    if section.has("builtin"):
+        return read_builtin(f"{section.where}.builtin", section.text("builtin")).profile()
     cache = None
     if section.has("model"):
         cache = MODEL_CACHES[section.name_of("model", MODEL_CACHES)]
