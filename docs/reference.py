@@ -1,4 +1,4 @@
-"""Writes what documents have from the code: flags of programs, fields of custom resources, and tables of engines."""
+"""Writes what documents have from the code: flags of programs, fields of resources, tables of engines and plans."""
 
 import ast
 import enum
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+from docs import capacity_tables
 
 from prfaas.api import crd
 from prfaas.engines import ENGINES, EngineRecord
@@ -228,6 +229,7 @@ def pages() -> dict[Path, str]:
             "ports": markdown(("engine", "ports", "opened by the charts for its pods"), port_rows()),
         },
         root / "docs/extend/another-engine.md": {"record": markdown(("field", "what it says"), record_rows())},
+        root / "docs/understand/capacity.md": {name: markdown(*rows) for name, rows in capacity_tables.parts().items()},
         root / "CONTRIBUTING.md": {"record": fields_of_records()},
     }
     found = {PAGE: page()}

@@ -31,7 +31,7 @@ from prfaas.capacity.verdict import Planned, Verdict
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 
-LOADS: Final = (0.5, 0.7, 0.9)
+LOADS: Final = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_MIXES: Final = 1_000
 """Counts go in steps where the budget allows more mixes."""
 _ROUNDING: Final = 1e-9

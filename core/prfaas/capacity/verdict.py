@@ -233,11 +233,14 @@ def _more(gain: float) -> str:
     return f"{abs(gain):.0%} {'less' if gain < 0 else 'more'}"
 
 
+def rounded_up(mbps: float) -> float:
+    """Return a capacity with two digits that is no less."""
+    unit = 10.0 ** (math.floor(math.log10(mbps)) - 1)
+    return math.ceil(mbps / unit) * unit
+
+
 def _link(system: System, mbps: float) -> str:
-    """Name a capacity, rounded up to two digits."""
-    digits = 1 - math.floor(math.log10(mbps))
-    rounded = math.ceil(mbps * 10.0**digits) / 10.0**digits
-    name = f"{rounded:,.{max(0, digits)}f} Mbit/s"
+    name = f"{rounded_up(mbps):,.10g} Mbit/s"
     return f"a link of {name}" if len(system.links) == 1 else f"links of {name} together"
 
 

@@ -4,6 +4,7 @@ A file describes the system, or a running installation is it. Core knows no clus
 one under the entry point group `prfaas.plan_sources`.
 """
 
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from rich.table import Table
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import BudgetedSystem, Comparison, EqualCost, Figures, compare
 from prfaas.capacity.verdict import Verdict
-from prfaas.cli.plots import check_plot, draw_plan
+from prfaas.cli.report import render
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, echo_json
 from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate import setup as setups
@@ -46,6 +47,7 @@ ROWS = (
     ("ttft_mean_seconds", "mean TTFT, s", 2),
     ("ttft_p90_seconds", "P90 TTFT, s", 2),
 )
+SHOWN_LOADS = (0.5, 0.7, 0.9)
 WIDTH = 120
 PLAN_SOURCES = "prfaas.plan_sources"
 
@@ -56,7 +58,9 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         typer.Option("--file", "-f", help="The system; see docs/understand/capacity.md.", show_default=False),
     ] = None,
     output: TableOrJson = "table",
-    plot: Annotated[Path | None, typer.Option(help="Also draw it, as PNG or HTML.", show_default=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write it as a page with plots, to read without tools.", show_default=False)
+    ] = None,
     from_cluster: Annotated[
         bool, typer.Option("--from-cluster", help="Plan what a running installation measures, in place of a file.")
     ] = False,
@@ -72,20 +76,19 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
         raise ConfigError("--policy chooses what --from-cluster plans; a file describes one system: leave --policy out")
     if (file is None) != from_cluster:
         raise ConfigError("give either --file with a system, or --from-cluster for what is installed")
-    check_plot(plot)
     described = load(file) if file is not None else _installed(kubeconfig, context, namespace, policy)
     if described.simulation:
         setups.read(described)  # raises for a mistake now, not only at the first simulation
     result = compare(described)
-    if plot is not None:
-        draw_plan(plot, result, TITLES)
+    if html is not None:
+        _write(html, render(str(file or "the installation"), described, result, _compared(result, {})))
     if output == "json":
         echo_json(result)
         return
     console = Console(width=WIDTH, highlight=False)
     console.print(result.verdict.sentence)
     console.print()
-    console.print(_table_6(result, described.published))
+    console.print(_table_6(*_compared(result, described.published)))
     if result.prfaas_pd is not None:
         console.print(_by_length(result.verdict))
     console.print(_queueing(result))
@@ -120,6 +123,13 @@ def load(path: Path) -> planfile.PlanFile:
         raise ConfigError(f"{path}: {error}") from error
 
 
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be written: {error}") from error
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text()
@@ -127,36 +137,43 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _table_6(result: Comparison, published: dict[str, dict[str, float]]) -> Table:
-    """Return a row a figure and a column a system, each followed by what was published and how far ours is off."""
+def _table_6(head: Sequence[str], *rows: Sequence[str]) -> Table:
+    table = _table("The plan and its baselines", gap=0 if "published" in head else 1)
+    for title in head:
+        table.add_column(title.replace(" ", "\n"), justify="right" if title else "left", no_wrap=not title)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _compared(result: Comparison, published: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Return a head, then a row a figure: a column a system, each followed by what was published and how far off it is.
+
+    The first column names the figure.
+    """
     columns = _columns(result)
-    table = _table("The plan and its baselines", gap=0 if published else 1)
-    table.add_column("", no_wrap=True)
+    head = [""]
     for name in columns:
-        table.add_column(TITLES[name].replace(" ", "\n"), justify="right")
-        if name in published:
-            table.add_column("published", justify="right")
-            table.add_column("off\nby", justify="right")
+        head += [TITLES[name], "published", "off by"] if name in published else [TITLES[name]]
+    rows = [head]
     for key, title, digits in ROWS:
-        cells: list[str] = []
+        rows.append([title])
         for name, figures in columns.items():
             value: float | None = getattr(figures, key, None) or None  # the system may lack the stage
-            cells.append(_shown(value, digits))
+            rows[-1].append(_shown(value, digits))
             if name in published:
-                cells += _beside(value, published[name].get(key), digits)
-        table.add_row(title, *cells)
+                rows[-1] += _beside(value, published[name].get(key), digits)
     for base in ("hub_alone", "homogeneous"):
         if base not in columns:
             continue
-        ratios: list[str] = []
+        rows.append([f"over {TITLES[base]}"])
         for name, figures in columns.items():
             ratio = figures.lambda_max / columns[base].lambda_max
-            ratios.append(_shown(ratio, 2))
+            rows[-1].append(_shown(ratio, 2))
             if name in published:
                 theirs, others = (published.get(one, {}).get("lambda_max") for one in (name, base))
-                ratios += _beside(ratio, theirs / others if theirs and others else None, 2)
-        table.add_row(f"over {TITLES[base]}", *ratios)
-    return table
+                rows[-1] += _beside(ratio, theirs / others if theirs and others else None, 2)
+    return rows
 
 
 def _columns(result: Comparison) -> dict[str, Figures | BudgetedSystem]:
@@ -208,10 +225,11 @@ def _queueing(result: Comparison) -> Table:
     for title in ("system", "load", "requests/s", "mean", "P50", "P90", "P99"):
         table.add_column(title, justify="left" if title == "system" else "right")
     for name, rows in result.queueing.items():
-        for row in rows:
+        shown = [row for row in rows if row.load in SHOWN_LOADS]
+        for row in shown:
             times = (row.ttft_mean_seconds, row.ttft_p50_seconds, row.ttft_p90_seconds, row.ttft_p99_seconds)
             cells = (f"{row.load:.0%}", f"{row.arrivals_per_second:.2f}", *(f"{seconds:.2f}" for seconds in times))
-            table.add_row(TITLES[name] if row is rows[0] else "", *cells)
+            table.add_row(TITLES[name] if row is shown[0] else "", *cells)
     return table
 
 

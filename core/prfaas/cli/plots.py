@@ -1,4 +1,4 @@
-"""Pictures of plans and runs: PNG, or one HTML file that needs nothing else. matplotlib is loaded when one is drawn."""
+"""Pictures of runs: PNG, or one HTML file that needs nothing else. matplotlib is loaded when one is drawn."""
 
 import html
 import io
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prfaas.capacity.comparison import Comparison
 from prfaas.errors import ConfigError, install_extra
 from prfaas.simulate.outcome import Result
 from prfaas.simulate.scenario import PolicyName
@@ -43,31 +42,6 @@ def draw_runs(path: Path, results: Mapping[PolicyName, Result]) -> None:
     axes[1].legend(loc="upper right")
     axes[-1].set_xlabel("seconds")
     _save(figure, path, "Simulated runs")
-
-
-def draw_plan(path: Path, result: Comparison, titles: Mapping[str, str]) -> None:
-    """Draw what each stage of each system carries, and the mean and P90 of TTFT under load."""
-    systems = {titles[name]: figures for name, figures in result.systems().items()}
-    figure, (rates, times) = _figure(rows=2, height=7)
-    stages = ("theta_prfaas", "theta_pd_p", "theta_pd_d", "lambda_max")
-    for place, stage in enumerate(stages):
-        heights = [getattr(one, stage) for one in systems.values()]
-        rates.bar([i + 0.2 * (place - 1.5) for i in range(len(systems))], heights, width=0.18, label=stage)
-    rates.axhline(result.lambda_bound, color="black", lw=0.8, ls="--", label="bound")
-    rates.set_xticks(range(len(systems)), list(systems))
-    rates.set_ylabel("requests/s")
-    rates.legend(loc="upper left", fontsize="small")
-    for name, rows in result.queueing.items():
-        arrivals = [row.arrivals_per_second for row in rows]
-        (line,) = times.plot(
-            arrivals, [row.ttft_mean_seconds for row in rows], marker="o", label=f"{titles[name]}, mean"
-        )
-        p90 = [row.ttft_p90_seconds for row in rows]
-        times.plot(arrivals, p90, marker="o", ls="--", color=line.get_color(), label="P90")
-    times.set_xlabel("requests/s")
-    times.set_ylabel("TTFT with waits, s")
-    times.legend(loc="upper left", fontsize="small")
-    _save(figure, path, "Plan")
 
 
 def _figure(rows: int, height: float) -> "tuple[Figure, Any]":

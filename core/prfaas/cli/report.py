@@ -1,0 +1,256 @@
+"""The page of `prfaas plan --html`: a plan for those who read neither code nor tables.
+
+It opens with the verdict, shows the system and what each link and load would do, and ends with what is assumed and what
+each word means. It is one file that loads nothing, on dark ground, light ground and paper. All names come from people's
+files: every cell and every word of a chart is escaped.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Final
+
+from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
+from prfaas.capacity.comparison import Comparison
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.capacity.system import HubPool, OffloadPool
+from prfaas.capacity.verdict import LengthClass, Verdict, rounded_up
+from prfaas.cli.chart import Axis, Mark, draw_bars, draw_lines
+from prfaas.wire.profile import Profile
+
+LENGTHS: Final = (1024, 8192, 32_768, 131_072)
+"""Tokens at which the page shows what a prefill takes."""
+DRAWN: Final = {"prfaas_pd": "PrfaaS-PD", "hub_alone": "hub alone", "homogeneous": "homogeneous"}
+"""The systems whose times are drawn, first the one that the page is about."""
+WORDS: Final = (
+    ("hub", "The cluster that answers: all decoding happens here."),
+    ("offload pool", "Instances elsewhere that only prefill for the hub. Their caches cross a link."),
+    ("instance", "One copy of the model, on one or several GPUs."),
+    ("prefill, decode", "Reading a prompt, and writing its answer token by token."),
+    ("cache", "What prefill hands to decode: rows for each token, and a state whose size is fixed."),
+    ("threshold t", "Longer prompts are prefilled away, shorter ones in the hub."),
+    ("TTFT", "Time to the first token: prefill, transfer, and, where the page says so, waits."),
+    ("P90", "The time that nine of ten requests do not exceed."),
+    ("load", "Requests that arrive, as a share of the most that the system serves."),
+    ("Lambda_max", "The most requests a second that a system serves."),
+    ("N_p, N_d", "Instances of the hub that prefill and that decode."),
+    ("hub alone", "The hub as it stands, without any offload pool."),
+    ("homogeneous", "As many instances as in the plan, all in the hub and of its first kind."),
+    ("naive", "The same system, which offloads every prompt."),
+    ("PrfaaS-PD", "The plan: the best threshold and the best split of the hub."),
+    ("fractional", "A plan whose instances divide their time between prefill and decode."),
+)
+STYLE: Final = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1a1f2b; --soft: #5b6472; --rule: #dfe3ea; --panel: #f4f6fa;
+  --c0: #1d5fd1; --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; }
+@media (prefers-color-scheme: dark) { :root { --ground: #12161f; --ink: #e6e9ef; --soft: #9aa4b5; --rule: #2c3444;
+  --panel: #1b212d; --c0: #6ea8ff; --c1: #ff9d5c; --c2: #9ccc65; --c3: #c3a0f5; } }
+@media print { :root { --ground: #fff; --ink: #000; --soft: #444; --rule: #ccc; --panel: #fff; --c0: #1d5fd1;
+  --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--ground); color: var(--ink);
+  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; print-color-adjust: exact; }
+h1 { font-size: 1.05rem; font-weight: 600; color: var(--soft); margin: 0 0 .75rem; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; break-after: avoid; }
+h3 { font-size: .95rem; margin: 0 0 .25rem; }
+p { margin: .25rem 0 .75rem; max-width: 48rem; }
+.soft { color: var(--soft); font-size: .9rem; }
+.verdict { font-size: 1.3rem; line-height: 1.4; max-width: none; margin: 0 0 1.25rem; padding-left: 1rem;
+  border-left: 4px solid var(--c0); }
+.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); gap: .75rem; }
+.row.wide { grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1.5rem; margin-top: 1rem; }
+.card { background: var(--panel); border: 1px solid var(--rule); border-radius: 8px; padding: .7rem .9rem; }
+.card b { display: block; font-size: 1.35rem; font-weight: 650; }
+figure { margin: 0; break-inside: avoid; }
+svg { width: 100%; height: auto; display: block; overflow: visible; }
+.word { fill: var(--ink); font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
+.grid { stroke: var(--rule); }
+.mark { stroke: var(--soft); stroke-dasharray: 3 3; }
+.line { fill: none; stroke: currentColor; stroke-width: 2.25; stroke-linejoin: round; }
+.bar { fill: currentColor; }
+.s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
+.line.s1 { stroke-dasharray: 7 4; } .line.s2 { stroke-dasharray: 2 3; } .line.s3 { stroke-dasharray: 9 3 2 3; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }
+th { font-weight: 600; color: var(--soft); font-size: .85rem; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
+.words { width: auto; } .words :is(th, td) { text-align: left; padding-right: 2rem; }
+tr { break-inside: avoid; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; }
+dt { font-weight: 600; } dd { margin: 0; }
+"""
+
+
+def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequence[str]]) -> str:
+    """Return the page of a plan. `name` says what was planned, `systems` is the table that the command prints."""
+    parts = [
+        f"<h1>Plan of {escape(name)}</h1>",
+        *_verdict(result.verdict),
+        "<h2>The system</h2>",
+        *_described(file),
+        *_over_links(result, file),
+        *_first_tokens(result),
+        "<h2>The systems compared</h2>",
+        "<p>Every column serves the same requests. Times are without waits.</p>",
+        _table(systems[0], systems[1:]),
+        "<h2>What is assumed</h2>",
+        "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in _assumed(file, result)) + "</ul>",
+        "<h2>Words</h2>",
+        "<dl>" + "".join(f"<dt>{escape(word)}</dt><dd>{escape(what)}</dd>" for word, what in WORDS) + "</dl>",
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width">\n<title>Plan of {escape(name)}</title>\n'
+    )
+    return f"{head}<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+
+
+def _verdict(verdict: Verdict) -> list[str]:
+    cards = [
+        (f"{verdict.gain:+.0%}", "requests a second"),
+        (f"{verdict.from_tokens:,} tokens" if verdict.from_tokens else "no prompt", "go away, from this length on"),
+        (_rate(rounded_up(verdict.from_mbps)) if verdict.from_mbps else "no link", "pays, from this rate on"),
+        (verdict.limit, "is full first"),
+    ]
+    shown = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
+    return [f'<p class="verdict">{escape(verdict.sentence)}</p>', f'<div class="row">{shown}</div>']
+
+
+def _described(file: PlanFile) -> list[str]:
+    """Return the tables of pools and links, and the load in a sentence."""
+    system, workload = file.system, file.workload
+    lengths = [f"{tokens:,} tokens, s" for tokens in LENGTHS]
+    head = ("pool", "where", "instances", "batch, step", "state, MB", "bytes a token", *lengths)
+    rows = [(one.name, f"over {one.link}", *_instance(one, "only prefills")) for one in system.offload]
+    rows += [
+        (one.name, "hub", *_instance(one, f"{one.max_batch}, {1000 * one.step_seconds:.3g} ms")) for one in system.hub
+    ]
+    used = {link.name: [one.name for one in system.offload if one.link == link.name] for link in system.links}
+    links = [(one.name, _rate(one.capacity_mbps), ", ".join(used[one.name])) for one in system.links]
+    middle, long = workload.quantile(0.5), workload.quantile(0.9)
+    return [
+        f"<p>Prompts have {workload.mean_tokens:,.0f} tokens in the mean that no cache holds; half have at most "
+        f"{middle:,}, nine of ten at most {long:,}. Answers have {system.output_tokens:,.0f} tokens. The times are of "
+        "a prefill that has its instance to itself.</p>",
+        _table(head, rows),
+        _table(("link", "rate", "used by"), links, are_words=True) if links else "",
+    ]
+
+
+def _instance(pool: OffloadPool | HubPool, decoding: str) -> list[str]:
+    profile = pool.profile
+    sizes = [f"{profile.state_bytes / 1e6:,.1f}", f"{profile.token_bytes:,}"]
+    return [str(pool.instances), decoding, *sizes, *(_seconds(prefill_seconds(profile, tokens)) for tokens in LENGTHS)]
+
+
+def _over_links(result: Comparison, file: PlanFile) -> list[str]:
+    """Return what faster and slower links would do; nothing where nothing is offloaded."""
+    if not result.over_links:
+        return []
+    across = Axis("Gbit/s of all links together", is_log=True)
+    now = Mark(sum(link.capacity_mbps for link in file.system.links) / 1000, "now")
+    gains = [(one.mbps / 1000, one.gain) for one in result.over_links]
+    lengths = [(one.mbps / 1000, one.threshold_tokens) for one in result.over_links if one.threshold_tokens]
+    base = "hub alone" if result.hub_alone else "homogeneous"
+    gain, length = Axis(f"requests/s more than {base}", shown="{:+.0%}".format), Axis("threshold, tokens", is_log=True)
+    return [
+        "<h2>What another link would do</h2>",
+        "<p>All links grow or shrink together; the rest of the system stays, and is planned anew at each point. Caches "
+        "of half the bytes are worth a link twice as fast.</p>",
+        '<div class="row wide">',
+        _figure("Gain", draw_lines(across, gain, {"gain": gains}, now)),
+        _figure("From which length prompts go away", draw_lines(across, length, {"threshold": lengths}, now)),
+        "</div>",
+    ]
+
+
+def _first_tokens(result: Comparison) -> list[str]:
+    """Return the times to the first token, by load and by length."""
+    by_load = {
+        title: [(one.arrivals_per_second, one.ttft_mean_seconds) for one in result.queueing[name]]
+        for name, title in DRAWN.items()
+        if name in result.queueing
+    }
+    charts = [_figure("By load", draw_lines(Axis("requests/s"), Axis("mean TTFT with waits, s"), by_load))]
+    rate = f"{result.verdict.arrivals_per_second:.2f} requests/s"
+    classes = result.verdict.classes
+    if result.prfaas_pd is not None:
+        away = {"PrfaaS-PD": [one.ttft_seconds for one in classes], "hub alone": _of_hub(classes)}
+        drawn = {name: values for name, values in away.items() if values}
+        title = Axis("mean TTFT with waits, s", shown="{:.3g}".format)
+        charts.append(_figure(f"By length, at {rate}", draw_bars(title, [_span(one) for one in classes], drawn)))
+    return [
+        "<h2>How long users wait for the first token</h2>",
+        "<p>Estimated for arrivals at random. A lone prompt may be slower away than in the hub, though the system "
+        "serves more: the table says so.</p>",
+        '<div class="row wide">',
+        *charts,
+        "</div>",
+        _by_length(classes, rate) if result.prfaas_pd is not None else "",
+    ]
+
+
+def _of_hub(classes: Iterable[LengthClass]) -> list[float]:
+    return [one.hub_ttft_seconds for one in classes if one.hub_ttft_seconds is not None]
+
+
+def _by_length(classes: Iterable[LengthClass], rate: str) -> str:
+    head = ("tokens", "of all prompts", "go away")
+    head += tuple(f"{who}, {when}" for when in (rate, "alone") for who in ("hub alone", "PrfaaS-PD"))
+    return _table(
+        head,
+        [
+            (
+                _span(one),
+                f"{one.share:.1%}",
+                f"{one.offloaded:.0%}",
+                *map(_seconds, (one.hub_ttft_seconds, one.ttft_seconds, one.lone_hub_seconds, one.lone_seconds)),
+            )
+            for one in classes
+        ],
+    )
+
+
+def _assumed(file: PlanFile, result: Comparison) -> list[str]:
+    """Return what the plan rests on: where each profile is from, and what was noted."""
+    builtins = {one.profile(): one for one in (read_builtin("name", name) for name in builtin_names())}
+    found: list[str] = []
+    for pool in (*file.system.offload, *file.system.hub):
+        builtin = builtins.get(pool.profile)
+        found.append(f"{pool.name}: {_source(pool.profile) if builtin is None else _source_of_builtin(builtin)}")
+    return found + list(result.notes)
+
+
+def _source_of_builtin(builtin: Builtin) -> str:
+    what = f"{builtin.model} in {builtin.precision} on {builtin.devices} x {builtin.device.upper()}"
+    return f"prefill times are built in ({builtin.name}): {what}, {builtin.parallelism}; {builtin.source}."
+
+
+def _source(profile: Profile) -> str:
+    if profile.samples == 0:
+        return "prefill times are a formula that the file gives; no measurement of it is known."
+    return f"prefill times are a curve through {profile.samples} points up to {profile.max_tokens:,} tokens."
+
+
+def _span(one: LengthClass) -> str:
+    return f"{one.from_tokens:,} to {one.to_tokens:,}"
+
+
+def _rate(mbps: float) -> str:
+    return f"{mbps / 1000:,.3g} Gbit/s" if mbps >= 1000 else f"{mbps:,.3g} Mbit/s"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:,.2f}"
+
+
+def _figure(title: str, drawing: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>\n{drawing}</figure>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], are_words: bool = False) -> str:
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
+    kind = ' class="words"' if are_words else ""
+    return f'<div class="scroll"><table{kind}>' + "\n".join(lines) + "</table></div>"
