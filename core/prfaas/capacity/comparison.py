@@ -25,7 +25,7 @@ from prfaas.capacity import equations, optimum, sweep, ttft, verdict
 from prfaas.capacity.optimum import Plan, Throughput
 from prfaas.capacity.planfile import SYSTEMS, PlanFile
 from prfaas.capacity.sweep import LinkPoint
-from prfaas.capacity.system import HubPool, OffloadPool, System
+from prfaas.capacity.system import HubPool, OffloadPool, System, present
 from prfaas.capacity.ttft import FirstToken
 from prfaas.capacity.verdict import Planned, Verdict
 from prfaas.capacity.workload import Workload
@@ -114,7 +114,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def compare(file: PlanFile) -> Comparison:
     """Plan a system and its baselines; raises ConfigError where nothing can serve, or no rate keeps the SLO."""
-    file = msgspec.structs.replace(file, system=_present(file.system))
+    file = msgspec.structs.replace(file, system=present(file.system))
     system, workload = file.system, file.workload
     plans, notes = _plans(system, workload)
     ours = verdict.planned(plans).plan
@@ -296,16 +296,7 @@ def _with_counts(system: System, counts: Sequence[int]) -> System:
         msgspec.structs.replace(pool, instances=number) for pool, number in zip(system.offload, far, strict=True)
     ]
     hub = [_sized(pool, number) for pool, number in zip(system.hub, near, strict=True)]
-    return _present(msgspec.structs.replace(system, offload=tuple(offload), hub=tuple(hub)))
-
-
-def _present(system: System) -> System:
-    """Return the system without the pools that have no instances."""
-    return msgspec.structs.replace(
-        system,
-        offload=tuple(pool for pool in system.offload if pool.instances),
-        hub=tuple(pool for pool in system.hub if pool.instances),
-    )
+    return present(msgspec.structs.replace(system, offload=tuple(offload), hub=tuple(hub)))
 
 
 def _sized(pool: HubPool, instances: int) -> HubPool:

@@ -12,14 +12,15 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from prfaas.capacity.builtin import read_builtin
+from prfaas.capacity.builtin import Builtin, read_builtin
+from prfaas.capacity.memory import DEVICE_BYTES, InstanceMemory, check_batch, check_prompt, check_weights
 from prfaas.capacity.models import MODEL_CACHES, ModelCache
-from prfaas.capacity.profile import Curve, MeasuredPoint, Sample
-from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile
+from prfaas.capacity.profile import Curve, MeasuredPoint, Sample, cache_bytes
+from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile, present
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 from prfaas.util import MIB
@@ -68,6 +69,14 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     simulation: dict[str, Any]
 
 
+class _Instance(NamedTuple):
+    """What a section of `profiles` says of an instance."""
+
+    profile: Profile
+    memory: InstanceMemory | None = None
+    builtin: Builtin | None = None
+
+
 LoadTrace = Callable[[str], list[tuple[int, int]]]
 """Returns the (input, output) tokens of the requests of the trace at a path."""
 
@@ -78,7 +87,7 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
     Raises ConfigError where a field is unknown, missing or absurd, or no plan can keep the SLO.
     """
     top = Section("", document)
-    profiles = top.section("profiles", partial(_named, _profile))
+    profiles = top.section("profiles", partial(_named, _instance), {})
     workload, output_tokens = top.section("workload", partial(_workload, load_trace))
     system = System(
         links=tuple(top.sections("links", _link)),
@@ -86,8 +95,10 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
         hub=tuple(top.sections("hub", partial(_hub_pool, profiles))),
         output_tokens=output_tokens,
     )
+    check(system)
+    _check_memory(system, workload)
     result = PlanFile(
-        system=check(system),
+        system=present(system),
         workload=workload,
         slo=top.section("slo", partial(_slo, system), {}),
         published=top.section("published", _published, {}),
@@ -135,6 +146,16 @@ class Section:
     def whole(self, key: str, default: object = _REQUIRED) -> int:
         """Take a whole number of at least 0."""
         return _whole(self._path(key), self.number(key, default))
+
+    def at_least(self, low: int, key: str) -> int:
+        """Take a whole number of at least `low`."""
+        value = self.whole(key)
+        if value < low:
+            raise ConfigError(f"{self._path(key)} is {value}; it must be a whole number of at least {low}")
+        return value
+
+    def is_mapping(self, key: str) -> bool:
+        return isinstance(self._fields.get(key), dict)
 
     def numbers(self, key: str) -> list[float]:
         return [_number(f"{self._path(key)}[{i}]", key, value) for i, value in enumerate(self._list(key))]
@@ -243,10 +264,29 @@ def _lognormal(section: Section) -> Workload:
     )
 
 
+def _instance(section: Section) -> _Instance:
+    """Read a section of `profiles`: a built-in profile, or measurements and, if they are given, the devices."""
+    if section.has("builtin"):
+        return _built_in(section)
+    profile = _profile(section)
+    if not (section.has("gpu") or section.has("gpus") or section.has("weightsGb")):
+        return _Instance(profile)
+    memory = InstanceMemory(
+        device=section.name_of("gpu", DEVICE_BYTES),
+        devices=section.at_least(1, "gpus"),
+        weights_bytes=1e9 * section.number("weightsGb"),
+    )
+    check_weights(section.where, memory)
+    return _Instance(profile, memory)
+
+
+def _built_in(section: Section) -> _Instance:
+    builtin = read_builtin(f"{section.where}.builtin", section.text("builtin"))
+    return _Instance(builtin.profile(), builtin.memory, builtin)
+
+
 def _profile(section: Section) -> Profile:
     """Read a profile; a known `model` gives the sizes of the cache."""
-    if section.has("builtin"):
-        return read_builtin(f"{section.where}.builtin", section.text("builtin")).profile()
     cache = None
     if section.has("model"):
         cache = MODEL_CACHES[section.name_of("model", MODEL_CACHES)]
@@ -312,27 +352,68 @@ def _link(section: Section) -> LinkCapacity:
     return LinkCapacity(name=section.text("name"), capacity_mbps=section.number("capacityMbps"))
 
 
-def _offload_pool(profiles: dict[str, Profile], section: Section) -> OffloadPool:
+def _profile_of(profiles: dict[str, _Instance], section: Section) -> _Instance:
+    """Read a pool's profile: the name of a section of `profiles`, or a mapping that names a built-in one."""
+    if section.is_mapping("profile"):
+        return section.section("profile", _built_in)
+    return profiles[section.name_of("profile", profiles)]
+
+
+def _offload_pool(profiles: dict[str, _Instance], section: Section) -> OffloadPool:
+    instance = _profile_of(profiles, section)
     return OffloadPool(
         name=section.text("name"),
-        profile=profiles[section.name_of("profile", profiles)],
+        profile=instance.profile,
         instances=section.whole("instances"),
         link=section.text("link"),
         cost_per_hour=section.optional("costPerHour"),
+        memory=instance.memory,
     )
 
 
-def _hub_pool(profiles: dict[str, Profile], section: Section) -> HubPool:
+def _hub_pool(profiles: dict[str, _Instance], section: Section) -> HubPool:
+    instance = _profile_of(profiles, section)
+    max_batch = section.whole("maxBatch")
     return HubPool(
         name=section.text("name"),
-        profile=profiles[section.name_of("profile", profiles)],
+        profile=instance.profile,
         instances=section.whole("instances"),
-        max_batch=section.whole("maxBatch"),
-        step_seconds=section.number("stepMillis") / 1000,
+        max_batch=max_batch,
+        step_seconds=_step_seconds(section, instance.builtin, max_batch),
         min_prefill=section.whole("minPrefill", 0),
         min_decode=section.whole("minDecode", 0),
         cost_per_hour=section.optional("costPerHour"),
+        memory=instance.memory,
     )
+
+
+def _step_seconds(section: Section, builtin: Builtin | None, max_batch: int) -> float:
+    """Read the decode step; a built-in profile may know the one of a batch."""
+    if builtin is None or section.has("stepMillis"):
+        return section.number("stepMillis") / 1000
+    known = builtin.step_seconds(max_batch)
+    if known is None:
+        raise ConfigError(
+            f"{section.where}.stepMillis is missing, and {builtin.name} knows no step of a batch of {max_batch}; add it"
+        )
+    return known
+
+
+def _check_memory(system: System, workload: Workload) -> None:
+    """Refuse pools whose instances cannot hold what they serve at once."""
+    for pool in system.offload:
+        if pool.memory is not None:
+            longest = workload.max_tokens
+            check_prompt(f"offloadPools.{pool.name}", pool.memory, longest, cache_bytes(pool.profile, longest))
+    for pool in system.hub:
+        if pool.memory is not None:
+            mean_bytes = request_cache_bytes(pool.profile, system.output_tokens, workload)
+            check_batch(f"hub.{pool.name}", pool.memory, pool.max_batch, mean_bytes)
+
+
+def request_cache_bytes(profile: Profile, output_tokens: float, workload: Workload) -> int:
+    """Return the bytes of the cache of a request of mean length in the middle of its answer."""
+    return cache_bytes(profile, round(workload.mean_tokens + output_tokens / 2))
 
 
 def _slo(system: System, section: Section) -> PlanSlo:

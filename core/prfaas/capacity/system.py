@@ -89,22 +89,30 @@ def check(system: System) -> System:
     names = [link.name for link in system.links]
     for pool in system.offload:
         where = f"offloadPools.{pool.name}"
-        _positive(f"{where}.instances", pool.instances, "give at least 1, or leave the pool out")
         check_profile(f"{where}.profile", pool.profile)
         if pool.link not in names:
             raise ConfigError(f"{where}.link is {pool.link!r}; links are: {', '.join(names) or 'none'}")
-    if not system.hub:
+    if not system.hub_instances:
         raise ConfigError("hub is empty: nothing would decode; give at least one pool")
     for pool in system.hub:
         _check_hub_pool(pool)
     if all(pool.min_prefill == pool.instances for pool in system.hub):
         raise ConfigError("hub: every instance must prefill, so none can decode; lower minPrefill of a pool")
-    if not system.offload and all(pool.min_decode == pool.instances for pool in system.hub):
+    if not system.offload_instances and all(pool.min_decode == pool.instances for pool in system.hub):
         raise ConfigError(
             "hub: no instance may prefill and there is no offload pool; "
             f"the hub has {system.hub_instances} instances: raise instances, lower minDecode, or add an offload pool"
         )
     return system
+
+
+def present(system: System) -> System:
+    """Return the system without the pools that have no instances."""
+    return msgspec.structs.replace(
+        system,
+        offload=tuple(pool for pool in system.offload if pool.instances),
+        hub=tuple(pool for pool in system.hub if pool.instances),
+    )
 
 
 def check_profile(where: str, profile: Profile) -> None:
@@ -132,7 +140,6 @@ def check_profile(where: str, profile: Profile) -> None:
 
 def _check_hub_pool(pool: HubPool) -> None:
     where = f"hub.{pool.name}"
-    _positive(f"{where}.instances", pool.instances, "give at least 1, or leave the pool out")
     _positive(f"{where}.maxBatch", pool.max_batch, "give how many requests an instance decodes together")
     _positive(f"{where}.stepMillis", pool.step_seconds * 1000, "give the milliseconds of a decode step")
     if pool.step_seconds > 10:

@@ -16,10 +16,8 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from prfaas.capacity import equations, optimum, sweep, ttft
-from prfaas.capacity.memory import USABLE
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.profile import cache_bytes
+from prfaas.capacity.planfile import PlanFile, request_cache_bytes
 from prfaas.capacity.system import HubPool, System
 from prfaas.capacity.workload import Workload
 
@@ -150,9 +148,8 @@ def _is_memory_short(pool: HubPool, output_tokens: float, workload: Workload) ->
     """Return whether the caches of a batch that is a tenth larger would not fit, each in the middle of its answer."""
     if pool.memory is None:
         return False
-    cache = cache_bytes(pool.profile, round(workload.mean_tokens + output_tokens / 2))
-    needed = pool.memory.weights_bytes + _MORE * pool.max_batch * cache
-    return needed > USABLE * pool.memory.total_bytes
+    cache = request_cache_bytes(pool.profile, output_tokens, workload)
+    return _MORE * pool.max_batch * cache > pool.memory.left_bytes
 
 
 def _limit_behind(system: System, workload: Workload) -> LimitedBy:
