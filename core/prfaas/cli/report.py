@@ -9,19 +9,24 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
-from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
+from prfaas.capacity.builtin import builtin_names, read_builtin
 from prfaas.capacity.comparison import Comparison
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.capacity.system import HubPool, OffloadPool
 from prfaas.capacity.verdict import LengthClass, Verdict, rounded_up
 from prfaas.cli.chart import Axis, Mark, draw_bars, draw_lines
-from prfaas.wire.profile import Profile
 
 LENGTHS: Final = (1024, 8192, 32_768, 131_072)
 """Tokens at which the page shows what a prefill takes."""
 DRAWN: Final = {"prfaas_pd": "PrfaaS-PD", "hub_alone": "hub alone", "homogeneous": "homogeneous"}
 """The systems whose times are drawn, first the one that the page is about."""
+ASSUMED: Final = (
+    "Requests arrive at random, without bursts, and instances do not fail.",
+    "Prompts are as long as said above. If more of them is cached, fewer and shorter ones are left to prefill.",
+    "A decode step takes as long as that of a full batch.",
+    "Links carry what is said of them, and nothing else uses them.",
+)
 WORDS: Final = (
     ("hub", "The cluster that answers: all decoding happens here."),
     ("offload pool", "Instances elsewhere that only prefill for the hub. Their caches cross a link."),
@@ -75,7 +80,7 @@ table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-varia
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }
 th { font-weight: 600; color: var(--soft); font-size: .85rem; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-.words { width: auto; } .words :is(th, td) { text-align: left; padding-right: 2rem; }
+.words { width: auto; } .words :is(th, td) { text-align: left; white-space: normal; padding-right: 2rem; }
 tr { break-inside: avoid; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; }
 dt { font-weight: 600; } dd { margin: 0; }
@@ -95,7 +100,7 @@ def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequ
         "<p>Every column serves the same requests. Times are without waits.</p>",
         _table(systems[0], systems[1:]),
         "<h2>What is assumed</h2>",
-        "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in _assumed(file, result)) + "</ul>",
+        "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in (*result.notes, *ASSUMED)) + "</ul>",
         "<h2>Words</h2>",
         "<dl>" + "".join(f"<dt>{escape(word)}</dt><dd>{escape(what)}</dd>" for word, what in WORDS) + "</dl>",
     ]
@@ -122,7 +127,7 @@ def _described(file: PlanFile) -> list[str]:
     system, workload = file.system, file.workload
     lengths = [f"{tokens:,} tokens, s" for tokens in LENGTHS]
     head = ("pool", "where", "instances", "batch, step", "state, MB", "bytes a token", *lengths)
-    rows = [(one.name, f"over {one.link}", *_instance(one, "only prefills")) for one in system.offload]
+    rows = [(one.name, f"behind {one.link}", *_instance(one, "only prefills")) for one in system.offload]
     rows += [
         (one.name, "hub", *_instance(one, f"{one.max_batch}, {1000 * one.step_seconds:.3g} ms")) for one in system.hub
     ]
@@ -134,6 +139,7 @@ def _described(file: PlanFile) -> list[str]:
         f"{middle:,}, nine of ten at most {long:,}. Answers have {system.output_tokens:,.0f} tokens. The times are of "
         "a prefill that has its instance to itself.</p>",
         _table(head, rows),
+        _sources(file),
         _table(("link", "rate", "used by"), links, are_words=True) if links else "",
     ]
 
@@ -212,25 +218,20 @@ def _by_length(classes: Iterable[LengthClass], rate: str) -> str:
     )
 
 
-def _assumed(file: PlanFile, result: Comparison) -> list[str]:
-    """Return what the plan rests on: where each profile is from, and what was noted."""
+def _sources(file: PlanFile) -> str:
+    """Return a table of where each pool's profile is from: a built-in one is known by its figures."""
     builtins = {one.profile(): one for one in (read_builtin("name", name) for name in builtin_names())}
-    found: list[str] = []
+    rows: list[tuple[str, str]] = []
     for pool in (*file.system.offload, *file.system.hub):
-        builtin = builtins.get(pool.profile)
-        found.append(f"{pool.name}: {_source(pool.profile) if builtin is None else _source_of_builtin(builtin)}")
-    return found + list(result.notes)
-
-
-def _source_of_builtin(builtin: Builtin) -> str:
-    what = f"{builtin.model} in {builtin.precision} on {builtin.devices} x {builtin.device.upper()}"
-    return f"prefill times are built in ({builtin.name}): {what}, {builtin.parallelism}; {builtin.source}."
-
-
-def _source(profile: Profile) -> str:
-    if profile.samples == 0:
-        return "prefill times are a formula that the file gives; no measurement of it is known."
-    return f"prefill times are a curve through {profile.samples} points up to {profile.max_tokens:,} tokens."
+        one = builtins.get(pool.profile)
+        if one is not None:
+            what = f"{one.model} in {one.precision} on {one.devices} x {one.device.upper()}, {one.parallelism}"
+            rows.append((pool.name, f"{what} (built in: {one.name}); {one.source}"))
+        elif pool.profile.samples:
+            rows.append((pool.name, f"{pool.profile.samples} points, up to {pool.profile.max_tokens:,} tokens"))
+        else:
+            rows.append((pool.name, "a formula in the file; no measurement of it is known"))
+    return _table(("pool", "where its prefill times are from"), rows, are_words=True)
 
 
 def _span(one: LengthClass) -> str:
