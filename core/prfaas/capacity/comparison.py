@@ -199,6 +199,11 @@ def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
                 f"links.{link.name}.capacityMbps, {link.capacity_mbps:g}, limits offload: its pools could send "
                 f"{demand:.0f} Mbit/s. If the figure is in megabytes a second, multiply it by 8."
             )
+    if unchecked := [pool.name for pool in (*system.offload, *system.hub) if pool.memory is None]:
+        notes.append(
+            f"Memory was not checked for {', '.join(unchecked)}: add gpu, gpus and weightsGb to the profile, or name a "
+            "built-in one."
+        )
     return notes + profile_notes(system, workload)
 
 
