@@ -68,6 +68,12 @@ def test_the_page_opens_with_the_verdict_and_has_four_charts(lab):
         assert said in words
 
 
+def test_the_page_says_what_was_not_checked(lab, tmp_path):
+    page = page_of(tmp_path, paper_document() | {"workload": FEW_LENGTHS})
+    assert "Memory was not checked for prfaas, pd" in "".join(page.words)
+    assert "was not checked" not in "".join(lab.words)
+
+
 def test_names_from_the_file_are_words_and_never_tags(tmp_path):
     name = '"><script>alert(1)</script><b onload=x '
     document = paper_document() | {"workload": FEW_LENGTHS}
