@@ -158,12 +158,13 @@ def _over_links(result: Comparison, file: PlanFile) -> list[str]:
     now = Mark(sum(link.capacity_mbps for link in file.system.links) / 1000, "now")
     gains = [(one.mbps / 1000, one.gain) for one in result.over_links]
     lengths = [(one.mbps / 1000, one.threshold_tokens) for one in result.over_links if one.threshold_tokens]
+    ends = "" if len(lengths) == len(gains) else " Where the second line has no point, all prompts go the same way."
     base = "hub alone" if result.hub_alone else "homogeneous"
     gain, length = Axis(f"requests/s more than {base}", shown="{:+.0%}".format), Axis("threshold, tokens", is_log=True)
     return [
         "<h2>What another link would do</h2>",
         "<p>All links grow or shrink together; the rest of the system stays, and is planned anew at each point. Caches "
-        "of half the bytes are worth a link twice as fast.</p>",
+        f"of half the bytes are worth a link twice as fast.{ends}</p>",
         '<div class="row wide">',
         _figure("Gain", draw_lines(across, gain, {"gain": gains}, now)),
         _figure("From which length prompts go away", draw_lines(across, length, {"threshold": lengths}, now)),
