@@ -1,4 +1,4 @@
-"""`prfaas profile`: what is known of instances before they run. Lists and shows the built-in profiles.
+"""`prfaas profile`: what is known of instances. Lists and shows the built-in profiles; `measure` has its own file.
 
 A built-in profile goes into a plan's file or a pool's spec by its name, `{builtin: NAME}`. `show -o yaml` prints its
 figures as a section of a plan's file, for those who know some of them better.
@@ -14,6 +14,7 @@ from rich.table import Table
 
 from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.cli.profile_measure import measure
 from prfaas.console import TableOrJson, echo_json, new_app
 from prfaas.util import MIB
 
@@ -21,6 +22,7 @@ WIDTH = 120
 LENGTHS = {"8K": 8_192, "32K": 32_768, "128K": 131_072}
 
 app = new_app(help="What is known of models on hardware. Example: prfaas profile list", no_args_is_help=True)
+app.command("measure")(measure)
 
 
 @app.command("list")

@@ -176,6 +176,7 @@ def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: Pee
 def test_clients_and_probes_need_no_certificate(calls: Calls):
     assert calls.once(None, "GET", "/healthz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
+    assert calls.once(None, "GET", "/health") == (200, b"ok\n")
     assert calls.once(None, "GET", "/v1/models")[0] == 200
     assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it arrives"
 

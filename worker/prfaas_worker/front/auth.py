@@ -33,6 +33,7 @@ OPEN_PATHS: Final = frozenset(
         "/tokenize",
         "/detokenize",
         "/openapi.json",
+        "/health",
         "/healthz",
         "/readyz",
         "/metrics",

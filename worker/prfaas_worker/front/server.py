@@ -186,6 +186,7 @@ def build_app(state: FrontState) -> web.Application:
             web.get("/openapi.json", _openapi),
             web.get("/healthz", _healthz),
             web.get("/readyz", _readyz),
+            web.get("/health", _readyz),  # vLLM's name, which load generators ask for
             web.get("/metrics", _metrics),
         ]
     )

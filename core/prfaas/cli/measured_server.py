@@ -1,0 +1,201 @@
+"""A running server over HTTP, as `prfaas profile measure` uses it: each prompt on a connection of its own.
+
+Time runs from the first byte of a request on an open connection to each token's arrival. So what HTTP and the network
+cost counts, once a request. Whatever interrupts the caller, `close` ends all that is under way: the server then hears
+that nobody waits.
+"""
+
+import http.client
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from prfaas import identity
+from prfaas.credentials import utc_now
+from prfaas.errors import ConfigError, PeerError, ProtocolError, RequestError, UnreachableError
+from prfaas.measure.answers import WANTED, ServedCard, StreamedAnswer, TokenStream, read_card, read_loads
+from prfaas.wire import headers
+
+KEY_VARIABLE: Final = "PRFAAS_API_KEY"
+CONNECT_SECONDS: Final = 10.0
+ANSWER_SECONDS: Final = 300.0
+"""A server that sends nothing for so long is given up: the first prompt of a length may compile for minutes."""
+_PATH: Final = "/v1/completions"
+_DOCUMENT_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 1 << 16
+_LOOKS: Final = 3
+_LOOK_SECONDS: Final = 0.1
+_NAMES_NO_HOST: Final = frozenset({62, 64})  # OpenSSL: mismatch of the host, of the IP address
+
+
+class HttpServer:
+    """A server at a URL. `ca` is a file with the authority of its certificate, `key` what it may ask for."""
+
+    def __init__(self, url: str, ca: Path | None = None, key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self._parts = urlsplit(self.url)
+        if self._parts.scheme not in {"http", "https"} or not self._parts.hostname:
+            raise ConfigError(f"--url is {url!r}; give one such as http://10.0.0.5:8000")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError(f"{KEY_VARIABLE} must be printable ASCII; is there a line break at its end?")
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._tls = _tls_context(ca) if self._parts.scheme == "https" else None
+        self._model = ""
+        self._open: set[socket.socket] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every request that is under way."""
+        for one in list(self._open):
+            with suppress(OSError):  # closed already
+                one.shutdown(socket.SHUT_RDWR)
+
+    def card(self) -> ServedCard:
+        """Return the model that is served; further calls ask for it."""
+        card = read_card(self.get("/v1/models"), self.url)
+        self._model = card.id
+        return card
+
+    def label(self, card: ServedCard) -> str:
+        """Return what serves, with its version where it says one."""
+        for path in ("/version", "/get_server_info"):
+            with suppress(PeerError, ConfigError, msgspec.MsgspecError):
+                version = msgspec.json.decode(self.get(path), type=dict[str, object]).get("version")
+                return f"{card.owned_by} {version}".strip() if version else card.owned_by
+        return card.owned_by
+
+    def others(self) -> int | None:
+        """Return how many requests run or wait while none of ours does; None if the server does not say."""
+        others = None
+        for _ in range(_LOOKS):  # the end of ours may not be counted yet
+            try:
+                others = read_loads(self.get("/metrics").decode(errors="replace"))
+            except PeerError:
+                return None
+            if not others:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return others
+
+    def get(self, path: str) -> bytes:
+        """Return the answer to a GET. Raises UnreachableError for none, ConfigError for a missing key."""
+        with closing(self._connect()) as connection:
+            try:
+                connection.request("GET", path, headers=self._headers)
+                with connection.getresponse() as answer:
+                    content = answer.read(_DOCUMENT_BYTES)
+            except (OSError, http.client.HTTPException) as error:
+                raise UnreachableError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
+        if answer.status != 200:
+            raise self._refusal(path, answer.status, content)
+        return content
+
+    def ask(self, prompts: Sequence[list[int]], answer_tokens: int) -> list[StreamedAnswer]:
+        """Send prompts of token ids at once, and wait for their answers."""
+        bodies = [self._body(prompt, answer_tokens) for prompt in prompts]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            try:
+                return list(pool.map(self._stream, bodies))
+            except BaseException:
+                self.close()  # the pool waits for its threads
+                raise
+
+    def _body(self, prompt: list[int], answer_tokens: int) -> bytes:
+        return msgspec.json.encode(
+            {
+                "model": self._model,
+                "prompt": prompt,
+                "max_tokens": answer_tokens,
+                "min_tokens": answer_tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+        )
+
+    def _stream(self, body: bytes) -> StreamedAnswer:
+        with closing(self._connect()) as connection:
+            sock = connection.sock  # the connection forgets it where an answer ends with it
+            self._open.add(sock)
+            try:
+                stream = TokenStream(self.url, time.perf_counter())
+                connection.request("POST", _PATH, body, self._headers)
+                with connection.getresponse() as answer:
+                    self._read(answer, stream)
+            except TimeoutError as error:
+                raise UnreachableError(
+                    f"{self.url} sent nothing of an answer for {ANSWER_SECONDS:g} s; look into the server's log"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise UnreachableError(f"{self.url} broke off an answer: {error or type(error).__name__}") from error
+            finally:
+                self._open.discard(sock)
+        return stream.end()
+
+    def _read(self, answer: http.client.HTTPResponse, stream: TokenStream) -> None:
+        if answer.status != 200:
+            raise self._refusal(_PATH, answer.status, answer.read(_PIECE_BYTES))
+        if answer.headers.get(headers.DECISION):
+            raise ConfigError(f"{self.url} is a gateway, which chooses among instances; {WANTED}")
+        while not stream.is_done and (piece := answer.read1(_PIECE_BYTES)):
+            stream.feed(piece, time.perf_counter())
+
+    def _connect(self) -> http.client.HTTPConnection:
+        try:
+            connection = self._connected()
+        except ssl.SSLCertVerificationError as error:
+            if self._tls is None or not self._tls.check_hostname or error.verify_code not in _NAMES_NO_HOST:
+                raise UnreachableError(
+                    f"{self.url} shows a certificate that proves nothing here ({error.verify_message}); "
+                    "give --ca with the file of its authority"
+                ) from error
+            self._tls.check_hostname = False  # an instance's certificate names its cluster
+            return self._connect()
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            raise UnreachableError(f"{self.url} does not answer: {error or type(error).__name__}") from error
+        return connection
+
+    def _connected(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._tls is None:
+            connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+        else:
+            connection = http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._tls)
+        try:
+            connection.connect()
+            if isinstance(connection.sock, ssl.SSLSocket) and not connection.sock.context.check_hostname:
+                identity.check_peer(connection.sock.getpeercert(binary_form=True) or b"", None, utc_now())
+        except BaseException:
+            connection.close()
+            raise
+        connection.sock.settimeout(ANSWER_SECONDS)
+        return connection
+
+    def _refusal(self, path: str, status: int, content: bytes) -> PeerError | ConfigError | RequestError:
+        text = content[:300].decode(errors="replace")
+        if status in {401, 403}:
+            return ConfigError(f"{self.url}{path} wants a key: put it into the environment variable {KEY_VARIABLE}")
+        if path == _PATH:
+            return RequestError(f"{self.url} refuses a prompt, HTTP {status}: {text}", status=status)
+        return ProtocolError(f"{self.url}{path} answers HTTP {status}: {text}; {WANTED}")
+
+
+def _tls_context(ca: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"--ca {ca} holds no certificate of an authority: {error}") from error

@@ -1,0 +1,165 @@
+"""Makes a profile of measured prompts, and says whether they are sound.
+
+Other work makes single prompts slower and none quicker. So the quickest of each length counts, and is believed if
+another one came near it: where the two quickest differ, more repeats are needed, or a quiet server. A server whose
+other requests were seen again and again slows them all alike, and no repeats show that.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from prfaas.capacity.builtin import DecodeStep
+from prfaas.capacity.profile import Curve, Sample, prefill_seconds
+from prfaas.errors import CapacityError
+from prfaas.measure.answers import CacheBytes, StreamedAnswer
+from prfaas.wire.profile import Profile
+
+AGREEING = 1.1
+"""The second quickest repeat takes at most this many times as long as the quickest."""
+APART = 1.3
+"""Repeats that differ by more than this are repeated."""
+BUSY = 0.25
+"""Of the looks at a server, those that saw other requests; more, and all times may be too long."""
+_MISSED = 0.1
+_CLASSES = 4  # classes of length for each doubling
+_MIN_WINDOW_TOKENS = 8
+
+
+class LengthTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """The times to the first token of the prompts of about one length; `tokens` is that of the quickest."""
+
+    tokens: int
+    repeats: int
+    seconds: float
+    second_seconds: float
+    """Of the second quickest, at the length of the quickest."""
+    slowest_seconds: float
+    fitted_seconds: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.second_seconds <= AGREEING * self.seconds
+
+    @property
+    def is_apart(self) -> bool:
+        return self.slowest_seconds > APART * self.seconds
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured, of which model and where, and what a reader should know of it."""
+
+    model: str
+    source: str
+    profile: Profile
+    cache_source: str
+    lengths: tuple[LengthTimes, ...]
+    decode_context_tokens: int
+    decode_steps: tuple[DecodeStep, ...]
+    notes: tuple[str, ...] = ()
+
+
+def fitted(samples: Sequence[Sample], cache: CacheBytes) -> Profile:
+    """Return the profile through the quickest of each class of length."""
+    quickest = [min(alike, key=_pace) for alike in _classes(samples).values()]
+    profile = Curve.fitted(quickest).profile(cache.state_bytes, cache.token_bytes)
+    return msgspec.structs.replace(profile, samples=len(samples))
+
+
+def repeated(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of about a length that came more than once: what came once cannot be checked."""
+    return [one for alike in _classes(samples).values() if len(alike) > 1 for one in alike]
+
+
+def times_of(samples: Sequence[Sample], profile: Profile) -> tuple[LengthTimes, ...]:
+    """Return what was measured beside the curve, shortest first. Within a class, times compare by the curve."""
+    found: list[LengthTimes] = []
+    for _, alike in sorted(_classes(samples).items()):
+        tokens = min(alike, key=_pace).tokens
+        expected = prefill_seconds(profile, tokens)
+        ratios = sorted(one.seconds / prefill_seconds(profile, one.tokens) for one in alike)
+        found.append(
+            LengthTimes(
+                tokens=tokens,
+                repeats=len(alike),
+                seconds=ratios[0] * expected,
+                second_seconds=ratios[:2][-1] * expected,
+                slowest_seconds=ratios[-1] * expected,
+                fitted_seconds=expected,
+            )
+        )
+    return tuple(found)
+
+
+def check_sound(lengths: Sequence[LengthTimes], others_seen: Sequence[int]) -> list[str]:
+    """Return what a reader should know; raises CapacityError where the times cannot be believed."""
+    busy = sum(1 for others in others_seen if others > 0)
+    if others_seen and busy > BUSY * len(others_seen):
+        raise CapacityError(
+            f"the server is busy: at {busy} of {len(others_seen)} looks it had up to {max(others_seen)} requests of "
+            "others, which slow ours; measure when it has none, or another instance"
+        )
+    for one in lengths:
+        if not one.agrees:
+            raise CapacityError(
+                f"prompts of {one.tokens:,} tokens took {one.seconds:.4g} to {one.slowest_seconds:.4g} s, and the two "
+                f"quickest of {one.repeats} differ: other work disturbs the server or this machine; measure again when "
+                "both are quiet"
+            )
+    notes: list[str] = []
+    if busy:
+        notes.append(
+            f"others had requests at {busy} of {len(others_seen)} looks; the quickest times agree all the same"
+        )
+    if apart := [f"{one.tokens:,}" for one in lengths if one.is_apart]:
+        notes.append(
+            f"repeats of {', '.join(apart)} tokens differ by more than {APART - 1:.0%}; the two quickest agree"
+        )
+    for one in lengths:
+        off = one.fitted_seconds / one.seconds - 1
+        if abs(off) > _MISSED:
+            notes.append(
+                f"the curve says {one.fitted_seconds:.4g} s for {one.tokens:,} tokens, {off:+.0%}: "
+                "fixed + token n + squared n^2 does not describe this server there"
+            )
+    return notes
+
+
+def step_seconds(answers: Sequence[StreamedAnswer]) -> float | None:
+    """Return the time of a token while all the streams ran; None if they hardly ran together."""
+    start = max(answer.marks[0].seconds for answer in answers)
+    end = min(answer.marks[-1].seconds for answer in answers)
+    steps: list[float] = []
+    for answer in answers:
+        marks = [mark for mark in answer.marks if start <= mark.seconds <= end]
+        if not marks or (tokens := marks[-1].tokens - marks[0].tokens) < _MIN_WINDOW_TOKENS:
+            return None
+        steps.append((marks[-1].seconds - marks[0].seconds) / tokens)
+    return sum(steps) / len(steps)
+
+
+def agreeing_step(seconds: Iterable[float]) -> float | None:
+    """Return the quickest of repeats if another one came near it."""
+    first, second, *_ = *sorted(seconds), math.inf, math.inf
+    return first if second <= AGREEING * first else None
+
+
+def shown(lengths: Sequence[LengthTimes], most: int = 8) -> list[int]:
+    """Return the lengths that stand for the curve: all, or some of many with the first and the last."""
+    tokens = [one.tokens for one in lengths]
+    if len(tokens) <= most:
+        return tokens
+    places = {round(place * (len(tokens) - 1) / (most - 1)) for place in range(most)}
+    return [tokens[place] for place in sorted(places)]
+
+
+def _classes(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    classes: dict[int, list[Sample]] = {}
+    for sample in samples:
+        classes.setdefault(round(_CLASSES * math.log2(sample.tokens)), []).append(sample)
+    return classes
+
+
+def _pace(sample: Sample) -> float:
+    return sample.seconds / sample.tokens

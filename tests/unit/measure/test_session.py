@@ -1,0 +1,180 @@
+"""A measurement of a server on virtual time: it finds the true curve, and says so where it cannot."""
+
+import random
+
+import pytest
+
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
+from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer, TokenMark
+from prfaas.measure.session import MAX_BATCH, Reach, Session, lengths_up_to, reach_of
+from prfaas.wire.profile import Profile
+
+TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=2e-5, squared_seconds=1e-10)
+CACHE = CacheBytes(1000, 10, "a test")
+
+
+class Server:
+    """Serves on its own clock what TRUE says. It runs at most `slots` streams at once, and refuses larger token ids."""
+
+    def __init__(self, *, slots=1000, vocabulary=32_000, slow=lambda: 1.0, others=lambda: 0, cached=0):
+        self.now = 0.0
+        self.slots, self.vocabulary, self.slow, self.others, self.cached = slots, vocabulary, slow, others, cached
+        self.prompts = []
+        self.lengths = []
+
+    def step(self, batch):
+        return 0.005 + 0.0001 * batch
+
+    def ask(self, prompts, answer_tokens):
+        if any(max(prompt) >= self.vocabulary for prompt in prompts):
+            raise RequestError("a token is out of the vocabulary")
+        self.prompts += prompts
+        self.lengths += [len(prompt) for prompt in prompts]
+        answers = []
+        for place, prompt in enumerate(prompts):
+            turn = place // self.slots
+            first = self.now + turn * 1000 + (place % self.slots + 1) * prefill_seconds(TRUE, len(prompt)) * self.slow()
+            pace = self.step(min(len(prompts), self.slots)) * self.slow()
+            marks = tuple(TokenMark(first + pace * n, n + 1) for n in range(answer_tokens))
+            answers.append(StreamedAnswer(self.now, marks, len(prompt), self.cached))
+        self.now = max(answer.marks[-1].seconds for answer in answers)
+        return answers
+
+
+def measured(server, max_tokens=16_384, context_tokens=100_000):
+    said = []
+    session = Session(server, Reach(context_tokens, max_tokens), random.Random(1), said.append)
+    return session.measure("m", "here", CACHE)
+
+
+def worst(profile, lengths=(300, 700, 3000, 10_000, 20_000)):
+    return max(abs(prefill_seconds(profile, n) / prefill_seconds(TRUE, n) - 1) for n in lengths)
+
+
+def test_it_finds_the_curve_the_sizes_and_the_steps():
+    found = measured(Server())
+    assert worst(found.profile) < 1e-3
+    assert (found.profile.state_bytes, found.profile.token_bytes) == (1000, 10)
+    assert [step.batch for step in found.decode_steps] == [1, 2, 4, 8, 16, 32, 64, MAX_BATCH]
+    assert all(step.seconds == pytest.approx(0.005 + 0.0001 * step.batch) for step in found.decode_steps)
+    assert found.notes == ()
+
+
+def test_pauses_that_slow_one_prompt_in_four_change_nothing():
+    rng = random.Random(2)
+    found = measured(Server(slow=lambda: 3.0 if rng.random() < 0.25 else 1.0 + 0.02 * rng.random()))
+    assert worst(found.profile) < 0.05
+    assert any("differ by more than 30%" in note for note in found.notes)
+
+
+def test_the_first_prompt_of_a_length_may_compile():
+    server = Server()
+    server.slow = lambda: 1.0 if server.lengths.count(server.lengths[-1]) > 1 else 50.0
+    assert worst(measured(server).profile) < 1e-3
+
+
+def test_times_that_never_agree_give_no_profile():
+    rng = random.Random(3)
+    with pytest.raises(CapacityError, match=r"the two quickest of \d+ differ: other work disturbs"):
+        measured(Server(slow=lambda: 2 ** (10 * rng.random())))
+
+
+def test_a_busy_server_is_named_before_the_rounds():
+    server = Server(others=lambda: 3)
+    with pytest.raises(CapacityError, match=r"busy: at 14 of 14 looks it had up to 3 requests of others"):
+        measured(server)
+    assert len(server.prompts) == 1 + 14
+
+
+def test_a_few_requests_of_others_are_a_note():
+    looks = iter([1] + [0] * 10_000)
+    assert any("1 of" in note for note in measured(Server(others=lambda: next(looks))).notes)
+
+
+def test_a_server_that_does_not_count_its_requests_is_measured():
+    assert worst(measured(Server(others=lambda: None)).profile) < 1e-3
+
+
+def test_no_prompt_begins_as_another():
+    server = Server()
+    measured(server, 4096)
+    beginnings = [tuple(prompt[:16]) for prompt in server.prompts[1:]]
+    assert len(set(beginnings)) == len(beginnings)
+
+
+def test_a_small_vocabulary_is_found():
+    server = Server(vocabulary=300)
+    assert worst(measured(server).profile) < 1e-3
+    assert max(map(max, server.prompts)) == 255
+    with pytest.raises(RequestError, match="out of the vocabulary"):
+        measured(Server(vocabulary=10))
+
+
+def test_tokens_from_a_cache_are_refused():
+    with pytest.raises(PeerError, match="had 3 of 256 tokens in its cache"):
+        measured(Server(cached=3))
+
+
+def test_decode_steps_end_where_streams_no_longer_run_together():
+    found = measured(Server(slots=8))
+    assert found.decode_steps[-1].batch == 8
+    assert "16 streams did not run at once: decode steps end before" in found.notes
+
+
+def test_decode_steps_that_never_agree_are_left_out_and_named():
+    server = Server()
+    server.step = lambda batch: 0.005 * (1.3 ** (len(server.prompts) % 1000 // batch) if batch == 4 else 1.0)
+    found = measured(server, 4096)
+    assert 4 not in [step.batch for step in found.decode_steps]
+    assert "decode steps of 4 streams were left out: no two of 7 agree" in found.notes
+
+
+def test_batches_that_would_take_minutes_are_left_out():
+    server = Server()
+    server.step = lambda batch: 0.1 * batch
+    found = measured(server, 4096)
+    assert found.decode_steps[-1].batch == 8
+    assert "decode steps of 16 streams were left out: their answers take too long" in found.notes
+
+
+def test_lengths_that_would_take_minutes_are_left_out():
+    server = Server()
+    server.slow = lambda: 400.0
+    found = measured(server, 65_536)
+    assert max(server.lengths) == 4096
+    assert any("prompts of 16,384 tokens were left out: each would take about 14" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [
+        (262_144, (256, 1024, 4096, 16_384, 65_536, 262_144)),
+        (131_071, (256, 1024, 4096, 16_384, 65_536, 131_071)),
+        (65_536, (256, 1024, 4096, 16_384, 65_536)),
+        (4095, (256, 512, 1024, 2048, 4095)),
+        (600, (256, 512)),
+    ],
+)
+def test_lengths_are_about_six_up_to_the_longest(longest, lengths):
+    assert lengths_up_to(longest) == lengths
+
+
+def test_prompts_leave_room_for_an_answer_and_keep_to_what_is_allowed():
+    card = ServedCard(id="m", max_model_len=4096)
+    assert reach_of(card, None) == (4096, 4095)
+    assert reach_of(card, 2000) == (4096, 2000)
+    assert reach_of(ServedCard(id="m"), 2000).max_tokens == 2000
+
+
+@pytest.mark.parametrize(
+    ("context", "given", "said"),
+    [
+        (None, None, "give --max-tokens"),
+        (4096, 300, "prompts of at most 300 tokens make no curve"),
+        (400, None, "at most 399"),
+    ],
+)
+def test_too_short_prompts_are_refused(context, given, said):
+    with pytest.raises(ConfigError, match=said):
+        reach_of(ServedCard(id="m", max_model_len=context), given)
