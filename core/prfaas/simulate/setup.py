@@ -27,7 +27,8 @@ import msgspec
 
 from prfaas.capacity import optimum
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import PlanFile, Section, numbers_of
+from prfaas.capacity.planfile import PlanFile, numbers_of
+from prfaas.capacity.section import Section
 from prfaas.capacity.system import System
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
