@@ -1,10 +1,12 @@
 """Reads the file that describes a system to a planner or a simulator: parsed YAML in, typed facts out.
 
 docs/understand/capacity.md lists the fields. People write these files by hand, from data sheets in other units. So no
-field is ignored, and every message names field, value and fix.
+field is ignored, every message names field, value and fix, and what cannot be meant is refused: a figure of such a plan
+would be worse than none. That is a profile that was measured with much shorter prompts, an instance that is too small,
+and figures that are 8 or 1,000 times what they can be, as bits and other units are.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeVar
@@ -24,6 +26,15 @@ from prfaas.wire.profile import Profile
 
 T = TypeVar("T")
 SYSTEMS: Final = ("hub_alone", "homogeneous", "naive_heterogeneous", "prfaas_pd")
+_COVERED: Final = 2
+"""Times the longest measured prompt: as far as a fitted curve may be followed."""
+_ALIKE: Final = 4
+"""Times that caches of the same prompt may differ between pools. Compression halves them; bits are 8 times as many."""
+_LONGEST_SECONDS: Final = 60.0
+"""In which a link carries the cache of a mean prompt, at most."""
+_FASTEST_MBPS: Final = 1e8
+"""The most that a MemberCluster may declare, too."""
+_QUICKEST_STEP_MILLIS: Final = 0.1
 
 
 class PlanSlo(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +45,7 @@ class PlanSlo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file's contents. `simulation` is handed on as it stands."""
+    """The file's contents, without pools that have no instances. `simulation` is handed on as it stands."""
 
     system: System
     workload: Workload
@@ -69,10 +80,12 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
         hub=tuple(top.sections("hub", partial(_hub_pool, profiles))),
         output_tokens=output_tokens,
     )
-    check(system)
+    system = present(check(system))
+    _check_profiles(system, workload)
+    _check_links(system, workload)
     _check_memory(system, workload)
     result = PlanFile(
-        system=present(system),
+        system=system,
         workload=workload,
         slo=top.section("slo", partial(_slo, system), {}),
         published=top.section("published", _published, {}),
@@ -198,7 +211,13 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def _link(section: Section) -> LinkCapacity:
-    return LinkCapacity(name=section.text("name"), capacity_mbps=section.number("capacityMbps"))
+    link = LinkCapacity(name=section.text("name"), capacity_mbps=section.number("capacityMbps"))
+    if link.capacity_mbps > _FASTEST_MBPS:
+        raise ConfigError(
+            f"{section.where}.capacityMbps is {link.capacity_mbps:g}: no link carries 100 Tbit/s, so this looks like "
+            "bit/s; give Mbit/s"
+        )
+    return link
 
 
 def _profile_of(profiles: dict[str, _Instance], section: Section) -> _Instance:
@@ -239,13 +258,58 @@ def _hub_pool(profiles: dict[str, _Instance], section: Section) -> HubPool:
 def _step_seconds(section: Section, builtin: Builtin | None, max_batch: int) -> float:
     """Read the decode step; a built-in profile may know the one of a batch."""
     if builtin is None or section.has("stepMillis"):
-        return section.number("stepMillis") / 1000
+        millis = section.number("stepMillis")
+        if 0 < millis < _QUICKEST_STEP_MILLIS:
+            raise ConfigError(
+                f"{section.where}.stepMillis is {millis:g}: no step is that quick, so this looks like seconds; "
+                f"write {1000 * millis:g}"
+            )
+        return millis / 1000
     known = builtin.step_seconds(max_batch)
     if known is None:
         raise ConfigError(
             f"{section.where}.stepMillis is missing, and {builtin.name} knows no step of a batch of {max_batch}; add it"
         )
     return known
+
+
+def _pools(system: System) -> Iterator[tuple[str, OffloadPool | HubPool]]:
+    yield from ((f"offloadPools.{pool.name}", pool) for pool in system.offload)
+    yield from ((f"hub.{pool.name}", pool) for pool in system.hub)
+
+
+def _check_profiles(system: System, workload: Workload) -> None:
+    """Refuse profiles that do not reach as far as the prompts, or whose caches cannot be of one model."""
+    longest, mean = workload.quantile(1.0), round(workload.mean_tokens)
+    sizes: dict[str, int] = {}
+    for where, pool in _pools(system):
+        known = pool.profile.max_tokens
+        if 0 < _COVERED * known < longest:
+            raise ConfigError(
+                f"{where}.profile was measured up to {known:,} tokens and prompts reach {longest:,}, where it is a "
+                f"guess; measure one of {longest:,}, or leave prompts above {_COVERED * known:,} out of the workload"
+            )
+        sizes[where] = cache_bytes(pool.profile, mean)
+    small, large = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    if sizes[large] > _ALIKE * sizes[small]:
+        raise ConfigError(
+            f"{large}.profile: the cache of {mean:,} tokens takes {sizes[large] / MIB:,.4g} MiB, "
+            f"{sizes[large] / sizes[small]:.3g} times as much as in {small}, and all pools serve one model; "
+            "give both in bytes (a byte is 8 bits), and once where several ranks hold the same"
+        )
+
+
+def _check_links(system: System, workload: Workload) -> None:
+    """Refuse links over which not even a single cache comes in time."""
+    for pool in system.offload:
+        link, size = system.link(pool.link), cache_bytes(pool.profile, round(workload.mean_tokens))
+        seconds = 8e-6 * size / link.capacity_mbps
+        if seconds > _LONGEST_SECONDS:
+            raise ConfigError(
+                f"links.{link.name}.capacityMbps is {link.capacity_mbps:g}: the cache of a mean prompt, "
+                f"{size / MIB:,.0f} MiB, would take {seconds:,.0f} s; if these are Gbit/s, write "
+                f"{1000 * link.capacity_mbps:g}, else give {pool.name} 0 instances"
+            )
 
 
 def _check_memory(system: System, workload: Workload) -> None:

@@ -1,7 +1,7 @@
 """Reads the fields of a file that people write: each with its kind, and a message that names field, value and fix.
 
 A reader takes the fields of its `Section` one by one; the rest are errors. A number with its unit is answered with the
-number to write, an unknown field with the field probably meant.
+number to write, a share with a percent sign with the fraction, an unknown field with the field probably meant.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from prfaas.errors import ConfigError
 T = TypeVar("T")
 _REQUIRED: Final = object()
 _WITH_UNIT: Final = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]+(?:/s|ps)?)\s*")
+_PERCENT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
 # By the end of the field's name: its unit in words, and the factors of other units.
 _UNITS: Final[dict[str, tuple[str, dict[str, float]]]] = {
     "Mbps": (
@@ -31,6 +32,7 @@ _UNITS: Final[dict[str, tuple[str, dict[str, float]]]] = {
     ),
     "Mib": ("MiB", {"MiB": 1.0, "GiB": 1024.0, "KiB": 1 / 1024, "MB": 1e6 / 2**20, "GB": 1e9 / 2**20}),
     "Bytes": ("bytes", {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "KB": 1e3, "MB": 1e6, "GB": 1e9}),
+    "Gb": ("GB", {"GB": 1.0, "TB": 1e3, "MB": 1e-3, "GiB": 2**30 / 1e9, "TiB": 2**40 / 1e9}),
     "Millis": ("milliseconds", {"ms": 1.0, "s": 1e3, "us": 1e-3}),
     "econds": ("seconds", {"s": 1.0, "ms": 1e-3, "us": 1e-6}),
     "okens": ("tokens", {"K": 1024.0, "k": 1000.0, "M": 2.0**20}),
@@ -70,6 +72,13 @@ class Section:
         value = self.number(key)
         if value <= 0:
             raise ConfigError(f"{self._path(key)} is {value:g}; it must be above 0, or absent")
+        return value
+
+    def positive(self, key: str) -> float:
+        """Take a number above 0."""
+        value = self.number(key)
+        if value <= 0:
+            raise ConfigError(f"{self._path(key)} is {value:g}; it must be above 0")
         return value
 
     def whole(self, key: str, default: object = _REQUIRED) -> int:
@@ -183,13 +192,15 @@ def _whole(where: str, value: float) -> int:
 
 
 def _number_advice(key: str, text: str) -> str:
-    """Return the number to write instead of a number with a unit."""
+    """Return the number to write instead of a number with a unit, or of a percentage."""
     for ending, (unit, factors) in _UNITS.items():
         if key.endswith(ending):
             found = _WITH_UNIT.fullmatch(text)
             if found and found[2] in factors and found[1].count(".") < 2:
                 return f"write the number alone, in {unit}: {float(found[1]) * factors[found[2]]:.15g}"
             return f"write a number alone, in {unit}"
+    if found := _PERCENT.fullmatch(text):
+        return f"if it is a share, write it as a fraction: {float(found[1]) / 100:.15g}"
     return "it must be a number"
 
 

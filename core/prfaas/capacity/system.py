@@ -93,14 +93,14 @@ def check(system: System) -> System:
         if pool.link not in names:
             raise ConfigError(f"{where}.link is {pool.link!r}; links are: {', '.join(names) or 'none'}")
     if not system.hub_instances:
-        raise ConfigError("hub is empty: nothing would decode; give at least one pool")
+        raise ConfigError("hub has no instances, so nothing would decode; give one of its pools at least one")
     for pool in system.hub:
         _check_hub_pool(pool)
     if all(pool.min_prefill == pool.instances for pool in system.hub):
         raise ConfigError("hub: every instance must prefill, so none can decode; lower minPrefill of a pool")
     if not system.offload_instances and all(pool.min_decode == pool.instances for pool in system.hub):
         raise ConfigError(
-            "hub: no instance may prefill and there is no offload pool; "
+            "hub: no instance may prefill, and no offload pool has instances; "
             f"the hub has {system.hub_instances} instances: raise instances, lower minDecode, or add an offload pool"
         )
     return system

@@ -115,10 +115,9 @@ def read(file: PlanFile) -> Setup:
     if amount <= 0:
         raise ConfigError(f"simulation.{rate} is {amount:g}; it must be above 0")
     if rate == "load" and amount > MAX_LOAD:
-        raise ConfigError(
-            f"simulation.load is {amount:g} times what the best plan carries; it is a fraction: "
-            f"write {amount / 100:g} for {amount:g} %"
-        )
+        share = amount / 100
+        cure = f"write {share:g} for {amount:g} %" if share <= MAX_LOAD else f"give at most {MAX_LOAD:g}"
+        raise ConfigError(f"simulation.load is {amount:g} times what the best plan carries; it is a fraction: {cure}")
     setup = Setup(
         requests=section.whole("requests"),
         seed=section.whole("seed", 1),
@@ -217,7 +216,7 @@ def planned(file: PlanFile, policy: PolicyName) -> tuple[System, Plan]:
         alone = optimum.homogeneous(file.system)
         return alone, optimum.best(alone, file.workload)
     if not file.system.offload:
-        raise ConfigError(f"offloadPools is empty, so nothing can be offloaded: {policy} needs one; try homogeneous")
+        raise ConfigError(f"no offload pool has instances, and {policy} offloads: give one some, or try homogeneous")
     if policy == "naive":
         return file.system, optimum.naive(file.system, file.workload)
     return file.system, optimum.best(file.system, file.workload)

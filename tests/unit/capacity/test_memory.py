@@ -80,7 +80,7 @@ def test_a_batch_has_to_fit_beside_the_weights_where_it_is_decoded_and_what_fits
         ({"offloadPools__0__profile": {"builtin": "qwen3.5"}}, r"offloadPools.member.profile.builtin is 'qwen3.5'"),
         ({"offloadPools__0__profile": {"model": "kimi-k3"}}, r"offloadPools.member.profile.builtin is missing"),
         ({"profiles__far": {"builtin": "qwen3.5-397b-fp8-8xh200", "gpus": 8}}, r"profiles.far.gpus is no field here"),
-        ({"hub__0__instances": 0}, r"hub is empty"),
+        ({"hub__0__instances": 0}, r"hub has no instances"),
     ],
 )
 def test_bad_input_is_one_sentence_with_field_value_and_cure(change: dict[str, Any], problem: str):

@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from tests.unit.capacity.systems import no_traces, paper_document
 from prfaas.capacity import planfile
 from prfaas.capacity.comparison import Comparison, compare
 from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
 
 DOCUMENT = paper_document()
@@ -62,6 +64,13 @@ def test_forwards_what_only_a_simulator_reads():
         ("links.0.capacityMbps", "fast", "write a number alone, in Mbit/s"),
         ("links.0.capacityMbps", 0, "capacityMbps is 0; it must be above 0"),
         ("links.0.capacityMbps", math.nan, "finite number"),
+        (
+            "links.0.capacityMbps",
+            10,
+            "capacityMbps is 10: the cache of a mean prompt, 62[0-9] MiB, would take 52[0-9] s; ",
+        ),
+        ("links.0.capacityMbps", 25, "if these are Gbit/s, write 25000, else give prfaas 0 instances"),
+        ("links.0.capacityMbps", 10e9, "capacityMbps is 1e.10: no link carries 100 Tbit/s, so this looks like bit/s"),
         ("links.0.capacityMBps", 12_500, "capacityMBps is no field here; it is capacityMbps, in Mbit/s: multiply by 8"),
         ("links.0.capacityGbps", 100, "multiply by 1000"),
         ("profiles.h200.points.0.cacheMB", 200, "it is cacheMib, in MiB: multiply by 0.95367"),
@@ -80,9 +89,17 @@ def test_forwards_what_only_a_simulator_reads():
         ("offloadPools.0.profile", "h100", "is 'h100'; there are: h200, h20"),
         ("offloadPools.0.link", "other", "is 'other'; links are: between-datacentres"),
         ("offloadPools.0.replicas", 4, "replicas is no field here"),
-        ("hub", [], "hub is empty"),
-        ("hub.0.instances", 0, "hub is empty: nothing would decode"),
+        ("hub", [], "hub has no instances, so nothing would decode"),
+        ("hub.0.instances", 0, "hub has no instances, so nothing would decode; give one of its pools at least one"),
         ("hub.0.stepMillis", 25_000, "more than 10 s"),
+        ("hub.0.stepMillis", 0.025, "stepMillis is 0.025: no step is that quick, so this looks like seconds; write 25"),
+        (
+            "workload.lognormal.maxTokens",
+            300_000,
+            "prfaas.profile was measured up to 131,072 tokens and prompts reach 299,[0-9]+, .*; measure one",
+        ),
+        ("slo.ttftMillis", "90 %", "write a number alone, in milliseconds"),
+        ("workload.lognormal.sigma", "90 %", "if it is a share, write it as a fraction: 0.9"),
         ("hub.0.stepMillis", MISSING, "stepMillis is missing; add it"),
         ("hub.0.stepSeconds", 0.025, r"it is stepMillis"),
         ("hub.0.minPrefill", 9, "do not fit into 8 instances"),
@@ -103,6 +120,49 @@ def test_forwards_what_only_a_simulator_reads():
 def test_a_mistake_is_answered_with_field_value_and_fix(path, value, says):
     with pytest.raises(ConfigError, match=says):
         read(changed(path, value))
+
+
+def test_prompts_up_to_twice_as_long_as_measured_and_links_that_are_only_slow_are_planned():
+    """Negative control of the refusals of both."""
+    assert read(changed("workload.lognormal.maxTokens", 262_144)).workload.max_tokens > 250_000
+    assert read(changed("links.0.capacityMbps", 200)).system.links[0].capacity_mbps == 200
+    assert read(changed("links.0.capacityMbps", 1e8)).system.links[0].capacity_mbps == 1e8
+
+
+def test_lengths_that_no_prompt_has_need_not_be_measured():
+    bins = {"edgesTokens": [0, 1_000, 20_000, 100_000, 1_000_000], "counts": [5, 3, 2, 0]}
+    read(changed("workload", {"histogram": bins, "outputTokens": 100}))
+    with pytest.raises(ConfigError, match="prompts reach 550,000"):
+        read(changed("workload", {"histogram": bins | {"counts": [5, 3, 2, 1]}, "outputTokens": 100}))
+
+
+@pytest.mark.parametrize(("times", "said"), [(8, "8 times"), (1 / 8, "8 times"), (1024, "1.02e.03 times")])
+def test_caches_in_another_unit_than_those_of_other_pools_are_refused(times, said):
+    document = changed("slo", {})
+    for one in document["profiles"]["h200"]["points"]:
+        one["cacheMib"] *= times
+    large, small = ("offloadPools.prfaas", "hub.pd") if times > 1 else ("hub.pd", "offloadPools.prfaas")
+    with pytest.raises(
+        ConfigError, match=rf"{large}.profile: the cache of 27,486 tokens .* {said} as much as in {small}"
+    ):
+        read(document)
+
+
+@pytest.mark.parametrize("times", [0.5, 1, 3])
+def test_caches_that_are_compressed_or_of_another_precision_are_planned(times):
+    """Negative control."""
+    document = changed("slo", {})
+    for one in document["profiles"]["h200"]["points"]:
+        one["cacheMib"] *= times
+    read(document)
+
+
+def test_lengths_that_come_later_and_were_not_measured_are_noted():
+    file = read(DOCUMENT)
+    said = "The profile of prfaas was measured up to 131072 tokens; prompts reach {}, where it is a guess."
+    for longest, is_said in ((500_000, True), (262_144, False)):
+        workload = Workload([1_000, longest], [9, 1])
+        assert (said.format(longest) in compare(msgspec.structs.replace(file, workload=workload)).notes) == is_said
 
 
 @pytest.mark.parametrize("document", [None, [], "text", 3])

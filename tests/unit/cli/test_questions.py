@@ -27,12 +27,26 @@ def answer(tmp_path):
     return ask
 
 
-def test_lengths_far_beyond_what_was_measured_are_noted_in_the_table_and_in_json(answer):
+def test_lengths_far_beyond_what_was_measured_are_refused_and_those_of_a_trace_are_noted(answer, tmp_path):
     longer = {"workload__lognormal": {"mu": 9.9, "sigma": 1.0, "minTokens": 128, "maxTokens": 1 << 20}}
-    note_text = "measured up to 131072 tokens; prompts reach 1047422"
-    assert note_text in " ".join(answer("simulate", **longer).stdout.split())
     for command in ("plan", "simulate", "compare"):
-        assert any(note_text in note for note in json.loads(answer(command, "-o", "json", **longer).stdout)["notes"])
+        ended = answer(command, **longer)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+        assert "was measured up to 131,072 tokens and prompts reach 1,047,422" in ended.stderr
+    lines = [
+        {
+            "timestamp": 10_000 * i,
+            "input_length": tokens,
+            "output_length": 5,
+            "hash_ids": list(range(-(-tokens // 512))),
+        }
+        for i, tokens in enumerate((2_000, 300_000))
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    trace, note_text = ("--trace", str(tmp_path / "trace.jsonl")), "measured up to 131072 tokens; prompts reach 300000"
+    assert note_text in " ".join(answer("simulate", *trace).stdout.split())
+    for command in ("simulate", "compare"):
+        assert any(note_text in note for note in json.loads(answer(command, *trace, "-o", "json").stdout)["notes"])
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
