@@ -201,8 +201,8 @@ def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
             )
     if unchecked := [pool.name for pool in (*system.offload, *system.hub) if pool.memory is None]:
         notes.append(
-            f"Memory was not checked for {', '.join(unchecked)}: add gpu, gpus and weightsGb to the profile, or name a "
-            "built-in one."
+            f"Memory was not checked for {', '.join(unchecked)}: add gpu and gpus to the profile, and weightsGb unless "
+            "it names a model, or take a built-in one."
         )
     return notes + profile_notes(system, workload)
 

@@ -1,8 +1,12 @@
 """What an instance's devices hold: weights, and beside them the caches of what it serves at once.
 
-An instance that prefills holds one prompt, the longest. One that decodes holds `maxBatch` requests of mean length, each
-in the middle of its answer. Engines take nine tenths of a device's memory by default. What does not fit is refused with
-both figures and what would fit, since a plan of it would only look like one.
+One rule for all: beside the weights fit the longest request and a batch of the mean one, each with its whole answer. An
+instance that only prefills has a batch of one and no answers. What does not fit is refused with both figures and what
+would fit, since a plan of it would only look like one.
+
+Answers count whole, because what decodes at some moment is more often a long answer than a short one: if lengths are
+spread exponentially, it is as far as the mean answer is long. What passes may still be too large for an engine: rows
+that several ranks hold count once, what other requests left in a prefix cache and activations not at all.
 """
 
 from typing import Final
@@ -26,8 +30,13 @@ DEVICE_BYTES: Final[dict[str, float]] = {
 """Memory of one device, by its vendor's data sheet. H20 is sold with two sizes."""
 USABLE: Final = 0.9
 """The share that vLLM takes by default (--gpu-memory-utilization), and others nearly."""
-_ONE_NODE: Final = 8
-"""Devices of a node at most."""
+_NODE_DEVICES: Final = {"gb200": 4, "gb300": 4}
+_USUAL_NODE: Final = 8
+"""Devices of a node that _NODE_DEVICES does not name. Of another device an instance gets no more than this."""
+_MOST_DEVICES: Final = 64
+"""What does not fit into so many is more likely another unit."""
+_SHOWN: Final = 3
+"""Other devices that a message names."""
 
 
 class InstanceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,48 +56,47 @@ class InstanceMemory(msgspec.Struct, frozen=True, kw_only=True):
         return USABLE * self.total_bytes - self.weights_bytes
 
 
-def check_weights(where: str, memory: InstanceMemory) -> None:
-    """Raise ConfigError where the weights alone do not fit."""
-    if memory.left_bytes > 0:
+def check_memory(where: str, memory: InstanceMemory, what: str, cache_bytes: float = 0.0, cure: str = "") -> None:
+    """Raise ConfigError where the weights and so many bytes of caches do not fit. `what` names what has to.
+
+    Without a `cure` the message says which devices would do.
+    """
+    if cache_bytes <= memory.left_bytes:
         return
+    needed = memory.weights_bytes + cache_bytes
+    parts = f" ({_gb(memory.weights_bytes)} and {_gb(cache_bytes)})" if cache_bytes else ""
     raise ConfigError(
-        f"{where}: weights of {_gb(memory.weights_bytes)} do not fit {memory.devices} x {memory.device}, "
-        f"{_gb(memory.total_bytes)} of which engines use {USABLE:.0%}; {_would_fit(memory)}"
+        f"{where}: {what} take {_gb(needed)}{parts}, and {memory.devices} x {memory.device} hold "
+        f"{_gb(memory.total_bytes)}, of which engines use {USABLE:.0%} ({_gb(USABLE * memory.total_bytes)}); "
+        f"{cure or _what_fits(memory, needed)}"
     )
 
 
-def check_prompt(where: str, memory: InstanceMemory, tokens: int, cache_bytes: float) -> None:
-    """Raise ConfigError where the cache of the longest prompt does not fit beside the weights."""
-    if cache_bytes > memory.left_bytes:
-        raise ConfigError(
-            f"{where}: the cache of a prompt of {tokens} tokens takes {_gb(cache_bytes)}, and beside the weights "
-            f"{memory.devices} x {memory.device} have {_gb(memory.left_bytes)}; give more gpus, or shorter prompts"
-        )
+def _what_fits(memory: InstanceMemory, needed_bytes: float) -> str:
+    """Name the fewest devices that hold so much: of the same kind by doubling, and of others within a node's eight."""
+    same = memory.devices
+    while same <= _MOST_DEVICES and not _holds(memory.device, same, needed_bytes):
+        same *= 2
+    found = [(same, memory.device)] if same <= _MOST_DEVICES else []
+    others = (
+        (count, device)
+        for device in DEVICE_BYTES
+        if device != memory.device
+        and (count := next((n for n in (1, 2, 4, _USUAL_NODE) if _holds(device, n, needed_bytes)), 0))
+    )
+    found += sorted(others)[:_SHOWN]
+    if not found:
+        return f"not even {_MOST_DEVICES} devices do: give weightsGb in GB"
+    return f"it fits in {' or '.join(_named(*one) for one in found)}"
 
 
-def check_batch(where: str, memory: InstanceMemory, max_batch: int, cache_bytes: float) -> None:
-    """Raise ConfigError where `max_batch` caches of this size do not fit beside the weights."""
-    fitting = int(memory.left_bytes // cache_bytes)
-    if fitting < max_batch:
-        cure = f"give at most {fitting}" if fitting else "give more gpus"
-        raise ConfigError(
-            f"{where}.maxBatch is {max_batch}: so many caches of the mean request take {_gb(max_batch * cache_bytes)}, "
-            f"and beside the weights {memory.devices} x {memory.device} have {_gb(memory.left_bytes)}; {cure}"
-        )
+def _holds(device: str, count: int, needed_bytes: float) -> bool:
+    return USABLE * count * DEVICE_BYTES[device] >= needed_bytes
 
 
-def _would_fit(memory: InstanceMemory) -> str:
-    """Name the devices that hold the weights: more of these, or as many of others as a node has at most."""
-    found: list[str] = []
-    more = memory.devices
-    while USABLE * more * DEVICE_BYTES[memory.device] <= memory.weights_bytes:
-        more *= 2
-    nodes = -(-more // _ONE_NODE)
-    found.append(f"{more} x {memory.device}" + (f" ({nodes} nodes an instance)" if nodes > 1 else ""))
-    for device, size in DEVICE_BYTES.items():
-        if device != memory.device and USABLE * _ONE_NODE * size > memory.weights_bytes:
-            found.append(f"{_ONE_NODE} x {device}")
-    return "what would fit: " + ", ".join(found)
+def _named(count: int, device: str) -> str:
+    nodes = -(-count // _NODE_DEVICES.get(device, _USUAL_NODE))
+    return f"{count} x {device}" + (f" ({nodes} nodes an instance)" if nodes > 1 else "")
 
 
 def _gb(count: float) -> str:

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from prfaas.capacity.builtin import Builtin, read_builtin
-from prfaas.capacity.memory import DEVICE_BYTES, InstanceMemory, check_batch, check_prompt, check_weights
-from prfaas.capacity.models import MODEL_CACHES, ModelCache
+from prfaas.capacity.memory import DEVICE_BYTES, InstanceMemory, check_memory
+from prfaas.capacity.models import MODEL_CACHES, MODEL_WEIGHTS_BYTES, ModelCache
 from prfaas.capacity.profile import Curve, MeasuredPoint, Sample, cache_bytes
 from prfaas.capacity.section import Section
 from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System, check, check_profile, present
@@ -133,13 +133,20 @@ def _instance(section: Section) -> _Instance:
     profile = _profile(section)
     if not (section.has("gpu") or section.has("gpus") or section.has("weightsGb")):
         return _Instance(profile)
+    weights, weights_bytes = _weights(section)
     memory = InstanceMemory(
-        device=section.name_of("gpu", DEVICE_BYTES),
-        devices=section.at_least(1, "gpus"),
-        weights_bytes=1e9 * section.number("weightsGb"),
+        device=section.name_of("gpu", DEVICE_BYTES), devices=section.at_least(1, "gpus"), weights_bytes=weights_bytes
     )
-    check_weights(section.where, memory)
+    check_memory(section.where, memory, weights)
     return _Instance(profile, memory)
+
+
+def _weights(section: Section) -> tuple[str, float]:
+    """Return what the weights are called, and their bytes: those given, or those of the model as it is published."""
+    if section.has("model") and not section.has("weightsGb"):
+        model = section.text("model")
+        return f"the weights of {model} as published (give weightsGb for others)", MODEL_WEIGHTS_BYTES[model]
+    return "the weights", 1e9 * section.positive("weightsGb")
 
 
 def _built_in(section: Section) -> _Instance:
@@ -313,20 +320,28 @@ def _check_links(system: System, workload: Workload) -> None:
 
 
 def _check_memory(system: System, workload: Workload) -> None:
-    """Refuse pools whose instances cannot hold what they serve at once."""
-    for pool in system.offload:
-        if pool.memory is not None:
-            longest = workload.max_tokens
-            check_prompt(f"offloadPools.{pool.name}", pool.memory, longest, cache_bytes(pool.profile, longest))
-    for pool in system.hub:
-        if pool.memory is not None:
-            mean_bytes = request_cache_bytes(pool.profile, system.output_tokens, workload)
-            check_batch(f"hub.{pool.name}", pool.memory, pool.max_batch, mean_bytes)
+    """Refuse instances that cannot hold the longest request, or the batch that they decode."""
+    longest = workload.quantile(1.0)
+    for where, pool in _pools(system):
+        if pool.memory is None:
+            continue
+        answer = round(system.output_tokens) if isinstance(pool, HubPool) else 0
+        one = cache_bytes(pool.profile, longest + answer)
+        check_memory(where, pool.memory, f"weights and the cache of {longest + answer:,} tokens", one)
+        if isinstance(pool, HubPool):
+            mean = request_cache_bytes(pool.profile, system.output_tokens, workload)
+            check_memory(
+                f"{where}.maxBatch is {pool.max_batch}",
+                pool.memory,
+                "weights and so many caches of the mean request",
+                pool.max_batch * mean,
+                f"give at most {pool.memory.left_bytes // mean:.0f}",
+            )
 
 
 def request_cache_bytes(profile: Profile, output_tokens: float, workload: Workload) -> int:
-    """Return the bytes of the cache of a request of mean length in the middle of its answer."""
-    return cache_bytes(profile, round(workload.mean_tokens + output_tokens / 2))
+    """Return the bytes of the cache of a request of mean length, its answer included."""
+    return cache_bytes(profile, round(workload.mean_tokens + output_tokens))
 
 
 def _slo(system: System, section: Section) -> PlanSlo:

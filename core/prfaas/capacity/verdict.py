@@ -145,7 +145,7 @@ def _with_steps(system: System, factor: float, workload: Workload) -> float:
 
 
 def _is_memory_short(pool: HubPool, output_tokens: float, workload: Workload) -> bool:
-    """Return whether the caches of a batch that is a tenth larger would not fit, each in the middle of its answer."""
+    """Return whether the caches of a batch that is a tenth larger would not fit, each with its whole answer."""
     if pool.memory is None:
         return False
     cache = request_cache_bytes(pool.profile, output_tokens, workload)

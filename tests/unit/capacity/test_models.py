@@ -4,7 +4,8 @@ import pytest
 from tests.unit.capacity.systems import no_traces, paper_document
 
 from prfaas.capacity import planfile
-from prfaas.capacity.models import MODEL_CACHES
+from prfaas.capacity.builtin import builtin_names, read_builtin
+from prfaas.capacity.models import MODEL_CACHES, MODEL_WEIGHTS_BYTES
 from prfaas.errors import ConfigError
 
 LENGTHS = (1024, 8192, 32768, 131072)
@@ -27,6 +28,38 @@ def test_other_sizes_are_those_of_the_public_configurations():
     assert (k3.token_bytes, round(k3.state_bytes / 1e6, 1)) == (27_648, 449.4)
     assert (kimi.token_bytes, round(kimi.state_bytes / 1e6, 1)) == (8_064, 43.4)
     assert MODEL_CACHES["qwen3-next-80b"].token_bytes == 12 * 2 * 2 * 256 * 2
+
+
+def test_caches_of_the_small_models_are_those_of_their_built_in_profiles():
+    known = {one.model.lower(): one for one in (read_builtin("name", name) for name in builtin_names())}
+    for model in ("qwen3.5-35b-a3b", "qwen3.5-27b"):
+        cache = MODEL_CACHES[model]
+        assert (cache.state_bytes, cache.token_bytes) == (known[model].state_bytes, known[model].token_bytes)
+
+
+def test_caches_of_qwen_35b_are_those_that_were_published_with_a_rounded_state():
+    cache = MODEL_CACHES["qwen3.5-35b-a3b"]
+    for tokens, mib in ((8_192, 221.04), (32_768, 701.04)):
+        assert (cache.state_bytes + cache.token_bytes * tokens) / 2**20 == pytest.approx(mib, abs=0.4)
+    assert cache.token_bytes == 480 * 2**20 / 24_576
+
+
+@pytest.mark.parametrize(
+    ("model", "profile"),
+    [
+        ("kimi-k3", "kimi-k3-mxfp4-8xb300"),
+        ("qwen3.5-397b", "qwen3.5-397b-bf16-8xh200"),
+        ("qwen3.5-122b", "qwen3.5-122b-bf16-4xh200"),
+        ("qwen3.5-35b-a3b", "qwen3.5-35b-bf16-2xh100"),
+        ("qwen3.5-27b", "qwen3.5-27b-bf16-1xh200"),
+    ],
+)
+def test_weights_are_those_that_the_outside_tool_counts(model, profile):
+    assert MODEL_WEIGHTS_BYTES[model] == pytest.approx(read_builtin("name", profile).weights_bytes, rel=0.02)
+
+
+def test_of_every_model_the_weights_are_known():
+    assert MODEL_WEIGHTS_BYTES.keys() == MODEL_CACHES.keys()
 
 
 def test_a_file_names_a_model_in_place_of_its_cache_sizes():
