@@ -14,6 +14,7 @@ from prfaas.errors import ConfigError, PrfaasError
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, connect_member, open_context
+from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.conditions import REACHABLE, READY
 from prfaas_operator.plan.credentials import Access, TokenFacts, has_expired, read_token
 from prfaas_operator.plan.member import users_of
@@ -37,9 +38,16 @@ CONTACT_WARNING: Final = timedelta(minutes=3)
 
 
 class Finding(NamedTuple):
+    """What a check found; `cure` says what to do about it, where the message does not."""
+
     check: str
     level: Level
     message: str
+    cure: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.message}; {self.cure}" if self.cure else self.message
 
 
 class Probe(NamedTuple):
@@ -62,14 +70,15 @@ async def check(hub: KubeContext, name: str | None) -> dict[str, list[Finding]]:
         if name is not None and not chosen:
             known = ", ".join(member.metadata.name for member in found) or "none"
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace} (there are: {known})")
-        hub_probe = await _probe(here)
+        hub_probe = await probe_server(here)
         findings = {names.HUB: [one async for one in _crds(here)]}
         for member in chosen:
             findings[member.metadata.name] = [one async for one in _member(here, hub_probe, member)]
         return findings
 
 
-async def _probe(cluster: ClusterClient) -> Probe:
+async def probe_server(cluster: ClusterClient) -> Probe:
+    """Make the cheapest call."""
     started = time.monotonic()
     version = await cluster.version()
     return Probe(version, cluster.now(), datetime.now(UTC), time.monotonic() - started)
@@ -111,12 +120,13 @@ async def _with_credentials(hub_probe: Probe, member: MemberCluster, access: Acc
         yield Finding("kubeconfig", "failed", str(error))
         return
     try:
-        probe = await _probe(there)
+        probe = await probe_server(there)
         yield Finding("from here", "ok", f"answered in {probe.seconds * 1000:.0f} ms")
         yield version_finding(probe.version)
         # The hub was asked earlier: the time in between is no difference of clocks.
         yield clock_finding(hub_probe.date, probe.date - (probe.at - hub_probe.at))
-        yield rights_finding(await _rights(there))
+        (role,) = [one for one in service_account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
+        yield rights_finding(await granted(there, role["rules"]))
         yield await _namespace(there)
     except PrfaasError as error:
         yield _not_from_here(member, error)
@@ -131,15 +141,15 @@ def _not_from_here(member: MemberCluster, error: PrfaasError) -> Finding:
     return Finding("from here", "warning" if reached and not isinstance(error, ConfigError) else "failed", text)
 
 
-async def _rights(there: ClusterClient) -> dict[str, bool]:
-    (role,) = [one for one in service_account.member_account(there.namespace) if one["kind"] == kinds.ROLE.name]
+async def granted(there: ClusterClient, rules: Iterable[Object]) -> dict[str, bool]:
+    """Return for each right in some rules of a Role, as `VERB RESOURCE`, whether these credentials have it."""
     reviews: list[tuple[str, dict[str, str]]] = []
-    for rule in role["rules"]:
-        group, resource = rule["apiGroups"][0], rule["resources"][0]
-        resource, _, subresource = resource.partition("/")
+    for rule in rules:
+        group, (whole, *_) = rule["apiGroups"][0], rule["resources"]
+        resource, _, subresource = whole.partition("/")
         name = rule.get("resourceNames", [""])[0]
         attributes = {"group": group, "resource": resource, "subresource": subresource, "name": name}
-        reviews += [(f"{verb} {rule['resources'][0]}", {**attributes, "verb": verb}) for verb in rule["verbs"]]
+        reviews += [(f"{verb} {whole}", {**attributes, "verb": verb}) for verb in rule["verbs"]]
     answers = await asyncio.gather(*(_may(there, attributes) for _, attributes in reviews))
     return {words: answer for (words, _), answer in zip(reviews, answers, strict=True)}
 
@@ -189,6 +199,7 @@ async def _connects(host: str, port: int) -> bool:
 
 
 def is_well(findings: Iterable[Finding]) -> bool:
+    """Return whether none has failed."""
     return all(finding.level != "failed" for finding in findings)
 
 
@@ -231,16 +242,17 @@ def version_finding(text: str) -> Finding:
     known = len(numbers) > 1 and numbers[0] == "1" and numbers[1].rstrip("+").isdigit()
     if not known:
         return Finding("version", "warning", f"{text!r} is no version that this command knows")
-    old = int(numbers[1].rstrip("+")) < OLDEST_MINOR
-    return Finding("version", "failed" if old else "ok", f"{text}{f', 1.{OLDEST_MINOR} is needed' if old else ''}")
+    if int(numbers[1].rstrip("+")) < OLDEST_MINOR:
+        return Finding("version", "failed", text, f"upgrade the cluster: 1.{OLDEST_MINOR} is needed")
+    return Finding("version", "ok", text)
 
 
-def clock_finding(hub: datetime, member: datetime) -> Finding:
-    """Return the difference of the two API servers' clocks; answers carry whole seconds."""
-    apart = abs(hub - member)
+def clock_finding(one: datetime, other: datetime, between: str = "between hub and member") -> Finding:
+    """Return the difference of two clocks; API servers' answers carry whole seconds."""
+    apart = abs(one - other)
     level: Level = "failed" if apart > SKEW_FAILED else "warning" if apart > SKEW_WARNING else "ok"
-    advice = "" if level == "ok" else "; certificates and tokens depend on clocks that agree: see NTP on the nodes"
-    return Finding("clock", level, f"{apart.total_seconds():.0f} s between hub and member{advice}")
+    cure = "" if level == "ok" else "certificates and tokens depend on clocks that agree: see NTP on the nodes"
+    return Finding("clock", level, f"{apart.total_seconds():.0f} s {between}", cure)
 
 
 def rights_finding(reviews: Mapping[str, bool]) -> Finding:

@@ -142,7 +142,7 @@ def check_members(
         table = Table("CLUSTER", "CHECK", "", "WHAT WAS FOUND", box=None)
         for cluster, findings in clusters.items():
             for finding in findings:
-                table.add_row(cluster, finding.check, MARKS[finding.level], Text(finding.message))
+                table.add_row(cluster, finding.check, MARKS[finding.level], Text(finding.text))
         Console().print(table)
     raise typer.Exit(0 if well else 1)
 

@@ -16,7 +16,7 @@ from prfaas.kube.session import KubeSession, ObjectKind, OnAnswer, StatusError, 
 from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors, metrics
-from prfaas_operator.clusters.kinds import BY_NAME, SERVICE_ACCOUNT, Object
+from prfaas_operator.clusters.kinds import BY_NAME, POD, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
@@ -185,6 +185,14 @@ class ClusterClient:
             options["preconditions"] = {"uid": uid}
         with contextlib.suppress(errors.ConflictError):
             await self._call("DELETE", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
+
+    async def log(self, pod: str) -> str:
+        """Return what the only container of a pod has written."""
+        async with self._throttle.under_way():
+            path, what = POD.path(self.namespace, pod, "log"), f"log of Pod {pod}"
+            with self._exchange("get", what) as note:
+                async with self.session.stream("GET", path, timeout_seconds=CALL_SECONDS, on_answer=note) as response:
+                    return (await response.read()).decode(errors="replace")
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
         """Yield changes after resource version `since` for a window of time; ExpiredError when that is too old."""

@@ -23,6 +23,8 @@ DECODE_POOL: Final = ObjectKind(API_VERSION, api.DecodePool.kind_name, api.Decod
 POLICY: Final = ObjectKind(API_VERSION, api.PrfaaSPolicy.kind_name, api.PrfaaSPolicy.plural)
 
 NAMESPACE: Final = ObjectKind("v1", "Namespace", "namespaces", namespaced=False)
+NODE: Final = ObjectKind("v1", "Node", "nodes", namespaced=False)
+JOB: Final = ObjectKind("batch/v1", "Job", "jobs")
 POD: Final = ObjectKind("v1", "Pod", "pods")
 SECRET: Final = ObjectKind("v1", "Secret", "secrets")
 SERVICE: Final = ObjectKind("v1", "Service", "services")

@@ -87,8 +87,8 @@ def test_the_operators_own_report_counts(make):
         "conditions": [{**link("False").model_dump(by_alias=True), "type": "Ready"}],
     }
     silent = type(make.member()).model_validate(body)
-    assert check.operators_view(silent) == ("operator", "failed", "Why: m")
-    assert check.last_contact(silent, NOW) == ("last contact", "warning", "2025-12-31T23:50:00Z, 600 s ago")
+    assert check.operators_view(silent)[:3] == ("operator", "failed", "Why: m")
+    assert check.last_contact(silent, NOW)[:3] == ("last contact", "warning", "2025-12-31T23:50:00Z, 600 s ago")
 
 
 def test_recognises_a_crd_of_another_version_by_its_fields():
