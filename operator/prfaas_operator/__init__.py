@@ -5,4 +5,5 @@ reconcile/   one reconcile per object: observe -> plan -> apply -> status
 plan/        pure decisions over typed facts
 render/      pure manifests, a file a kind
 clusters/    one namespace of one API server, over `prfaas.kube`
+preflight/   `prfaas preflight`: what two clusters and their path are fit for, before anything is installed
 """
