@@ -104,7 +104,7 @@ def _api(state: str, server: str) -> Finding:
     if state == "open":
         return Finding("API server", "ok", f"the hub's pods reach {server}")
     cure = "open it for the hub's pods, or name by --server the address that they reach, here and at `cluster join`"
-    return Finding("API server", "failed", f"{server} is {state} to the hub's pods", cure)
+    return Finding("API server", "failed", f"{server}, from the hub's pods: {state}", cure)
 
 
 def _scrape(found: Scrape) -> Finding:

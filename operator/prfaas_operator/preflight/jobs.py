@@ -132,7 +132,8 @@ def _job(where: str, order: Order, *arguments: str) -> Object:
     """Return a Job in the hub or the member; a former one that is being removed has another name."""
     spec = {
         "backoffLimit": 0,
-        "activeDeadlineSeconds": round(order.wait_seconds) + CLIENT_SECONDS,
+        # Before the client measures, the server's Job waits for its own pod and for the client's.
+        "activeDeadlineSeconds": 2 * round(order.wait_seconds) + CLIENT_SECONDS,
         "ttlSecondsAfterFinished": LIVE_SECONDS,
         "template": {"metadata": {"labels": LABELS}, "spec": probe_pod(order, *arguments)},
     }

@@ -4,6 +4,7 @@ import asyncio
 from typing import Final
 
 from prfaas.errors import PrfaasError
+from prfaas.kube.lease import LEASE_KIND
 from prfaas.kube.session import CONFIG_MAP, ObjectKind
 from prfaas_operator.check import granted, probe_server
 from prfaas_operator.clusters import kinds
@@ -24,21 +25,37 @@ INSTALLED_IN_HUB: Final = (
     *(kinds.CUSTOM_RESOURCE, kinds.DEPLOYMENT, kinds.SERVICE, CONFIG_MAP, kinds.DISRUPTION_BUDGET),
 )
 """The same of the chart prfaas."""
+OURS: Final = (kinds.MEMBER_CLUSTER, kinds.PREFILL_POOL, kinds.DECODE_POOL, kinds.POLICY)
+GRANTED_IN_HUB: Final[tuple[tuple[str, str, tuple[ObjectKind, ...]], ...]] = (
+    ("get list watch patch", "", OURS),
+    ("get patch", "/status", OURS),
+    ("get patch", "", (kinds.SECRET,)),
+    ("list watch patch", "", (kinds.POD,)),
+    ("patch", "/status", (kinds.POD,)),
+    ("get create patch", "", (kinds.EVENT,)),
+    ("get list create patch delete", "", (kinds.SERVICE, kinds.SERVICE_ACCOUNT, kinds.ROLE, kinds.ROLE_BINDING)),
+    ("get list create patch delete", "", (kinds.NETWORK_POLICY,)),
+    ("get list watch create patch delete", "", (kinds.DEPLOYMENT, kinds.DISRUPTION_BUDGET, CONFIG_MAP)),
+    ("get list create update patch delete", "", (LEASE_KIND,)),
+)
+"""Verbs, part and kinds that the chart prfaas grants its operator: RBAC lets nobody grant what they do not hold."""
 
 
 def rights_of_hub() -> list[Object]:
     """Return the rights that an installation of the hub takes, as rules of a Role."""
-    return [_create(kind) for kind in INSTALLED_IN_HUB]
+    granted_there = [_rule(kind, verbs, part) for verbs, part, some in GRANTED_IN_HUB for kind in some]
+    return [*(_rule(kind, "create") for kind in INSTALLED_IN_HUB), *granted_there]
 
 
 def rights_of_member(namespace: str) -> list[Object]:
-    """Return the same of a member: who grants the operator its rights must have them."""
+    """Return the same of a member, with what the operator is granted there."""
     (role,) = [one for one in service_account.member_account(namespace) if one["kind"] == kinds.ROLE.name]
-    return [*(_create(kind) for kind in INSTALLED), *role["rules"]]
+    return [*(_rule(kind, "create") for kind in INSTALLED), *role["rules"]]
 
 
-def _create(kind: ObjectKind) -> Object:
-    return rule(kind.api_version.rpartition("/")[0].partition("/")[0], kind.plural, ("create",))
+def _rule(kind: ObjectKind, verbs: str, part: str = "") -> Object:
+    group = kind.api_version.rpartition("/")[0]
+    return rule(group, kind.plural + part, verbs.split())
 
 
 async def look(cluster: ClusterClient, rights: list[Object]) -> ClusterFacts:

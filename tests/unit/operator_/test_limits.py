@@ -14,6 +14,7 @@ from prfaas.api.decodepool import DecodePoolSpec
 from prfaas.api.prfaaspolicy import GatewaySpec
 from prfaas.api.template import PodTemplate, Resources
 from prfaas.engines import ENGINES
+from prfaas_operator.preflight import jobs
 from prfaas_operator.render import certificates, gateway, pool_deployment, vllm
 from prfaas_operator.render.launch import StartTerms
 
@@ -60,10 +61,16 @@ def test_every_container_of_a_gateway_pod_has_requests_and_limits(make, spec):
     assert lacking(plain) == lacking(certificates.gateway_in_tls(plain)) == []
 
 
+def test_the_probe_has_requests_and_limits():
+    pod = jobs.trial(jobs.Order("token", "image:1", "server:443", None, 60.0))
+    assert [one["name"] for one in containers_in(pod)] == ["probe"]
+    assert lacking(pod) == []
+
+
 def test_nothing_else_of_the_operator_renders_pods():
     files = (ROOT / "operator").rglob("*.py")
     found = {path.name for path in files if '"containers":' in path.read_text()}
-    assert found == {"gateway.py", "pool_deployment.py"}, "the tests above must render the pods of each"
+    assert found == {"gateway.py", "jobs.py", "pool_deployment.py"}, "the tests above must render the pods of each"
 
 
 def test_finds_every_container_that_lacks_one_of_them(make):

@@ -5,11 +5,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 
 from prfaas_operator.clusters import kinds
 from prfaas_operator.preflight import findings
 from prfaas_operator.preflight.facts import Admission, Scrape
-from prfaas_operator.preflight.look import INSTALLED, INSTALLED_IN_HUB
+from prfaas_operator.preflight.look import INSTALLED, INSTALLED_IN_HUB, rights_of_hub
 
 from .conftest import NOW, WELL, cluster, devices, path
 
@@ -82,7 +83,7 @@ def test_a_refused_pod_fails_with_the_servers_own_sentence():
             {"api": "silent"},
             "API server",
             "failed",
-            f"{SERVER} is silent to the hub's pods; open it for the hub's pods",
+            f"{SERVER}, from the hub's pods: silent; open it for the hub's pods",
         ),
         ({"prometheus": Scrape(failure="refused")}, "Prometheus", "failed", "does not answer the hub's pods: refused"),
         ({"prometheus": Scrape(interval="15s")}, "Prometheus", "warning", "staleAfterSeconds to 90 or more and a wind"),
@@ -135,3 +136,25 @@ def test_the_right_to_create_whatever_a_chart_creates_is_asked_for(chart, asked)
     assert len(created) > 3
     assert created <= {kind.name for kind in asked}
     assert kinds.SECRET in asked, "Helm keeps releases in Secrets"
+
+
+def rights(rules) -> set[tuple[str, str, str]]:
+    """Return (group, resource, verb) of all rules that are not for some names only."""
+    return {
+        (group, resource, verb)
+        for one in rules
+        for group in one["apiGroups"]
+        for resource in one["resources"]
+        for verb in one["verbs"]
+        if "resourceNames" not in one
+    }
+
+
+def test_the_rights_that_the_hubs_chart_grants_are_asked_for_and_no_others():
+    text = re.sub(r"{{.*?}}", "", (CHARTS / "prfaas" / "templates" / "rbac.yaml").read_text(), flags=re.DOTALL)
+    (role,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "Role"]
+    # Certificates are granted where cert-manager is chosen.
+    granted = {one for one in rights(role["rules"]) if one[0] != "cert-manager.io"}
+    created = {one for one in rights(rights_of_hub()) if one[2] == "create"}
+    assert granted <= rights(rights_of_hub())
+    assert rights(rights_of_hub()) - granted <= created

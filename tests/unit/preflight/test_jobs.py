@@ -51,3 +51,8 @@ def test_a_pod_that_no_node_takes_says_so_in_the_schedulers_words():
     assert jobs._waits([pod(conditions=[refused])]) == refused["message"]
     assert jobs._waits([pod()]) == "it is Pending"
     assert "no pod was made" in jobs._waits([])
+
+
+def test_the_servers_job_outlives_both_pods_starts_and_the_measuring():
+    slow = ORDER._replace(wait_seconds=120.0)
+    assert jobs._job("member", slow, "serve")["spec"]["activeDeadlineSeconds"] >= 2 * 120 + jobs.CLIENT_SECONDS
