@@ -58,7 +58,7 @@ MODEL_CACHES: Final = {
     "kimi-linear-48b": _kda(7, 20, 32),
     "qwen3.5-397b": _gdn(15, 45, 64),
     "qwen3.5-122b": _gdn(12, 36, 64),
-    "qwen3.5-35b-a3b": _gdn(10, 30, 32),
+    "qwen3.5-35b": _gdn(10, 30, 32),
     "qwen3.5-27b": _gdn(16, 48, 48, kv_heads=4),
     "qwen3-next-80b": _gdn(12, 36, 32),
 }
@@ -69,7 +69,7 @@ MODEL_WEIGHTS_BYTES: Final = {
     "kimi-linear-48b": 2 * 48e9,
     "qwen3.5-397b": 2 * 397e9,
     "qwen3.5-122b": 2 * 122e9,
-    "qwen3.5-35b-a3b": 2 * 35e9,
+    "qwen3.5-35b": 2 * 35e9,
     "qwen3.5-27b": 2 * 27e9,
     "qwen3-next-80b": 2 * 80e9,
 }

@@ -32,13 +32,13 @@ def test_other_sizes_are_those_of_the_public_configurations():
 
 def test_caches_of_the_small_models_are_those_of_their_built_in_profiles():
     known = {one.model.lower(): one for one in (read_builtin("name", name) for name in builtin_names())}
-    for model in ("qwen3.5-35b-a3b", "qwen3.5-27b"):
+    for model, name in (("qwen3.5-35b", "qwen3.5-35b-a3b"), ("qwen3.5-27b", "qwen3.5-27b")):
         cache = MODEL_CACHES[model]
-        assert (cache.state_bytes, cache.token_bytes) == (known[model].state_bytes, known[model].token_bytes)
+        assert (cache.state_bytes, cache.token_bytes) == (known[name].state_bytes, known[name].token_bytes)
 
 
 def test_caches_of_qwen_35b_are_those_that_were_published_with_a_rounded_state():
-    cache = MODEL_CACHES["qwen3.5-35b-a3b"]
+    cache = MODEL_CACHES["qwen3.5-35b"]
     for tokens, mib in ((8_192, 221.04), (32_768, 701.04)):
         assert (cache.state_bytes + cache.token_bytes * tokens) / 2**20 == pytest.approx(mib, abs=0.4)
     assert cache.token_bytes == 480 * 2**20 / 24_576
@@ -50,7 +50,7 @@ def test_caches_of_qwen_35b_are_those_that_were_published_with_a_rounded_state()
         ("kimi-k3", "kimi-k3-mxfp4-8xb300"),
         ("qwen3.5-397b", "qwen3.5-397b-bf16-8xh200"),
         ("qwen3.5-122b", "qwen3.5-122b-bf16-4xh200"),
-        ("qwen3.5-35b-a3b", "qwen3.5-35b-bf16-2xh100"),
+        ("qwen3.5-35b", "qwen3.5-35b-bf16-2xh100"),
         ("qwen3.5-27b", "qwen3.5-27b-bf16-1xh200"),
     ],
 )
