@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from prfaas.capacity import optimum
-from prfaas.capacity.builtin import builtin_names, read_builtin
+from prfaas.capacity.builtin import all_builtins, read_builtin
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.capacity.system import System
 from prfaas.cli.plan import load
@@ -53,10 +53,10 @@ def parts() -> dict[str, tuple[Row, list[Row]]]:
 def profile_rows() -> list[Row]:
     """Return a row for each model and precision: the hardware that ends the names, by whose kernels were measured."""
     sources: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for one in (read_builtin("name", name) for name in builtin_names()):
+    for one in all_builtins():
         hardware = f"{one.devices}x{one.device}"
         sizes = f"{one.state_bytes / 1e6:.1f}", f"{one.token_bytes:,}"
-        kernels = one.source.removeprefix(TOOL).partition(",")[0] if one.measured else "assumed"
+        kernels = one.source.removeprefix(TOOL).partition(",")[0] if one.basis == "estimated" else "assumed"
         of_model = sources.setdefault((one.name.removesuffix(hardware), *sizes), {})
         of_model.setdefault(kernels, []).append(hardware)
     return [

@@ -53,7 +53,7 @@ SYSTEMS: Final = {
     "gb200": "gb200",
     "gb300": "gb300",
 }
-# The tool has no tables of H20. In the PrfaaS paper's case study its prefills take 2.6 times as long as those of H200.
+# The tool has no tables of H20. In the PrfaaS paper's case study a prefill of 128K takes 2.6 times as long as on H200.
 # Decode steps read memory, at 4.0 instead of 4.8 TB/s.
 H20_PREFILL: Final = 2.6
 H20_DECODE: Final = 1.2
@@ -190,6 +190,7 @@ def cache_of(config: dict[str, Any]) -> ModelCache:
             linear_layers=len(kimi["kda_layers"]),
             recurrent_elements=heads * width * width,
             convolution_elements=(kernel - 1) * 3 * heads * width,
+            key_value_heads=1,
         )
     attention = layers // text["full_attention_interval"]
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
@@ -200,6 +201,7 @@ def cache_of(config: dict[str, Any]) -> ModelCache:
         linear_layers=layers - attention,
         recurrent_elements=values * text["linear_key_head_dim"],
         convolution_elements=(text["linear_conv_kernel_dim"] - 1) * (2 * keys + values),
+        key_value_heads=text["num_key_value_heads"],
     )
 
 
@@ -228,7 +230,7 @@ def generate(target: Target, folder: Path) -> Builtin:
         devices=target.devices,
         parallelism=tool.parallelism,
         source=tool.source,
-        measured=True,
+        basis="estimated",
         note=note,
         weights_bytes=tool.weights_bytes,
         state_bytes=cache.state_bytes,
@@ -268,7 +270,7 @@ def as_h20(h200: Builtin) -> Builtin:
         h200,
         name=h200.name.replace("h200", "h20-141"),
         device="h20-141",
-        measured=False,
+        basis="assumed",
         source=f"assumed: prefills take {H20_PREFILL} and decode steps {H20_DECODE} times as long as in {h200.name}",
         points=slower(h200.points),
         checks=slower(h200.checks),

@@ -78,4 +78,5 @@ def plan_file(facts: PolicyFacts) -> PlanFile:
         slo=PlanSlo(ttft_millis=policy.spec.slo.ttft_millis),
         published={},
         simulation={},
+        notes=("Memory was not checked: an installation does not say what its weights take.",),
     )

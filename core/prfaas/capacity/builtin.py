@@ -5,7 +5,7 @@
 Each is a file in profiles/, written by benchmarks/profiles/generate.py. An outside tool estimates its figures from
 kernels that were measured on the device: seconds of a prefill that has the instance to itself, and seconds of a decode
 step by batch. Nothing of that tool is needed to use them. `checks` are prefills of other lengths, by the same tool.
-The curve never sees them, and a test holds it to them. A profile that is not `measured` rests on an assumption.
+The curve never sees them, and a test holds it to them. None is measured on an instance: `basis` says what it rests on.
 """
 
 import difflib
@@ -13,10 +13,12 @@ from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 
 from prfaas.capacity.memory import InstanceMemory
+from prfaas.capacity.models import MODEL_CACHES
 from prfaas.capacity.profile import Curve, Sample
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
@@ -49,7 +51,8 @@ class Builtin(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     parallelism: str
     source: str
-    measured: bool
+    basis: Literal["estimated", "assumed"]
+    """Estimated from measured kernels of this device, or assumed from another one's."""
     note: str = ""
     """What was left out, and why."""
     weights_bytes: int
@@ -61,10 +64,14 @@ class Builtin(msgspec.Struct, frozen=True, kw_only=True):
     """Length of the prompts that a decode step reads."""
     decode_steps: tuple[DecodeStep, ...]
 
+    @property
+    def cache_model(self) -> str:
+        """The name of the model in MODEL_CACHES."""
+        return next(model for model in MODEL_CACHES if self.name.startswith(f"{model}-"))
+
     def profile(self) -> Profile:
         """Return the curve through the points."""
-        samples = [Sample(point.tokens, point.seconds) for point in self.points]
-        return Curve.fitted(samples).profile(self.state_bytes, self.token_bytes)
+        return _fitted(self)
 
     def step_seconds(self, batch: int) -> float | None:
         """Return the seconds of a decode step, between batches on a line; None beyond what is known."""
@@ -78,7 +85,23 @@ class Builtin(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory(self) -> InstanceMemory:
-        return InstanceMemory(device=self.device, devices=self.devices, weights_bytes=self.weights_bytes)
+        return InstanceMemory(
+            device=self.device,
+            devices=self.devices,
+            weights_bytes=self.weights_bytes,
+            row_copies=MODEL_CACHES[self.cache_model].row_copies(self.devices),
+        )
+
+
+@cache
+def _fitted(builtin: Builtin) -> Profile:
+    samples = [Sample(point.tokens, point.seconds) for point in builtin.points]
+    return Curve.fitted(samples).profile(builtin.state_bytes, builtin.token_bytes)
+
+
+def all_builtins() -> tuple[Builtin, ...]:
+    """Return all built-in profiles, by name."""
+    return tuple(_read(name) for name in builtin_names())
 
 
 @cache

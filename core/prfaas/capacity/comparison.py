@@ -25,7 +25,7 @@ from prfaas.capacity import equations, optimum, sweep, ttft, verdict
 from prfaas.capacity.optimum import Plan, Throughput
 from prfaas.capacity.planfile import SYSTEMS, PlanFile
 from prfaas.capacity.sweep import LinkPoint
-from prfaas.capacity.system import HubPool, OffloadPool, System, present
+from prfaas.capacity.system import HubPool, OffloadPool, System, in_use
 from prfaas.capacity.ttft import FirstToken
 from prfaas.capacity.verdict import Planned, Verdict
 from prfaas.capacity.workload import Workload
@@ -88,7 +88,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verdict: Verdict
     hub_alone: Figures | None = None
     """None: the hub alone cannot serve; a note says why."""
-    homogeneous: Figures
+    homogeneous: Figures | None = None
+    """None: no prefill of the hub's instances is known; a note says so."""
     equal_cost: EqualCost | None = None
     """None: no costPerHour is given."""
     naive_heterogeneous: Figures | None = None
@@ -114,7 +115,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def compare(file: PlanFile) -> Comparison:
     """Plan a system and its baselines; raises ConfigError where nothing can serve, or no rate keeps the SLO."""
-    file = msgspec.structs.replace(file, system=present(file.system))
+    file = msgspec.structs.replace(file, system=in_use(file.system))
     system, workload = file.system, file.workload
     plans, notes = _plans(system, workload)
     ours = verdict.planned(plans).plan
@@ -130,13 +131,13 @@ def compare(file: PlanFile) -> Comparison:
         prices=bound.prices,
         queueing={name: _loaded(one, workload, plan) for name, (one, plan) in plans.items()},
         arrivals_within_slo=_within_slo(file, plans),
-        over_links=sweep.over_links(system, workload),
-        notes=[*notes, *_notes(system, workload, ours)],
+        over_links=sweep.over_links(system, workload, verdict.base_rate(plans)),
+        notes=[*notes, *_notes(system, workload, ours), *file.notes],
     )
 
 
 def _plans(system: System, workload: Workload) -> tuple[dict[str, Planned], list[str]]:
-    """Return the plan of each system that there is, and a note where the hub alone cannot serve."""
+    """Return the plan of each system that there is, and a note for each that cannot serve."""
     plans: dict[str, Planned] = {}
     notes: list[str] = []
     try:
@@ -145,7 +146,12 @@ def _plans(system: System, workload: Workload) -> tuple[dict[str, Planned], list
         if not system.offload:
             raise
         notes.append(f"Hub alone: {error}.")
-    plans["homogeneous"] = _planned(optimum.homogeneous(system), workload)
+    try:
+        plans["homogeneous"] = _planned(optimum.homogeneous(system), workload)
+    except ConfigError as error:
+        if not system.offload:
+            raise
+        notes.append(f"Homogeneous: {error}.")
     if system.offload:
         plans["naive_heterogeneous"] = Planned(system, optimum.naive(system, workload))
         plans["prfaas_pd"] = _planned(system, workload)
@@ -199,11 +205,6 @@ def _notes(system: System, workload: Workload, plan: Plan) -> list[str]:
                 f"links.{link.name}.capacityMbps, {link.capacity_mbps:g}, limits offload: its pools could send "
                 f"{demand:.0f} Mbit/s. If the figure is in megabytes a second, multiply it by 8."
             )
-    if unchecked := [pool.name for pool in (*system.offload, *system.hub) if pool.memory is None]:
-        notes.append(
-            f"Memory was not checked for {', '.join(unchecked)}: add gpu and gpus to the profile, and weightsGb unless "
-            "it names a model, or take a built-in one."
-        )
     return notes + profile_notes(system, workload)
 
 
@@ -301,7 +302,7 @@ def _with_counts(system: System, counts: Sequence[int]) -> System:
         msgspec.structs.replace(pool, instances=number) for pool, number in zip(system.offload, far, strict=True)
     ]
     hub = [_sized(pool, number) for pool, number in zip(system.hub, near, strict=True)]
-    return present(msgspec.structs.replace(system, offload=tuple(offload), hub=tuple(hub)))
+    return in_use(msgspec.structs.replace(system, offload=tuple(offload), hub=tuple(hub)))
 
 
 def _sized(pool: HubPool, instances: int) -> HubPool:

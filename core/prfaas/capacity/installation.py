@@ -7,21 +7,18 @@ everything else that plans; counts are an argument, so that a change can be comp
 
 import math
 from collections.abc import Mapping
-from typing import Final
 
 import msgspec
 
 from prfaas.capacity import optimum, ttft
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.system import HubPool, LinkCapacity, OffloadPool, System
+from prfaas.capacity.system import NEVER_PREFILLS, HubPool, LinkCapacity, OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import PoolRole, Threshold
 
 ReplicaCounts = Mapping[str, int]
 """Instances by pool."""
-NEVER_PREFILLS: Final = Profile(state_bytes=1, token_bytes=1, fixed_seconds=1.0)
-"""Stands for the profile of instances that only decode, which no equation asks for."""
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ instance that only prefills has a batch of one and no answers. What does not fit
 would fit, since a plan of it would only look like one.
 
 Answers count whole, because what decodes at some moment is more often a long answer than a short one: if lengths are
-spread exponentially, it is as far as the mean answer is long. What passes may still be too large for an engine: rows
-that several ranks hold count once, what other requests left in a prefix cache and activations not at all.
+spread exponentially, it is as far as the mean answer is long. Ranks of tensor parallelism that find no head of their
+own in the rows of an attention layer hold a copy: all of them of an MLA latent. What passes may still be too large for
+an engine: activations, and what other requests left in a prefix cache, do not count.
 """
 
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 import msgspec
 
 from prfaas.errors import ConfigError
+from prfaas.wire.profile import Profile
 
 DEVICE_BYTES: Final[dict[str, float]] = {
     "a100": 80e9,
@@ -45,6 +47,8 @@ class InstanceMemory(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     devices: int
     weights_bytes: float
+    row_copies: int = 1
+    """Times that the instance holds each row, over its ranks."""
 
     @property
     def total_bytes(self) -> float:
@@ -54,6 +58,10 @@ class InstanceMemory(msgspec.Struct, frozen=True, kw_only=True):
     def left_bytes(self) -> float:
         """For caches, beside the weights; below 0 where not even these fit."""
         return USABLE * self.total_bytes - self.weights_bytes
+
+    def cache_bytes(self, profile: Profile, tokens: int) -> int:
+        """Return the bytes that a cache of so many tokens takes here."""
+        return profile.state_bytes + self.row_copies * profile.token_bytes * tokens
 
 
 def check_memory(where: str, memory: InstanceMemory, what: str, cache_bytes: float = 0.0, cure: str = "") -> None:

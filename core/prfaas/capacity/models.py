@@ -31,6 +31,8 @@ class ModelCache(NamedTuple):
     """Of one linear layer."""
     convolution_elements: int
     """Likewise: the inputs that the convolution still needs."""
+    key_value_heads: int
+    """Among which ranks divide the rows of attention; 1 for MLA."""
 
     @property
     def token_bytes(self) -> int:
@@ -41,16 +43,20 @@ class ModelCache(NamedTuple):
         state = self.recurrent_elements * RECURRENT_BYTES + self.convolution_elements * CONVOLUTION_BYTES
         return self.linear_layers * state
 
+    def row_copies(self, ranks: int) -> int:
+        """Return how often ranks of tensor parallelism hold each row: those without a head of their own copy one."""
+        return max(1, ranks // self.key_value_heads)
+
 
 def _kda(mla_layers: int, kda_layers: int, heads: int) -> ModelCache:
     """Kimi's: MLA with a latent of 512 and a key of 64, and KDA heads of 128."""
-    return ModelCache(mla_layers, 512 + 64, kda_layers, heads * 128 * 128, (KERNEL - 1) * 3 * heads * 128)
+    return ModelCache(mla_layers, 512 + 64, kda_layers, heads * 128 * 128, (KERNEL - 1) * 3 * heads * 128, 1)
 
 
 def _gdn(attention_layers: int, linear_layers: int, value_heads: int, kv_heads: int = 2) -> ModelCache:
     """Qwen's: key-value heads of 256, and Gated DeltaNet with 16 key heads and value heads of 128."""
     inputs, recurrent = (2 * 16 + value_heads) * 128, value_heads * 128 * 128
-    return ModelCache(attention_layers, 2 * kv_heads * 256, linear_layers, recurrent, (KERNEL - 1) * inputs)
+    return ModelCache(attention_layers, 2 * kv_heads * 256, linear_layers, recurrent, (KERNEL - 1) * inputs, kv_heads)
 
 
 MODEL_CACHES: Final = {

@@ -23,7 +23,7 @@ import msgspec
 
 from prfaas.capacity import equations
 from prfaas.capacity.equations import Split
-from prfaas.capacity.system import HubPool, System
+from prfaas.capacity.system import NEVER_PREFILLS, HubPool, System
 from prfaas.capacity.workload import Moments, Workload
 from prfaas.errors import ConfigError
 
@@ -117,10 +117,17 @@ def hub_alone(system: System) -> System:
 
 
 def homogeneous(system: System) -> System:
-    """Return the baseline without offload: the hub, with each offload instance replaced by one of its first pool."""
-    first, *others = system.hub
+    """Return the baseline without offload: the hub, with each offload instance replaced by one of its first pool.
+
+    It is the first one whose prefills are known. Raises ConfigError where there is none.
+    """
+    first = next((pool for pool in system.hub if pool.profile != NEVER_PREFILLS), None)
+    if first is None:
+        raise ConfigError("no prefill of the hub's instances was measured; give a pool of it a profile")
     grown = msgspec.structs.replace(first, instances=first.instances + system.offload_instances)
-    return msgspec.structs.replace(hub_alone(system), hub=(grown, *others))
+    return msgspec.structs.replace(
+        hub_alone(system), hub=tuple(grown if pool is first else pool for pool in system.hub)
+    )
 
 
 def naive(system: System, workload: Workload) -> Plan:

@@ -35,6 +35,8 @@ _LONGEST_SECONDS: Final = 60.0
 _FASTEST_MBPS: Final = 1e8
 """The most that a MemberCluster may declare, too."""
 _QUICKEST_STEP_MILLIS: Final = 0.1
+_MOST_BATCH: Final = 16_384
+_MOST_INSTANCES: Final = 50_000
 
 
 class PlanSlo(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     slo: PlanSlo
     published: dict[str, dict[str, float]]
     simulation: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    """What a reader of the plan has to know of its input."""
 
 
 class _Instance(NamedTuple):
@@ -59,7 +63,14 @@ class _Instance(NamedTuple):
 
     profile: Profile
     memory: InstanceMemory | None = None
+    model: str = ""
     builtin: Builtin | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a pool that it gives."""
+        name = self.builtin.name if self.builtin else ""
+        return {"profile": self.profile, "memory": self.memory, "model": self.model, "builtin": name}
 
 
 LoadTrace = Callable[[str], list[tuple[int, int]]]
@@ -90,6 +101,7 @@ def read(document: object, load_trace: LoadTrace) -> PlanFile:
         slo=top.section("slo", partial(_slo, system), {}),
         published=top.section("published", _published, {}),
         simulation=top.mapping("simulation", {}),
+        notes=_notes(system, workload),
     )
     top.end()
     return result
@@ -131,14 +143,19 @@ def _instance(section: Section) -> _Instance:
     if section.has("builtin"):
         return _built_in(section)
     profile = _profile(section)
+    model = section.text("model") if section.has("model") else ""
     if not (section.has("gpu") or section.has("gpus") or section.has("weightsGb")):
-        return _Instance(profile)
+        return _Instance(profile, model=model)
     weights, weights_bytes = _weights(section)
+    devices = section.at_least(1, "gpus")
     memory = InstanceMemory(
-        device=section.name_of("gpu", DEVICE_BYTES), devices=section.at_least(1, "gpus"), weights_bytes=weights_bytes
+        device=section.name_of("gpu", DEVICE_BYTES),
+        devices=devices,
+        weights_bytes=weights_bytes,
+        row_copies=MODEL_CACHES[model].row_copies(devices) if model else 1,
     )
     check_memory(section.where, memory, weights)
-    return _Instance(profile, memory)
+    return _Instance(profile, memory, model)
 
 
 def _weights(section: Section) -> tuple[str, float]:
@@ -151,7 +168,7 @@ def _weights(section: Section) -> tuple[str, float]:
 
 def _built_in(section: Section) -> _Instance:
     builtin = read_builtin(f"{section.where}.builtin", section.text("builtin"))
-    return _Instance(builtin.profile(), builtin.memory, builtin)
+    return _Instance(builtin.profile(), builtin.memory, builtin.cache_model, builtin)
 
 
 def _profile(section: Section) -> Profile:
@@ -238,28 +255,40 @@ def _offload_pool(profiles: dict[str, _Instance], section: Section) -> OffloadPo
     instance = _profile_of(profiles, section)
     return OffloadPool(
         name=section.text("name"),
-        profile=instance.profile,
-        instances=section.whole("instances"),
+        instances=_instances(section),
         link=section.text("link"),
         cost_per_hour=section.optional("costPerHour"),
-        memory=instance.memory,
+        **instance.fields,
     )
 
 
 def _hub_pool(profiles: dict[str, _Instance], section: Section) -> HubPool:
     instance = _profile_of(profiles, section)
     max_batch = section.whole("maxBatch")
+    if max_batch > _MOST_BATCH:
+        raise ConfigError(
+            f"{section.where}.maxBatch is {max_batch}: no engine decodes more than {_MOST_BATCH} requests together; "
+            "give its --max-num-seqs, or what its memory holds"
+        )
     return HubPool(
         name=section.text("name"),
-        profile=instance.profile,
-        instances=section.whole("instances"),
+        instances=_instances(section),
         max_batch=max_batch,
         step_seconds=_step_seconds(section, instance.builtin, max_batch),
         min_prefill=section.whole("minPrefill", 0),
         min_decode=section.whole("minDecode", 0),
         cost_per_hour=section.optional("costPerHour"),
-        memory=instance.memory,
+        **instance.fields,
     )
+
+
+def _instances(section: Section) -> int:
+    count = section.whole("instances")
+    if count > _MOST_INSTANCES:
+        raise ConfigError(
+            f"{section.where}.instances is {count}: no pool has more than {_MOST_INSTANCES}; give its size"
+        )
+    return count
 
 
 def _step_seconds(section: Section, builtin: Builtin | None, max_batch: int) -> float:
@@ -286,7 +315,14 @@ def _pools(system: System) -> Iterator[tuple[str, OffloadPool | HubPool]]:
 
 
 def _check_profiles(system: System, workload: Workload) -> None:
-    """Refuse profiles that do not reach as far as the prompts, or whose caches cannot be of one model."""
+    """Refuse profiles that do not reach as far as the prompts, or are not of one model."""
+    models = {pool.model: where for where, pool in _pools(system) if pool.model}
+    if len(models) > 1:
+        (first, there), (second, here) = list(models.items())[:2]
+        raise ConfigError(
+            f"{here}.profile is of {second}, and {there}.profile of {first}: only the model that computed a cache can "
+            "read it; give all pools profiles of one"
+        )
     longest, mean = workload.quantile(1.0), round(workload.mean_tokens)
     sizes: dict[str, int] = {}
     for where, pool in _pools(system):
@@ -326,10 +362,10 @@ def _check_memory(system: System, workload: Workload) -> None:
         if pool.memory is None:
             continue
         answer = round(system.output_tokens) if isinstance(pool, HubPool) else 0
-        one = cache_bytes(pool.profile, longest + answer)
+        one = pool.memory.cache_bytes(pool.profile, longest + answer)
         check_memory(where, pool.memory, f"weights and the cache of {longest + answer:,} tokens", one)
         if isinstance(pool, HubPool):
-            mean = request_cache_bytes(pool.profile, system.output_tokens, workload)
+            mean = request_cache_bytes(pool.profile, pool.memory, system.output_tokens, workload)
             check_memory(
                 f"{where}.maxBatch is {pool.max_batch}",
                 pool.memory,
@@ -339,9 +375,38 @@ def _check_memory(system: System, workload: Workload) -> None:
             )
 
 
-def request_cache_bytes(profile: Profile, output_tokens: float, workload: Workload) -> int:
-    """Return the bytes of the cache of a request of mean length, its answer included."""
-    return cache_bytes(profile, round(workload.mean_tokens + output_tokens))
+def request_cache_bytes(profile: Profile, memory: InstanceMemory, output_tokens: float, workload: Workload) -> int:
+    """Return the bytes that a request of mean length takes in an instance, its answer included."""
+    return memory.cache_bytes(profile, round(workload.mean_tokens + output_tokens))
+
+
+def _notes(system: System, workload: Workload) -> tuple[str, ...]:
+    """Return what the file leaves open, and what its built-in profiles do not know."""
+    notes: list[str] = []
+    if unchecked := [pool.name for _, pool in _pools(system) if pool.memory is None]:
+        notes.append(
+            f"Memory was not checked for {', '.join(unchecked)}: add gpu and gpus to the profile, and weightsGb unless "
+            "it names a model, or take a built-in one."
+        )
+    builtins = {pool.name: read_builtin(pool.name, pool.builtin) for _, pool in _pools(system) if pool.builtin}
+    if estimated := [name for name, one in builtins.items() if one.basis == "estimated"]:
+        notes.append(
+            f"Prefills of {', '.join(estimated)} are estimated from measured kernels, without a scheduler. "
+            "`prfaas profile measure` measures yours."
+        )
+    notes += [f"Prefills of {name} are {one.source}." for name, one in builtins.items() if one.basis == "assumed"]
+    held_tokens = workload.mean_tokens + system.output_tokens / 2
+    for pool in system.hub:
+        known = builtins.get(pool.name)
+        if known is None or pool.step_seconds != known.step_seconds(pool.max_batch):
+            continue
+        if held_tokens > _COVERED * known.context_tokens:
+            notes.append(
+                f"The decode step of {pool.name}, {1000 * pool.step_seconds:.3g} ms, is that of requests with "
+                f"{known.context_tokens:,} tokens. Here they hold {held_tokens:,.0f} in the mean, and it takes "
+                "longer: measure stepMillis."
+            )
+    return tuple(notes)
 
 
 def _slo(system: System, section: Section) -> PlanSlo:

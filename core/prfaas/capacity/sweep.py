@@ -13,13 +13,13 @@ import msgspec
 from prfaas.capacity import optimum
 from prfaas.capacity.system import System
 from prfaas.capacity.workload import Workload
-from prfaas.errors import ConfigError
 
 PAYS: Final = 0.05
 """The gain from which offloading is worth its effort."""
 SCALES: Final = tuple(2.0**power for power in range(-4, 5))
-UNLIMITED: Final = 1e6
-"""A scale at which no link limits."""
+_SLOWEST_MBPS: Final = 1e-3
+_UNLIMITED_MBPS: Final = 1e12
+"""A capacity at which no link limits."""
 _PRECISION: Final = 0.005
 
 
@@ -32,14 +32,13 @@ class LinkPoint(msgspec.Struct, frozen=True, kw_only=True):
     threshold_tokens: int | None
     lambda_max: float
     gain: float
-    """Lambda_max over that of the hub alone, or of the homogeneous system where the hub alone cannot serve, less 1."""
+    """As in the verdict."""
 
 
-def over_links(system: System, workload: Workload) -> tuple[LinkPoint, ...]:
-    """Return a point for each scale; none where nothing offloads."""
+def over_links(system: System, workload: Workload, base: float) -> tuple[LinkPoint, ...]:
+    """Return a point for each scale, with its gain over `base` requests/s; none where nothing offloads."""
     if not system.offload_instances:
         return ()
-    base = _base(system, workload)
     points: list[LinkPoint] = []
     for scale in SCALES:
         plan = optimum.best(scaled(system, scale), workload)
@@ -58,16 +57,17 @@ def over_links(system: System, workload: Workload) -> tuple[LinkPoint, ...]:
 def paying_mbps(system: System, workload: Workload, base: float) -> float | None:
     """Return the Mbit/s of all links together from which offloading pays over `base` requests/s; None: at no rate."""
 
-    def pays(exponent: float) -> bool:
-        return optimum.best(scaled(system, math.exp(exponent)), workload).lambda_max >= (1 + PAYS) * base
+    def pays(changed: System) -> bool:
+        return optimum.best(changed, workload).lambda_max >= (1 + PAYS) * base
 
-    low, high = -math.log(UNLIMITED), math.log(UNLIMITED)
-    if not pays(high):
+    if not pays(unlimited(system)):
         return None
+    total = total_mbps(system)
+    low, high = math.log(_SLOWEST_MBPS / total), math.log(_UNLIMITED_MBPS / total)
     while high - low > _PRECISION:
         middle = (low + high) / 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
-    return math.exp(high) * total_mbps(system)
+        low, high = (low, middle) if pays(scaled(system, math.exp(middle))) else (middle, high)
+    return math.exp(high) * total
 
 
 def scaled(system: System, scale: float) -> System:
@@ -76,12 +76,11 @@ def scaled(system: System, scale: float) -> System:
     return msgspec.structs.replace(system, links=tuple(links))
 
 
+def unlimited(system: System) -> System:
+    """Return the system with links that never limit."""
+    links = [msgspec.structs.replace(link, capacity_mbps=_UNLIMITED_MBPS) for link in system.links]
+    return msgspec.structs.replace(system, links=tuple(links))
+
+
 def total_mbps(system: System) -> float:
     return sum(link.capacity_mbps for link in system.links)
-
-
-def _base(system: System, workload: Workload) -> float:
-    try:
-        return optimum.best(optimum.hub_alone(system), workload).lambda_max
-    except ConfigError:
-        return optimum.best(optimum.homogeneous(system), workload).lambda_max

@@ -5,6 +5,7 @@ prefill is a decision and stands in a plan. Each pool is of one hardware kind; k
 """
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -12,6 +13,9 @@ from prfaas.capacity.memory import InstanceMemory
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import ConfigError
 from prfaas.wire.profile import Profile
+
+NEVER_PREFILLS: Final = Profile(state_bytes=1, token_bytes=1, fixed_seconds=1.0)
+"""Stands for the profile of instances that only decode and were never measured. No equation asks for it."""
 
 
 class LinkCapacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +35,10 @@ class OffloadPool(msgspec.Struct, frozen=True, kw_only=True):
     cost_per_hour: float | None = None
     """Of one instance, in the one currency of all pools; None: not known."""
     memory: InstanceMemory | None = None
+    model: str = ""
+    """Of the cache, by a name in models.MODEL_CACHES; empty: not known."""
+    builtin: str = ""
+    """Name of the built-in profile; empty: it is none."""
 
 
 class HubPool(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +57,8 @@ class HubPool(msgspec.Struct, frozen=True, kw_only=True):
     min_decode: int = 0
     cost_per_hour: float | None = None
     memory: InstanceMemory | None = None
+    model: str = ""
+    builtin: str = ""
 
     def decode_rate(self, output_tokens: float) -> float:
         """Requests a second that one instance decodes: BS_max / (T_decode L_out)."""
@@ -113,6 +123,13 @@ def present(system: System) -> System:
         offload=tuple(pool for pool in system.offload if pool.instances),
         hub=tuple(pool for pool in system.hub if pool.instances),
     )
+
+
+def in_use(system: System) -> System:
+    """Return the system without pools that have no instances, and links that no other pool uses."""
+    system = present(system)
+    used = {pool.link for pool in system.offload}
+    return msgspec.structs.replace(system, links=tuple(link for link in system.links if link.name in used))
 
 
 def check_profile(where: str, profile: Profile) -> None:

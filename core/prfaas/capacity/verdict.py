@@ -80,7 +80,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     sentence: str
     gain: float
-    """Lambda_max over that of the hub alone, or of the homogeneous system where the hub alone cannot serve, less 1."""
+    """Lambda_max over that of the hub alone, less 1; where it cannot serve, of homogeneous; where that neither, 0."""
     from_tokens: int | None
     """The shortest prompt that is offloaded; None: none is."""
     from_mbps: float | None
@@ -97,7 +97,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 def judge(file: PlanFile, plans: Plans) -> Verdict:
     """Judge the planned system against the hub alone."""
     workload, alone, ours = file.workload, plans.get("hub_alone"), planned(plans)
-    base = (alone or plans["homogeneous"]).plan.lambda_max
+    base = base_rate(plans)
     gain = ours.plan.lambda_max / base - 1
     from_mbps, limit = None, _limit(ours, workload)
     if alone and ours.system.offload:
@@ -114,7 +114,7 @@ def judge(file: PlanFile, plans: Plans) -> Verdict:
         arrivals_per_second=arrivals,
         classes=_classes(workload, ours, alone, arrivals),
     )
-    sentence = _sentence(found, ours, alone)
+    sentence = _sentence(found, plans)
     if alone and found.from_tokens:
         sentence += _slower_when_lone(workload, ours, alone)
     return msgspec.structs.replace(found, sentence=sentence)
@@ -123,6 +123,12 @@ def judge(file: PlanFile, plans: Plans) -> Verdict:
 def planned(plans: Plans) -> Planned:
     """Return the system that was asked for."""
     return plans.get("prfaas_pd") or plans["homogeneous"]
+
+
+def base_rate(plans: Plans) -> float:
+    """Return the requests a second over which a gain is: of the hub alone, or of what is nearest to it."""
+    base = plans.get("hub_alone") or plans.get("homogeneous") or planned(plans)
+    return base.plan.lambda_max
 
 
 def _limit(one: Planned, workload: Workload) -> LimitedBy:
@@ -134,7 +140,7 @@ def _limit(one: Planned, workload: Workload) -> LimitedBy:
         is_short = all(_is_memory_short(pool, one.system.output_tokens, workload) for pool in decoding)
         return "memory" if is_short else "decode"
     above = workload.above(ttft.threshold(workload, one.plan))
-    unlimited = equations.theta_prfaas(sweep.scaled(one.system, sweep.UNLIMITED), above)
+    unlimited = equations.theta_prfaas(sweep.unlimited(one.system), above)
     return "link" if unlimited > _SHORT * one.plan.theta_prfaas else "prefill"
 
 
@@ -145,16 +151,16 @@ def _with_steps(system: System, factor: float, workload: Workload) -> float:
 
 
 def _is_memory_short(pool: HubPool, output_tokens: float, workload: Workload) -> bool:
-    """Return whether the caches of a batch that is a tenth larger would not fit, each with its whole answer."""
+    """Return whether a batch that is a tenth larger, in whole requests with their answers, would not fit."""
     if pool.memory is None:
         return False
-    cache = request_cache_bytes(pool.profile, output_tokens, workload)
-    return _MORE * pool.max_batch * cache > pool.memory.left_bytes
+    cache = request_cache_bytes(pool.profile, pool.memory, output_tokens, workload)
+    return math.ceil(_MORE * pool.max_batch) * cache > pool.memory.left_bytes
 
 
 def _limit_behind(system: System, workload: Workload) -> LimitedBy:
     """Return what limits when no link does."""
-    unlimited = sweep.scaled(system, sweep.UNLIMITED)
+    unlimited = sweep.unlimited(system)
     return _limit(Planned(unlimited, optimum.best(unlimited, workload)), workload)
 
 
@@ -198,16 +204,15 @@ def _share(workload: Workload, low: int, high: int) -> float:
     return workload.above(low).share - workload.above(high).share
 
 
-def _sentence(found: Verdict, ours: Planned, alone: Planned | None) -> str:
+def _sentence(found: Verdict, plans: Plans) -> str:
+    ours, alone, has_homogeneous = planned(plans), plans.get("hub_alone"), "homogeneous" in plans
     rate, limits = ours.plan.lambda_max, _LIMITS[found.limit]
     if not ours.system.offload:
         return f"Nothing can be prefilled away: the hub alone serves {rate:.2f} requests/s; {limits}."
     away = _away(found.from_tokens)
     if alone is None:
-        return (
-            f"The hub alone cannot serve. PrfaaS-PD serves {rate:.2f} requests/s, {_more(found.gain)} than as many "
-            f"instances in the hub: {away}; {limits}."
-        )
+        than = f", {_more(found.gain)} than as many instances in the hub" if has_homogeneous else ""
+        return f"The hub alone cannot serve. PrfaaS-PD serves {rate:.2f} requests/s{than}: {away}; {limits}."
     more = f"{_more(found.gain)} than the hub alone ({rate:.2f} against {alone.plan.lambda_max:.2f} requests/s)"
     if found.from_mbps is None:
         return f"PrfaaS-PD does not pay: it serves {more}; {limits}. No link changes that: {_CURES[found.limit]}."

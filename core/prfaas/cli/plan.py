@@ -85,7 +85,7 @@ def plan(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     if output == "json":
         echo_json(result)
         return
-    console = Console(width=WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     console.print(result.verdict.sentence)
     console.print()
     console.print(_table_6(*_compared(result, described.published)))

@@ -12,11 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
+from prfaas.capacity.builtin import Builtin, all_builtins, read_builtin
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
 from prfaas.cli.profile_measure import measure
 from prfaas.console import TableOrJson, echo_json, new_app
-from prfaas.util import MIB
 
 WIDTH = 120
 LENGTHS = {"8K": 8_192, "32K": 32_768, "128K": 131_072}
@@ -28,19 +27,19 @@ app.command("measure")(measure)
 @app.command("list")
 def list_profiles(output: TableOrJson = "table") -> None:
     """List the built-in profiles. Example: prfaas profile list."""
-    profiles = [read_builtin("name", name) for name in builtin_names()]
+    profiles = all_builtins()
     if output == "json":
         echo_json(profiles)
         return
     table = _table(
-        "name", "model", "precision", "hardware", *(f"{length}, s" for length in LENGTHS), "32K, GB", "kernels"
+        "name", "model", "precision", "hardware", *(f"{length}, s" for length in LENGTHS), "32K, GB", "basis"
     )
     for one in profiles:
         curve = one.profile()
         seconds = (f"{prefill_seconds(curve, tokens):.3g}" for tokens in LENGTHS.values())
         cache = f"{cache_bytes(curve, LENGTHS['32K']) / 1e9:.2f}"
-        table.add_row(one.name, one.model, one.precision, _hardware(one), *seconds, cache, _standing(one))
-    console = Console(width=WIDTH, highlight=False)
+        table.add_row(one.name, one.model, one.precision, _hardware(one), *seconds, cache, one.basis)
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     console.print(table)
     console.print(
         "Seconds of a prefill by its length, and the size of its cache. `prfaas profile show NAME` has the rest."
@@ -66,7 +65,7 @@ def show(
 
 
 def _show(one: Builtin) -> None:
-    console = Console(width=WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     memory = one.memory
     for title, text in (
         ("model", f"{one.model}, {one.precision}, on {_hardware(one)}, {one.parallelism}"),
@@ -96,25 +95,18 @@ def _show(one: Builtin) -> None:
 
 def _section(one: Builtin) -> dict[str, Any]:
     """Return a profile as a section of a plan's file."""
-    curve = one.profile()
-    points = [
-        {"tokens": point.tokens, "seconds": point.seconds, "cacheMib": cache_bytes(curve, point.tokens) / MIB}
-        for point in one.points
-    ]
-    return {"points": points, "gpu": one.device, "gpus": one.devices, "weightsGb": one.weights_bytes / 1e9}
+    points = [{"tokens": point.tokens, "seconds": point.seconds} for point in one.points]
+    hardware = {"gpu": one.device, "gpus": one.devices, "weightsGb": one.weights_bytes / 1e9}
+    return {"model": one.cache_model, "points": points, **hardware}
 
 
 def _hardware(one: Builtin) -> str:
     return f"{one.devices} x {one.device.upper()}"
 
 
-def _standing(one: Builtin) -> str:
-    return "measured" if one.measured else "assumed"
-
-
 def _table(*titles: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for title in titles:
-        is_text = title in {"", "name", "model", "precision", "hardware", "kernels"}
+        is_text = title in {"", "name", "model", "precision", "hardware", "basis"}
         table.add_column(title, justify="left" if is_text else "right", no_wrap=True)
     return table

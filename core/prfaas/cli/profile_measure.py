@@ -77,7 +77,7 @@ def measure(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fla
     if save is not None:
         replace_file(save, document.encode())
     if output == "table":
-        console = Console(width=120, highlight=False)
+        console = Console(width=120, highlight=False, markup=False, emoji=False)
         console.print(_lengths(found))
         console.print(_steps(found))
     typer.echo(document, nl=False)

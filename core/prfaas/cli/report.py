@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
-from prfaas.capacity.builtin import builtin_names, read_builtin
+from prfaas.capacity.builtin import read_builtin
 from prfaas.capacity.comparison import Comparison
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.capacity.system import HubPool, OffloadPool
-from prfaas.capacity.verdict import LengthClass, Verdict, rounded_up
+from prfaas.capacity.verdict import LengthClass, rounded_up
 from prfaas.cli.chart import Axis, Mark, draw_bars, draw_lines
 
 LENGTHS: Final = (1024, 8192, 32_768, 131_072)
@@ -91,10 +91,10 @@ def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequ
     """Return the page of a plan. `name` says what was planned, `systems` is the table that the command prints."""
     parts = [
         f"<h1>Plan of {escape(name)}</h1>",
-        *_verdict(result.verdict),
+        *_verdict(result),
         "<h2>The system</h2>",
         *_described(file),
-        *_over_links(result, file),
+        *_over_links(result),
         *_first_tokens(result),
         "<h2>The systems compared</h2>",
         "<p>Every column serves the same requests. Times are without waits.</p>",
@@ -111,13 +111,16 @@ def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequ
     return f"{head}<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
 
 
-def _verdict(verdict: Verdict) -> list[str]:
+def _verdict(result: Comparison) -> list[str]:
+    verdict = result.verdict
     cards = [
         (f"{verdict.gain:+.0%}", "requests a second"),
         (f"{verdict.from_tokens:,} tokens" if verdict.from_tokens else "no prompt", "go away, from this length on"),
-        (_rate(rounded_up(verdict.from_mbps)) if verdict.from_mbps else "no link", "pays, from this rate on"),
         (verdict.limit, "is full first"),
     ]
+    if result.hub_alone and result.prfaas_pd:
+        link = _rate(rounded_up(verdict.from_mbps)) if verdict.from_mbps else "no link"
+        cards.insert(2, (link, "pays, from this rate on"))
     shown = "".join(f'<div class="card"><b>{escape(value)}</b>{escape(what)}</div>' for value, what in cards)
     return [f'<p class="verdict">{escape(verdict.sentence)}</p>', f'<div class="row">{shown}</div>']
 
@@ -150,12 +153,12 @@ def _instance(pool: OffloadPool | HubPool, decoding: str) -> list[str]:
     return [str(pool.instances), decoding, *sizes, *(_seconds(prefill_seconds(profile, tokens)) for tokens in LENGTHS)]
 
 
-def _over_links(result: Comparison, file: PlanFile) -> list[str]:
+def _over_links(result: Comparison) -> list[str]:
     """Return what faster and slower links would do; nothing where nothing is offloaded."""
     if not result.over_links:
         return []
     across = Axis("Gbit/s of all links together", is_log=True)
-    now = Mark(sum(link.capacity_mbps for link in file.system.links) / 1000, "now")
+    now = Mark(next(one.mbps for one in result.over_links if one.scale == 1) / 1000, "now")
     gains = [(one.mbps / 1000, one.gain) for one in result.over_links]
     lengths = [(one.mbps / 1000, one.threshold_tokens) for one in result.over_links if one.threshold_tokens]
     ends = "" if len(lengths) == len(gains) else " Where the second line has no point, all prompts go the same way."
@@ -220,12 +223,11 @@ def _by_length(classes: Iterable[LengthClass], rate: str) -> str:
 
 
 def _sources(file: PlanFile) -> str:
-    """Return a table of where each pool's profile is from: a built-in one is known by its figures."""
-    builtins = {one.profile(): one for one in (read_builtin("name", name) for name in builtin_names())}
+    """Return a table of where each pool's profile is from."""
     rows: list[tuple[str, str]] = []
     for pool in (*file.system.offload, *file.system.hub):
-        one = builtins.get(pool.profile)
-        if one is not None:
+        if pool.builtin:
+            one = read_builtin(pool.name, pool.builtin)
             what = f"{one.model} in {one.precision} on {one.devices} x {one.device.upper()}, {one.parallelism}"
             rows.append((pool.name, f"{what} (built in: {one.name}); {one.source}"))
         elif pool.profile.samples:

@@ -186,7 +186,7 @@ def compare(
 
 
 def show(made: Table, loaded: SimulatedLoad) -> None:
-    console = Console(width=WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     console.print(made)
     for note in loaded.notes():
         console.print(f"Note: {note}")

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from prfaas.capacity.builtin import builtin_names, read_builtin
+from prfaas.capacity.builtin import all_builtins
 from prfaas.capacity.models import MODEL_CACHES
 from prfaas.errors import ConfigError, ProtocolError, RequestError
 from prfaas.util import decode_json
@@ -164,7 +164,7 @@ def read_cache_bytes(metrics: str, where: str) -> CacheBytes | None:
 def known_caches() -> dict[str, CacheBytes]:
     """Return the sizes of the published models' caches, by name."""
     known = {name: CacheBytes(one.state_bytes, one.token_bytes, f"model {name}") for name, one in MODEL_CACHES.items()}
-    for one in (read_builtin("model", name) for name in builtin_names()):
+    for one in all_builtins():
         name = _ACTIVE.sub("", one.model.lower())
         known[name] = CacheBytes(one.state_bytes, one.token_bytes, f"model {name}")
     return known

@@ -176,7 +176,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(seen: Seen, next_step: dict[str, Any], save: Path | None) -> None:
-    console = Console(width=WIDTH, highlight=False)
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
     table = Table("WHERE", "CHECK", "FOUND", "VERDICT", box=None)
     for where, some in seen.findings.items():
         for one in some:

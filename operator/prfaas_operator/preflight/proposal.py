@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import yaml
 
 from prfaas.capacity import planfile
-from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
+from prfaas.capacity.builtin import Builtin, all_builtins
 from prfaas.capacity.comparison import Comparison, compare
 from prfaas.errors import ConfigError
 from prfaas.names import API_VERSION
@@ -100,7 +100,7 @@ def expect(hub: Devices, member: Devices, path: PathFacts) -> Expectation | str:
 
 def _pairs(hub: Accelerators, member: Accelerators) -> list[tuple[Builtin, Builtin]]:
     """Return the profiles of the same weights for both clusters, the largest first; the hub must know its steps."""
-    known = [read_builtin("profile", name) for name in builtin_names()]
+    known = all_builtins()
     ours = [one for one in known if _instances(hub, one) and one.decode_steps]
     theirs = [one for one in known if _instances(member, one)]
     pairs = [(one, two) for one in ours for two in theirs if (one.model, one.precision) == (two.model, two.precision)]

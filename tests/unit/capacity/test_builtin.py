@@ -63,8 +63,8 @@ def test_the_models_whose_sizes_prfaas_knows_are_among_them():
     assert {"Qwen3.5-397B-A17B", "Qwen3.5-122B-A10B", "Kimi-K3"} <= {one.model for one in BUILTINS}
 
 
-def test_only_what_rests_on_an_assumption_is_not_measured():
-    assert {one.name: one.source.split(":")[0] for one in BUILTINS if not one.measured} == {
+def test_what_is_assumed_says_so_and_the_rest_is_estimated():
+    assert {one.name: one.source.split(":")[0] for one in BUILTINS if one.basis == "assumed"} == {
         "qwen3.5-397b-fp8-8xh20-141": "assumed"
     }
 

@@ -19,14 +19,22 @@ FILE: dict[str, Any] = yaml.safe_load(
     """
 workload: {lognormal: {mu: 9.0, sigma: 1.2, minTokens: 128, maxTokens: 131072}, outputTokens: 600}
 profiles:
-  far: {model: qwen3.5-397b, tokenSeconds: 0.00003, gpu: h200, gpus: 8, weightsGb: 400}
-  near: {model: qwen3.5-397b, tokenSeconds: 0.00008, gpu: h20-141, gpus: 8, weightsGb: 400}
-  slow: {model: qwen3.5-397b, tokenSeconds: 0.00016}
+  far: {stateBytes: 192086016, tokenBytes: 30720, tokenSeconds: 0.00003, gpu: h200, gpus: 8, weightsGb: 400}
+  near: {stateBytes: 192086016, tokenBytes: 30720, tokenSeconds: 0.00008, gpu: h20-141, gpus: 8, weightsGb: 400}
+  slow: {stateBytes: 192086016, tokenBytes: 30720, tokenSeconds: 0.00016}
 links: [{name: link, capacityMbps: 10000}]
 offloadPools: [{name: member, profile: far, instances: 2, link: link}]
 hub: [{name: hub, profile: near, instances: 6, maxBatch: 32, stepMillis: 25}]
 """
 )
+
+NAMED: dict[str, Any] = {
+    "model": "qwen3.5-397b",
+    "tokenSeconds": 0.00008,
+    "gpu": "h20-141",
+    "gpus": 8,
+    "weightsGb": 400,
+}
 
 
 def read(**changes: Any) -> planfile.PlanFile:
@@ -154,9 +162,8 @@ def test_bad_input_is_one_sentence_with_field_value_and_cure(change: dict[str, A
 
 @pytest.mark.parametrize("part", ["gpu", "gpus", "weightsGb"])
 def test_half_a_description_of_the_devices_is_refused(part: str):
-    far = {"stateBytes": 192_086_016, "tokenBytes": 30_720, **FILE["profiles"]["far"]}
-    for key in ("model", part):
-        del far[key]
+    far = dict(FILE["profiles"]["far"])
+    del far[part]
     with pytest.raises(ConfigError, match=rf"profiles.far.{part} is missing"):
         read(profiles__far=far)
 
@@ -204,3 +211,49 @@ def test_what_does_not_offload_is_simulated_without_offload_instances():
 
 def test_every_device_has_a_size_that_one_can_buy():
     assert all(40e9 <= size <= 300e9 for size in DEVICE_BYTES.values())
+
+
+def test_rows_that_several_ranks_hold_count_as_often():
+    """K3 in TP16 holds each row of its MLA layers 16 times, Qwen3.5-397B in TP8 the rows of its two heads 4 times."""
+    k3, qwen = read_builtin("name", "kimi-k3-mxfp4-16xh200"), read_builtin("name", "qwen3.5-397b-fp8-8xh200")
+    for one, copies in ((k3, 16), (qwen, 4)):
+        held = one.memory.cache_bytes(one.profile(), 1000)
+        assert held == one.state_bytes + copies * 1000 * one.token_bytes
+    most: list[int] = []
+    for profile in (NAMED, FILE["profiles"]["near"]):
+        with pytest.raises(ConfigError, match="give at most") as refused:
+            read(profiles__near=profile, hub__0__maxBatch=5000)
+        most.append(int(str(refused.value).rpartition(" ")[2]))
+    assert most[0] < most[1] / 2
+
+
+def test_profiles_of_two_models_are_no_plan():
+    with pytest.raises(ConfigError) as refused:
+        read(
+            offloadPools__0__profile={"builtin": "qwen3.5-122b-fp8-2xh200"},
+            hub=[{**FILE["hub"][0], "profile": {"builtin": "qwen3.5-397b-fp8-8xh200"}}],
+        )
+    assert str(refused.value) == (
+        "hub.hub.profile is of qwen3.5-397b, and offloadPools.member.profile of qwen3.5-122b: only the model that "
+        "computed a cache can read it; give all pools profiles of one"
+    )
+    with pytest.raises(ConfigError, match=r"profile is of qwen3\.5-397b, and"):
+        read(profiles__near=NAMED, offloadPools__0__profile={"builtin": "qwen3.5-122b-fp8-2xh200"})
+
+
+def test_what_is_estimated_or_assumed_is_said_and_a_step_of_shorter_requests_too():
+    assumed, estimated = "qwen3.5-397b-fp8-8xh20-141", "qwen3.5-397b-fp8-8xh200"
+    pool = {"name": "hub", "profile": {"builtin": assumed}, "instances": 6, "maxBatch": 32}
+    far = {**FILE["offloadPools"][0], "profile": {"builtin": estimated}}
+    notes = compare(read(hub=[pool], offloadPools=[far])).notes
+    assert any(one.startswith("Prefills of member are estimated from measured kernels") for one in notes)
+    assert any(one.startswith("Prefills of hub are assumed: prefills take 2.6") for one in notes)
+    assert not any("Memory was not checked" in one or "decode step of" in one for one in notes)
+    longer = {"lognormal": {"mu": 10.5, "sigma": 0.5, "minTokens": 128, "maxTokens": 131072}, "outputTokens": 600}
+    notes = compare(read(hub=[pool], offloadPools=[far], workload=longer)).notes
+    assert any("is that of requests with 8,192 tokens" in one for one in notes)
+
+
+def test_a_batch_that_no_engine_has_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"hub.hub.maxBatch is 1000000000: no engine decodes more than 16384"):
+        read(hub__0__maxBatch=1_000_000_000)

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.capacity.systems import no_traces, paper_document
 
 from prfaas.capacity import planfile
-from prfaas.capacity.builtin import builtin_names, read_builtin
+from prfaas.capacity.builtin import all_builtins, read_builtin
 from prfaas.capacity.models import MODEL_CACHES, MODEL_WEIGHTS_BYTES
 from prfaas.errors import ConfigError
 
@@ -30,11 +30,16 @@ def test_other_sizes_are_those_of_the_public_configurations():
     assert MODEL_CACHES["qwen3-next-80b"].token_bytes == 12 * 2 * 2 * 256 * 2
 
 
-def test_caches_of_the_small_models_are_those_of_their_built_in_profiles():
-    known = {one.model.lower(): one for one in (read_builtin("name", name) for name in builtin_names())}
-    for model, name in (("qwen3.5-35b", "qwen3.5-35b-a3b"), ("qwen3.5-27b", "qwen3.5-27b")):
-        cache = MODEL_CACHES[model]
-        assert (cache.state_bytes, cache.token_bytes) == (known[name].state_bytes, known[name].token_bytes)
+@pytest.mark.parametrize("one", all_builtins(), ids=lambda one: one.name)
+def test_caches_of_built_in_profiles_are_those_of_their_models(one):
+    cache = MODEL_CACHES[one.cache_model]
+    assert (one.state_bytes, one.token_bytes) == (cache.state_bytes, cache.token_bytes)
+
+
+def test_ranks_without_a_head_of_their_own_hold_a_copy_of_its_rows():
+    assert [MODEL_CACHES["qwen3.5-397b"].row_copies(ranks) for ranks in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert [MODEL_CACHES["qwen3.5-27b"].row_copies(ranks) for ranks in (1, 4, 8)] == [1, 1, 2]
+    assert MODEL_CACHES["kimi-k3"].row_copies(16) == 16
 
 
 def test_caches_of_qwen_35b_are_those_that_were_published_with_a_rounded_state():

@@ -11,6 +11,7 @@ from prfaas.capacity import optimum, ttft
 from prfaas.capacity.comparison import compare
 from prfaas.capacity.memory import InstanceMemory
 from prfaas.capacity.planfile import PlanFile, PlanSlo
+from prfaas.capacity.system import NEVER_PREFILLS, LinkCapacity
 from prfaas.capacity.workload import Workload
 
 SLOWER = "times as long to its first token"
@@ -157,3 +158,51 @@ def test_lengths_without_prompts_make_no_class():
     classes = compare(msgspec.structs.replace(lab(), workload=workload)).verdict.classes
     assert [(one.from_tokens, one.to_tokens) for one in classes] == [(1_000, 2_048), (32_769, 131_072)]
     assert [one.share for one in classes] == pytest.approx([1 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("mbps", [1e-6, 1e-3, 1.0])
+def test_behind_the_slowest_link_no_cure_is_missing(mbps):
+    file = lab()
+    (link,) = file.system.links
+    links = (msgspec.structs.replace(link, capacity_mbps=mbps),)
+    for changed in (file, with_seconds(file, 100)):
+        slow = msgspec.structs.replace(changed.system, links=links)
+        found = compare(msgspec.structs.replace(changed, system=slow)).verdict
+        assert found.sentence.startswith("PrfaaS-PD does not pay")
+
+
+def test_links_that_no_pool_uses_are_no_part_of_what_pays():
+    file = lab()
+    more = (*file.system.links, LinkCapacity(name="unused", capacity_mbps=90_000))
+    both = compare(msgspec.structs.replace(file, system=msgspec.structs.replace(file.system, links=more)))
+    assert both.verdict == compare(file).verdict
+    assert both.over_links == compare(file).over_links
+
+
+def test_a_batch_grows_by_whole_requests_when_memory_is_asked():
+    file = lab(25_000)
+    profile, tokens = file.system.hub[0].profile, file.workload.mean_tokens + file.system.output_tokens
+    cache = profile.state_bytes + profile.token_bytes * tokens
+    memory = InstanceMemory(device="h100", devices=2, weights_bytes=0.9 * 160e9 - 4.5 * cache)
+    hub = msgspec.structs.replace(file.system.hub[0], max_batch=4, memory=memory)
+    system = msgspec.structs.replace(file.system, hub=(hub,))
+    assert compare(msgspec.structs.replace(file, system=system)).verdict.limit == "memory"
+
+
+def test_a_decode_pool_that_was_never_measured_is_no_baseline():
+    """As in an installation whose hub only decodes: its stand-in would prefill anything in a second."""
+    file = lab(minDecode=4)
+    hub = msgspec.structs.replace(file.system.hub[0], profile=NEVER_PREFILLS)
+    result = compare(msgspec.structs.replace(file, system=msgspec.structs.replace(file.system, hub=(hub,))))
+    assert result.hub_alone is result.homogeneous is None
+    assert result.notes[1].startswith("Homogeneous: no prefill of the hub's instances was measured")
+    assert result.verdict.gain == 0
+    assert result.verdict.sentence.startswith("The hub alone cannot serve. PrfaaS-PD serves 2.63 requests/s: every")
+
+
+def test_a_measured_pool_is_the_baseline_beside_one_that_was_never_measured():
+    file = lab()
+    known = msgspec.structs.replace(file.system.hub[0], name="local")
+    decode = msgspec.structs.replace(known, name="decode", profile=NEVER_PREFILLS, min_decode=4)
+    system = msgspec.structs.replace(file.system, hub=(decode, known))
+    assert [pool.instances for pool in optimum.homogeneous(system).hub] == [4, 12]

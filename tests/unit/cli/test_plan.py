@@ -64,6 +64,14 @@ def test_the_table_shows_ours_and_the_published_figures_and_no_nan(tmp_path):
     assert "nan" not in shown.lower().replace("n_", "")
 
 
+def test_names_are_printed_as_they_are_written(tmp_path):
+    links = [{"name": "[/link] :smile:", "capacityMbps": 100_000}]
+    (pool,) = paper_document()["offloadPools"]
+    changed = {**pool, "name": "[/pool]", "link": "[/link] :smile:"}
+    text = write(tmp_path, links=links, offloadPools=[changed], published={})
+    assert "[/pool]" in " ".join(run("-f", text).split())
+
+
 def test_the_verdict_comes_first_and_the_hub_alone_is_the_first_column(paper):
     first, *rest = run("-f", str(PAPER_FILE)).splitlines()
     assert first.startswith("PrfaaS-PD serves 135% more than the hub alone")

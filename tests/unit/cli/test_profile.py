@@ -21,8 +21,8 @@ def printed(*arguments: str) -> str:
 def test_the_list_has_a_line_for_each_and_says_what_is_assumed():
     rows = {line.split()[0]: line.split() for line in printed("list").splitlines() if line.split()[:1]}
     assert set(builtin_names()) <= set(rows)
-    name, *_, eight, thirty, hundred, cache, kernels = rows[L40S]
-    assert (name, kernels) == (L40S, "measured")
+    name, *_, eight, thirty, hundred, cache, basis = rows[L40S]
+    assert (name, basis) == (L40S, "estimated")
     assert 0.35 < float(eight) < 0.43
     assert 1.4 < float(thirty) < 1.8
     assert 8 < float(hundred) < 9.5
@@ -45,7 +45,7 @@ def test_yaml_is_a_section_of_a_plans_file():
     assert [(one["tokens"], one["seconds"]) for one in section["points"]] == [
         (one.tokens, one.seconds) for one in builtin.points
     ]
-    assert (section["gpu"], section["gpus"]) == ("l40s", 2)
+    assert (section["model"], section["gpu"], section["gpus"]) == ("qwen3.5-35b", "l40s", 2)
     assert section["weightsGb"] == pytest.approx(builtin.weights_bytes / 1e9)
 
 
