@@ -39,11 +39,16 @@ _NAMES_NO_HOST: Final = frozenset({62, 64})  # OpenSSL: mismatch of the host, of
 class HttpServer:
     """A server at a URL. `ca` is a file with the authority of its certificate, `key` what it may ask for."""
 
-    def __init__(self, url: str, ca: Path | None = None, key: str | None = None) -> None:
+    def __init__(self, url: str, ca: Path | None = None, key: str | None = None, flag: str = "--url") -> None:
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        self._parts = urlsplit(self.url)
-        if self._parts.scheme not in {"http", "https"} or not self._parts.hostname:
-            raise ConfigError(f"--url is {url!r}; give one such as http://10.0.0.5:8000")
+        try:
+            self._parts = urlsplit(self.url)
+            is_address = self._parts.scheme in {"http", "https"} and bool(self._parts.hostname)
+            is_address = is_address and self._parts.port != 0 and self.url.isprintable()
+        except ValueError:  # a port that is no number, half an IPv6 address
+            is_address = False
+        if not is_address or "@" in self._parts.netloc or self._parts.query or self._parts.fragment:
+            raise ConfigError(f"{flag} is {url.rpartition('@')[2]!r}; give one such as http://10.0.0.5:8000")
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError(f"{KEY_VARIABLE} must be printable ASCII; is there a line break at its end?")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -73,8 +78,8 @@ class HttpServer:
         """Return what serves, with its version where it says one."""
         for path in ("/version", "/get_server_info"):
             with suppress(PeerError, ConfigError, msgspec.MsgspecError):
-                version = msgspec.json.decode(self.get(path), type=dict[str, object]).get("version")
-                return f"{card.owned_by} {version}".strip() if version else card.owned_by
+                version = str(msgspec.json.decode(self.get(path), type=dict[str, object]).get("version") or "")
+                return f"{card.owned_by} {version if version.isprintable() else ''}".strip()
         return card.owned_by
 
     def others(self) -> int | None:
@@ -83,7 +88,7 @@ class HttpServer:
         for _ in range(_LOOKS):  # the end of ours may not be counted yet
             try:
                 others = read_loads(self.get("/metrics").decode(errors="replace"))
-            except PeerError:
+            except (PeerError, ConfigError):
                 return None
             if not others:
                 break
@@ -94,7 +99,7 @@ class HttpServer:
         """Return the answer to a GET. Raises UnreachableError for none, ConfigError for a missing key."""
         with closing(self._connect()) as connection:
             try:
-                connection.request("GET", path, headers=self._headers)
+                connection.request("GET", self._parts.path + path, headers=self._headers)
                 with connection.getresponse() as answer:
                     content = answer.read(_DOCUMENT_BYTES)
             except (OSError, http.client.HTTPException) as error:
@@ -133,7 +138,7 @@ class HttpServer:
             self._open.add(sock)
             try:
                 stream = TokenStream(self.url, time.perf_counter())
-                connection.request("POST", _PATH, body, self._headers)
+                connection.request("POST", self._parts.path + _PATH, body, self._headers)
                 with connection.getresponse() as answer:
                     self._read(answer, stream)
             except TimeoutError as error:

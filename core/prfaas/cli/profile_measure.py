@@ -9,7 +9,6 @@ import random
 import time
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -65,22 +64,31 @@ def measure(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fla
     """
     if (url is None) == (not from_bench):
         raise ConfigError("give either --url with a server, or --from-bench with a result of `vllm bench serve`")
-    if save is not None and not save.parent.is_dir():
-        raise ConfigError(f"--save {save}: there is no folder {save.parent}; make it first")
+    if save is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise ConfigError(f"--save {save}: name a file in a folder that exists")
     cache = cache_bytes_given(model, state_bytes, token_bytes)
-    if cache is None and cache_metrics is not None:
+    if cache is not None and cache_metrics is not None:
+        raise ConfigError("--cache-metrics gives the size of the caches: leave --model and --token-bytes out")
+    if cache_metrics is not None:
         cache = _published(cache_metrics, ca)
     found = _measure(url, ca, cache, max_tokens) if url is not None else _read(from_bench or [], cache)
     document = (
         msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if output == "json" else as_yaml(found)
     )
-    if save is not None:
-        replace_file(save, document.encode())
     if output == "table":
         console = Console(width=120, highlight=False, markup=False, emoji=False)
         console.print(_lengths(found))
         console.print(_steps(found))
     typer.echo(document, nl=False)
+    if save is not None:
+        _write(save, document)
+
+
+def _write(path: Path, document: str) -> None:
+    try:
+        replace_file(path, document.encode())
+    except OSError as error:
+        raise ConfigError(f"--save {path} cannot be written: {error.strerror}") from error
 
 
 def _measure(url: str, ca: Path | None, cache: CacheBytes | None, max_tokens: int | None) -> Measurement:
@@ -99,13 +107,12 @@ def _measure(url: str, ca: Path | None, cache: CacheBytes | None, max_tokens: in
 def _own_cache(server: HttpServer) -> CacheBytes | None:
     try:
         return read_cache_bytes(server.get("/metrics").decode(errors="replace"), server.url)
-    except PeerError:
+    except (PeerError, ConfigError):
         return None
 
 
 def _published(url: str, ca: Path | None) -> CacheBytes:
-    parts = urlsplit(url)
-    metrics = HttpServer(f"{parts.scheme}://{parts.netloc}", ca).get(parts.path or "/metrics")
+    metrics = HttpServer(url.removesuffix("/metrics"), ca, flag="--cache-metrics").get("/metrics")
     cache = read_cache_bytes(metrics.decode(errors="replace"), url)
     if cache is None:
         raise ConfigError(f"--cache-metrics {url} shows no prfaas_profile_cache_bytes; give our connector's metrics")

@@ -4,10 +4,12 @@ Anything may listen at an address that a person types. So what is not understood
 Tokens are counted by the usage that vLLM, SGLang and our worker send with each piece, as a piece may hold several.
 """
 
+import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -27,6 +29,11 @@ _LOADS: Final = frozenset(
 _CACHE_BYTES: Final = "prfaas_profile_cache_bytes"
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? ([-+.\w]+)")
 _ACTIVE: Final = re.compile(r"-a\d+b$")  # parameters that a token activates, which no two models differ by alone
+# What may follow a model's name without another size of its caches.
+_VARIANT: Final = re.compile(
+    r"(-(a\d+b|(nv|mx)?fp\d+|bf16|int\d|w\d+a\d+|awq|gptq|instruct|thinking|base|chat|it|dynamic|quantized|\d{4}))*"
+)
+_MOST_LINE_BYTES: Final = 1 << 20
 _TOKENS: Final = re.compile(r'tokens="(\d+)"')
 
 
@@ -72,13 +79,16 @@ class _Cards(msgspec.Struct, frozen=True):
     data: list[ServedCard]
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
 class _Details(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int | None = None
+    prompt_tokens: _Count = 0
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -103,6 +113,8 @@ class TokenStream:
     def feed(self, piece: bytes, now_seconds: float) -> None:
         """Take bytes that came now. Raises RequestError where the server says that it failed."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > _MOST_LINE_BYTES:
+            raise ProtocolError(f"{self._url}/v1/completions streams a line without an end; {WANTED}")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now_seconds)
@@ -118,7 +130,7 @@ class TokenStream:
             self.is_done = True
             return
         read = decode_json(event, _Event, f"{self._url}/v1/completions streams something else", f"; {WANTED}")
-        if read.error:
+        if bytes(read.error) not in {b"", b"null"}:
             raise RequestError(f"{self._url} failed: {bytes(read.error)[:300].decode(errors='replace')}")
         before = self._marks[-1].tokens if self._marks else 0
         tokens = before + bool(read.choices)
@@ -137,6 +149,8 @@ def read_card(document: bytes, url: str) -> ServedCard:
     cards = decode_json(document, _Cards, f"{url}/v1/models answers something else", f"; {WANTED}").data
     if not cards:
         raise ProtocolError(f"{url}/v1/models lists no model; {WANTED}")
+    if not (cards[0].id.isprintable() and cards[0].owned_by.isprintable()):
+        raise ProtocolError(f"{url}/v1/models has a name that cannot be printed; {WANTED}")
     return cards[0]
 
 
@@ -156,7 +170,7 @@ def read_cache_bytes(metrics: str, where: str) -> CacheBytes | None:
     if len(sizes) < 2:
         return None
     short, long = min(sizes), max(sizes)
-    token_bytes = (sizes[long] - sizes[short]) / (long - short)
+    token_bytes = max(0.0, (sizes[long] - sizes[short]) / (long - short))
     return CacheBytes(max(0, round(sizes[short] - token_bytes * short)), round(token_bytes), f"the metrics of {where}")
 
 
@@ -171,9 +185,13 @@ def known_caches() -> dict[str, CacheBytes]:
 
 
 def cache_bytes_by_name(*names: str | None) -> CacheBytes | None:
-    """Return the sizes of the known model that one of the names contains."""
-    found = (one for name in filter(None, names) for known, one in known_caches().items() if known in name.lower())
-    return next(found, None)
+    """Return the sizes of the known model that one of the names says: the last part of a path, with its variant."""
+    for name in filter(None, names):
+        last = name.rstrip("/").rpartition("/")[2].lower()
+        for known, sizes in known_caches().items():
+            if last.startswith(known) and _VARIANT.fullmatch(last, len(known)):
+                return sizes
+    return None
 
 
 def cache_bytes_given(model: str | None, state_bytes: int | None, token_bytes: int | None) -> CacheBytes | None:
@@ -201,7 +219,6 @@ def unknown_cache_bytes(name: str) -> ConfigError:
 def _samples(metrics: str) -> Iterator[tuple[str, str, float]]:
     for line in metrics.splitlines():
         if found := _SAMPLE.match(line):
-            try:
-                yield found[1], found[2] or "", float(found[3])
-            except ValueError:
-                continue
+            with suppress(ValueError):
+                if math.isfinite(value := float(found[3])):
+                    yield found[1], found[2] or "", value

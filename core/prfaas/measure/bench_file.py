@@ -21,17 +21,21 @@ from prfaas.util import decode_json
 
 COMMAND: Final = (
     "vllm bench serve --base-url URL --model MODEL --dataset-name random --random-input-len N --random-output-len 64 "
-    "--num-prompts 5 --max-concurrency 1 --save-result --save-detailed"
+    "--num-prompts 5 --max-concurrency 1 --seed N --save-result --save-detailed"
 )
-_CURE: Final = f"record it, once for each of four lengths N or more, with: {COMMAND}"
+# Its random prompts of one seed begin alike at all lengths, and a cache of prefixes would help the longer ones.
+_CURE: Final = f"record it, once for each of four lengths N or more and with another seed each time, with: {COMMAND}"
+_MOST_TOKENS: Final = 1e8
+_MOST_SECONDS: Final = 1e5
 _MIN_STEP_TOKENS: Final = 8
+_LEAST_SECONDS: Final = 1e-5
+"""Of a prefill and a step: what is shorter failed, or was not counted."""
 
 
 class BenchFile(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a result file that are read."""
 
     model_id: str
-    date: str = ""
     max_concurrency: int | None = None
     max_concurrent_requests: float | None = None
     input_lens: list[int] | None = None
@@ -52,6 +56,16 @@ def read_bench_file(document: bytes, name: str) -> BenchFile:
         raise ConfigError(f"{name} has no input_lens: it was saved without --save-detailed; {_CURE}")
     if len({len(file.input_lens), len(file.output_lens), len(file.ttfts), len(file.itls)}) != 1:
         raise ConfigError(f"{name} has input_lens, output_lens, ttfts and itls of different numbers of requests")
+    for field, most, values in (
+        ("input_lens", _MOST_TOKENS, file.input_lens),
+        ("output_lens", _MOST_TOKENS, file.output_lens),
+        ("ttfts", _MOST_SECONDS, file.ttfts),
+        ("itls", _MOST_SECONDS, [seconds for one in file.itls for seconds in one]),
+    ):
+        if wrong := [value for value in values if not 0 <= value <= most]:
+            raise ConfigError(f"{name} has {wrong[0]:g} in {field}, which must lie between 0 and {most:g}; {_CURE}")
+    if not file.model_id.isprintable():
+        raise ConfigError(f"{name} has a model_id that cannot be printed; {_CURE}")
     if not _is_one_by_one(file):
         raise ConfigError(f"the requests in {name} overlap, so their times hold each other's work; {_CURE}")
     return file
@@ -67,11 +81,12 @@ def measured(files: Sequence[BenchFile], source: str, cache: CacheBytes) -> Meas
     contexts: list[int] = []
     for file in files:
         for place, tokens in enumerate(file.input_lens or ()):
-            if tokens < 1 or file.ttfts[place] <= 0 or "".join(file.errors[place : place + 1]):
+            if tokens < 1 or file.ttfts[place] < _LEAST_SECONDS or "".join(file.errors[place : place + 1]):
                 continue
             samples.append(Sample(tokens, file.ttfts[place]))
-            if (answered := file.output_lens[place] - 1) >= _MIN_STEP_TOKENS:
-                steps.append(sum(file.itls[place]) / answered)
+            answered, seconds = file.output_lens[place] - 1, sum(file.itls[place])
+            if answered >= _MIN_STEP_TOKENS and seconds >= _LEAST_SECONDS * answered:
+                steps.append(seconds / answered)
                 contexts.append(tokens + answered // 2)
     samples = repeated(samples)
     profile = fitted(samples, cache)

@@ -23,6 +23,7 @@ APART = 1.3
 BUSY = 0.25
 """Of the looks at a server, those that saw other requests; more, and all times may be too long."""
 _MISSED = 0.1
+_FAR = 0.4
 _CLASSES = 4  # classes of length for each doubling
 _MIN_WINDOW_TOKENS = 8
 
@@ -118,6 +119,11 @@ def check_sound(lengths: Sequence[LengthTimes], others_seen: Sequence[int]) -> l
         )
     for one in lengths:
         off = one.fitted_seconds / one.seconds - 1
+        if abs(off) > _FAR:
+            raise CapacityError(
+                f"the curve says {one.fitted_seconds:.4g} s for {one.tokens:,} tokens, which took {one.seconds:.4g} s: "
+                "fixed + token n + squared n^2 describes no such server; look whether it truncates prompts or caches"
+            )
         if abs(off) > _MISSED:
             notes.append(
                 f"the curve says {one.fitted_seconds:.4g} s for {one.tokens:,} tokens, {off:+.0%}: "

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from prfaas.capacity.builtin import DecodeStep
 from prfaas.capacity.profile import Curve, Sample, prefill_seconds
 from prfaas.capacity.workload import Randomness
-from prfaas.errors import ConfigError, PeerError, RequestError
+from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
 from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer
 from prfaas.measure.fit import Measurement, agreeing_step, check_sound, fitted, step_seconds, times_of
 
@@ -106,10 +106,16 @@ class Session:
         profile = fitted(samples, cache)
         lengths = times_of(samples, profile)
         notes = check_sound(lengths, self._others)
+        if not self._others:
+            notes.append("the server does not say whether it has requests of others; see to it that it has none")
         looks = len(self._others)
         prompt_tokens = min(_DECODE_PROMPT_TOKENS, self._reach.max_tokens // 2)
         steps = self._decodes(prompt_tokens, prefill_seconds(profile, prompt_tokens))
-        notes += check_sound((), self._others[looks:])
+        try:
+            notes += check_sound((), self._others[looks:])
+        except CapacityError as error:
+            notes.append(f"decode steps were left out: {error}")
+            steps = {}
         return Measurement(
             model=model,
             source=source,
@@ -163,13 +169,17 @@ class Session:
         batch, step = 1, prompt_seconds
         while batch <= MAX_BATCH:
             answer = min(answer_tokens_for(batch, prompt_seconds, step), self._reach.context_tokens - prompt_tokens)
-            if answer * step > _LONGEST_SECONDS:
+            if batch > 1 and answer * step > _LONGEST_SECONDS:
                 self._notes.append(f"decode steps of {batch} streams were left out: their answers take too long")
                 break
             self._say(f"decode steps with {batch} at once, {answer} tokens each")
             found: list[float] = []
             while len(found) < _REPEATS + _MORE_ROUNDS:
-                seconds = step_seconds(self._ask(batch, prompt_tokens, answer))
+                try:
+                    seconds = step_seconds(self._ask(batch, prompt_tokens, answer))
+                except (RequestError, CapacityError) as error:
+                    self._notes.append(f"{batch} streams at once failed, so decode steps end before: {error}")
+                    return steps
                 if seconds is None:
                     self._notes.append(f"{batch} streams did not run at once: decode steps end before")
                     return steps

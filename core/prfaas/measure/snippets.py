@@ -17,6 +17,7 @@ def as_yaml(found: Measurement) -> str:
     if steps:
         lines.append(f"# stepMillis by batch, at {found.decode_context_tokens:,} tokens: {steps}.")
     lines += [f"# Note: {note}." for note in found.notes]
+    lines.append("# A plan checks memory if you add gpu, gpus and weightsGb to the profile.")
     lines += ["# Sections of a file for `prfaas plan`.", _yaml(plan_sections(found)) + "---"]
     return "\n".join(
         [*lines, "# For the spec of a PrefillPool or DecodePool.", _yaml({"profile": pool_profile(found)})]
@@ -24,7 +25,7 @@ def as_yaml(found: Measurement) -> str:
 
 
 def plan_sections(found: Measurement) -> dict[str, Any]:
-    """Return `profiles` for a plan's file, and a pool of its `hub` if there are decode steps."""
+    """Return `profiles` for a plan's file, and a pool of its `hub` if the steps of larger batches are known."""
     name = profile_name(found.model)
     points = [
         {
@@ -35,7 +36,7 @@ def plan_sections(found: Measurement) -> dict[str, Any]:
         for tokens in shown(found.lengths)
     ]
     sections: dict[str, Any] = {"profiles": {name: {"points": points}}}
-    if found.decode_steps:
+    if found.decode_steps and found.decode_steps[-1].batch > 1:
         last = found.decode_steps[-1]
         pool = {"name": name, "profile": name, "instances": 2, "maxBatch": last.batch}
         sections["hub"] = [pool | {"stepMillis": float(f"{1000 * last.seconds:.4g}")}]

@@ -58,7 +58,7 @@ def preflight(  # noqa: PLR0913, PLR0917  # a command line has one parameter a f
     image: Annotated[
         str, typer.Option(help="Image of the probes, which both clusters pull; any with Python 3.11 will do.")
     ] = f"prfaas/operator:{version('prfaas')}",
-    wait_seconds: Annotated[float, typer.Option(min=0, help="Longest wait for each probe to start.")] = 120,
+    wait_seconds: Annotated[float, typer.Option(min=0, max=3600, help="Longest wait for each probe to start.")] = 120,
     save: Annotated[
         Path | None, typer.Option(help="Write the file for kubectl apply here; printed if not given.")
     ] = None,
@@ -69,6 +69,7 @@ def preflight(  # noqa: PLR0913, PLR0917  # a command line has one parameter a f
     The exit code is 1 if an installation would fail. Two Jobs measure the path for half a minute. They need no rights,
     and nothing of them stays.
     """
+    _check_names(hub, member, prometheus)
     order = jobs.Order(secrets.token_hex(8), image, "", prometheus, wait_seconds)
     seen = asyncio.run(_inspect((hub, member), server, namespace, order))
     well = all(map(is_well, seen.findings.values()))
@@ -113,10 +114,30 @@ def _address(hub: ClusterClient, member: ClusterClient, server: str | None) -> s
     urls = [cluster.session.configuration.host for cluster in (hub, member)]
     if urls[0] == urls[1]:
         raise ConfigError(f"--hub and --member lead to the same cluster, {urls[0]}; name contexts of two")
-    url = urlsplit(server or urls[1])
-    if not url.hostname:
+    try:
+        url = urlsplit(server or urls[1])
+        host, port = url.hostname, url.port
+    except ValueError:  # a port that is no number, half an IPv6 address
+        host, port = None, None
+    if not host:
         raise ConfigError(f"--server is {server!r}, which is no address; give one such as https://10.0.0.1:6443")
-    return f"{url_host(url.hostname)}:{url.port or 443}"
+    return f"{url_host(host)}:{port or 443}"
+
+
+def _check_names(hub: str, member: str, prometheus: str | None) -> None:
+    """Refuse what the proposed file could not hold, and a Prometheus that is no URL or has a password."""
+    if not (hub.isprintable() and member.isprintable()):
+        raise ConfigError("--hub and --member must be printable; see `kubectl config get-contexts`")
+    if prometheus is None:
+        return
+    try:
+        url = urlsplit(prometheus)
+        is_url = url.scheme in {"http", "https"} and bool(url.hostname) and url.port != 0 and "@" not in url.netloc
+    except ValueError:
+        is_url = False
+    if not (is_url and prometheus.isprintable()):
+        example = "http://prometheus.monitoring.svc:9090"
+        raise ConfigError(f"--prometheus is {prometheus.rpartition('@')[2]!r}; give a URL without a key: {example}")
 
 
 async def _look(seen: Seen, where: str, cluster: ClusterClient, rights: list[Any], has_prometheus: bool) -> None:

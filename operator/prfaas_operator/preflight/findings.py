@@ -12,11 +12,13 @@ from prfaas_operator.preflight.facts import Accelerators, Admission, ClusterFact
 REQUIRED_PORTS: Final = (names.WORKER_API_PORT, names.WORKER_DATA_PORT)
 SLOW_SCRAPE_SECONDS: Final = 5.0
 STALE_INTERVALS: Final = 6
+MOST_STALE_SECONDS: Final = 3600
+"""The most that a policy may say."""
 """Scrapes that may be missing before a policy calls its metrics stale, as docs/operate/metrics.md advises."""
 GIB: Final = 1 << 30
 ONE_OF_FOUR: Final = 0.5
 """A single connection that carries less of what four carry is held back by its own window, or by loss."""
-SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
 
 
 def engine_ports() -> dict[int, list[str]]:
@@ -124,19 +126,19 @@ def _scrape(found: Scrape) -> Finding:
 
 def seconds_of(duration: str) -> float:
     """Return the seconds of a duration as Prometheus writes it, such as 1m30s."""
-    return sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", duration))
+    return sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhdwy])", duration))
 
 
 def stale_seconds(found: Scrape | None) -> int | None:
     """Return what a policy needs for staleAfterSeconds; None where its default will do."""
     seconds = seconds_of(found.interval) if found else 0.0
-    return round(STALE_INTERVALS * seconds) if seconds > SLOW_SCRAPE_SECONDS else None
+    return min(MOST_STALE_SECONDS, round(STALE_INTERVALS * seconds)) if seconds > SLOW_SCRAPE_SECONDS else None
 
 
 def _ports(states: Mapping[str, str]) -> Iterator[Finding]:
     is_shut = not any(state in {"open", "refused"} for state in states.values())
     for port in REQUIRED_PORTS:
-        state = states[str(port)]
+        state = states.get(str(port), "not tried")
         cure = f"open TCP {port} from the hub's pods to the member's pods in firewalls and NetworkPolicies"
         if state == "stranger":
             cure = "let the pods' addresses of both clusters not overlap, or join the member with --addressing HostIP"

@@ -125,7 +125,8 @@ async def measure(hub: ClusterClient, member: ClusterClient, order: Order) -> Pa
     said = await hub.log(ended["metadata"]["name"])
     if _phase(ended) == "Failed":
         raise PeerError(f"the probe in the hub failed: {' '.join(said.splitlines()[-1:])}")
-    return decode_json(said.encode(), PathFacts, "the probe in the hub")
+    # An image may write warnings of its own before.
+    return decode_json("".join(said.splitlines()[-1:]).encode(), PathFacts, "the probe in the hub")
 
 
 def _job(where: str, order: Order, *arguments: str) -> Object:
@@ -164,6 +165,8 @@ def _stuck(pod: Object) -> str:
         waiting: dict[str, Any] = one["state"].get("waiting") or {}
         if waiting.get("reason") in STUCK:
             return f"{waiting['reason']}: {waiting.get('message', '')}"
+        if ended := one["state"].get("terminated"):
+            return f"it ended at once, {ended.get('reason')}: {ended.get('message', '')}".rstrip(": ")
     return "it ended at once" if _phase(pod) in {"Succeeded", "Failed"} else ""
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Final
 
-from prfaas.errors import PrfaasError
+from prfaas.errors import ConfigError, PrfaasError
 from prfaas.kube.lease import LEASE_KIND
 from prfaas.kube.session import CONFIG_MAP, ObjectKind
 from prfaas_operator.check import granted, probe_server
@@ -83,7 +83,9 @@ async def _has_pod_monitors(cluster: ClusterClient) -> bool:
 
 async def admission(cluster: ClusterClient, pod: Object) -> Admission:
     """Try by a dry run whether the client's namespace, which must exist, admits a pod."""
-    namespace = await cluster.get(kinds.NAMESPACE, cluster.namespace) or {}
+    namespace = await cluster.get(kinds.NAMESPACE, cluster.namespace)
+    if namespace is None:
+        raise ConfigError(f"there is no namespace {cluster.namespace}")
     enforced = (namespace.get("metadata", {}).get("labels") or {}).get(ENFORCE, "")
     try:
         await cluster.create(kinds.POD, pod, dry_run=True)

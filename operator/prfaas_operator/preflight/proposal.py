@@ -7,6 +7,7 @@ profile fits, there is no figure. Pure.
 
 import itertools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -143,10 +144,11 @@ def manifests(target: Target, planned: Expectation | None) -> str:
 def join_command(target: Target) -> str:
     """Return the command that registers the member with what was measured."""
     millis = round(1000 * (target.path.round_trip_seconds or 0))
-    server = f" --server {target.server}" if target.server else ""
+    server = f" --server {shlex.quote(target.server)}" if target.server else ""
     return (
-        f"prfaas cluster join {target.cluster_name} --hub-context {target.hub_context} --context "
-        f"{target.member_context}{server} --link-mbps {max(1, int(target.path.best_mbps))} --round-trip-millis {millis}"
+        f"prfaas cluster join {target.cluster_name} --hub-context {shlex.quote(target.hub_context)} --context "
+        f"{shlex.quote(target.member_context)}{server} --link-mbps {max(1, int(target.path.best_mbps))} "
+        f"--round-trip-millis {millis}"
     )
 
 
@@ -157,7 +159,8 @@ def _head(target: Target, planned: Expectation | None) -> str:
         f"  {join_command(target)}",
     ]
     if planned:
-        lines += [f"Put the model's directory at {_source(planned.hub)}, by template.volumes and volumeMounts."]
+        where = f"at {_source(planned.hub)}, by template.volumes and volumeMounts"
+        lines += [f"Put the model's directory, in {planned.hub.precision}, {where}."]
     else:
         lines += ["The model is a small one for CPUs: put in yours, and its engine."]
     if target.prometheus is None:

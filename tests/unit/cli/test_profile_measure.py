@@ -133,7 +133,7 @@ def test_recorded_results_become_yaml_that_is_saved_too(tmp_path: Path):
         ((), "give either --url with a server, or --from-bench"),
         (("--url", "http://x", "--from-bench", "f"), "give either"),
         (("--url", "10.0.0.5:8000"), "give one such as http://"),
-        (("--url", "http://x", "--save", "/nowhere/at/all"), "there is no folder /nowhere/at"),
+        (("--url", "http://x", "--save", "/nowhere/at/all"), "name a file in a folder that exists"),
         (("--from-bench", "/nowhere.json"), "--from-bench /nowhere.json cannot be read: No such file"),
         (("--url", "https://x", "--ca", "/nowhere.crt"), "--ca /nowhere.crt holds no certificate"),
     ],
@@ -257,3 +257,41 @@ def test_a_host_is_known_by_its_name_alone(tmp_path: Path, fake: Fake):
         for _ in range(2):  # the first mismatch may not open the door for the second call
             with pytest.raises(IdentityError):
                 server.card()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h:abc",
+        "http://h:99999",
+        "http://[::1",
+        "http://u:secret@h:1",
+        "http://h:1/?a=b",
+        "ftp://h",
+        "http://h\n:1",
+    ],
+)
+def test_what_is_no_address_is_refused_without_its_password(url: str):
+    for flag in ("--url", "--cache-metrics"):
+        with pytest.raises(ConfigError, match=f"{flag} is ") as refused:
+            HttpServer(url, flag=flag)
+        assert "secret" not in str(refused.value)
+
+
+def test_a_path_in_front_of_the_api_is_kept(fake: Fake, url: str):
+    fake.answers["/instance-3/v1/models"] = fake.answers.pop("/v1/models")
+    with HttpServer(f"{url}/instance-3") as server:
+        assert server.card().id == "kimi-k3"
+    with HttpServer(url) as server, pytest.raises(PeerError, match="/v1/models answers HTTP 404"):
+        server.card()
+
+
+def test_a_folder_is_no_file_to_save_to(tmp_path: Path):
+    files = [argument for tokens in (500, 5000) for argument in ("--from-bench", recorded(tmp_path, tokens))]
+    with pytest.raises(ConfigError, match="name a file in a folder that exists"):
+        run(*files, "--save", tmp_path)
+
+
+def test_sizes_of_two_sources_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--cache-metrics gives the size"):
+        run("--from-bench", recorded(tmp_path, 500), "--token-bytes", "10", "--cache-metrics", "http://h:8002")

@@ -116,6 +116,33 @@ def test_cache_sizes_of_all_ranks_make_one_line():
     assert read_cache_bytes('prfaas_profile_cache_bytes{tokens="256"} 1\n', URL) is None
 
 
+@pytest.mark.parametrize("name", ["Kimi-K3-Mini-4B", "qwen3.5-27b-draft-0.5b", "my-kimi-k3", "/kimi-k3/tokenizer"])
+def test_the_name_of_another_model_that_holds_a_known_one_is_not_it(name):
+    assert cache_bytes_by_name(name) is None
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-5"])
+def test_absurd_metrics_give_no_size_and_no_load(value):
+    text = f'prfaas_profile_cache_bytes{{tokens="1"}} 10\nprfaas_profile_cache_bytes{{tokens="2"}} {value}\n'
+    found = read_cache_bytes(text, "here")
+    assert found is None or found.token_bytes == 0
+    assert read_loads(f"vllm:num_requests_running {value}") in {None, -5}
+
+
+def test_usage_that_no_answer_has_is_refused_and_no_error_is_none():
+    stream = TokenStream("http://here", 0.0)
+    stream.feed(b'data: {"choices": [{}], "error": null}\n', 1.0)
+    with pytest.raises(ProtocolError, match="streams something else"):
+        stream.feed(b'data: {"usage": {"completion_tokens": ' + b"9" * 400 + b"}}\n", 1.0)
+
+
+def test_a_line_without_an_end_is_given_up():
+    stream = TokenStream("http://here", 0.0)
+    stream.feed(b"x" * (1 << 20), 1.0)
+    with pytest.raises(ProtocolError, match="a line without an end"):
+        stream.feed(b"x", 1.0)
+
+
 def test_a_known_model_is_found_in_a_name():
     cache = cache_bytes_by_name("prod", "/models/Qwen3.5-397B-A17B-FP8")
     assert cache is not None

@@ -115,3 +115,28 @@ def test_prompts_that_came_once_are_not_believed():
 def test_repeats_that_never_agree_are_not_believed():
     with pytest.raises(CapacityError, match="the two quickest of 3 differ"):
         read(recorded(256), recorded(1024, slow=(1.0, 1.5, 2.5)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"ttfts": [1e9, 1.0, 1.0]}, "has 1e\\+09 in ttfts, which must lie between 0 and 100000"),
+        ({"ttfts": [-1.0, 1.0, 1.0]}, "has -1 in ttfts"),
+        ({"itls": [[-0.25], [0.1], [0.1]]}, "has -0.25 in itls"),
+        ({"input_lens": [10**30, 10, 10]}, "has 1e\\+30 in input_lens"),
+        ({"model_id": "a\nhub: []"}, "model_id that cannot be printed"),
+    ],
+)
+def test_absurd_figures_of_a_file_are_refused_by_name(fields, problem):
+    with pytest.raises(ConfigError, match=problem):
+        read_bench_file(recorded(256, **fields), "r.json")
+
+
+def test_steps_that_were_not_recorded_are_none():
+    found = read(*(recorded(tokens, itls=[[]] * 3) for tokens in (256, 1024, 4096)))
+    assert found.decode_steps == ()
+
+
+def test_the_command_takes_another_seed_each_time_as_equal_ones_share_prefixes():
+    with pytest.raises(ConfigError, match=r"another seed each time, with: .* --seed N"):
+        read_bench_file(b"{}", "r.json")

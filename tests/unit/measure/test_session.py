@@ -7,6 +7,7 @@ import pytest
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
 from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer, TokenMark
+from prfaas.measure.fit import LengthTimes, check_sound
 from prfaas.measure.session import MAX_BATCH, Reach, Session, lengths_up_to, reach_of
 from prfaas.wire.profile import Profile
 
@@ -21,6 +22,7 @@ class Server:
         self.now = 0.0
         self.slots, self.vocabulary, self.slow, self.others, self.cached = slots, vocabulary, slow, others, cached
         self.prompts = []
+        self.answered = 0
         self.lengths = []
 
     def step(self, batch):
@@ -30,6 +32,7 @@ class Server:
         if any(max(prompt) >= self.vocabulary for prompt in prompts):
             raise RequestError("a token is out of the vocabulary")
         self.prompts += prompts
+        self.answered = answer_tokens
         self.lengths += [len(prompt) for prompt in prompts]
         answers = []
         for place, prompt in enumerate(prompts):
@@ -178,3 +181,40 @@ def test_prompts_leave_room_for_an_answer_and_keep_to_what_is_allowed():
 def test_too_short_prompts_are_refused(context, given, said):
     with pytest.raises(ConfigError, match=said):
         reach_of(ServedCard(id="m", max_model_len=context), given)
+
+
+def test_a_batch_that_is_refused_ends_the_steps_and_costs_no_prefill():
+    server = Server()
+    ask = server.ask
+
+    def refusing(prompts, answer_tokens):
+        if len(prompts) == 8:
+            raise RequestError("HTTP 503")
+        return ask(prompts, answer_tokens)
+
+    server.ask = refusing
+    found = measured(server)
+    assert [one.batch for one in found.decode_steps] == [1, 2, 4]
+    assert any("8 streams at once failed" in note and "HTTP 503" in note for note in found.notes)
+
+
+def test_a_server_that_got_busy_after_the_prefills_has_no_steps():
+    server = Server()
+    server.others = lambda: 5 if server.answered > 1 else 0
+    found = measured(server)
+    assert found.decode_steps == ()
+    assert any("decode steps were left out: the server is busy" in note for note in found.notes)
+
+
+def test_the_step_of_one_stream_is_measured_however_slow_prefills_are():
+    found = measured(Server(slow=lambda: 40.0))
+    assert found.decode_steps[0].batch == 1
+
+
+def test_a_curve_that_misses_its_own_points_is_no_profile():
+    lengths = tuple(
+        LengthTimes(tokens=n, repeats=3, seconds=s, second_seconds=s, slowest_seconds=s, fitted_seconds=1.0)
+        for n, s in ((256, 1.0), (1024, 5.0))
+    )
+    with pytest.raises(CapacityError, match="describes no such server"):
+        check_sound(lengths, ())

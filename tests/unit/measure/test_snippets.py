@@ -65,6 +65,10 @@ def test_without_decode_steps_there_is_no_hub():
     assert "hub" not in documents(measurement(steps=()))[0]
 
 
+def test_the_step_of_one_stream_makes_no_hub_of_batches_of_one():
+    assert "hub" not in documents(measurement(steps=(DecodeStep(batch=1, seconds=0.01),)))[0]
+
+
 @pytest.mark.parametrize(("model", "name"), [("tiny", "tiny"), ("Qwen/Qwen3.5_A.B", "qwen3.5-a.b"), ("/", "measured")])
 def test_a_profile_has_a_name_that_kubernetes_takes(model, name):
     assert profile_name(model) == name

@@ -40,6 +40,11 @@ def test_without_known_accelerators_the_file_is_the_small_example_with_what_was_
     assert "staleAfterSeconds" not in text
 
 
+def test_the_command_is_quoted_and_the_precision_is_said():
+    odd = target()._replace(hub_context="my hub", member_context="b$(id)", server="https://10.0.0.1:6443")
+    assert "--hub-context 'my hub' --context 'b$(id)' --server https://10.0.0.1:6443" in proposal.join_command(odd)
+
+
 def test_a_slow_scrape_is_waited_for():
     slow = target(path=path(prometheus=Scrape(interval="15s")))
     assert objects(proposal.manifests(slow, None))["two-clusters"].spec.metrics.stale_after_seconds == 90
