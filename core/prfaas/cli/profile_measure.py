@@ -137,12 +137,16 @@ def _say(words: str) -> None:
 
 
 def _lengths(found: Measurement) -> Table:
-    table = _table("Time to the first token of lone prompts", "tokens", "repeats", "quickest, s", "slowest, s")
+    table = _table(
+        "Time to the first token of lone prompts", "tokens", "repeats", "median, s", "quickest, s", "slowest, s"
+    )
     for title in ("curve, s", "off by", "cache, MiB"):
         table.add_column(title, justify="right")
     for one in found.lengths:
         size = (found.profile.state_bytes + found.profile.token_bytes * one.tokens) / MIB
-        times = (f"{value:.4g}" for value in (one.seconds, one.slowest_seconds, one.fitted_seconds))
+        times = (
+            f"{value:.4g}" for value in (one.seconds, one.quickest_seconds, one.slowest_seconds, one.fitted_seconds)
+        )
         off = f"{one.fitted_seconds / one.seconds - 1:+.1%}"
         table.add_row(f"{one.tokens:,}", str(one.repeats), *times, off, f"{size:,.1f}")
     return table

@@ -1,11 +1,12 @@
 """Makes a profile of measured prompts, and says whether they are sound.
 
-Other work makes single prompts slower and none quicker. So the quickest of each length counts, and is believed if
-another one came near it: where the two quickest differ, more repeats are needed, or a quiet server. A server whose
-other requests were seen again and again slows them all alike, and no repeats show that.
+The median of each length counts, as a plan asks for what prompts usually take. It is believed where half of the repeats
+are near it, and another one at least; else more repeats are needed, or a quiet server. A server whose other requests
+were seen again and again slows them all alike, and no repeats show that.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -16,10 +17,10 @@ from prfaas.errors import CapacityError
 from prfaas.measure.answers import CacheBytes, StreamedAnswer
 from prfaas.wire.profile import Profile
 
-AGREEING = 1.1
-"""The second quickest repeat takes at most this many times as long as the quickest."""
+AGREEING = 1.15
+"""Repeats are near the median that take at most this many times as long, or as short."""
 APART = 1.3
-"""Repeats that differ by more than this are repeated."""
+"""A slowest repeat that takes more than this many times the quickest is noted."""
 BUSY = 0.25
 """Of the looks at a server, those that saw other requests; more, and all times may be too long."""
 _MISSED = 0.1
@@ -29,23 +30,25 @@ _MIN_WINDOW_TOKENS = 8
 
 
 class LengthTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """The times to the first token of the prompts of about one length; `tokens` is that of the quickest."""
+    """The times to the first token of the prompts of about one length, by the curve as if all had `tokens`."""
 
     tokens: int
     repeats: int
     seconds: float
-    second_seconds: float
-    """Of the second quickest, at the length of the quickest."""
+    """The median."""
+    near: int
+    """The repeats near the median, itself included."""
+    quickest_seconds: float
     slowest_seconds: float
     fitted_seconds: float
 
     @property
     def agrees(self) -> bool:
-        return self.second_seconds <= AGREEING * self.seconds
+        return self.near >= max(2, self.repeats / 2)
 
     @property
     def is_apart(self) -> bool:
-        return self.slowest_seconds > APART * self.seconds
+        return self.slowest_seconds > APART * self.quickest_seconds
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,9 +65,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fitted(samples: Sequence[Sample], cache: CacheBytes) -> Profile:
-    """Return the profile through the quickest of each class of length."""
-    quickest = [min(alike, key=_pace) for alike in _classes(samples).values()]
-    profile = Curve.fitted(quickest).profile(cache.state_bytes, cache.token_bytes)
+    """Return the profile through the median of each class of length."""
+    typical = [_typical(alike) for alike in _classes(samples).values()]
+    profile = Curve.fitted(typical).profile(cache.state_bytes, cache.token_bytes)
     return msgspec.structs.replace(profile, samples=len(samples))
 
 
@@ -77,15 +80,17 @@ def times_of(samples: Sequence[Sample], profile: Profile) -> tuple[LengthTimes, 
     """Return what was measured beside the curve, shortest first. Within a class, times compare by the curve."""
     found: list[LengthTimes] = []
     for _, alike in sorted(_classes(samples).items()):
-        tokens = min(alike, key=_pace).tokens
+        tokens = _typical(alike).tokens
         expected = prefill_seconds(profile, tokens)
         ratios = sorted(one.seconds / prefill_seconds(profile, one.tokens) for one in alike)
+        middle = statistics.median_low(ratios)
         found.append(
             LengthTimes(
                 tokens=tokens,
                 repeats=len(alike),
-                seconds=ratios[0] * expected,
-                second_seconds=ratios[:2][-1] * expected,
+                seconds=middle * expected,
+                near=sum(middle / AGREEING <= ratio <= middle * AGREEING for ratio in ratios),
+                quickest_seconds=ratios[0] * expected,
                 slowest_seconds=ratios[-1] * expected,
                 fitted_seconds=expected,
             )
@@ -104,18 +109,16 @@ def check_sound(lengths: Sequence[LengthTimes], others_seen: Sequence[int]) -> l
     for one in lengths:
         if not one.agrees:
             raise CapacityError(
-                f"prompts of {one.tokens:,} tokens took {one.seconds:.4g} to {one.slowest_seconds:.4g} s, and the two "
-                f"quickest of {one.repeats} differ: other work disturbs the server or this machine; measure again when "
-                "both are quiet"
+                f"prompts of {one.tokens:,} tokens took {one.quickest_seconds:.4g} to {one.slowest_seconds:.4g} s, "
+                f"and {one.near} of {one.repeats} are near the median of {one.seconds:.4g} s: other work disturbs the "
+                "server or this machine; measure again when both are quiet"
             )
     notes: list[str] = []
     if busy:
-        notes.append(
-            f"others had requests at {busy} of {len(others_seen)} looks; the quickest times agree all the same"
-        )
+        notes.append(f"others had requests at {busy} of {len(others_seen)} looks; repeats agree all the same")
     if apart := [f"{one.tokens:,}" for one in lengths if one.is_apart]:
         notes.append(
-            f"repeats of {', '.join(apart)} tokens differ by more than {APART - 1:.0%}; the two quickest agree"
+            f"repeats of {', '.join(apart)} tokens differ by more than {APART - 1:.0%}; half are near the median"
         )
     for one in lengths:
         off = one.fitted_seconds / one.seconds - 1
@@ -167,5 +170,6 @@ def _classes(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
     return classes
 
 
-def _pace(sample: Sample) -> float:
-    return sample.seconds / sample.tokens
+def _typical(alike: Sequence[Sample]) -> Sample:
+    """Return the sample with the median pace; of an even number, the quicker one in the middle."""
+    return sorted(alike, key=lambda sample: sample.seconds / sample.tokens)[(len(alike) - 1) // 2]

@@ -159,7 +159,9 @@ class Session:
         for _ in range(_MORE_ROUNDS):
             doubtful = [one for one in times_of(samples, fitted(samples, cache)) if not one.agrees]
             for one in doubtful:
-                self._say(f"once more {one.tokens:,} tokens: {one.seconds:.4g} to {one.slowest_seconds:.4g} s so far")
+                self._say(
+                    f"once more {one.tokens:,} tokens: {one.quickest_seconds:.4g} to {one.slowest_seconds:.4g} s so far"
+                )
                 samples.append(self._lone(one.tokens))
         return samples
 

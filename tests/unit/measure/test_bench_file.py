@@ -113,7 +113,7 @@ def test_prompts_that_came_once_are_not_believed():
 
 
 def test_repeats_that_never_agree_are_not_believed():
-    with pytest.raises(CapacityError, match="the two quickest of 3 differ"):
+    with pytest.raises(CapacityError, match="and 1 of 3 are near the median"):
         read(recorded(256), recorded(1024, slow=(1.0, 1.5, 2.5)))
 
 

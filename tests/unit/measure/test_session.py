@@ -79,7 +79,7 @@ def test_the_first_prompt_of_a_length_may_compile():
 
 def test_times_that_never_agree_give_no_profile():
     rng = random.Random(3)
-    with pytest.raises(CapacityError, match=r"the two quickest of \d+ differ: other work disturbs"):
+    with pytest.raises(CapacityError, match=r"of \d+ are near the median of .*: other work disturbs"):
         measured(Server(slow=lambda: 2 ** (10 * rng.random())))
 
 
@@ -213,7 +213,7 @@ def test_the_step_of_one_stream_is_measured_however_slow_prefills_are():
 
 def test_a_curve_that_misses_its_own_points_is_no_profile():
     lengths = tuple(
-        LengthTimes(tokens=n, repeats=3, seconds=s, second_seconds=s, slowest_seconds=s, fitted_seconds=1.0)
+        LengthTimes(tokens=n, repeats=3, seconds=s, quickest_seconds=s, near=3, slowest_seconds=s, fitted_seconds=1.0)
         for n, s in ((256, 1.0), (1024, 5.0))
     )
     with pytest.raises(CapacityError, match="describes no such server"):
