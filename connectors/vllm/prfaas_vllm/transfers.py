@@ -253,12 +253,13 @@ class Transfers:
                 parts += self._new_rows(source, number, step.computed)
         if step.computed >= goal:
             source.is_finished = True
-            states = self._copy_states(source, goal) if goal in (step.before, step.computed) else None
-            if states is None and self._has_states:
+            states = self._copy_states(source, goal)
+            if states is None:
+                reason = f"no state at token {goal}: vLLM took its block between {step.before} and {step.computed}"
                 for key in keys:
-                    self.mover.fail(key, f"no state at token {goal}: a step went from {step.before} to {step.computed}")
+                    self.mover.fail(key, reason)
                 return
-            parts += states or []
+            parts += states
         self._when_computed(lambda: self._tell_mover(source, parts, is_last=step.computed >= goal))
 
     def _tell_mover(self, source: _Source, parts: list[CopyPart], *, is_last: bool) -> None:
@@ -283,10 +284,6 @@ class Transfers:
             kernels.synchronize()
             call()
 
-    @property
-    def _has_states(self) -> bool:
-        return any(group.layout.kind == "linear" for group in self._groups)
-
     def _new_rows(self, source: _Source, number: int, computed: int) -> list[CopyPart]:
         """Return the parts of a group's blocks that were filled since the last step; of all layers, block by block."""
         layout, goal = self._groups[number].layout, source.start.goal
@@ -302,8 +299,7 @@ class Transfers:
         ]
 
     def _copy_states(self, source: _Source, goal: int) -> list[CopyPart] | None:
-        """Copy the states after `goal` tokens: a step has ended there, or began there with a cached one. None if vLLM
-        has taken a block of them back."""
+        """Copy the states after `goal` tokens, where a step has ended. None if vLLM has taken a block of them back."""
         parts = []
         for number, group in enumerate(self._groups):
             if group.layout.kind != "linear":
