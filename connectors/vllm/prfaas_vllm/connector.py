@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tp_group
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -75,7 +75,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
                 self._kv_transfer_config.kv_load_failure_policy,
             )
-        self._planner = TransferPlanner(_page_tokens(vllm_config, kv_cache_config))
+        # Of attention: a state's block is another one on a side that caches no prefixes, and both must agree on goals.
+        self._planner = TransferPlanner(vllm_config.cache_config.block_size)
         self._requests: dict[str, Request] = {}  # Sources, by id.
         self._transfers: Transfers | None = None
 
@@ -116,7 +117,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             if state is not None and self._planner.is_source(request_id):  # vLLM fills it in for every connector
-                self._planner.scheduled(self._requests[request_id], tokens, state.resolve_block_ids(request_id))
+                # vLLM pads the last token of a prompt whose other tokens are cached with drafts, as an answer's token.
+                drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+                blocks = state.resolve_block_ids(request_id)
+                self._planner.scheduled(self._requests[request_id], tokens - drafts, blocks)
         return PrfaasMetadata(self._planner.take(is_idle=not scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -238,11 +242,3 @@ def kv_heads_of(config: VllmConfig) -> int:
 def _fingerprint(config: VllmConfig) -> str:
     cache_dtype = str(config.cache_config.cache_dtype)
     return fingerprint_of(config.model_config, cache_dtype, config.load_config.download_dir)
-
-
-def _page_tokens(config: VllmConfig, caches: KVCacheConfig) -> int:
-    """Return the unit of goals: pages do not matter where no prefix cache keeps the state at a page's end."""
-    linear = any(isinstance(group.kv_cache_spec, MambaSpec) for group in caches.kv_cache_groups)
-    if linear and config.cache_config.mamba_cache_mode != "align":
-        return 1
-    return config.cache_config.block_size

@@ -5,8 +5,9 @@ rest itself, at least the last token, because a recurrent state cannot take a to
 several pages ends with a page, where the destination's own prefix cache can keep the state for the next turn. A shorter
 prompt has less to win by that than the tail costs: all but its last token cross.
 
-The source's request is shortened to what the goal needs. With whole pages it keeps one token more: vLLM then caches the
-state at the page's end at the source, too.
+The source's prompt is cut to end with the goal. Where vLLM ends the steps within a prompt depends on its kernels, on
+drafts and on what it has cached. The last step always ends with the prompt, and leaves the state that crosses. vLLM
+computes at least the last token of any prompt, so no prefix cache takes that step away.
 
 Nothing here imports vLLM: requests are known by the few attributes of `VllmRequest`.
 """
@@ -121,11 +122,6 @@ def goal_of(prompt_tokens: int, page_tokens: int) -> int:
     return pages * page_tokens if pages >= WHOLE_PAGES_FROM else most
 
 
-def kept_prompt(goal: int, prompt_tokens: int) -> int:
-    """Return the prompt tokens that a source keeps for a goal."""
-    return goal if goal == prompt_tokens - 1 else goal + 1
-
-
 def prompt_digest(request: VllmRequest, goal: int) -> str:
     """Return a digest of the tokens before a goal; empty for a prompt without token ids.
 
@@ -162,7 +158,7 @@ class TransferPlanner:
         start = SourceStart(request.request_id, leg, goal, prompt_digest(request, goal))
         self._sources[request.request_id] = start
         self._plan.starts.append(start)
-        return request.num_prompt_tokens - kept_prompt(goal, request.num_prompt_tokens)
+        return request.num_prompt_tokens - goal
 
     def matched(self, request: VllmRequest, computed: int) -> int:
         """Return the tokens beyond the `computed` ones that a fetch brings; without side effects."""
@@ -187,10 +183,18 @@ class TransferPlanner:
         self._plan.fetches.append(fetching)
 
     def scheduled(self, request: VllmRequest, tokens: int, block_ids: BlockIds) -> None:
-        """Note a request's part of the next step."""
-        if request.request_id in self._sources:
-            before = request.num_computed_tokens
-            self._plan.steps.append(SourceStep(request.request_id, before, before + tokens, block_ids))
+        """Note a request's part of the next step: so many tokens that it has, without drafts."""
+        request_id, before = request.request_id, request.num_computed_tokens
+        source = self._sources.get(request_id)
+        if source is None:
+            return
+        computed = before + tokens
+        if before < source.goal < computed:  # no supported version does, and its state would be a wrong one
+            del self._sources[request_id]
+            reason = f"vLLM left no state at token {source.goal}: a step went from {before} to {computed}"
+            self._withdraw(request_id, reason)
+            return
+        self._plan.steps.append(SourceStep(request_id, before, computed, block_ids))
 
     def is_source(self, request_id: str) -> bool:
         return request_id in self._sources
@@ -199,7 +203,7 @@ class TransferPlanner:
         """Note requests whose blocks vLLM takes away before the next step."""
         for request_id in request_ids:
             if self._sources.pop(request_id, None) is not None:
-                self._plan.revoked[request_id] = "the source needed its memory for other requests"
+                self._withdraw(request_id, "the source needed its memory for other requests")
 
     def end_fetches(self, request_ids: Iterable[str], failed: Container[str]) -> None:
         """Note requests whose fetch is over at all ranks."""
@@ -228,13 +232,18 @@ class TransferPlanner:
         self._fetching.pop(request_id, None)
         self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
-        if request_id not in self._known:
-            self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]
-            return False
+        is_known = request_id in self._known
+        if not is_known or (source is not None and not is_whole):
+            self._withdraw(request_id, "the prefill was aborted")
         self._known.discard(request_id)
-        if source is not None and not is_whole:
-            self._plan.revoked[request_id] = "the prefill was aborted"
-        return True
+        return is_known
+
+    def _withdraw(self, request_id: str, reason: str) -> None:
+        """Give nothing more of a source. If the worker's side does not know of it yet, it never will."""
+        if request_id in self._known:
+            self._plan.revoked[request_id] = reason
+        else:
+            self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]
 
     def _goal(self, request: VllmRequest) -> int:
         return goal_of(request.num_prompt_tokens, self._page_tokens)

@@ -12,7 +12,7 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_vllm import settings
-from prfaas_vllm.scheduling import TransferPlanner, goal_of, kept_prompt, leg_of
+from prfaas_vllm.scheduling import TransferPlanner, goal_of, leg_of
 from prfaas_vllm.settings import SUPPORTED, data_port, read_settings, require_parallelism, require_supported
 
 PAGE = 256
@@ -50,17 +50,13 @@ def destination(**more: Any) -> Request:
 )
 def test_all_but_the_last_token_of_a_short_prompt_cross_and_whole_pages_of_a_long_one(prompt: int, goal: int):
     assert goal_of(prompt, PAGE) == goal
-    assert goal_of(prompt, 1) == max(0, prompt - 1), "without pages that keep a state"
 
 
-def test_source_and_destination_agree_and_neither_takes_the_last_token():
+def test_the_sources_prompt_ends_where_the_destinations_cache_does_and_before_the_last_token():
     for prompt in range(1, 3000, 7):
         goal = goal_of(prompt, PAGE)
-        kept = kept_prompt(goal, prompt)
         assert goal < prompt
-        assert goal <= kept <= prompt
-        dropped = TransferPlanner(PAGE).add(source(num_prompt_tokens=prompt))
-        assert dropped == (prompt - kept if goal else 0)
+        assert TransferPlanner(PAGE).add(source(num_prompt_tokens=prompt)) == (prompt - goal if goal else 0)
         assert TransferPlanner(PAGE).matched(destination(num_prompt_tokens=prompt), 0) == goal
 
 
@@ -82,7 +78,7 @@ def test_both_sides_name_the_tokens_that_cross_and_no_others():
 
 def test_a_source_is_announced_followed_and_kept_until_its_offer_ends():
     planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
-    assert planner.add(request) == 1100 - 1025
+    assert planner.add(request) == 1100 - 1024
     planner.scheduled(request, 512, ([1, 2], [3]))
     plan = planner.take(is_idle=False)
     assert [(start.request_id, start.goal) for start in plan.starts] == [("r", 1024)]
@@ -113,6 +109,21 @@ def test_a_preempted_source_is_revoked_before_its_blocks_are_written_again():
     assert list(plan.revoked) == ["r"]
     assert plan.steps == []
     assert planner.finish(request, is_whole=True) is True
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_of_a_step_across_the_goal_nothing_is_given(is_known: bool):
+    """No supported vLLM makes one, as its prompt ends there. What a state would be after it is not known."""
+    planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
+    planner.add(request)
+    plan = planner.take(is_idle=False) if is_known else None
+    planner.scheduled(request, 1025, ([1],))
+    planner.scheduled(request, 1, ([1],))
+    after = planner.take(is_idle=False)
+    assert (after.steps, after.starts, planner.is_source("r")) == ([], [], False)
+    reason = "vLLM left no state at token 1024: a step went from 0 to 1025"
+    assert after.revoked == ({"r": reason} if plan else {}), "what was not announced is not revoked"
+    assert planner.finish(request, is_whole=True) is is_known
 
 
 def test_a_destination_fetches_what_its_own_cache_lacks_once():
