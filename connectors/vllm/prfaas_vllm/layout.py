@@ -42,20 +42,18 @@ class TensorCut(NamedTuple):
 
 
 class VllmGroup(NamedTuple):
-    """One transfer group: its number among vLLM's groups, and of each layer index its tensors as [blocks, bytes].
+    """One transfer group: its number among vLLM's groups, the tokens of its blocks, and of each layer index its tensors
+    as [blocks, bytes].
 
     `heads` tells of each tensor what its bytes are; empty if that is not known. `describe` gives the `spec` of a part.
     """
 
     number: int
+    page_tokens: int
     layout: LayerGroup
     tensors: Mapping[int, Sequence[torch.Tensor]]
     heads: tuple[HeadMap, ...]
     describe: Callable[[RankOf], str]
-
-    @property
-    def page_tokens(self) -> int:
-        return self.layout.row_tokens
 
     def blocks_of(self, block_ids: Sequence[int], start_token: int, tokens: int) -> list[int]:
         """Return the blocks of some rows, or of the state at the end of `start_token` tokens."""
@@ -106,8 +104,11 @@ def groups_of(
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
         layouts = tuple(_layout(f"part{at}", axes, part) for at, part in enumerate(first))
-        layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, spec.block_size, describe(own))
-        found.append(VllmGroup(number, layout, tensors, heads, describe))
+        # How many tokens lie between two blocks of states changes no byte of one. It follows from --max-model-len where
+        # no prefixes are cached, and the other side need not have as many.
+        row_tokens = 1 if kind == "linear" else spec.block_size
+        layout = LayerGroup(kind, tuple(sorted(tensors)), layouts, row_tokens, describe(own))
+        found.append(VllmGroup(number, spec.block_size, layout, tensors, heads, describe))
     return tuple(found)
 
 

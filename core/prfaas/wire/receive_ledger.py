@@ -162,7 +162,8 @@ class ReceiveLedger:
     def require_manifest(self, found: Manifest) -> None:
         """Raise ProtocolError unless the source's manifest is the one that this instance needs; MismatchError if that
         follows from what the source is."""
-        for field in Manifest.__struct_fields__:
+        # What the source is comes first: a goal differs where pages do, and says nothing of them.
+        for field in sorted(Manifest.__struct_fields__, key=lambda name: name not in _OF_THE_SOURCE):
             theirs, ours = getattr(found, field), getattr(self.expected, field)
             if theirs != ours:
                 self._broken = (

@@ -215,6 +215,13 @@ def test_of_groups_the_first_difference_is_named_with_both_values_and_a_long_one
     assert len(str(refused.value)) < 400
 
 
+def test_what_the_source_is_is_named_before_a_goal_that_differs_only_for_it():
+    first, second = MANIFEST.groups
+    groups = (first, msgspec.structs.replace(second, row_tokens=64))
+    with pytest.raises(MismatchError, match=r"field groups\[1\]\.row_tokens is 64"):
+        ReceiveLedger(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=groups, end_token=12))
+
+
 @pytest.mark.parametrize(
     "changes", [{"axes": ("key", "head")}, {"name": "conv"}, {"dtype": "float16"}, {"shape": (4, 1)}]
 )
