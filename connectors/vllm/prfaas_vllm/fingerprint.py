@@ -1,5 +1,9 @@
 """What two instances must agree on before a cache crosses: a model's configuration, its weights, its types of numbers.
 
+Only what changes a cache's bytes, or what they mean, counts. How long a prompt may be, how memory is shared out and how
+requests are scheduled is each side's own matter. What is few words is told as it is, so that a refusal shows both
+sides' values; the rest as digests.
+
 Weights are known by samples of their files, for a fine-tuning has the shapes of its model and a rollout may bring it to
 one side first. Reading all of them again would take minutes. Where the files cannot be found, as with weights that were
 streamed from an object store, the configuration alone speaks.
@@ -18,8 +22,10 @@ log = logging.getLogger("vllm.prfaas")
 
 SAMPLES: Final = 32
 SAMPLE_BYTES: Final = 4096
-_OWN_FIELDS: Final = ("_name_or_path", "name_or_path", "transformers_version")
-"""What differs from place to place."""
+DIGEST_CHARS: Final = 16
+_OWN_FIELDS: Final = frozenset({"_name_or_path", "name_or_path", "transformers_version", "max_model_len"})
+"""What differs from place to place. vLLM notes its own option `max_model_len` in the configurations of some models."""
+_SAME_CACHE_DTYPES: Final = {"fp8": "fp8_e4m3"}
 
 
 class VllmModel(Protocol):
@@ -29,20 +35,21 @@ class VllmModel(Protocol):
     revision: str | None
     dtype: Any
     quantization: Any
+    max_model_len: int
     hf_config: Any
 
 
 def fingerprint_of(model: VllmModel, cache_dtype: str, download_dir: str | None = None) -> str:
-    """Return SHA-256, hex: instances of one model agree, wherever its files lie."""
-    fields: Mapping[str, Any] = model.hf_config.to_dict()
-    known = {
-        "model": {name: value for name, value in fields.items() if name not in _OWN_FIELDS},
-        "dtype": str(model.dtype),
-        "quantization": model.quantization,
-        "cache_dtype": cache_dtype,
-        "weights": weights_digest(_directory(model, download_dir)),
-    }
-    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+    """Return a text on which instances of one model agree, wherever its files lie."""
+    fields, dtype = _common_fields(model.hf_config.to_dict()), str(model.dtype).removeprefix("torch.")
+    cache = dtype if cache_dtype == "auto" else _SAME_CACHE_DTYPES.get(cache_dtype, cache_dtype)
+    positions = "of long contexts" if _has_long_positions(fields, model.max_model_len) else "plain"
+    configuration = hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+    weights = weights_digest(_directory(model, download_dir)) or "unknown"
+    return (
+        f"dtype {dtype}, cache {cache}, quantization {model.quantization}, positions {positions}, "
+        f"configuration {configuration[:DIGEST_CHARS]}, weights {weights[:DIGEST_CHARS]}"
+    )
 
 
 def weights_digest(directory: Path | None) -> str:
@@ -60,6 +67,24 @@ def weights_digest(directory: Path | None) -> str:
                 file.seek(max(0, size_bytes - SAMPLE_BYTES) * number // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest() if files else ""
+
+
+def _common_fields(value: Any) -> Any:
+    """Return a configuration without what differs from place to place, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(name): _common_fields(one) for name, one in value.items() if name not in _OWN_FIELDS}
+    return [_common_fields(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _has_long_positions(fields: Any, max_model_len: int) -> bool:
+    """Return whether vLLM takes LongRoPE's factors for long contexts: for all prompts of an instance whose longest may
+    be longer than those of the model's first training, and for none of another instance."""
+    if isinstance(fields, Mapping):
+        trained = fields.get("original_max_position_embeddings")
+        if fields.get("rope_type") == "longrope" and isinstance(trained, int) and max_model_len > trained:
+            return True
+        fields = list(fields.values())
+    return isinstance(fields, list) and any(_has_long_positions(one, max_model_len) for one in fields)
 
 
 def _directory(model: VllmModel, download_dir: str | None) -> Path | None:

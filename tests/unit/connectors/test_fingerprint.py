@@ -26,6 +26,7 @@ class Served:
     revision: str | None = None
     dtype: str = "torch.bfloat16"
     quantization: str | None = None
+    max_model_len: int = 4096
     hf_config: Config = field(default_factory=Config)
 
 
@@ -56,12 +57,55 @@ def test_other_weights_of_the_same_shapes_are_another_model(checkpoint: Path):
     assert fingerprint_of(Served(str(checkpoint)), "auto") != before
 
 
+def test_what_changes_no_byte_of_a_cache_changes_no_fingerprint(checkpoint: Path):
+    base = fingerprint_of(Served(str(checkpoint)), "auto")
+    nested = Config(text_config={"layers": [1, 2]})
+    assert fingerprint_of(Served(str(checkpoint), max_model_len=8192), "auto") == base
+    assert fingerprint_of(Served(str(checkpoint)), "bfloat16") == base, "auto is the model's type"
+    assert fingerprint_of(Served(str(checkpoint), hf_config=Config(max_model_len=8192)), "auto") == base
+    own = Config(text_config={"layers": (1, 2), "_name_or_path": "/b", "max_model_len": 1, "transformers_version": "6"})
+    assert fingerprint_of(Served("m", hf_config=own), "auto") == fingerprint_of(Served("m", hf_config=nested), "auto")
+    assert fingerprint_of(Served("m"), "fp8") == fingerprint_of(Served("m"), "fp8_e4m3")
+
+
 @pytest.mark.parametrize(
-    "change", [{"dtype": "torch.float16"}, {"quantization": "fp8"}, {"hf_config": Config(rope_theta=1e6)}]
+    ("change", "ours", "theirs"),
+    [
+        ({"dtype": "torch.float16"}, "dtype bfloat16,", "dtype float16,"),
+        ({"quantization": "fp8"}, "quantization None,", "quantization fp8,"),
+        ({"hf_config": Config(rope_theta=1e6)}, "configuration ", "configuration "),
+        ({"hf_config": Config(text_config={"layers": [2, 1]})}, "configuration ", "configuration "),
+    ],
 )
-def test_another_configuration_is_another_model(checkpoint: Path, change: dict[str, Any]):
-    assert fingerprint_of(Served(str(checkpoint), **change), "auto") != fingerprint_of(Served(str(checkpoint)), "auto")
-    assert fingerprint_of(Served(str(checkpoint)), "fp8") != fingerprint_of(Served(str(checkpoint)), "auto")
+def test_another_configuration_is_another_model_and_both_values_are_told(
+    checkpoint: Path, change: dict[str, Any], ours: str, theirs: str
+):
+    here = fingerprint_of(Served(str(checkpoint)), "auto")
+    there = fingerprint_of(Served(str(checkpoint), **change), "auto")
+    assert here != there
+    assert ours in here
+    assert theirs in there
+    assert len(here) < 200, "a longer one would be cut where both are shown"
+
+
+def test_another_type_of_caches_is_told():
+    assert "cache fp8_e4m3," in fingerprint_of(Served("m"), "fp8")
+    assert fingerprint_of(Served("m"), "fp8_e5m2") != fingerprint_of(Served("m"), "fp8")
+    assert "dtype float16, cache float16," in fingerprint_of(Served("m", dtype="torch.float16"), "auto")
+
+
+def test_a_longer_context_counts_where_vllm_computes_other_keys_for_it():
+    """LongRoPE's factors for long contexts hold for every prompt of such an instance."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
+    for config in (Config(rope_parameters=rope), Config(text_config={"rope_parameters": {"full_attention": rope}})):
+        short, edge, long = (
+            fingerprint_of(Served("m", max_model_len=length, hf_config=config), "auto") for length in (2048, 4096, 4097)
+        )
+        assert short == edge
+        assert "positions plain," in short
+        assert "positions of long contexts," in long
+    other = Config(rope_parameters=rope | {"rope_type": "yarn"})
+    assert "positions plain," in fingerprint_of(Served("m", max_model_len=8192, hf_config=other), "auto")
 
 
 def test_without_files_only_the_configuration_counts(
