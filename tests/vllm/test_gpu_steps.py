@@ -1,0 +1,85 @@
+"""A source has its state at the goal, however vLLM divides prompts into steps: as GPUs run it, in every known version.
+
+Where the last step of a prompt ends no option changes. Where those before it do, many change: so nothing of a source
+may depend on it. The controls keep one token more, and hope for a step's end before it.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from prfaas_sandbox.progress import progress
+from prfaas_sandbox.vllm import ensure_sources
+from prfaas_vllm.scheduling import goal_of
+from prfaas_vllm.settings import SUPPORTED
+
+from .splitter import Mode, Prompt, modes, split_of, steps
+
+BLOCKS = (256, 528, 768, 1600, 1856)
+PROMPTS = (8000, 20_000, 32_001, 60_000)
+
+
+@pytest.fixture(scope="module")
+def sources(vllm_python: Path) -> dict[str, Path]:
+    """Folders with vLLM's sources, by its minor version."""
+    with progress() as report:
+        folders = (*vllm_python.parents[1].glob("lib/python*/site-packages"), ensure_sources(report))
+    found = {path.name.split("-")[1]: folder for folder in folders for path in folder.glob("vllm-*.dist-info")}
+    return {".".join(version.split(".")[:2]): folder for version, folder in found.items()}
+
+
+def prompts(block: int) -> list[int]:
+    """Lengths around the ends of pages, short and long."""
+    edges = {pages * block + more for pages in (1, 3, 4, 5, 9) for more in (-1, 0, 1, 2, block // 2)}
+    return sorted(edges.union(PROMPTS))
+
+
+def hits(mode: Mode, goal: int) -> list[int]:
+    """What the source may have cached: vLLM computes at least the last token. Some are of no unit at all."""
+    most = (goal - 1) // mode.hit_unit * mode.hit_unit
+    some = {0, mode.hit_unit, most // mode.hit_unit // 2 * mode.hit_unit, most, goal // 3, goal - 1}
+    return sorted(hit for hit in some if 0 <= hit < goal)
+
+
+def test_every_supported_version_is_looked_at(sources: dict[str, Path]):
+    assert sources.keys() == SUPPORTED.keys()
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_step_ends_at_the_goal_in_every_mode_after_hits_of_any_length(sources: dict[str, Path], version: str):
+    split, tried = split_of(sources[version]), 0
+    for mode in modes():
+        for prompt in prompts(mode.block):
+            goal = goal_of(prompt, mode.block)
+            for hit in hits(mode, goal):
+                for junction in (0, *[goal // 2] * mode.keeps_junctions):
+                    for seed in ("", f"{mode} {prompt} {hit}"):
+                        found = steps(split, mode, Prompt(goal, hit, junction), seed)
+                        assert (found[0], found[-1]) == (hit, goal), (mode, prompt, hit)
+                        assert found == sorted(set(found))
+                        tried += 1
+    assert tried > 50_000
+
+
+MODES = {
+    "no checkpoints": ({}, 0),
+    "checkpoints": ({"alignment": 16}, 28),
+    "MTP or EAGLE": ({"drops_block": True}, 28),
+    "MTP and checkpoints": ({"drops_block": True, "alignment": 16}, 28),
+    "checkpoints and finer hits": ({"alignment": 16, "unit": 64}, 25),
+    "MTP and finer hits": ({"drops_block": True, "unit": 64}, 0),
+    "MTP, checkpoints and finer hits": ({"drops_block": True, "alignment": 16, "unit": 64}, 27),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_no_step_ends_one_token_before_the_prompts_end_in_most_modes(sources: dict[str, Path], version: str, mode: str):
+    """The control: a source that keeps a token behind the goal, where the prompt has one to spare."""
+    split, (options, expected) = split_of(sources[version]), MODES[mode]
+    failed = 0
+    for block in BLOCKS:
+        for prompt in (5 * block + 100, 8 * block, *PROMPTS):
+            goal = goal_of(prompt, block)
+            failed += goal not in steps(split, Mode(block, **options), Prompt(min(goal + 1, prompt - 1)))
+    assert failed == expected, "of 30"
