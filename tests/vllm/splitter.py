@@ -69,7 +69,7 @@ def _define(function: ast.FunctionDef, scope: dict[str, Any]) -> None:
 
 
 def modes() -> Iterator[Mode]:
-    """Yield what Hopper brings: FlashInfer's and FlashKDA's checkpoints, drafts, finer hits, small and large budgets."""
+    """Yield what Hopper brings: checkpoints of FlashInfer and FlashKDA, drafts, finer hits, small and large budgets."""
     blocks, budgets = (256, 528, 768, 1600, 1856), (512, 8192)
     for block, budget, drops, alignment in product(blocks, budgets, (False, True), (None, 1, 16, 64)):
         for unit in (0, 64, 16):
