@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import msgspec
 import torch
 from kda_caches import BLOCKS, DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
 from vllm.v1.kv_cache_interface import (
@@ -18,12 +19,15 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from prfaas.errors import ConfigError, PeerError
+from prfaas.errors import ConfigError, MismatchError, PeerError
+from prfaas.wire.receive_ledger import ReceiveLedger
+from prfaas.wire.transfer import LayerGroup, Manifest
 from prfaas_vllm import transfers
 from prfaas_vllm.connector import kv_heads_of
 from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
@@ -126,6 +130,32 @@ def layouts() -> dict[str, str]:
     return {order.name: attention_groups(order, ["model.layers.0.attn"])[0].layout.spec for order in orders}
 
 
+def state_layouts() -> list[LayerGroup]:
+    """How states are described whose blocks hold 64 tokens, as where prefixes are cached, and 4096; and others."""
+    names = ["model.layers.0.linear_attn"]
+    found = []
+    for block_tokens, heads in ((64, 4), (4096, 4), (64, 2)):
+        shapes, dtypes = ((3, 96), (heads, 8, 8)), (torch.bfloat16, torch.float32)
+        spec = MambaSpec(block_size=block_tokens, shapes=shapes, dtypes=dtypes)
+        caches = [torch.zeros((BLOCKS, *shape), dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        (group,) = groups_of(KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec(names, spec)]), {names[0]: caches}, "cuda")
+        assert group.blocks_between([3, 1, 2], 0, 128) == [1 if block_tokens == 64 else 3]
+        found.append(group.layout)
+    return found
+
+
+def difference(theirs: LayerGroup, ours: LayerGroup) -> str:
+    """Return what is reported of two sides with these groups."""
+    manifest = Manifest(
+        fingerprint="f", transfer_id="t", epoch=1, start_token=0, end_token=4, groups=(ours,), hidden_size=0
+    )
+    try:
+        ReceiveLedger(manifest).require_manifest(msgspec.structs.replace(manifest, groups=(theirs,)))
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
 def layers_beside_a_draft() -> tuple[int, ...]:
     """The numbers of two layers and of the two of a draft model, in one group."""
     names = [f"{model}.layers.{layer}.attn" for model in ("model", "draft_model.model") for layer in (0, 1)]
@@ -185,6 +215,8 @@ def main() -> None:
         "fetched after": fetch_after_a_cache_was_completed(),
         "waited for": devices_waited_for(),
         "layouts": layouts(),
+        "other blocks of states": difference(*state_layouts()[:2]),
+        "other states": difference(*state_layouts()[1:]),
         "beside a draft": layers_beside_a_draft(),
         "ranks alike": ranks_alike_beside_a_draft(),
         "unlike layers": unlike_layers(),

@@ -8,10 +8,11 @@ import pytest
 
 from prfaas import identity
 from prfaas.wire.frames import DATA_KINDS
+from prfaas_vllm.scheduling import goal_of
 
 from ..unit.tls.mounts import Mount
 from ..unit.worker.transfer_proxy import CutError, Proxy, Seen
-from .connected import TOKENS, TRANSFERS, Pair, answer_alone, prompt_of, reference, started
+from .connected import TOKENS, TRANSFERS, Pair, answer_alone, first_of_free_ports, prompt_of, reference, start, started
 from .engines import Engine, EngineHost
 
 YEAR = identity.valid_for(datetime.datetime.now(datetime.UTC), 365)
@@ -118,9 +119,59 @@ def test_models_that_differ_refuse_each_other_by_name(engine_host: EngineHost, r
         answer = plain.offload(ids)[1].result()
         assert (answer.tokens, answer.cached_tokens) == (wanted.tokens, 0)
         plain.destination.forget_prefixes()
-        return "manifest field fingerprint is 'other', this instance needs" in plain.destination.log.read_text()
+        reason = "manifest field fingerprint is 'other', this instance needs 'dtype bfloat16, cache bfloat16, "
+        return reason in plain.destination.log.read_text()
 
     for _ in range(20):
         if refused():
             return
     raise AssertionError(plain.destination.log.read_text()[-2000:])
+
+
+SAME_BYTES = {
+    "max_model_len": 2048,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 48 << 20,
+    "kv_cache_dtype": "bfloat16",
+}
+OTHER_PAGES = {"block_size": 512}
+
+
+@pytest.fixture(scope="module")
+def unlike(engine_host: EngineHost) -> Iterator[tuple[Engine, int, Engine]]:
+    """An engine whose flags change no byte of a cache, with its port, and one whose pages are others."""
+    ports = [first_of_free_ports(1) for _ in range(2)]
+    engines = [
+        start(engine_host, f"unlike-{port}", port, options=options)
+        for port, options in zip(ports, (SAME_BYTES, OTHER_PAGES), strict=True)
+    ]
+    yield engines[0].wait_ready(), ports[0], engines[1].wait_ready()
+    for engine in engines:
+        engine.stop()
+
+
+@pytest.mark.parametrize("length", [600, LENGTH])
+def test_max_model_len_memory_and_a_prefix_cache_of_one_side_refuse_nothing_and_change_no_bit(
+    reference_engine: Engine, plain: Pair, unlike: tuple[Engine, int, Engine], length: int
+):
+    ids, tokens, logprobs = reference(reference_engine, plain, length)
+    engine, port, _ = unlike
+    for pair in (plain._replace(destination=engine), plain._replace(source=engine, port=port)):
+        for one in (plain.source, plain.destination):
+            one.forget_prefixes()
+        answer = pair.offload(ids)[1].result()
+        assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
+        assert answer.cached_tokens == goal_of(length, plain.destination.page_tokens)
+
+
+def test_other_pages_are_refused_with_both_sides_values(
+    reference_engine: Engine, plain: Pair, unlike: tuple[Engine, int, Engine]
+):
+    """The control of the test above."""
+    destination, ids = unlike[2], prompt_of(LENGTH, 9)
+    wanted = answer_alone(reference_engine, ids)
+    plain.source.forget_prefixes()
+    answer = plain._replace(destination=destination).offload(ids)[1].result()
+    assert (answer.tokens, answer.cached_tokens) == (wanted.tokens, 0)
+    assert "row_tokens is 256, this instance needs 512: " in destination.log.read_text()
