@@ -254,7 +254,8 @@ class EngineHost:
         """Return the last line that a script of this folder says, which needs no engine."""
         ours, theirs = socket.socketpair()
         with theirs:
-            log = self._start({"name": script, "script": str(HOST.with_name(script))}, {}, [theirs.fileno()])
+            wanted = {"name": script, "script": str(HOST.with_name(script))}
+            log = self._start(wanted, {"MODEL_FOLDER": str(self._model)}, [theirs.fileno()])
         with ours, ours.makefile() as output:
             ours.settimeout(START_SECONDS)
             try:

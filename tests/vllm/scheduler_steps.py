@@ -1,15 +1,16 @@
 """Runs in vLLM's own environment: sources' requests in vLLM's own scheduler and cache manager, with our connector's
 scheduler side. No model runs.
 
-The groups are those of a hybrid model, with the blocks that drafts and checkpoints within a step need. Prints JSON: of
-each mode what was wrong at a goal, and what a source finds in its own cache afterwards. With CONTROL in the environment
-a source keeps one token more.
+The groups are those of a hybrid model, with the blocks that drafts and checkpoints within a step need. Each prompt
+comes twice, so the second finds the first in the source's own cache. Prints JSON: of each mode what was wrong at a
+goal, and what a source finds of a prompt that comes again, or goes on. The controls keep a token more.
 """
 
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from prfaas_vllm.scheduling import TransferPlanner, goal_of
+from prfaas_vllm.scheduling import SourceStep, TransferPlanner, goal_of
 
 PAGE, BLOCKS, BUDGET = 256, 4000, 2048
 CONNECTOR = {
@@ -34,12 +36,15 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-MTP = {"method": "mtp", "num_speculative_tokens": 2}
+DRAFTS: dict[str, dict[str, Any] | None] = {
+    "": None,
+    "n-gram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+    "MTP": {"method": "mtp", "num_speculative_tokens": 2},
+}
 
 
 class Mode(NamedTuple):
-    drafts: dict[str, Any] | None = None
+    drafts: str = ""
     has_checkpoints: bool = False
     unit: int = PAGE
     caches_prefixes: bool = True
@@ -48,19 +53,27 @@ class Mode(NamedTuple):
 MODES = {
     "plain": Mode(),
     "checkpoints": Mode(has_checkpoints=True),
-    "MTP": Mode(MTP),
-    "MTP, checkpoints": Mode(MTP, has_checkpoints=True),
-    "n-gram": Mode(NGRAM),
-    "n-gram, checkpoints": Mode(NGRAM, has_checkpoints=True),
-    "checkpoints, finer hits": Mode(has_checkpoints=True, unit=64),
-    "MTP, checkpoints, finer hits": Mode(MTP, has_checkpoints=True, unit=64),
-    "n-gram, finer hits": Mode(NGRAM, unit=64),
-    "no prefix cache": Mode(caches_prefixes=False),
-    "MTP, no prefix cache": Mode(MTP, caches_prefixes=False),
+    "MTP": Mode("MTP"),
+    "MTP, checkpoints": Mode("MTP", has_checkpoints=True),
+    "n-gram, checkpoints": Mode("n-gram", has_checkpoints=True),
+    "MTP, checkpoints, finer hits": Mode("MTP", has_checkpoints=True, unit=64),
+    "n-gram, finer hits": Mode("n-gram", unit=64),
+    "MTP, no prefix cache": Mode("MTP", caches_prefixes=False),
 }
+CONTROLS = ("plain", "checkpoints", "MTP", "MTP, checkpoints")
+LENGTHS = [pages * PAGE + more for pages in (1, 3, 4, 5, 20) for more in (-1, 0, 1, 2, 66)]
 
 
-def config_of(mode: Mode) -> VllmConfig:
+class Offload(NamedTuple):
+    """What vLLM did with a source's request: the ends of its steps, from what it had cached on, and what the connector
+    noted of them."""
+
+    ends: list[int]
+    steps: list[SourceStep]
+
+
+@cache  # A second each.
+def config_of(drafts: str, *, caches_prefixes: bool) -> VllmConfig:
     config = EngineArgs(
         model=os.environ["MODEL_FOLDER"],
         dtype="bfloat16",
@@ -68,8 +81,8 @@ def config_of(mode: Mode) -> VllmConfig:
         max_model_len=32_768,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=8,
-        enable_prefix_caching=mode.caches_prefixes,
-        speculative_config=mode.drafts,
+        enable_prefix_caching=caches_prefixes,
+        speculative_config=DRAFTS[drafts],
         kv_transfer_config=CONNECTOR,
     ).create_engine_config()
     config.cache_config.block_size = PAGE
@@ -77,9 +90,9 @@ def config_of(mode: Mode) -> VllmConfig:
     return config
 
 
-def caches_of(config: VllmConfig, mode: Mode) -> KVCacheConfig:
+def caches_of(config: VllmConfig, mode: Mode, state_block: int) -> KVCacheConfig:
     states = MambaSpec(
-        block_size=PAGE if mode.caches_prefixes else config.model_config.max_model_len,
+        block_size=state_block,
         shapes=((3, 64), (2, 16, 16)),
         dtypes=(torch.bfloat16, torch.float32),
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
@@ -94,56 +107,55 @@ def caches_of(config: VllmConfig, mode: Mode) -> KVCacheConfig:
 
 
 class Instance:
-    """A source without a model: all its tokens are 7."""
+    """A source without a model."""
 
     def __init__(self, mode: Mode):
-        config = config_of(mode)
+        config = config_of(mode.drafts, caches_prefixes=mode.caches_prefixes)
         self.drafts = config.num_speculative_tokens
-        unit = mode.unit if mode.caches_prefixes else config.model_config.max_model_len
+        self.block = PAGE if mode.caches_prefixes else config.model_config.max_model_len
+        unit = mode.unit if mode.caches_prefixes else self.block
         hash_of = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_of)
         self._hasher = get_request_block_hasher(unit, hash_of)
-        block = PAGE if mode.caches_prefixes else config.model_config.max_model_len
-        self.scheduler = Scheduler(
-            config, caches_of(config, mode), StructuredOutputManager(config), block, hash_block_size=unit
-        )
+        caches, manager = caches_of(config, mode, self.block), StructuredOutputManager(config)
+        self.scheduler = Scheduler(config, caches, manager, self.block, hash_block_size=unit)
         self._numbers = itertools.count()
 
-    def offload(self, ids: list[int], room: int = BUDGET) -> Iterator[Any]:
-        """Have a source's request computed, with so much of the budget; yield what the connector was told of it."""
-        request_id = str(next(self._numbers))
-        leg = {"role": "source", "transfer_id": f"{int(request_id):032x}", "epoch": 1, "token": "t"}
+    def offload(self, ids: list[int], room: int) -> Offload:
+        """Have a source's request computed, with so much of the budget in each step."""
+        number = next(self._numbers)
+        leg = {"role": "source", "transfer_id": f"{number:032x}", "epoch": 1, "token": "t"}
         sampling = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": {"prfaas": leg}})
-        sampling.update_from_generation_config({}, eos_token_id=0)
-        request = Request(request_id, ids, sampling, None, block_hasher=self._hasher)
+        request = Request(str(number), ids, sampling, None, block_hasher=self._hasher)
         self.scheduler.max_num_scheduled_tokens = room
         self.scheduler.add_request(request)
+        found = Offload([], [])
         while not request.is_finished():
             output = self.scheduler.schedule()
-            yield from output.kv_connector_metadata.plan.steps
-            self._end(output, request)
-        sent = KVConnectorOutput(finished_sending={request_id})
+            found.steps.extend(output.kv_connector_metadata.plan.steps)
+            tokens = output.num_scheduled_tokens[request.request_id]
+            tokens -= len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
+            before = found.ends[-1] if found.ends else output.scheduled_new_reqs[0].num_computed_tokens
+            found.ends.extend([before, before + tokens][bool(found.ends) :])
+            self._end(output, request.request_id, [7] if before + tokens >= request.num_prompt_tokens else [])
+        # Its blocks stay until the worker's side reports it, unless that side never heard of it.
+        sent = KVConnectorOutput(finished_sending={request.request_id} & self.scheduler.requests.keys())
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, ModelRunnerOutput([], {}, kv_connector_output=sent))
+        return found
 
-    def _end(self, output: Any, request: Request) -> None:
-        assert output.num_scheduled_tokens, "the request gets no step"
-        whole = request.num_computed_tokens >= request.num_tokens
-        tokens = [[7]] if whole else [[]]
-        self.scheduler.update_from_output(
-            output, ModelRunnerOutput([request.request_id], {request.request_id: 0}, tokens)
-        )
+    def _end(self, output: SchedulerOutput, request_id: str, sampled: list[int]) -> None:
+        self.scheduler.update_from_output(output, ModelRunnerOutput([request_id], {request_id: 0}, [sampled]))
 
 
-def wrong_at_goal(steps: list[Any], goal: int, instance: Instance, mode: Mode) -> str:
+def wrong_at_goal(found: Offload, goal: int, instance: Instance) -> str:
     """Return what is wrong with the last of a source's steps."""
-    if not steps or steps[-1].computed != goal:
-        return f"ends at {steps[-1].computed if steps else 0} instead of {goal}"
-    page = PAGE if mode.caches_prefixes else 32_768
-    blocks, column = steps[-1].block_ids[0], -(-goal // page) - 1
+    if found.ends[-1] != goal or not found.steps or found.steps[-1].computed != goal:
+        return f"steps end at {found.ends}, the goal is {goal}"
+    blocks, column = found.steps[-1].block_ids[0], -(-goal // instance.block) - 1
     if not blocks[column]:
         return f"no block of the state at {goal}"
-    # The workers have it in the first of the columns that they write.
+    # vLLM's workers write it to the first of the columns behind which drafts have theirs.
     if len(blocks) - 1 - instance.drafts != column:
         return f"the state at {goal} is written to another block of {blocks}"
     return ""
@@ -151,28 +163,34 @@ def wrong_at_goal(steps: list[Any], goal: int, instance: Instance, mode: Mode) -
 
 def report(mode: Mode) -> dict[str, Any]:
     instance = Instance(mode)
-    wrong, hits, tried = [], [], 0
-    lengths = {pages * PAGE + more for pages in (1, 2, 3, 4, 5, 9, 40) for more in (-1, 0, 1, 2, 3, 66, 130)}
-    for number, length in enumerate(sorted(lengths)):
-        goal = goal_of(length, PAGE)
-        for room in (BUDGET, 300):
-            ids = [100 + number, room, *[7] * (length - 2)]
-            for _ in range(3):  # The second and the third find the first in the source's own cache.
-                steps = list(instance.offload(list(ids), room))
-                tried += 1
-                if reason := wrong_at_goal(steps, goal, instance, mode):
-                    wrong.append(f"{length} tokens in steps of {room}: {reason}")
-            hits.append([goal, steps[0].before if steps else 0])
-            longer = list(instance.offload([*ids[:goal], *[8] * 2 * PAGE], room))
-            hits[-1].append(longer[0].before if longer else 0)
-    return {"tried": tried, "wrong": wrong, "hits": hits}
+    wrong: list[str] = []
+    missed: list[int] = []
+    hits: list[list[int]] = []
+    for number, (length, room) in enumerate(itertools.product(LENGTHS, (BUDGET, 300))):
+        goal, ids = goal_of(length, PAGE), [100 + number, *[7] * (length - 1)]
+        twice = [instance.offload(list(ids), room) for _ in range(2)]
+        wrong += [f"{length} tokens: {reason}" for one in twice if (reason := wrong_at_goal(one, goal, instance))]
+        missed += [length for one in twice if goal not in one.ends]
+        longer = instance.offload([*ids[:goal], *[8] * 2 * PAGE], room)
+        hits.append([goal, twice[1].ends[0], longer.ends[0]])
+    return {"tried": 2 * len(hits), "wrong": wrong, "missed": len(missed), "hits": hits}
+
+
+def one_token_more(add: Callable[[TransferPlanner, Request], int]) -> Callable[[TransferPlanner, Request], int]:
+    """Have a source keep a token behind the goal, where its prompt has one to spare."""
+
+    def added(planner: TransferPlanner, request: Request) -> int:
+        dropped = add(planner, request)
+        return dropped and max(1, dropped - 1)
+
+    return added
 
 
 def main() -> None:
-    if "CONTROL" in os.environ:
-        add = TransferPlanner.add
-        TransferPlanner.add = lambda self, request: max(0, add(self, request) - 1)
-    print(json.dumps({name: report(mode) for name, mode in MODES.items()}))
+    found = {name: report(mode) for name, mode in MODES.items()}
+    TransferPlanner.add = one_token_more(TransferPlanner.add)
+    found |= {f"control: {name}": report(MODES[name]) for name in CONTROLS}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

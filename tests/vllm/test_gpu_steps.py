@@ -2,17 +2,28 @@
 
 Where the last step of a prompt ends no option changes. Where those before it do, many change: so nothing of a source
 may depend on it. The controls keep one token more, and hope for a step's end before it.
+
+First vLLM's splitter alone, over many lengths and options; then its whole scheduler and cache manager, with prompts
+that the source has cached. Neither needs a GPU or a model. Of the release for GPUs the Python sources run, with the
+packages of the other's environment.
 """
 
+import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prfaas_sandbox.progress import progress
-from prfaas_sandbox.vllm import ensure_sources
+from prfaas_sandbox.vllm import checkout_path, ensure_sources
 from prfaas_vllm.scheduling import goal_of
 from prfaas_vllm.settings import SUPPORTED
+from prfaas_worker.assets import model_directory
 
+from .conftest import MODEL
+from .engines import VARIABLES, EngineHost, contained
 from .splitter import Mode, Prompt, modes, split_of, steps
 
 BLOCKS = (256, 528, 768, 1600, 1856)
@@ -83,3 +94,67 @@ def test_no_step_ends_one_token_before_the_prompts_end_in_most_modes(sources: di
             goal = goal_of(prompt, block)
             failed += goal not in steps(split, Mode(block, **options), Prompt(min(goal + 1, prompt - 1)))
     assert failed == expected, "of 30"
+
+
+SCRIPT = Path(__file__).with_name("scheduler_steps.py")
+PAGE = 256
+
+
+@pytest.fixture(scope="module")
+def schedulers(
+    engine_host: EngineHost, vllm_python: Path, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """What `scheduler_steps.py` found, by vLLM's minor version."""
+    installed, other = sorted(sources)
+    metadata = tmp_path_factory.mktemp("metadata") / f"vllm-{other}.0.dist-info/METADATA"  # of sources it is not kept
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {other}.0\n")
+    path = ":".join(map(str, (metadata.parents[1], sources[other], checkout_path())))
+    variables = {"MODEL_FOLDER": str(model_directory(MODEL)), "PYTHONPATH": path}
+    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with subprocess.Popen(
+        [*contained(), vllm_python, SCRIPT],
+        env=os.environ | VARIABLES | variables | quiet,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        found = {installed: json.loads(engine_host.run(SCRIPT.name))}
+        output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-2000:]
+    return found | {other: json.loads(output.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_vllms_scheduler_leaves_each_source_its_state_at_the_goal_also_of_cached_prompts(
+    schedulers: dict[str, dict[str, Any]], version: str
+):
+    found = {mode: report for mode, report in schedulers[version].items() if not mode.startswith("control")}
+    assert len(found) == 8
+    assert {mode: report["wrong"] for mode, report in found.items() if report["wrong"]} == {}
+    assert all((report["tried"], report["missed"]) == (100, 0) for report in found.values())
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_vllms_scheduler_passes_over_the_goal_of_a_source_that_keeps_a_token_more(
+    schedulers: dict[str, dict[str, Any]], version: str
+):
+    """The control. Of a hundred prompts 40 have whole pages, and a token to spare. Of the second of each pair the cache
+    has all, but where drafts drop a block."""
+    missed = {mode: schedulers[version][f"control: {mode}"]["missed"] for mode in ("plain", "checkpoints", "MTP")}
+    assert missed == {"plain": 0, "checkpoints": 20, "MTP": 40}
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+def test_a_prompt_that_comes_again_costs_a_source_its_last_page_and_one_that_goes_on_nothing(
+    schedulers: dict[str, dict[str, Any]], version: str
+):
+    """But for MTP, which drops the last block of any hit."""
+    found = {
+        mode: {(goal - again, goal - longer) for goal, again, longer in report["hits"] if goal >= 4 * PAGE}
+        for mode, report in schedulers[version].items()
+    }
+    assert found["plain"] == found["checkpoints"] == {(PAGE, 0)}
+    assert found["n-gram, finer hits"] == {(64, 0)}
+    assert found["MTP, checkpoints"] == {(PAGE, PAGE)}
+    assert found["control: plain"] == {(0, 0), (PAGE, 0)}
