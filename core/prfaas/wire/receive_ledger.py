@@ -313,7 +313,8 @@ def _difference(path: str, theirs: object, ours: object) -> str:
         parts = [(f".{name}", getattr(theirs, name), getattr(ours, name)) for name in theirs.__struct_fields__]
     elif _is_tuple(theirs) and _is_tuple(ours):
         parts = [(f"[{at}]", *pair) for at, pair in enumerate(zip(theirs, ours, strict=False))]
-    for name, one, other in parts:
+    # A shape follows from the plain values beside it: they say more.
+    for name, one, other in sorted(parts, key=lambda part: isinstance(part[1], (tuple, msgspec.Struct))):
         if one != other:
             return _difference(path + name, one, other)
     return f"{path} is {_short(theirs)}, this instance needs {_short(ours)}"

@@ -215,9 +215,10 @@ def test_of_groups_the_first_difference_is_named_with_both_values_and_a_long_one
     assert len(str(refused.value)) < 400
 
 
-def test_what_the_source_is_is_named_before_a_goal_that_differs_only_for_it():
+def test_what_a_source_is_is_named_before_the_goal_and_the_shapes_that_follow_from_it():
     first, second = MANIFEST.groups
-    groups = (first, msgspec.structs.replace(second, row_tokens=64))
+    tensors = tuple(msgspec.structs.replace(tensor, shape=(99,)) for tensor in second.tensors)
+    groups = (first, msgspec.structs.replace(second, row_tokens=64, tensors=tensors))
     with pytest.raises(MismatchError, match=r"field groups\[1\]\.row_tokens is 64"):
         ReceiveLedger(MANIFEST).require_manifest(msgspec.structs.replace(MANIFEST, groups=groups, end_token=12))
 
