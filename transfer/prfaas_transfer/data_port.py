@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 
 from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
@@ -62,8 +62,8 @@ class LeaseClock:
 
 class DataPort:
     """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
-    before its transfer is announced. `catch_up(show_life)` is called when it comes for an unknown one: then whoever
-    grants hands over what was granted before, and calls `show_life` while that takes its time."""
+    before its transfer is announced. `catch_up` is called when it comes for an unknown one: then whoever grants hands
+    over what was granted before, and says when that is done. Patience begins then."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class DataPort:
         offers: Offers,
         traffic: Traffic,
         patience_seconds: float = 0.0,
-        catch_up: Callable[[Callable[[], None]], object] = lambda _show_life: None,
+        catch_up: Callable[[], AbstractContextManager[Callable[[], bool]]] = lambda: nullcontext(lambda: True),
     ):
         self._patience_seconds = patience_seconds
         self._catch_up = catch_up
@@ -132,7 +132,8 @@ class DataPort:
                 )
             # A kept connection was proven in an earlier handshake; certificates and authorities may have changed since.
             self._traffic.auth.check(stream)
-            self._await_announced(stream, address, hello.rank)
+            if not hello.declines:  # one that comes early is remembered
+                self._await_announced(stream, address, hello.rank)
             cluster = stream.peer.cluster if stream.peer else ""
             offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
@@ -150,11 +151,13 @@ class DataPort:
         def show_life() -> None:
             stream.send([message_frame(Kind.KEEP_ALIVE, address)])
 
-        if not self._offers.is_open(address.transfer_id, rank):
-            self._catch_up(show_life)
-        deadline = Deadline(self._patience_seconds)
-        while not deadline.is_over and not self._offers.await_announced(address.transfer_id, rank, KEEP_ALIVE_SECONDS):
-            show_life()
+        def is_announced(seconds: float) -> bool:
+            return self._offers.await_announced(address.transfer_id, rank, seconds)
+
+        if self._offers.is_open(address.transfer_id, rank):
+            return
+        with self._catch_up() as is_caught_up:
+            await_announced(is_announced, is_caught_up, self._patience_seconds, show_life)
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.count_sent
@@ -171,6 +174,26 @@ class DataPort:
             self._offers.end(offer, "failed", str(error) or repr(error))
             raise
         self._offers.end(offer, "delivered")
+
+
+def await_announced(
+    is_announced: Callable[[float], bool],
+    is_caught_up: Callable[[], bool],
+    patience_seconds: float,
+    show_life: Callable[[], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Wait until a transfer is announced, or for some time since all was that had to be. `is_announced(seconds)` waits
+    for so long at most."""
+    patience = Deadline(patience_seconds, clock)
+    while True:
+        left_seconds = patience.left_seconds
+        if not is_caught_up():
+            left_seconds = KEEP_ALIVE_SECONDS
+            patience.renew(patience_seconds)
+        if left_seconds <= 0 or is_announced(min(KEEP_ALIVE_SECONDS, left_seconds)):
+            return
+        show_life()
 
 
 def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, Hello]:

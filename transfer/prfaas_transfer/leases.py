@@ -36,7 +36,8 @@ RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
 REMEMBERED_ENDS: Final = 1024
-"""A destination that comes later than so many ends waits as for a transfer that nobody knows."""
+"""A destination that comes later than so many ends waits as for a transfer that nobody knows; so many unknown ones may
+be declined."""
 UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
 
@@ -215,6 +216,7 @@ class Offers:
         self._announced = threading.Condition(self._lock)
         self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
         self._ended: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDS)
+        self._declined: dict[tuple[str, int], tuple[int, str]] = {}  # Epochs and tokens, of what is not announced yet.
         self.counters = counters or TransferCounters()
         self._on_end = on_end
         self._clock = clock
@@ -229,15 +231,28 @@ class Offers:
 
     def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
         """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
-        CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank."""
+        CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank, and
+        PeerError if its destination has declined it."""
+        self._require_wanted(manifest, token)
         offer = self._add(Offer(subject, manifest, token, is_announced=True, clock=self._clock))
         offer.log.mark("granted", tokens=manifest.end_token)
         return offer
+
+    def _require_wanted(self, manifest: Manifest, token: str) -> None:
+        place = _place(manifest)
+        with self._lock:
+            epoch, known = self._declined.get(place, (-1, ""))
+            if epoch != manifest.epoch or not hmac.compare_digest(token.encode(), known.encode()):
+                return
+            del self._declined[place]
+            self._ended.append(place)
+        raise PeerError(f"transfer {manifest.transfer_id} is over: {UNWANTED}")
 
     def _add(self, offer: Offer) -> Offer:
         place = _place(offer.manifest)
         with self._lock:
             if len(self._offers) >= self._capacity:
+                self._ended.append(place)  # else a destination that comes for it would wait in vain
                 raise too_many(self._capacity)
             if place in self._offers:
                 raise ProtocolError(f"transfer {offer.manifest.transfer_id} was announced before")
@@ -258,8 +273,10 @@ class Offers:
     def connect(self, address: Address, hello: Hello, peer: str, stream: DataStream) -> Offer:
         """Bind a connection to the offer of its token; `disconnect` must follow. Raises PeerError for a wrong token,
         epoch or cluster, with one answer for all: strangers learn nothing; also for an impossible report of frames,
-        and to who declines: the offer is over then."""
+        and to who declines: the offer is over then, or as soon as it is announced."""
         with self._lock:
+            if hello.declines:
+                self._note_declined(address, hello)
             offer = self._find(address, hello, peer)
             stale = [] if hello.declines else _bind(offer, hello, peer, stream)
         if hello.declines:
@@ -270,6 +287,13 @@ class Offers:
         offer.log.mark("connected", connection=hello.connection)
         offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
+
+    def _note_declined(self, address: Address, hello: Hello) -> None:
+        place = address.transfer_id, hello.rank
+        if place not in self._offers and place not in self._ended:
+            self._declined[place] = address.epoch, hello.token
+            if len(self._declined) > REMEMBERED_ENDS:
+                del self._declined[next(iter(self._declined))]
 
     def _find(self, address: Address, hello: Hello, peer: str) -> Offer:
         offer = self._offers.get((address.transfer_id, hello.rank))

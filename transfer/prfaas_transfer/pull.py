@@ -37,8 +37,6 @@ NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
 while the other encrypts: a single one left 1 Gbit/s a quarter empty on a busy machine. Far, windows limit."""
 STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connection.
 MAX_BREAKS = 16  # Breaks that one transfer survives.
-DECLINE_SECONDS = 10.0
-"""Longer than a source waits for its engine to speak of a transfer."""
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
 """A source that was silent for this long, on a new connection too, counts as gone."""
 
@@ -330,19 +328,17 @@ class Pull:
 
 def decline(connections: Connections, source: SourceAddress, token: str, address: Address, rank: int = 0) -> None:
     """Tell a source that this part of its cache is not wanted. Raises PeerError if that fails: it keeps the part for
-    its lease. A source that does not know the part yet keeps the connection alive until it does, or refuses."""
-    patience = Deadline(DECLINE_SECONDS)
+    its lease. A source that does not know the part yet remembers it."""
 
-    def check_patience(silent_seconds: float = 0.0) -> None:
-        if patience.is_over or silent_seconds > NO_PROGRESS_SECONDS:
+    def check_patience(silent_seconds: float) -> None:
+        if silent_seconds > NO_PROGRESS_SECONDS:
             raise UnreachableError("the source did not answer the message that its cache is not wanted")
 
     # A fresh one: the source answers with ABORT, and that closes the connection.
     stream = connections.open(source)
     try:
         stream.send([message_frame(Kind.HELLO, address, Hello(token=token, declines=True, rank=rank))])
-        while receive_message(stream, check_patience, MAX_MESSAGE_BYTES)[0].kind != Kind.ABORT:
-            check_patience()
+        receive_message(stream, check_patience, MAX_MESSAGE_BYTES)
     finally:
         connections.drop(source, stream)
 

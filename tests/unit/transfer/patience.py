@@ -20,7 +20,6 @@ LIMITS = (
     (receive, "STARVED_SECONDS"),
     (pull, "NO_PROGRESS_SECONDS"),
     (pull, "GONE_SECONDS"),
-    (pull, "DECLINE_SECONDS"),
     (data_port, "HELLO_SECONDS"),
     (leases, "LEASE_SECONDS"),
     (leases, "RESUME_SECONDS"),

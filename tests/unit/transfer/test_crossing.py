@@ -106,11 +106,16 @@ def test_an_unwanted_cache_is_not_kept_for_its_lease(start_engine, asks_first):
 def test_a_source_that_is_late_hears_that_its_cache_is_not_wanted(pair):
     """Its request may queue while its destination has decided."""
     source, destination = pair
-    message = make_announcement()
+    message, other = make_announcement(), make_announcement()
     destination.decline(source, message)
-    time.sleep(2.5)  # longer than a source may be silent elsewhere
+    destination.decline(source, other, token="another")
+    time.sleep(0.5)  # both have come, as a rule
+    source.mover.announce(other)
     source.mover.announce(message)
     assert source.take_ended_offer() == message.transfer_id
+    third = source.offer()
+    destination.fetch(source, third)
+    assert source.take_ended_offer() == third.transfer_id, "a stranger has declined the other one"
 
 
 def test_a_wrong_token_or_epoch_opens_no_cache(pair):

@@ -9,13 +9,15 @@ import pytest
 
 from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import HEADER_BYTES, Address, Kind, parse_header
-from prfaas.wire.transfer import Abort, Hello, decode_message, message_frame
+from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, NO_PROGRESS_SECONDS, Abort, Hello, decode_message, message_frame
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.data_port import LATE_SECONDS, POLL_SECONDS, DataPort, LeaseClock, listen
+from prfaas_transfer.data_port import LATE_SECONDS, POLL_SECONDS, DataPort, LeaseClock, await_announced, listen
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
 
+from ...clocks import Clock
 from ...waiting import PATIENCE_SECONDS, eventually
+from .engines import make_options
 from .layout import GROUPS, TOKENS
 
 pytestmark = pytest.mark.system
@@ -81,6 +83,45 @@ def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_without_a_w
     with sock.makefile("rb") as reader:
         sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
         assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.ABORT
+
+
+def count_seconds(
+    patience_seconds: float, announced_at: float = float("inf"), caught_up_at: float = 0.0
+) -> tuple[float, int]:
+    """Return how long an early destination waits, by a clock that only its waits move, and how often it hears of it."""
+    clock, alive = Clock(), list[float]()
+
+    def is_announced(seconds: float) -> bool:
+        clock.seconds += seconds
+        return clock.seconds >= announced_at
+
+    await_announced(
+        is_announced,
+        lambda: clock.seconds >= caught_up_at,
+        patience_seconds,
+        lambda: alive.append(clock.seconds),
+        clock,
+    )
+    return clock.seconds, len(alive)
+
+
+def test_a_request_whose_source_says_nothing_of_it_is_at_home_within_two_seconds():
+    """With half a second left for all that is no wait: to connect, to hear the answer, and to begin."""
+    patience_seconds = make_options().patience_seconds
+    waited_seconds, alive = count_seconds(patience_seconds)
+    assert waited_seconds == pytest.approx(patience_seconds)
+    assert waited_seconds < 1.5 + 1e-6
+    assert waited_seconds / (alive + 1) < NO_PROGRESS_SECONDS / 2, "meanwhile its source is not silent"
+    assert count_seconds(patience_seconds, 0.5)[0] < 0.5 + KEEP_ALIVE_SECONDS
+    assert count_seconds(0.0)[0] < 1e-6
+    assert count_seconds(5.0)[0] > 2.0, "a longer patience would be seen"
+
+
+def test_a_destination_waits_for_an_engine_in_the_middle_of_a_step_and_its_patience_begins_then():
+    patience_seconds = make_options().patience_seconds
+    assert count_seconds(patience_seconds, caught_up_at=1.0)[0] == pytest.approx(1.0 + patience_seconds, abs=0.3)
+    assert count_seconds(patience_seconds, 0.6, 1.0)[0] < 0.6 + KEEP_ALIVE_SECONDS, "announced is announced"
+    assert count_seconds(0.0, caught_up_at=1.0)[0] == pytest.approx(1.0, abs=0.3)
 
 
 def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(offers, connect, monkeypatch, caplog):

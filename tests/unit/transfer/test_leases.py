@@ -160,3 +160,33 @@ def test_an_offers_memory_is_freed_once_when_it_ended_and_nothing_sends_it(offer
             offers.disconnect(offer, 2 if connections == 2 else 0)
         assert offers.ended == [3]
         offers.ended.clear()
+
+
+def test_a_cache_that_was_declined_before_it_is_announced_is_not_offered_and_a_strangers_word_does_not_count(offers):
+    """Its source may be late, and would keep the memory for its whole lease."""
+    other = Address("b" * 32, 7)
+    for address, changes in ((ADDRESS, {}), (other, {"token": "wrong"}), (other._replace(epoch=8), {})):
+        with pytest.raises(PeerError, match="no prefill"):
+            offers.connect(address, Hello(**{"token": "token", "declines": True} | changes), "hub", STREAM)
+    with pytest.raises(PeerError, match=f"{ADDRESS.transfer_id} is over: the destination does not want it any more"):
+        announce(offers)
+    assert offers.await_announced(ADDRESS.transfer_id, 0, 0.0), "who comes for it hears so without a wait"
+    assert announce(offers, other).manifest.transfer_id == other.transfer_id
+
+
+def test_so_many_early_declines_are_remembered_and_no_more(offers):
+    for number in range(leases.REMEMBERED_ENDS + 1):
+        with pytest.raises(PeerError):
+            offers.connect(Address(f"{number:032x}", 7), Hello(token="token", declines=True), "hub", STREAM)
+    announce(offers, Address(f"{0:032x}", 7))
+    with pytest.raises(PeerError, match="is over"):
+        announce(offers, Address(f"{1:032x}", 7))
+
+
+def test_a_destination_of_a_cache_that_is_one_too_many_hears_so_without_a_wait(offers):
+    announce(offers)
+    other = Address("b" * 32, 7)
+    assert not offers.await_announced(other.transfer_id, 0, 0.0)
+    with pytest.raises(CapacityError):
+        announce(offers, other)
+    assert offers.await_announced(other.transfer_id, 0, 0.0)

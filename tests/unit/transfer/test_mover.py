@@ -137,6 +137,23 @@ def test_an_answer_that_comes_before_the_call_returns_counts_once(start_engine, 
     assert sent == [CopyDone(7)], "what was sent before is on its way"
 
 
+def test_a_destination_that_comes_during_a_step_hears_nothing_before_its_end(start_engine, monkeypatch):
+    """An engine hears of requests between its steps: one that came meanwhile is announced after that."""
+    engine: Engine = start_engine()
+    sent: list[object] = []
+    monkeypatch.setattr(engine.mover, "_say", sent.append)
+    engine.mover.begin_step()
+    for number in (7, 8):
+        engine.mover._handle(AskAnnounce(number))
+    assert sent == []
+    engine.mover.end_step()
+    assert sent == [CopyDone(7), CopyDone(8)]
+    engine.mover._handle(AskAnnounce(9))
+    assert sent[2:] == [CopyDone(9)]
+    engine.mover.end_step()
+    assert sent[3:] == [], "once"
+
+
 def test_a_port_that_is_taken_is_named_with_its_number(start_engine):
     port = start_engine().mover.data_port
     with pytest.raises(ConfigError, match=f"data port 127.0.0.1:{port} cannot be opened"):

@@ -119,12 +119,16 @@ def test_catching_up_ends_with_the_engines_answer_or_without_one(monkeypatch):
     monkeypatch.setattr(shared, "CATCH_UP_SECONDS", 0.2)
     requests: list[AskAnnounce] = []
     copies = Copies(make_slots(), requests.append)  # type: ignore[arg-type]
-    copies.catch_up()
-    threading.Timer(0.05, lambda: copies.finish(CopyDone(requests[1].number))).start()
+    with copies.catch_up() as is_caught_up:
+        eventually(is_caught_up, "the time for an answer is over")
     monkeypatch.setattr(shared, "CATCH_UP_SECONDS", PATIENCE_SECONDS)
-    began = time.monotonic()
-    copies.catch_up()
-    assert time.monotonic() - began < PATIENCE_SECONDS / 2
+    with copies.catch_up() as is_caught_up:
+        assert not is_caught_up()
+        copies.finish(CopyDone(requests[0].number))
+        assert not is_caught_up(), "that was the answer to the first question"
+        copies.finish(CopyDone(requests[1].number))
+        assert is_caught_up()
+        assert is_caught_up()
     assert copies._done == copies._late == {}
 
 

@@ -8,7 +8,8 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from prfaas.wire.prefill import PrefillGrant, PrefillRequest
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.data_port import DataPort, listen
 from prfaas_transfer.fetch import Fetched
-from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.leases import Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.transfer_frames import (
@@ -291,11 +292,12 @@ def test_a_transfer_that_was_granted_a_moment_ago_is_not_refused(catches_up):
     subject = StartPrefill(1, body).subject
     _, grant = known.grant(subject, 0, 10)
 
-    def hand_over(_show_life: object) -> Offer:
-        return offers.open(subject, grant, 0)
+    def hand_over() -> AbstractContextManager[Callable[[], bool]]:
+        offers.open(subject, grant, 0)
+        return nullcontext(lambda: True)
 
     listener = listen("127.0.0.1", 0)
-    DataPort(listener, offers, unlimited(), catch_up=hand_over if catches_up else lambda _show_life: None)
+    DataPort(listener, offers, unlimited(), **{"catch_up": hand_over} if catches_up else {})
     sock = socket.create_connection(listener.getsockname())
     sock.sendall(hello(grant))
     assert kinds(sock, 1) == [Kind.WELCOME if catches_up else Kind.ABORT]

@@ -116,6 +116,8 @@ class MoverClient:
         self._socket: socket.socket | None = None
         self._offers: set[str] = set()
         self._fetches: set[str] = set()
+        self._is_in_step = False
+        self._asked: list[int] = []  # Questions for what is announced, until the step is over.
         self._closed = threading.Event()
         self._started = threading.Event()
         self._refusal = ""
@@ -177,6 +179,19 @@ class MoverClient:
 
     def decline(self, message: DeclineCache) -> None:
         self._send(message)
+
+    def begin_step(self) -> None:
+        """Begin a step of an engine that hears of requests between its steps: those that come meanwhile are announced
+        after `end_step`, and no destination of theirs is to be sent away before."""
+        with self._lock:
+            self._is_in_step = True
+
+    def end_step(self) -> None:
+        with self._lock:
+            self._is_in_step = False
+            asked, self._asked = self._asked, []
+        for number in asked:
+            self._send(CopyDone(number))
 
     def close(self) -> None:
         self._closed.set()
@@ -288,7 +303,7 @@ class MoverClient:
             case CopyRequest():
                 self._copy(message)
             case AskAnnounce(number):
-                self._send(CopyDone(number))
+                self._answer_or_wait(number)
             case TransferEnded():
                 self._on_answer(message)
             case PrefillAnswer(handle) | Stats(handle) | EgressSet(handle):
@@ -303,6 +318,13 @@ class MoverClient:
             case MoverReady(data_port):
                 self.data_port = data_port
                 self._started.set()
+
+    def _answer_or_wait(self, number: int) -> None:
+        with self._lock:
+            if self._is_in_step:
+                self._asked.append(number)
+                return
+        self._send(CopyDone(number))
 
     def _copy(self, copy: CopyRequest) -> None:
         view = self.shared[copy.offset : copy.offset + copy.count_bytes]

@@ -52,7 +52,8 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     The cache is that of one tensor-parallel `rank` of `ranks`. An instance has `movers`, one for each of its ranks of
     any kind, and this is number `mover`. Of each group so many ranks hold the same as `copies` says; without it no two
     do. With a `map` the shared memory is the engine's cache, else it has slots. A destination may come
-    `patience_seconds` before the engine speaks of its transfer. The engine's end copies on its own thread, or on
+    `patience_seconds` before the engine speaks of its transfer: the request has a home, too, and is served there in
+    time. The engine's end copies on its own thread, or on
     `copy_threads` where a copy may wait.
     """
 
@@ -75,7 +76,7 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     wire_codec: WireCodec = "auto"
     hidden_size: int = 0
     map: CacheMap | None = None
-    patience_seconds: float = 5.0
+    patience_seconds: float = 1.5
     max_offers: int = 1024
     copy_threads: int = 0
     log_place: str = "mover"

@@ -87,32 +87,38 @@ class Copies:
         its time. What it raises is raised once the copy is made: until then nobody else can have the slot.
 
         Raises PeerError if the engine has not made it."""
-        numbered: Callable[[int], MoverReport] = lambda number: msgspec.structs.replace(copy, number=number)  # noqa: E731
-        done = self._ask(numbered, COPY_SECONDS, show_life, copy.offset)
+        done = self._copy(copy, show_life)
         if done is None:
             raise PeerError(f"the engine copied nothing for {COPY_SECONDS:g} s")
         if done.reason:
             raise PeerError(f"the engine refused a copy: {done.reason}")
 
-    def catch_up(self, show_life: Callable[[], None] = lambda: None) -> None:
-        """Wait until all messages of the engine until now are handled, or for a while in vain."""
-        self._ask(AskAnnounce, CATCH_UP_SECONDS, show_life)
+    @contextmanager
+    def catch_up(self) -> Iterator[Callable[[], bool]]:
+        """Ask the engine to say all that it has to say of transfers until now. Give a function for a block: whether
+        that is handled, or did not come in time."""
+        number, deadline = self._number(), Deadline(CATCH_UP_SECONDS)
+        self._send(AskAnnounce(number))
+        try:
+            yield lambda: deadline.is_over or self._await(number, 0.0)
+        finally:
+            with self._changed:
+                del self._done[number]
 
-    def _ask(
-        self,
-        report: Callable[[int], MoverReport],
-        seconds: float,
-        show_life: Callable[[], None],
-        offset: int | None = None,
-    ) -> CopyDone | None:
-        """Send a question with a number, and wait for its answer; None if there was none in time. The slot at `offset`
-        is kept until it comes. Raises at the end what `show_life` raised first."""
-        number, deadline = next(self._numbers), Deadline(seconds)
-        failure: PeerError | None = None
+    def _number(self) -> int:
+        """Give a number for a question, before it leaves: its answer may come at once, and an unknown one is
+        dropped."""
         with self._changed:
-            # Before the question leaves: its answer may come at once, and an unknown number is dropped.
+            number = next(self._numbers)
             self._done[number] = None
-        self._send(report(number))
+            return number
+
+    def _copy(self, copy: CopyRequest, show_life: Callable[[], None]) -> CopyDone | None:
+        """Ask for a copy, and wait for it; None if it was not made in time. Its slot is kept until it is. Raises at the
+        end what `show_life` raised first."""
+        number, deadline = self._number(), Deadline(COPY_SECONDS)
+        failure: PeerError | None = None
+        self._send(msgspec.structs.replace(copy, number=number))
         try:
             while not self._await(number, min(KEEP_ALIVE_SECONDS, deadline.left_seconds)) and not deadline.is_over:
                 if failure is None:
@@ -123,9 +129,9 @@ class Copies:
         finally:
             with self._changed:
                 done = self._done.pop(number)
-                if done is None and offset is not None:
-                    self._late[number] = offset
-                    self._slots.keep(offset)
+                if done is None:
+                    self._late[number] = copy.offset
+                    self._slots.keep(copy.offset)
         if failure is not None:
             raise failure
         return done
