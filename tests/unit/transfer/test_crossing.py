@@ -33,7 +33,7 @@ def test_slices_of_one_transfer_cross_apart_between_the_movers_that_hold_them(st
         source, destination = sources[rank % len(sources)], destinations[rank % len(destinations)]
         destination.fetch(source, source.offer(**whole | {"slice": CacheSlice(rank, 2, GROUPS)}))
     ended = {destination.take_ended_fetch() for destination in destinations * (2 // len(destinations))}
-    assert {(one.key, one.reason) for one in ended} == {("request/0", ""), ("request/1", "")}
+    assert {(one.key, one.reason) for one in ended} == {(f"{whole['transfer_id']}/{rank}", "") for rank in range(2)}
     sent = {(key[-2:], part): found for source in sources for (key, part), found in source.parts.items()}
     landed = {(key[-2:], part): found for one in destinations for (key, part), found in one.landed.items()}
     assert landed == sent
@@ -73,7 +73,7 @@ def test_a_cache_of_pages_crosses_bit_by_bit_from_where_the_destination_wants_it
     assert ended.reason == ""
     assert source.take_ended_offer() == message.transfer_id
     wanted = {
-        ("request", part): found
+        (message.key, part): found
         for (_, part), found in source.parts.items()
         if not part.tokens or part.start_token >= start_token
     }
@@ -88,7 +88,7 @@ def test_an_unwanted_cache_is_not_kept_for_its_lease(start_engine, asks_first):
     if asks_first:
         destination.fetch(source, message)
         time.sleep(0.5)  # it is connected by then, as a rule
-        destination.mover.cancel_fetch(message.request_id)
+        destination.mover.cancel_fetch(message.key)
         assert destination.take_ended_fetch().reason
     else:
         destination.decline(source, message, token="other")
@@ -183,7 +183,7 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
     part = CopyPart(1, 1, 0, PAGE_TOKENS)
     source.parts[message.transfer_id, part] = secrets.token_bytes(1000)
     source.mover.put(message.transfer_id, [part])
-    eventually(lambda: ("request", part) in destination.landed, "the part landed")
+    eventually(lambda: (message.key, part) in destination.landed, "the part landed")
     source.mover.fail(message.transfer_id, "the prefill was aborted")
     assert "the prefill was aborted" in destination.take_ended_fetch().reason
     assert source.take_ended_offer() == message.transfer_id
@@ -192,7 +192,7 @@ def test_an_end_at_the_source_reaches_the_destination_and_the_other_way_round(pa
         message = source.announce()
         destination.fetch(source, message)
         time.sleep(pause_seconds)
-        destination.mover.cancel_fetch("request")
+        destination.mover.cancel_fetch(message.key)
         assert "cancelled" in destination.take_ended_fetch().reason
         source.mover.fail(message.transfer_id, "its request is cancelled")
         assert source.take_ended_offer() == message.transfer_id
@@ -212,7 +212,7 @@ def test_a_fetch_of_a_slice_that_fails_frees_that_slice_at_its_source(pair):
     message = source.announce(slice=CacheSlice(1, 2, GROUPS))
     destination.fetch(source, message)
     time.sleep(0.3)
-    destination.mover.cancel_fetch("request/1")
+    destination.mover.cancel_fetch(message.key)
     assert destination.take_ended_fetch().reason
     assert source.take_ended_offer() == message.key
 

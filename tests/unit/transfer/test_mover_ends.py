@@ -29,7 +29,7 @@ def test_without_a_mover_offers_and_fetches_end_at_once(start_engine):
     message = engine.announce()
     assert engine.take_ended_offer() == message.transfer_id
     engine.fetch(engine, message)
-    assert engine.take_ended_fetch() == EndedFetch("request", "the mover is not running")
+    assert engine.take_ended_fetch() == EndedFetch(message.key, "the mover is not running")
 
 
 def test_a_mover_outlives_the_signals_of_its_engines_group(start_engine):
@@ -131,10 +131,11 @@ def test_a_mover_that_hangs_is_replaced_before_its_engine_hangs_too(start_engine
 
 def test_a_destination_whose_mover_dies_hears_so_at_once(pair):
     source, destination = pair
-    destination.fetch(source, source.announce())
+    message = source.announce()
+    destination.fetch(source, message)
     time.sleep(0.3)
     os.kill(destination.mover_pid, signal.SIGKILL)
-    assert destination.take_ended_fetch() == EndedFetch("request", "the mover ended with status -9")
+    assert destination.take_ended_fetch() == EndedFetch(message.key, "the mover ended with status -9")
 
 
 def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(start_engine, caplog):

@@ -221,7 +221,7 @@ class RunningFetch(Protocol):
     def cancel(self) -> None: ...
 
 
-class Fetches:
+class Pulls:
     """All fetches under way, by the engine's names. Calls come from one thread; each fetch has its own threads."""
 
     def __init__(self, context: FetchContext, memory: EngineCache, say: Callable[[MoverReport], None]):
@@ -324,7 +324,7 @@ class Mover:
         self._open = OpenOffers(layout, engine_cache, outbox.put)
         self._offers = Offers(layout, options.max_offers, self._open.release, self.counters)
         context = FetchContext(layout, Connections(self.traffic.auth), self.counters, self.traffic)
-        self._fetches = Fetches(context, engine_cache, outbox.put)
+        self._pulls = Pulls(context, engine_cache, outbox.put)
         DataPort(listener, self._offers, self.traffic, options.patience_seconds, self._copies.catch_up)
         if options.metrics_port:
             first, port = options.mover == 0, options.metrics_port + options.mover
@@ -336,13 +336,13 @@ class Mover:
             case CopyDone():
                 self._copies.finish(message)
             case FetchCache():
-                self._fetches.fetch(message)
+                self._pulls.fetch(message)
             case RequestCache():
-                self._fetches.request(message)
+                self._pulls.request(message)
             case CancelFetch(key):
-                self._fetches.cancel(key)
+                self._pulls.cancel(key)
             case DeclineCache():
-                self._fetches.begin_decline(message)
+                self._pulls.begin_decline(message)
             case CancelPrefill(transfer_id):
                 self._offers.cancel(transfer_id)
             case AskPrefill(handle, transfer_id):

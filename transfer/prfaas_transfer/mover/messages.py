@@ -201,7 +201,7 @@ class FetchCache(_AtSource, frozen=True, array_like=True, tag=True):
     @property
     def key(self) -> str:
         """The fetch's name between an engine and its mover."""
-        return keyed(self.request_id, self.slice)
+        return keyed(self.transfer_id, self.slice)
 
 
 class RequestCache(_Message, frozen=True, array_like=True, tag=True):
@@ -312,9 +312,14 @@ MoverReport: TypeAlias = (
 )
 
 
-def keyed(name: str, part: CacheSlice | None) -> str:
-    """Return a name for one slice of what is named; of all of it the name itself."""
-    return name if part is None else f"{name}/{part.rank}"
+def keyed(transfer_id: str, part: CacheSlice | None) -> str:
+    """Return a name for one slice of a transfer; of all of it the transfer's."""
+    return transfer_id if part is None else f"{transfer_id}/{part.rank}"
+
+
+def transfer_of(key: str) -> str:
+    """Return the transfer of which this is a slice, or all."""
+    return key.partition("/")[0]
 
 
 encode = msgspec.msgpack.Encoder().encode
