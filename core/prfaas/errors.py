@@ -82,6 +82,17 @@ class InternalError(PrfaasError):
     """Our own code broke a promise: a bug."""
 
 
+def explained(error: Exception) -> PrfaasError:
+    """Return an error as one of ours: a sentence for memory that is full, and a bug for all that nobody expects."""
+    if isinstance(error, PrfaasError):
+        return error
+    if isinstance(error, MemoryError):
+        return CapacityError(
+            "this process has no memory left: raise the container's limit, or lower its transfer memory"
+        )
+    return InternalError(repr(error))
+
+
 def install_extra(extra: str) -> str:
     """Return the command that installs an extra, for an error message."""
     return f"run in a checkout of prfaas: pip install '.[{extra}]'"

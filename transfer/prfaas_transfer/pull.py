@@ -13,7 +13,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from prfaas.errors import DamagedError, InternalError, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import (
+    DamagedError,
+    InternalError,
+    PeerError,
+    PrfaasError,
+    ProtocolError,
+    UnreachableError,
+    explained,
+)
 from prfaas.util import Deadline
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Address, Kind
 from prfaas.wire.receive_ledger import ReceiveLedger
@@ -215,7 +223,7 @@ class Pull:
                     self._fail(error)
                 return
             except Exception as error:  # a bug here must end this transfer, never leave it waiting
-                self._fail(error if isinstance(error, PrfaasError) else InternalError(repr(error)))
+                self._fail(explained(error))
                 return
             connected = True
             try:
@@ -223,7 +231,7 @@ class Pull:
             except (UnreachableError, DamagedError) as error:
                 self._broke(error)
             except Exception as error:  # a bug here must end this transfer, never leave it waiting
-                self._fail(error if isinstance(error, PrfaasError) else InternalError(repr(error)))
+                self._fail(explained(error))
             else:
                 return
 

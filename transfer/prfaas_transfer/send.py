@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from prfaas.errors import CapacityError, DamagedError, PeerError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.errors import (
+    CapacityError,
+    DamagedError,
+    PeerError,
+    PrfaasError,
+    ProtocolError,
+    UnreachableError,
+    explained,
+)
 from prfaas.wire.frames import (
     DATA_KINDS,
     HEADER_BYTES,
@@ -261,16 +269,17 @@ class SendLoop:
         header = frame.header._replace(sequence=sequence)
         with ExitStack() as held:
             try:
-                payload = loaded = held.enter_context(frame.load(frame.header, self._show_life))
+                payload = held.enter_context(frame.load(frame.header, self._show_life))
+                if codec:
+                    packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, payload)
+                    payload = [memoryview(part).cast("B") for part in packed.buffers]
+                    header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
             except UnreachableError:
                 raise  # it broke meanwhile: another connection may load the frame
-            except PrfaasError as error:
-                self._state.fail(str(error))  # the next step tells the destination, which would wait for more
+            except (PrfaasError, MemoryError) as error:
+                # The next step tells the destination, which would wait for more.
+                self._state.fail(str(explained(error)))
                 return
-            if codec:
-                packed = self._traffic.packer.pack(codec, frame.tensors, frame.items, loaded)
-                payload = [memoryview(part).cast("B") for part in packed.buffers]
-                header = header._replace(codec=packed.codec, payload_bytes=packed.nbytes)
             sealed = seal(header, payload)
             self._state.queue.sealed(sequence, sealed.digest, header.payload_bytes)
             self._pace([memoryview(sealed.header), *payload])

@@ -217,9 +217,16 @@ def test_a_fetch_of_a_slice_that_fails_frees_that_slice_at_its_source(pair):
     assert source.take_ended_offer() == message.key
 
 
-@pytest.mark.parametrize("error", [PeerError("no blocks"), RuntimeError("a bug")])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (PeerError("no blocks"), "the engine refused a copy: no blocks"),
+        (RuntimeError("a bug"), "the engine refused a copy: RuntimeError('a bug')"),
+        (MemoryError(), "the engine refused a copy: this process has no memory left: raise the container"),
+    ],
+)
 @pytest.mark.parametrize("side", ["source", "destination"])
-def test_a_copy_that_an_engine_cannot_make_ends_only_its_transfer(pair, monkeypatch, side, error):
+def test_a_copy_that_an_engine_cannot_make_ends_only_its_transfer(pair, monkeypatch, side, error, words):
     source, destination = pair
 
     def fail(*_: object) -> None:
@@ -229,7 +236,7 @@ def test_a_copy_that_an_engine_cannot_make_ends_only_its_transfer(pair, monkeypa
         broken.setattr(*((source, "load") if side == "source" else (destination, "land")), fail)
         message = source.offer()
         destination.fetch(source, message)
-        assert str(error) in destination.take_ended_fetch().reason
+        assert words in destination.take_ended_fetch().reason
         assert source.take_ended_offer() == message.transfer_id
     destination.fetch(source, source.offer())
     assert destination.take_ended_fetch().reason == ""

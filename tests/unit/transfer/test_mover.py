@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas.wire.engine import TransferEnded, TransferSubject, read_body
 from prfaas_transfer.leases import Offer
-from prfaas_transfer.mover.__main__ import Mover
+from prfaas_transfer.mover.__main__ import FULL, Mover
 from prfaas_transfer.mover.messages import (
     AnnounceCache,
     AskAnnounce,
     ComputedParts,
     CopyDone,
+    CopyPart,
     DeclineCache,
     EndedFetch,
     EndedOffer,
@@ -25,9 +27,11 @@ from prfaas_transfer.mover.messages import (
     OfferCache,
     decode_from_mover,
 )
+from prfaas_transfer.mover.shared import SharedCache, SharedMemory
 
-from .engines import Engine, make_announcement, make_options
+from .engines import Engine, locate, make_announcement, make_options
 from .layout import TOKENS
+from .patience import be_patient
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("_patience")]
 
@@ -101,8 +105,36 @@ def test_a_mover_without_a_thread_to_spare_ends_a_fetch_and_still_serves(mover, 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     mover.handle(FetchCache(*at_source, 0, TOKENS))
     mover.handle(DeclineCache(*at_source))
-    assert read_messages(ends, 1) == [EndedFetch(message.request_id, "can't start new thread")]
-    assert mover._fetches._running == {}
+    assert read_messages(ends, 1) == [EndedFetch(message.key, FULL.format("can't start new thread"))]
+    assert mover._pulls._running == {}
+
+
+def starve(*_: object) -> None:
+    raise MemoryError
+
+
+def test_a_source_whose_mover_has_no_memory_says_so_to_its_destination(mover, start_engine, monkeypatch):
+    be_patient(monkeypatch.setattr)
+    monkeypatch.setattr(SharedMemory, "load", starve)
+    destination, message = start_engine(), make_announcement()
+    for command in (message, ComputedParts(message.key, [CopyPart(0, 0)])):
+        mover.handle(command)
+    destination.fetch(SimpleNamespace(mover=mover), message)
+    assert "this process has no memory left: raise the container" in destination.take_ended_fetch().reason
+
+
+def test_a_destination_whose_mover_has_no_memory_says_so_and_its_source_keeps_nothing(
+    mover, ends, start_engine, monkeypatch
+):
+    be_patient(monkeypatch.setattr)
+    monkeypatch.setattr(SharedCache, "room_for", starve)
+    source: Engine = start_engine()
+    message = source.offer()
+    mover.handle(FetchCache(**locate(source, message), start_token=0, end_token=TOKENS))
+    _, ended = read_messages(ends, 2)
+    assert isinstance(ended, EndedFetch)
+    assert ended.reason.startswith("this process has no memory left: raise the container")
+    assert source.take_ended_offer() == message.transfer_id
 
 
 def test_an_answer_that_comes_before_the_call_returns_counts_once(start_engine, monkeypatch):

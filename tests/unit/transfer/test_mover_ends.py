@@ -7,7 +7,8 @@ import socket
 import stat
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,41 @@ def is_unix_pair(descriptor: int) -> bool:
         return False
     with socket.socket(fileno=os.dup(descriptor)) as found:
         return found.family == socket.AF_UNIX
+
+
+def test_a_mover_that_has_no_memory_left_to_report_ends_with_a_sentence(start_engine, monkeypatch):
+    monkeypatch.setattr("prfaas_transfer.mover.client.MOVER_PROGRAM", (str(Path(__file__).with_name("starved.py")),))
+    source, destination = start_engine(), start_engine()
+    message = source.offer()
+    destination.fetch(source, message)
+    reason = "the mover had no memory left: raise the container's limit, or give transfers less of it"
+    assert destination.take_ended_fetch() == EndedFetch(message.key, reason)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Have processes that start meanwhile write their log where there is no room."""
+    own = os.dup(2)
+    try:
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), 2)
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+
+
+def test_movers_whose_log_has_no_room_carry_caches_and_report_as_always(start_engine):
+    with full_disk():
+        with pytest.raises(OSError, match="No space left"):
+            os.write(2, b"the control")
+        source, destination = start_engine(), start_engine()
+    for _ in range(2):
+        destination.fetch(source, source.announce(), token="wrong")
+        assert "no prefill" in destination.take_ended_fetch().reason
+        destination.fetch(source, source.offer())
+        assert destination.take_ended_fetch().reason == ""
+    assert destination.landed
 
 
 def test_a_closed_mover_leaves_no_process_thread_or_descriptor():

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -44,6 +44,7 @@ from prfaas_transfer.leases import LEASE_SECONDS, Offer, Offers
 from prfaas_transfer.limits import Traffic, traffic_of
 from prfaas_transfer.mover.messages import (
     MAX_REASON,
+    NO_MEMORY_STATUS,
     AnnounceCache,
     CacheSlice,
     CancelFetch,
@@ -77,6 +78,9 @@ from prfaas_transfer.transfer_log import TransferCounters, TransferLog, Transfer
 log = logging.getLogger("prfaas.mover")
 
 OfferCommand = AnnounceCache | OfferCache | StartCache | ComputedParts | ComputedHidden | FinishCache | FailedCache
+
+
+FULL: Final = "the mover has no room for another thread ({}): raise the container's limit on memory or processes"
 
 
 class ReportOutbox:
@@ -243,7 +247,7 @@ class Pulls:
         try:
             threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
         except RuntimeError as error:  # no thread is left, and this one serves all others
-            self._end(message.key, "", PeerError(str(error)))
+            self._end(message.key, "", PeerError(FULL.format(error)))
 
     def request(self, message: RequestCache) -> None:
         """Start a fetch that asks for its grant first; `cancel` finds it from now on."""
@@ -255,7 +259,7 @@ class Pulls:
         try:
             fetch.start(lambda result: self._end(message.key, fetch.transfer_id, result))
         except RuntimeError as error:
-            self._end(message.key, "", PeerError(str(error)))
+            self._end(message.key, "", PeerError(FULL.format(error)))
 
     def cancel(self, key: str) -> None:
         if (running := self._running.get(key)) is not None:
@@ -387,7 +391,17 @@ def _engine_cache(
     return shared, shared.copies
 
 
+def end_with_a_thread(failed: threading.ExceptHookArgs) -> None:
+    """End the mover with any of its threads: what that one did would be waited for in vain. Another mover begins."""
+    try:
+        if not issubclass(failed.exc_type, MemoryError):
+            threading.__excepthook__(failed)
+    finally:
+        os._exit(NO_MEMORY_STATUS if issubclass(failed.exc_type, MemoryError) else 1)
+
+
 def main() -> None:
+    threading.excepthook = end_with_a_thread
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the engine knows when its transfers are over
         signal.signal(ignored, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))

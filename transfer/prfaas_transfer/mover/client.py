@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
-from prfaas.errors import ConfigError, PrfaasError
+from prfaas.errors import ConfigError, PrfaasError, explained
 from prfaas.processes import ends_with_us
 from prfaas.util import backoff_seconds
 from prfaas.wire.engine import (
@@ -36,6 +36,7 @@ from prfaas.wire.engine import (
 )
 from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.mover.messages import (
+    NO_MEMORY_STATUS,
     AnnounceCache,
     AskAnnounce,
     CancelFetch,
@@ -280,6 +281,8 @@ class MoverClient:
                 self._socket = None
         process.kill()
         status = process.wait()
+        if status == NO_MEMORY_STATUS:
+            return "the mover had no memory left: raise the container's limit, or give transfers less of it"
         return refusal or f"the mover ended with status {status}"
 
     def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
@@ -336,8 +339,8 @@ class MoverClient:
                 self._memory.load(copy.key, copy.part, view)
             else:
                 self._memory.land(copy.key, copy.part, view)
-        except PrfaasError as error:
-            reason = str(error)
+        except (PrfaasError, MemoryError) as error:
+            reason = str(explained(error))
         except Exception as error:  # a bug here must end this one transfer, and be seen
             log.exception("copy of %s", copy.key)
             reason = repr(error)

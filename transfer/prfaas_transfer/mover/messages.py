@@ -46,6 +46,10 @@ MAX_REASON: Final = 4096
 """Characters of a reason; a peer may have chosen them, and as many as it likes."""
 
 
+NO_MEMORY_STATUS: Final = 12
+"""A mover ends so (ENOMEM) that had no memory left for what everything else waits for."""
+
+
 class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a mover, as JSON in its arguments: no secrets. `groups` describe the engine's cache.
 
