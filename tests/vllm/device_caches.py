@@ -7,9 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -28,9 +30,11 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from prfaas.errors import ConfigError, MismatchError, PeerError
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import LayerGroup, Manifest
-from prfaas_vllm import transfers
+from prfaas_vllm import destination as destination_side
+from prfaas_vllm import device
+from prfaas_vllm.blocks import VllmGroup, write_blocks
 from prfaas_vllm.connector import kv_heads_of
-from prfaas_vllm.layout import VllmGroup, groups_of, write_blocks
+from prfaas_vllm.layout import groups_of
 from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
 
@@ -60,7 +64,7 @@ def blocks_written_after_the_step() -> bool:
     to = LegParams(role="destination", port=source.transfers.mover.data_port, **leg)
     destination.step(StepPlan(fetches=[Fetching("d", to, 0, GOAL, (DESTINATION_BLOCKS["kda"], [3, 2, 11, 7]))]))
     kernels = Kernels(source)
-    transfers.started_kernels = lambda _: kernels
+    device.started_kernels = lambda _: kernels
     start = SourceStart("s", LegParams(role="source", **leg), GOAL)
     source.step(StepPlan(starts=[start], steps=[SourceStep("s", 0, 128, tuple(SOURCE_BLOCKS.values()))]))
     time.sleep(1)  # enough for a mover that does not wait
@@ -87,8 +91,8 @@ def fetch_after_a_cache_was_completed() -> list[str]:
         def synchronize(self) -> None:
             happened.append("completed")
 
-    transfers.started_kernels = lambda _: Event()
-    transfers.complete = lambda _groups, _own, fetched, _all_ranks: fetched.request_id == "shared"
+    destination_side.started_kernels = lambda _: Event()
+    destination_side.complete = lambda _groups, _own, fetched, _all_ranks: fetched.request_id == "shared"
     side.transfers.mover.fetch = lambda message: happened.append(message.request_id)
     leg = LegParams(role="destination", transfer_id="0" * 32, epoch=7, token="secret", host="127.0.0.1")
     cache = {name: Fetching(name, leg, 0, GOAL, tuple(DESTINATION_BLOCKS.values())) for name in ("shared", "whole")}
@@ -113,6 +117,25 @@ def devices_waited_for() -> list[str]:
     torch.accelerator.current_stream = Stream
     write_blocks([torch.empty((4, 8), dtype=torch.uint8, device="meta")], [1, 2], memoryview(bytearray(16)))
     return waited
+
+
+def pinned_memory() -> list[object]:
+    """What CUDA is asked for when transfers begin on a CPU and on a GPU, and what is logged if it refuses."""
+    calls: list[object] = []
+    memory = memoryview(bytearray(3 << 20))
+
+    def register(address: int, count_bytes: int, flags: int) -> int:
+        calls.append((address == torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), count_bytes, flags))
+        return 2
+
+    with (
+        patch.object(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register)),
+        patch.object(torch.cuda, "device", lambda _device: nullcontext()),
+        patch.object(device.log, "warning", lambda text, *values: calls.append(text % values)),
+    ):
+        device.pin(memory, torch.device("cpu"))
+        device.pin(memory, torch.device("cuda", 1))
+    return calls
 
 
 def attention_groups(order: KVCacheLayout, names: Sequence[str]) -> tuple[VllmGroup, ...]:
@@ -214,6 +237,7 @@ def main() -> None:
         "written after the step": blocks_written_after_the_step(),
         "fetched after": fetch_after_a_cache_was_completed(),
         "waited for": devices_waited_for(),
+        "pinned": pinned_memory(),
         "layouts": layouts(),
         "other blocks of states": difference(*state_layouts()[:2]),
         "other states": difference(*state_layouts()[1:]),

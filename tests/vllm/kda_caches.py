@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
-from prfaas_vllm.transfers import Transfers
+from prfaas_vllm.transfers import RankTransfers
 
 BLOCKS, PAGE_TOKENS, GOAL = 12, 64, 256
 LAYERS = {"kda": (0, 1, 2, 4), "mla": (3, 5)}
@@ -70,9 +70,10 @@ class Side:
             groups=tuple(group.layout for group in self.groups),
             slot_bytes=slot_bytes(self.groups),
         )
-        self.transfers = Transfers(self.groups, options, list)  # one rank never exchanges
+        self.transfers = RankTransfers(self.groups, options, list)  # one rank never exchanges
 
     def step(self, plan: StepPlan) -> None:
+        self.transfers.revoke(plan)
         self.transfers.begin(plan)
         self.transfers.fetch(plan)
         self.transfers.end_step(plan)

@@ -26,7 +26,7 @@ from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
 from prfaas_vllm.shares import AllRanks
-from prfaas_vllm.transfers import Transfers
+from prfaas_vllm.transfers import RankTransfers
 
 BLOCKS, PAGE_TOKENS, GOAL = 6, 16, 64
 SOURCE_BLOCKS, DESTINATION_BLOCKS = [1, 2, 3, 4], [5, 3, 1, 2]
@@ -118,7 +118,7 @@ class Rank:
             ranks=rank.ranks,
             transfer_memory_mib=16,
         )
-        self.transfers = Transfers(self.groups, options, all_ranks)
+        self.transfers = RankTransfers(self.groups, options, all_ranks)
 
     @staticmethod
     def _own(memory: object, is_empty: bool) -> object:
@@ -129,6 +129,7 @@ class Rank:
         return (torch.zeros_like(made) if is_empty else made).permute([order.index(at) for at in range(memory.dim())])
 
     def step(self, plan: StepPlan) -> None:
+        self.transfers.revoke(plan)
         self.transfers.begin(plan)
         self.transfers.fetch(plan)
         self.transfers.end_step(plan)

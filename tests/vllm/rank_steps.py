@@ -21,17 +21,21 @@ from rank_caches import Rank, refuse_exchange
 
 from prfaas.errors import PeerError
 from prfaas_transfer.mover.messages import CopyPart, EndedFetch
-from prfaas_vllm import connector, layout, transfers
+from prfaas_vllm import blocks, connector, device, transfers
+from prfaas_vllm import destination as destination_side
+from prfaas_vllm import source as source_side
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import DeclineFetch, Fetching, LegParams, SourceStart, SourceStep, StepPlan
-from prfaas_vllm.transfers import Transfers
+from prfaas_vllm.transfers import RankTransfers
 
-KEY = "0" * 32
+KEY, OTHER = "0" * 32, "1" * 32
 LEG = {"transfer_id": KEY, "epoch": 7, "token": "secret", "host": "127.0.0.1", "port": 9000}
+HALVES = [f"{KEY}/0", f"{KEY}/1"]
 LINEAR, ATTENTION = 0, 1
 BLOCKS = tuple(SOURCE_BLOCKS.values())
 STATES = [CopyPart(LINEAR, layer) for layer in (0, 1, 2, 4)]
 NOTHING = (set(), set(), set())
+LOST = "the request has lost its memory"
 
 
 class Recorder:
@@ -43,6 +47,10 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *values: self.calls.append((name, *values))
+
+    def begin_step(self) -> None: ...
+
+    def end_step(self) -> None: ...
 
     def take(self, name: str) -> list[tuple[Any, ...]]:
         """The values of all calls of one name; they are forgotten."""
@@ -98,9 +106,8 @@ def fails(call: Callable[[], object]) -> str:
     return ""
 
 
-def assert_nothing_is_kept(found: Transfers) -> None:
-    kept = {name: held for name, held in vars(found).items() if isinstance(held, (dict, set)) and held}
-    assert kept == {}
+def assert_nothing_is_kept(found: RankTransfers) -> None:
+    assert (len(found._sources), len(found._fetches), found.take_failed()) == (0, 0, set())
 
 
 def test_a_step_hands_on_the_blocks_that_it_filled_and_the_last_one_the_states():
@@ -129,52 +136,86 @@ def test_a_state_whose_block_vllm_took_back_ends_the_offer():
     side.step(StepPlan(steps=[SourceStep("s", 0, GOAL, blocks)]))
     assert side.transfers.mover.take("fail") == [(KEY, "no state at token 256: vLLM took its block between 0 and 256")]
     assert side.transfers.mover.take("finish") == []
+    assert fails(lambda: loaded(side, CopyPart(ATTENTION, 3, 0, 64))) == LOST
 
 
 def test_many_blocks_leave_in_frames_of_a_bounded_size():
     side = begun(goal=192)
-    with patch.object(layout, "FRAME_BYTES", 2 * side.groups[ATTENTION].layout.nbytes):
+    with patch.object(blocks, "FRAME_BYTES", 2 * side.groups[ATTENTION].layout.nbytes):
         assert put(side, 0, 192) == (rows(0, 128) + rows(128, 192) + STATES, True)
     side = begun(goal=128)
-    with patch.object(layout, "FRAME_BYTES", 1):
+    with patch.object(blocks, "FRAME_BYTES", 1):
         assert put(side, 0, 128) == (rows(0, 64) + rows(64, 128) + STATES, True)
 
 
-def test_a_part_is_read_from_the_blocks_of_its_tokens_and_a_state_as_it_was_at_the_goal():
+def test_a_part_is_read_from_the_blocks_of_its_tokens_and_a_state_from_that_of_the_goal():
     side = begun()
     put(side, 0, GOAL)
-    wanted = b"".join(side.bytes_of("kda", 4)[:2])
+    assert loaded(side, CopyPart(LINEAR, 0)) == b"".join(side.bytes_of("kda", 4)[:2])
     assert len(side.groups[LINEAR].tensors[0]) == 2
-    for tensor in side.groups[LINEAR].tensors[0]:
-        tensor.zero_()  # vLLM takes a state's block again
-    assert loaded(side, CopyPart(LINEAR, 0)) == wanted
     assert loaded(side, CopyPart(ATTENTION, 5, 64, 128)) == b"".join(side.bytes_of("mla", at)[1] for at in (6, 7))
     assert fails(lambda: loaded(side, CopyPart(ATTENTION, 5, 192, 128))) == (
         "the request has 1 of 2 blocks from token 192 on"
     )
 
 
+def test_the_last_step_copies_nothing_and_what_leaves_is_copied_once():
+    side = begun()
+    copies: list[int] = []
+    with patch.object(source_side, "read_blocks", lambda _tensors, blocks, _room: copies.append(len(blocks))):
+        put(side, 0, GOAL)
+        assert copies == [], "the engine's step waited for a copy"
+        loaded(side, CopyPart(LINEAR, 0))
+        assert copies == [1]
+
+
 def test_a_part_lands_in_the_blocks_of_its_tokens_and_nowhere_else():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination()]))
     assert [(one.key, one.start_token, one.end_token) for (one,) in side.transfers.mover.take("fetch")] == [
-        ("d", 64, GOAL)
+        (KEY, 64, GOAL)
     ]
     before = {kind: [side.bytes_of(kind, block) for block in range(12)] for kind in ("kda", "mla")}
     page, state = (side.groups[at].layout.nbytes for at in (ATTENTION, LINEAR))
-    side.transfers.land("d", CopyPart(ATTENTION, 3, 128, 128), memoryview(bytearray(b"a" * page + b"b" * page)))
-    side.transfers.land("d", CopyPart(LINEAR, 4), memoryview(bytearray(b"c" * state)))
+    side.transfers.land(KEY, CopyPart(ATTENTION, 3, 128, 128), memoryview(bytearray(b"a" * page + b"b" * page)))
+    side.transfers.land(KEY, CopyPart(LINEAR, 4), memoryview(bytearray(b"c" * state)))
     before["mla"][11][0], before["mla"][7][0] = b"a" * page, b"b" * page
     for at in (-2, -1):
         before["kda"][9][at] = b"c" * len(before["kda"][9][at])
     assert {kind: [side.bytes_of(kind, block) for block in range(12)] for kind in before} == before
 
 
+def test_parts_are_copied_on_the_stream_of_copies_on_both_sides():
+    """On an accelerator it waits for no kernel of a step, and no kernel waits for it."""
+    used: list[str] = []
+
+    class Stream:
+        @contextmanager
+        def used(self) -> Iterator[None]:
+            used.append("begins")
+            yield
+            used.append("ends")
+
+    def note(*_: object) -> None:
+        used.append("copy")
+
+    source_of, destination_of = begun(), Side("hub")
+    destination_of.step(StepPlan(fetches=[destination()]))
+    put(source_of, 0, GOAL)
+    for side in (source_of.transfers.source, destination_of.transfers.destination):
+        side._rank = side._rank._replace(copies=Stream())
+    with patch.object(source_side, "read_blocks", note), patch.object(destination_side, "write_blocks", note):
+        loaded(source_of, CopyPart(LINEAR, 0))
+        state = memoryview(bytearray(destination_of.groups[LINEAR].layout.nbytes))
+        destination_of.transfers.land(KEY, CopyPart(LINEAR, 4), state)
+    assert used == ["begins", "copy", "ends"] * 2
+
+
 def test_nothing_lands_where_a_request_has_no_block():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination(goal=192)]))  # its state's block is 0, which is of no request
     state = memoryview(bytearray(side.groups[LINEAR].layout.nbytes))
-    assert fails(lambda: side.transfers.land("d", CopyPart(LINEAR, 4), state)) == (
+    assert fails(lambda: side.transfers.land(KEY, CopyPart(LINEAR, 4), state)) == (
         "rows from token 192 have no block here"
     )
 
@@ -188,7 +229,7 @@ def slow_copies() -> Iterator[tuple[threading.Event, threading.Event]]:
         runs.set()
         assert may_end.wait(10)
 
-    with patch.object(transfers, "read_blocks", read):
+    with patch.object(source_side, "read_blocks", read):
         try:
             yield runs, may_end
         finally:
@@ -214,7 +255,7 @@ def test_only_a_request_that_is_revoked_waits_for_its_copy_and_gives_nothing_aft
         copy.result(10)
     assert side.transfers.mover.take("fail") == [(KEY, "its memory is needed")]
     for part in (CopyPart(ATTENTION, 3, 0, 64), CopyPart(LINEAR, 0)):
-        assert fails(lambda part=part: loaded(side, part)) == "the request has lost its blocks"
+        assert fails(lambda part=part: loaded(side, part)) == LOST
 
 
 def test_a_copy_that_fails_delays_no_other():
@@ -242,20 +283,12 @@ def test_a_sources_blocks_are_free_when_its_request_and_its_offer_have_ended_and
         assert_nothing_is_kept(found)
 
 
-def test_of_one_transfer_in_two_requests_the_second_holds_nothing_and_the_first_continues():
-    side = begun()
-    side.step(StepPlan(starts=[source(request_id="again")]))
-    assert side.transfers.mover.take("announce") == []
-    assert side.transfers.results({"again"}, is_idle=True) == ({"again"}, set(), set())
-    assert put(side, 0, GOAL) == (rows(0, GOAL) + STATES, True)
-
-
 def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_failure_to_all_ranks():
     side = Side("hub")
     for reason in ("", "the source died"):
         side.step(StepPlan(fetches=[destination()]))
         assert side.transfers.results(set(), is_idle=True) == NOTHING
-        side.transfers.mover.on_fetch_end(EndedFetch("d", reason))
+        side.transfers.mover.on_fetch_end(EndedFetch(KEY, reason))
         assert side.transfers.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if reason else set())
         assert side.transfers.take_failed() == ({"d"} if reason else set())
         assert side.transfers.take_failed() == set()
@@ -265,27 +298,26 @@ def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_fa
 
 def test_a_fetch_is_cancelled_when_its_request_has_ended_or_another_rank_has_failed():
     side = Side("hub")
-    side.step(StepPlan(fetches=[destination(), destination(request_id="other")]))
+    side.step(StepPlan(fetches=[destination(), destination(request_id="other", transfer_id=OTHER)]))
     side.transfers.results({"s"}, is_idle=True)
     assert side.transfers.mover.take("cancel_fetch") == []
     side.transfers.results({"d"}, is_idle=True)
-    assert side.transfers.mover.take("cancel_fetch") == [("d",)]
+    assert side.transfers.mover.take("cancel_fetch") == [(KEY,)]
     side.step(StepPlan(in_vain={"other"}))
-    assert side.transfers.mover.take("cancel_fetch") == [("other",)]
+    assert side.transfers.mover.take("cancel_fetch") == [(OTHER,)]
 
 
 def test_a_cache_in_slices_is_sent_when_all_of_them_have_ended():
     rank = Rank(RankOf(0, 1), refuse_exchange, is_empty=False)
     rank.step(StepPlan(starts=[source(64, ranks=2)], steps=[SourceStep("s", 0, 64, ([1, 2, 3, 4],) * 4)]))
     found = rank.transfers
-    keys = [f"{KEY}/0", f"{KEY}/1"]
-    assert [one.key for (one,) in found.mover.take("announce")] == keys
-    assert [key for key, _ in found.mover.take("finish")] == keys
-    found.mover.on_offer_end(keys[1])
+    assert [one.key for (one,) in found.mover.take("announce")] == HALVES
+    assert [key for key, _ in found.mover.take("finish")] == HALVES
+    found.mover.on_offer_end(HALVES[1])
     assert found.results({"s"}, is_idle=True) == NOTHING
     rank.step(StepPlan(revoked={"s": "why"}))
-    assert found.mover.take("fail") == [(keys[0], "why")]
-    found.mover.on_offer_end(keys[0])
+    assert found.mover.take("fail") == [(key, "why") for key in HALVES], "the mover knows which of them is over"
+    found.mover.on_offer_end(HALVES[0])
     assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
     assert_nothing_is_kept(found)
 
@@ -296,11 +328,11 @@ def test_slices_come_all_or_in_vain_and_the_first_that_fails_ends_the_others():
     for reasons in (("", ""), ("", "lost"), ("lost", ""), ("lost", "cancelled")):
         rank.step(StepPlan(fetches=[Fetching("d", destination(ranks=2).leg, 0, 64, ([1, 2, 3, 4],) * 4)]))
         messages = [one for (one,) in found.mover.take("fetch")]
-        assert [(one.key, one.port) for one in messages] == [("d/0", 9000), ("d/1", 9001)]
-        found.mover.on_fetch_end(EndedFetch("d/0", reasons[0]))
-        assert found.mover.take("cancel_fetch") == ([("d/1",)] if reasons[0] else [])
+        assert [(one.key, one.port) for one in messages] == [(HALVES[0], 9000), (HALVES[1], 9001)]
+        found.mover.on_fetch_end(EndedFetch(HALVES[0], reasons[0]))
+        assert found.mover.take("cancel_fetch") == ([(HALVES[1],)] if reasons[0] else [])
         assert found.results(set(), is_idle=True) == NOTHING
-        found.mover.on_fetch_end(EndedFetch("d/1", reasons[1]))
+        found.mover.on_fetch_end(EndedFetch(HALVES[1], reasons[1]))
         is_lost = any(reasons)
         assert found.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if is_lost else set())
         assert found.take_failed() == ({"d"} if is_lost else set())
@@ -326,6 +358,7 @@ def test_ranks_that_do_not_divide_keep_no_blocks_and_bring_nothing():
     rank.step(StepPlan(starts=[source(64, ranks=3)], fetches=[fetching]))
     assert rank.transfers.mover.calls == []
     assert rank.transfers.results({"s"}, is_idle=True) == ({"s"}, {"d"}, {"d"})
+    assert rank.transfers.take_failed() == {"d"}
     assert_nothing_is_kept(rank.transfers)
 
 
@@ -335,7 +368,7 @@ def test_steps_of_an_accelerator_are_handed_on_one_after_another_when_their_kern
     finished = threading.Event()
     side = begun()
     side.transfers.mover.finish = lambda *_: finished.set()
-    with patch.object(transfers, "started_kernels", lambda _: waiting.pop(0)):
+    with patch.object(device, "started_kernels", lambda _: waiting.pop(0)):
         side.step(StepPlan(steps=[SourceStep("s", 0, 64, BLOCKS)]))
         side.step(StepPlan(steps=[SourceStep("s", 64, GOAL, BLOCKS)]))
     done[1].set()

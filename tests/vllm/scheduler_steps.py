@@ -65,11 +65,12 @@ LENGTHS = [pages * PAGE + more for pages in (1, 3, 4, 5, 20) for more in (-1, 0,
 
 
 class Offload(NamedTuple):
-    """What vLLM did with a source's request: the ends of its steps, from what it had cached on, and what the connector
-    noted of them."""
+    """What vLLM did with a source's request: the ends of its steps, from what it had cached on, what the connector
+    noted of them, and whether vLLM keeps the last noted state when the request is over."""
 
     ends: list[int]
     steps: list[SourceStep]
+    keeps_state: bool = True
 
 
 @cache  # A second each.
@@ -138,11 +139,16 @@ class Instance:
             before = found.ends[-1] if found.ends else output.scheduled_new_reqs[0].num_computed_tokens
             found.ends.extend([before, before + tokens][bool(found.ends) :])
             self._end(output, request.request_id, [7] if before + tokens >= request.num_prompt_tokens else [])
+        keeps_state = not found.steps or self._keeps_state(found.steps[-1])
         # Its blocks stay until the worker's side reports it, unless that side never heard of it.
         sent = KVConnectorOutput(finished_sending={request.request_id} & self.scheduler.requests.keys())
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, ModelRunnerOutput([], {}, kv_connector_output=sent))
-        return found
+        return found._replace(keeps_state=keeps_state)
+
+    def _keeps_state(self, step: SourceStep) -> bool:
+        state = step.block_ids[0][-(-step.computed // self.block) - 1]
+        return self.scheduler.kv_cache_manager.block_pool.blocks[state].ref_cnt > 0
 
     def _end(self, output: SchedulerOutput, request_id: str, sampled: list[int]) -> None:
         self.scheduler.update_from_output(output, ModelRunnerOutput([request_id], {request_id: 0}, [sampled]))
@@ -165,15 +171,17 @@ def report(mode: Mode) -> dict[str, Any]:
     instance = Instance(mode)
     wrong: list[str] = []
     missed: list[int] = []
+    freed: list[int] = []
     hits: list[list[int]] = []
     for number, (length, room) in enumerate(itertools.product(LENGTHS, (BUDGET, 300))):
         goal, ids = goal_of(length, PAGE), [100 + number, *[7] * (length - 1)]
         twice = [instance.offload(list(ids), room) for _ in range(2)]
         wrong += [f"{length} tokens: {reason}" for one in twice if (reason := wrong_at_goal(one, goal, instance))]
         missed += [length for one in twice if goal not in one.ends]
+        freed += [length for one in twice if not one.keeps_state]
         longer = instance.offload([*ids[:goal], *[8] * 2 * PAGE], room)
         hits.append([goal, twice[1].ends[0], longer.ends[0]])
-    return {"tried": 2 * len(hits), "wrong": wrong, "missed": len(missed), "hits": hits}
+    return {"tried": 2 * len(hits), "wrong": wrong, "missed": len(missed), "freed": len(freed), "hits": hits}
 
 
 def one_token_more(add: Callable[[TransferPlanner, Request], int]) -> Callable[[TransferPlanner, Request], int]:

@@ -66,7 +66,7 @@ def unspoil(engine: Engine) -> None:
 def test_each_zeroed_state_and_each_zeroed_page_is_seen(reference_engine: Engine, pair: Pair, length: int):
     """The control of the test above: it would fail if a state or a page did not come."""
     ids, tokens, logprobs = reference(reference_engine, pair, length)
-    layouts = pair.source.evaluate(f"[(g.layout.kind, g.layout.layers) for g in {TRANSFERS}._groups]")
+    layouts = pair.source.evaluate(f"[(g.layout.kind, g.layout.layers) for g in {TRANSFERS}.rank.groups]")
     assert {kind for kind, _ in layouts} == {"linear", "attention"}
     for kind, layers in layouts:
         for layer in layers:
@@ -159,13 +159,55 @@ def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(r
         pair.destination.forget_prefixes()
         pair.assert_nothing_is_held(free)
 
-    def crosses() -> bool:
-        pair.destination.forget_prefixes()
-        return pair.offload(ids)[1].result().cached_tokens > 0
-
-    eventually(crosses, "a cache crosses again")
+    eventually(lambda: crosses(pair, ids), "a cache crosses again")
     pair.destination.forget_prefixes()
     pair.assert_nothing_is_held(free)
+
+
+MOVER = f"{TRANSFERS}.mover._process"
+# Less than the stack of a thread beyond what it has.
+NO_MEMORY = (
+    "(lambda resource, pid: resource.prlimit(pid, resource.RLIMIT_AS, (resource.getpagesize() * "
+    "int(open(f'/proc/{pid}/statm').read().split()[0]) + (4 << 20), resource.RLIM_INFINITY)))"
+    f"(__import__('resource'), {MOVER}.pid)"
+)
+FULL_DISK = "(lambda kept: (os.dup2(os.open('/dev/full', os.O_WRONLY), 2), kept)[1])(os.dup(2))"
+
+
+def crosses(pair: Pair, ids: list[int]) -> bool:
+    pair.destination.forget_prefixes()
+    return pair.offload(ids)[1].result().cached_tokens > 0
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_mover_without_memory_costs_time_and_its_successor_has_some(reference_engine: Engine, pair: Pair, side: str):
+    ids = prompt_of(1500, 5)
+    wanted = answer_alone(reference_engine, ids)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
+    starved: Engine = getattr(pair, side)
+    logged = len(pair.destination.log.read_text())
+    starved.evaluate(NO_MEMORY)
+    answer = pair.offload(ids)[1].result()
+    assert answer.tokens == wanted.tokens
+    sentence = "is computed here, its cache did not come: " in pair.destination.log.read_text()[logged:]
+    assert sentence == (answer.cached_tokens == 0)
+    starved.evaluate(f"{MOVER}.kill()")
+    eventually(lambda: crosses(pair, ids), "a cache crosses again")
+    pair.destination.forget_prefixes()
+    pair.assert_nothing_is_held(free)
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_an_engine_and_a_mover_whose_logs_have_no_room_carry_caches(pair: Pair, side: str):
+    ids, engine = prompt_of(1500, 6), getattr(pair, side)
+    kept = engine.evaluate(FULL_DISK)
+    engine.evaluate(f"{MOVER}.kill()")
+    eventually(lambda: crosses(pair, ids), "a cache crosses")
+    engine.evaluate(f"os.dup2({kept}, 2)")
+    engine.evaluate(f"{MOVER}.kill()")
+    eventually(lambda: crosses(pair, ids), "a cache crosses again")
 
 
 def test_many_at_once_are_preempted_and_answered_as_alone(reference_engine: Engine, pair: Pair):

@@ -10,16 +10,27 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from prfaas.ports import free_ports
-from prfaas_vllm.scheduling import goal_of
+from prfaas_vllm.scheduling import goal_of, token_digest
 
 from ..unit.worker.transfer_proxy import Change, CutError, Proxy, Seen, as_it_is
 from ..waiting import eventually
-from .connected import Pair, answer_alone, first_of_free_ports, on_ranks, parallel, prompt_of, reference, start, started
+from .connected import (
+    TOKENS,
+    Pair,
+    answer_alone,
+    first_of_free_ports,
+    on_ranks,
+    parallel,
+    prompt_of,
+    reference,
+    start,
+    started,
+)
 from .engines import Answer, Engine, EngineHost
 
 
@@ -106,7 +117,7 @@ def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on
 
 PARTS = {"state": "not part.tokens", "page": "part.tokens and part.start_token == 0"}
 ZEROS = "room.__setitem__(slice(None), bytes(len(room)))"
-MODULE = "__import__('sys').modules[type(transfers).__module__]"
+MODULES = "[__import__('sys').modules[f'prfaas_vllm.{side}'] for side in ('source', 'destination')]"
 EXCHANGED = (
     "lambda *arguments, **more: (lambda parts: tuple(one._replace(cuts=other.cuts) "
     "for one, other in zip(parts, parts[::-1])))(module.kept(*arguments, **more))"
@@ -125,10 +136,10 @@ def zeroed(source: Engine, condition: str) -> Iterator[None]:
 @contextmanager
 def exchanged(one: Engine) -> Iterator[None]:
     """Have an engine of one rank take each half of its blocks for the other, for a block."""
-    on_ranks(one, f"setattr({MODULE}, 'kept', {MODULE}.slices_of)")
-    on_ranks(one, f"(lambda module: setattr(module, 'slices_of', {EXCHANGED}))({MODULE})")
+    on_ranks(one, f"[setattr(module, 'kept', module.slices_of) for module in {MODULES}]")
+    on_ranks(one, f"[setattr(module, 'slices_of', (lambda module: {EXCHANGED})(module)) for module in {MODULES}]")
     yield
-    on_ranks(one, f"setattr({MODULE}, 'slices_of', {MODULE}.kept)")
+    on_ranks(one, f"[setattr(module, 'slices_of', module.kept) for module in {MODULES}]")
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -281,8 +292,8 @@ def test_each_layer_of_what_both_ranks_hold_comes_to_one_of_them(one_head: Pair)
     on_ranks(one_head.destination, f"(setattr(transfers, 'landed', []), {COUNTED})")
     one_head.offload(ids)[1].result()
     on_ranks(one_head.destination, "delattr(transfers, 'land')")
-    kinds = on_ranks(one_head.destination, "[each.layout.kind for each in transfers._groups]")[0]
-    layers = on_ranks(one_head.destination, "[each.layout.layers for each in transfers._groups]")[0]
+    kinds = on_ranks(one_head.destination, "[each.layout.kind for each in transfers.rank.groups]")[0]
+    layers = on_ranks(one_head.destination, "[each.layout.layers for each in transfers.rank.groups]")[0]
     first, second = on_ranks(one_head.destination, "set(transfers.landed)")
     for group, kind in enumerate(kinds):
         of_first, of_second = ({layer for at, layer in found if at == group} for found in (first, second))
@@ -297,7 +308,7 @@ def test_without_the_other_ranks_share_an_answer_would_be_another(one_head: Pair
     ids, tokens, logprobs = reference(one_head.destination, one_head, 700)
     forget(one_head)
     gather = "__import__('torch').zeros_like(tensor)"
-    on_ranks(one_head.destination, f"setattr(transfers, '_all_ranks', lambda tensor: [{gather}] * {RANKS})")
+    on_ranks(one_head.destination, f"setattr(transfers.destination, '_all_ranks', lambda tensor: [{gather}] * {RANKS})")
     answer = one_head.offload(ids)[1].result()
     assert answer.cached_tokens == 640
     assert (answer.tokens, answer.logprobs) != (tokens, logprobs)
@@ -344,15 +355,21 @@ def test_halves_that_change_places_are_seen(mixed: dict[tuple[int, int], Pair], 
     assert answer.tokens[:8] != tokens[:8] or difference(answer, tokens, logprobs) > NOISE
 
 
-@contextmanager
-def keeping_a_token(source: Engine) -> Iterator[None]:
-    """Have a source compute a token behind the goal, and nothing before it that it has cached."""
-    planner = "core.scheduler.connector._planner"
-    source.evaluate(f"(lambda p: setattr(p, 'add', lambda request: type(p).add(p, request) - 1))({planner})")
-    try:
-        yield
-    finally:
-        source.evaluate(f"delattr({planner}, 'add')")
+def give_cached(engine: Engine, ids: list[int], goal: int, source: dict[str, Any]) -> None:
+    """Have all ranks of an engine offer what its prefix cache has of a prompt, as it is there: a request would compute
+    the end of it again."""
+    request = (
+        f"__import__('vllm.v1.request', fromlist=['x']).Request('cached', {ids[: goal + 1]}, "
+        "__import__('vllm').SamplingParams(max_tokens=1), None, block_hasher=core.request_block_hasher)"
+    )
+    found = f"core.scheduler.kv_cache_manager.get_computed_blocks({request})"
+    assert engine.evaluate(f"{found}[1]") == goal
+    blocks = engine.evaluate(f"{found}[0].get_block_ids()")
+    start = f"SourceStart('cached', module.LegParams(**{source['prfaas']}), {goal}, {token_digest(ids[:goal])!r})"
+    offer = f"transfers.begin(module.StepPlan(starts=[module.{start}]))"
+    put = f"transfers.end_step(module.StepPlan(steps=[module.SourceStep('cached', 0, {goal}, {blocks})]))"
+    step = f"[{offer}, {put}, transfers.results(set(), is_idle=False)]"
+    on_ranks(engine, f"(lambda module: {step})(__import__('prfaas_vllm.scheduling', fromlist=['x']))")
 
 
 @pytest.mark.parametrize("spoils", ["nothing", *PARTS])
@@ -368,12 +385,12 @@ def test_a_cache_that_went_to_the_other_kind_and_back_is_the_same_to_the_last_bi
     forget(back)
     assert there.offload(ids)[1].result().cached_tokens == 640
     back.destination.forget_prefixes()
+    source, destination = back.legs()
     second = "key.endswith('/1')" if back.ranks[0] == 1 else "worker.rank == 1"
-    spoiled = zeroed(back.source, f"{PARTS[spoils]} and {second}") if spoils in PARTS else nullcontext()
-    with keeping_a_token(back.source), spoiled:
-        source, destination = back.offload(ids)
-        answer = destination.result()
-    assert (source.result().cached_tokens, answer.cached_tokens) == (640, 640), "what came is what is used"
+    with zeroed(back.source, f"{PARTS[spoils]} and {second}") if spoils in PARTS else nullcontext():
+        give_cached(back.source, ids, 640, source)
+        answer = back.destination.generate(ids, TOKENS, destination)
+    assert answer.cached_tokens == 640
     assert ((answer.tokens, answer.logprobs) == (tokens, logprobs)) == (spoils == "nothing")
 
 

@@ -26,6 +26,12 @@ def test_a_landed_part_is_waited_for_on_its_own_device(facts):
     assert facts["waited for"] == ["meta"]
 
 
+def test_a_gpu_reaches_the_memory_of_transfers_by_itself_and_a_refusal_is_said(facts):
+    registered, refusal = facts["pinned"]
+    assert registered == [True, 3 << 20, 0]
+    assert refusal.startswith("prfaas: 3 MiB of host memory cannot be pinned (CUDA error 2), so copies are slower")
+
+
 def test_a_layout_for_gpus_is_accepted_and_is_not_that_of_cpus(facts):
     """Tokens before heads is what vLLM chooses first where its kernels want nothing else."""
     assert facts["layouts"] == {

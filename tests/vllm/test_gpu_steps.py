@@ -136,6 +136,16 @@ def test_vllms_scheduler_leaves_each_source_its_state_at_the_goal_also_of_cached
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
+def test_the_block_of_a_sources_state_is_not_free_before_its_offer_is_over(
+    schedulers: dict[str, dict[str, Any]], version: str
+):
+    """It is read where it is. The control is a prompt with a token behind the state: vLLM needs only the last one."""
+    freed = {mode: report["freed"] for mode, report in schedulers[version].items()}
+    assert {mode for mode, count in freed.items() if count} == {"control: plain"}
+    assert freed["control: plain"] == 40
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
 def test_vllms_scheduler_passes_over_the_goal_of_a_source_that_keeps_a_token_more(
     schedulers: dict[str, dict[str, Any]], version: str
 ):

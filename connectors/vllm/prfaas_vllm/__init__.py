@@ -2,8 +2,12 @@
 
 connector.py   vLLM's interface; passes every call on
 scheduling.py  the scheduler's side: which tokens cross, for which requests (no torch, no vLLM)
-transfers.py   the worker's side: pages and states, to and from the mover
-layout.py      vLLM's cache groups as groups of a manifest, and copies of their pages
+transfers.py   the worker's side: a rank's transfers, their mover, and what vLLM hears of them
+source.py      what a rank gives: which blocks are computed, and copies of them
+destination.py what a rank gets: which caches it waits for, and where they land
+layout.py      vLLM's cache groups as groups of a manifest
+blocks.py      a rank's groups, and copies between their blocks and plain memory (no vLLM)
+device.py      an accelerator's streams and its way to host memory (no vLLM)
 slices.py      what crosses between a rank and an instance of several ranks
 shares.py      what several ranks hold alike: each fetches a share, and gives it to the others
 fingerprint.py what tells two models apart

@@ -26,12 +26,20 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
+from prfaas_vllm.device import device_kind
 from prfaas_vllm.fingerprint import fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import StepPlan, TransferPlanner
-from prfaas_vllm.settings import data_port, read_settings, refusals_in_status, require_parallelism, require_supported
-from prfaas_vllm.transfers import Transfers, device_kind
+from prfaas_vllm.settings import (
+    data_port,
+    read_settings,
+    refusals_in_status,
+    require_parallelism,
+    require_supported,
+    require_transfer_memory,
+)
+from prfaas_vllm.transfers import RankTransfers
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -78,7 +86,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         # Of attention: a state's block is another one on a side that caches no prefixes, and both must agree on goals.
         self._planner = TransferPlanner(vllm_config.cache_config.block_size)
         self._requests: dict[str, Request] = {}  # Sources, by id.
-        self._transfers: Transfers | None = None
+        self._transfers: RankTransfers | None = None
 
     # The scheduler's side.
 
@@ -127,7 +135,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, PrfaasWorkerMetadata):
             self._planner.fetches_failed(found.failed)
-        self._planner.end_fetches(connector_output.finished_recving or (), connector_output.failed_recving)
+        self._planner.end_offers(connector_output.finished_sending or set())
+        self._planner.end_fetches(connector_output.finished_recving or set(), connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
@@ -157,12 +166,13 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         kv_heads = kv_heads_of(self._vllm_config)
         groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first), own, kv_heads)
         mover = parallel.data_parallel_index * parallel.world_size + own.rank
+        require_transfer_memory(part_bytes := slot_bytes(groups), settings.transfer_memory_mib)
         options = MoverOptions(
             host=settings.host,
             data_port=data_port(self._kv_transfer_config.kv_port, mover),
             fingerprint=_fingerprint(self._vllm_config),
             groups=tuple(group.layout for group in groups),
-            slot_bytes=slot_bytes(groups),
+            slot_bytes=part_bytes,
             cluster=settings.cluster,
             rank=own.rank,
             ranks=own.ranks,
@@ -176,10 +186,14 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             transfer_memory_mib=settings.transfer_memory_mib,
             wire_codec=settings.compression,
         )
-        self._transfers = Transfers(groups, options, _all_ranks)
+        self._transfers = RankTransfers(groups, options, _all_ranks)
         log.info(
             "prfaas: data port %s:%d, %s", settings.host, options.data_port, [group.spec for group in options.groups]
         )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._transfers is not None:
+            self._transfers.revoke(_plan_of(kv_connector_metadata))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -218,9 +232,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, PrfaasMetadata)  # noqa: S101  # vLLM passes on what build_connector_meta made
-        return metadata.plan
+        return _plan_of(self._get_connector_metadata())
+
+
+def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
+    assert isinstance(metadata, PrfaasMetadata)  # noqa: S101  # vLLM passes on what build_connector_meta made
+    return metadata.plan
 
 
 def _all_ranks(of_rank: torch.Tensor) -> Sequence[torch.Tensor]:

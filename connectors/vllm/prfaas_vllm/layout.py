@@ -1,4 +1,4 @@
-"""vLLM's cache groups as groups of a manifest, and copies between their blocks and plain memory.
+"""vLLM's cache groups as groups of a manifest.
 
 A row of an attention group is a block: on CPUs a block has no rows by token. A linear group has a state a layer, in the
 block at a page's end. Bytes travel as the device holds them, so a group's `spec` names all that gives them a meaning:
@@ -6,10 +6,9 @@ vLLM's class, the kernel's layout and the processor's kind. Two instances that d
 group's heads are known, any rank's part can be cut out of a block.
 """
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
@@ -23,54 +22,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.errors import ConfigError, PeerError
+from prfaas.errors import ConfigError
 from prfaas.wire.transfer import ITEM_BYTES, LayerGroup, TensorLayout
-from prfaas_vllm.ranks import ByteRun, HeadMap, HeadRows, HeadSection, RankOf, bytes_of
+from prfaas_vllm.blocks import FRAME_BYTES, VllmGroup
+from prfaas_vllm.ranks import HeadMap, HeadRows, HeadSection, RankOf, bytes_of
 
 HEAD_AXIS = 1
 """Of vLLM's view of a layer's attention: blocks, heads, rows, columns."""
-FRAME_BYTES = 4 << 20
-"""Blocks of one layer leave in frames of about this size at most."""
-
-
-class TensorCut(NamedTuple):
-    """Where a slice's bytes of a tensor lie in a block, and in the slice, which has so many bytes a block."""
-
-    held: Sequence[ByteRun]
-    cut: Sequence[ByteRun]
-    cut_bytes: int
-
-
-class VllmGroup(NamedTuple):
-    """One transfer group: its number among vLLM's groups, the tokens of its blocks, and of each layer index its tensors
-    as [blocks, bytes].
-
-    `heads` tells of each tensor what its bytes are; empty if that is not known. `describe` gives the `spec` of a part.
-    """
-
-    number: int
-    page_tokens: int
-    layout: LayerGroup
-    tensors: Mapping[int, Sequence[torch.Tensor]]
-    heads: tuple[HeadMap, ...]
-    describe: Callable[[RankOf], str]
-
-    def blocks_of(self, block_ids: Sequence[int], start_token: int, tokens: int) -> list[int]:
-        """Return the blocks of some rows, or of the state at the end of `start_token` tokens."""
-        if self.layout.kind == "linear":
-            return [block_ids[min(len(block_ids), -(-start_token // self.page_tokens)) - 1]]
-        first, count = start_token // self.page_tokens, tokens // self.page_tokens
-        found = list(block_ids[first : first + count])
-        if len(found) != count:
-            raise PeerError(f"the request has {len(found)} of {count} blocks from token {start_token} on")
-        return found
-
-    def blocks_between(self, block_ids: Sequence[int], start_token: int, end_token: int) -> list[int]:
-        """Return the blocks of all that crosses for these tokens: their rows', or that of the state at their end."""
-        if self.layout.kind == "linear":
-            return self.blocks_of(block_ids, end_token, 0)
-        first, end = self.layout.rows_span(start_token, end_token)
-        return self.blocks_of(block_ids, first, end - first)
 
 
 def groups_of(
@@ -112,52 +70,10 @@ def groups_of(
     return tuple(found)
 
 
-def frame_tokens(group: LayerGroup) -> int:
-    """Return the most tokens of one frame of an attention group: whole blocks."""
-    return max(1, FRAME_BYTES // group.nbytes) * group.row_tokens
-
-
 def slot_bytes(groups: Sequence[VllmGroup]) -> int:
     """Return the largest part that travels in one frame."""
     largest = max(FRAME_BYTES, *(group.layout.nbytes for group in groups))  # other ranks' frames are full otherwise
     return -(-largest // 4096) * 4096
-
-
-def read_slice(
-    tensors: Sequence[torch.Tensor], blocks: Sequence[int], room: memoryview, cuts: Sequence[TensorCut]
-) -> None:
-    """Copy a slice of blocks into plain memory, tensor after tensor; returns when it is there."""
-    at = 0
-    for tensor, (held, cut, cut_bytes) in zip(tensors, cuts, strict=True):
-        picked = tensor.index_select(0, torch.tensor(blocks, device=tensor.device))
-        made = torch.empty((len(blocks), cut_bytes), dtype=torch.uint8, device=tensor.device)
-        for source, target in zip(held, cut, strict=True):
-            _run(made, target).copy_(_run(picked, source))
-        torch.frombuffer(room[at : at + made.numel()], dtype=torch.uint8).view(made.shape).copy_(made)
-        at += made.numel()
-
-
-def write_slice(
-    tensors: Sequence[torch.Tensor], blocks: Sequence[int], received: memoryview, cuts: Sequence[TensorCut]
-) -> None:
-    """Copy plain memory into a slice of blocks, as `read_slice` wrote it; returns when it is there."""
-    at = 0
-    for tensor, (held, cut, cut_bytes) in zip(tensors, cuts, strict=True):
-        count = len(blocks) * cut_bytes
-        source = torch.frombuffer(received[at : at + count], dtype=torch.uint8).view(len(blocks), cut_bytes)
-        source, index = source.to(tensor.device), torch.tensor(blocks, device=tensor.device)
-        for target, part in zip(held, cut, strict=True):
-            _run(tensor, target).index_copy_(0, index, _run(source, part))
-        at += count
-    _synchronize(tensors[0])
-
-
-def blocks_of_bytes(tensors: Sequence[torch.Tensor], state: bytes) -> list[torch.Tensor]:
-    """Return what `read_blocks` wrote of one block as tensors of one block each."""
-    ends = list(itertools.accumulate(tensor.shape[1] for tensor in tensors))
-    # A copy that can be written: torch warns of tensors on read-only memory.
-    whole = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    return [whole[first:end].unsqueeze(0) for first, end in itertools.pairwise([0, *ends])]
 
 
 def numbered(names: Sequence[str]) -> dict[str, int]:
@@ -174,37 +90,6 @@ def numbered(names: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def started_kernels(device: torch.device) -> torch.Event | None:
-    """Return an event after all that this thread has started on the device; None for CPUs, which compute at once."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-
-
-def read_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], room: memoryview) -> None:
-    """Copy blocks into plain memory, tensor after tensor; returns when they are there."""
-    at = 0
-    for tensor in tensors:
-        count = len(blocks) * tensor.shape[1]
-        target = torch.frombuffer(room[at : at + count], dtype=torch.uint8).view(len(blocks), tensor.shape[1])
-        index = torch.tensor(blocks, device=tensor.device)
-        if tensor.device.type == "cpu":
-            torch.index_select(tensor, 0, index, out=target)
-        else:
-            target.copy_(tensor.index_select(0, index))
-        at += count
-
-
-def write_blocks(tensors: Sequence[torch.Tensor], blocks: Sequence[int], received: memoryview) -> None:
-    """Copy plain memory into blocks, as `read_blocks` wrote it; returns when they are there."""
-    at = 0
-    for tensor in tensors:
-        count = len(blocks) * tensor.shape[1]
-        source = torch.frombuffer(received[at : at + count], dtype=torch.uint8).view(len(blocks), tensor.shape[1])
-        index = torch.tensor(blocks, device=tensor.device)
-        tensor.index_copy_(0, index, source.to(tensor.device))
-        at += count
-    _synchronize(tensors[0])
-
-
 def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = next(iter(spec.kv_cache_specs.values()))
@@ -214,18 +99,6 @@ def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
             "linear states can: use engine.transfer.connector Nixl for this model"
         )
     return spec
-
-
-def _synchronize(tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cpu":
-        # Of that device: this thread's own device is another one in all ranks but the first.
-        torch.accelerator.current_stream(tensor.device).synchronize()
-
-
-def _run(blocks: torch.Tensor, run: ByteRun) -> torch.Tensor:
-    """Return a run's bytes in each block, as a view."""
-    shape, strides = (blocks.shape[0], run.rows, run.width), (blocks.stride(0), run.apart, 1)
-    return blocks.as_strided(shape, strides, blocks.storage_offset() + run.first)
 
 
 def _heads_of(

@@ -7,7 +7,8 @@ prompt has less to win by that than the tail costs: all but its last token cross
 
 The source's prompt is cut to end with the goal. Where vLLM ends the steps within a prompt depends on its kernels, on
 drafts and on what it has cached. The last step always ends with the prompt, and leaves the state that crosses. vLLM
-computes at least the last token of any prompt, so no prefix cache takes that step away.
+computes at least the last token of any prompt, so no prefix cache takes that step away. And no step follows that would
+write the state again while it crosses.
 
 Nothing here imports vLLM: requests are known by the few attributes of `VllmRequest`.
 """
@@ -15,7 +16,7 @@ Nothing here imports vLLM: requests are known by the few attributes of `VllmRequ
 import hashlib
 import logging
 from array import array
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
 
@@ -28,6 +29,7 @@ BlockIds = tuple[list[int], ...]
 WHOLE_PAGES_FROM: Final = 4
 """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one."""
 DIGEST_CHARS: Final = 32
+NAMED_TWICE: Final = "prfaas: the transfer of %s has begun before, for another request: it is served alone"
 MAX_RANKS: Final = 64
 # 253: the longest name in DNS (RFC 1035 allows 255 bytes with its lengths).
 _Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
@@ -143,6 +145,7 @@ class TransferPlanner:
         self._sources: dict[str, SourceStart] = {}
         self._known: set[str] = set()  # Sources of which the worker's side knows.
         self._tried: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
+        self._owners: dict[str, str] = {}  # Requests by transfer: of these the worker's side may hold something.
         self._fetching: dict[str, Fetching] = {}
         self._plan = StepPlan()
 
@@ -155,6 +158,10 @@ class TransferPlanner:
         if not goal:
             log.info("prfaas: %s has %d tokens, too few to cross", request.request_id, request.num_prompt_tokens)
             return 0
+        if self._is_of_another(request.request_id, leg):
+            log.warning(NAMED_TWICE, request.request_id)
+            return 0
+        self._owners[leg.transfer_id] = request.request_id
         start = SourceStart(request.request_id, leg, goal, prompt_digest(request, goal))
         self._sources[request.request_id] = start
         self._plan.starts.append(start)
@@ -165,7 +172,7 @@ class TransferPlanner:
         leg = leg_of(request)
         if leg is None or leg.role != "destination" or request.request_id in self._tried:
             return 0
-        return max(0, self._goal(request) - computed)
+        return 0 if self._is_of_another(request.request_id, leg) else max(0, self._goal(request) - computed)
 
     def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
         """Note the blocks for `external` tokens, and fetch them in this step; without any, tell its source."""
@@ -177,6 +184,7 @@ class TransferPlanner:
         if not external:
             self._decline(request)
             return
+        self._owners[leg.transfer_id] = request.request_id
         prompt = prompt_digest(request, goal)
         fetching = Fetching(request.request_id, leg, goal - external, goal, block_ids, prompt)
         self._fetching[request.request_id] = fetching
@@ -189,9 +197,9 @@ class TransferPlanner:
         if source is None:
             return
         computed = before + tokens
-        if before < source.goal < computed:  # no supported version does, and its state would be a wrong one
+        if computed > source.goal:  # no supported version does; it would write the state again, or leave none
             del self._sources[request_id]
-            reason = f"vLLM left no state at token {source.goal}: a step went from {before} to {computed}"
+            reason = f"vLLM leaves no state at token {source.goal}: a step goes from {before} to {computed}"
             self._withdraw(request_id, reason)
             return
         self._plan.steps.append(SourceStep(request_id, before, computed, block_ids))
@@ -205,8 +213,13 @@ class TransferPlanner:
             if self._sources.pop(request_id, None) is not None:
                 self._withdraw(request_id, "the source needed its memory for other requests")
 
-    def end_fetches(self, request_ids: Iterable[str], failed: Container[str]) -> None:
+    def end_offers(self, request_ids: Collection[str]) -> None:
+        """Note requests that are over, and whose offers are, at all ranks."""
+        self._forget(request_ids)
+
+    def end_fetches(self, request_ids: Collection[str], failed: Container[str]) -> None:
         """Note requests whose fetch is over at all ranks."""
+        self._forget(request_ids)
         for request_id in sorted(request_ids):
             fetching = self._fetching.pop(request_id, None)
             if fetching is not None and request_id not in failed:
@@ -233,7 +246,7 @@ class TransferPlanner:
         self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
         is_known = request_id in self._known
-        if not is_known or (source is not None and not is_whole):
+        if source is not None and not (is_known and is_whole):
             self._withdraw(request_id, "the prefill was aborted")
         self._known.discard(request_id)
         return is_known
@@ -244,6 +257,7 @@ class TransferPlanner:
             self._plan.revoked[request_id] = reason
         else:
             self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]
+            self._forget([request_id])
 
     def _goal(self, request: VllmRequest) -> int:
         return goal_of(request.num_prompt_tokens, self._page_tokens)
@@ -251,8 +265,20 @@ class TransferPlanner:
     def _decline(self, request: VllmRequest) -> None:
         """Tell the source of a destination, if it offers something, that it is not wanted."""
         leg = leg_of(request)
-        if leg is not None and leg.role == "destination" and self._goal(request):
-            self._plan.declined.append(DeclineFetch(request.request_id, leg))
+        if leg is None or leg.role != "destination" or not self._goal(request):
+            return
+        if self._is_of_another(request.request_id, leg):
+            log.warning(NAMED_TWICE, request.request_id)
+            return
+        self._plan.declined.append(DeclineFetch(request.request_id, leg))
+
+    def _is_of_another(self, request_id: str, leg: LegParams) -> bool:
+        """Return whether a caller has named this transfer for two requests: it is the first one's."""
+        return self._owners.get(leg.transfer_id, request_id) != request_id
+
+    def _forget(self, request_ids: Collection[str]) -> None:
+        if request_ids:
+            self._owners = {one: owner for one, owner in self._owners.items() if owner not in request_ids}
 
 
 def leg_of(request: VllmRequest) -> LegParams | None:

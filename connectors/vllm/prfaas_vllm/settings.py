@@ -11,6 +11,7 @@ import msgspec
 from prfaas.errors import ConfigError
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
+from prfaas.util import MIB
 
 SUPPORTED: Final = {"0.32": "run on CPUs", "0.33": "type-checked"}
 """Minor versions of vLLM by what was done with them; its connector interface calls itself experimental."""
@@ -54,6 +55,16 @@ def read_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
 def data_port(configured: int | None, mover: int) -> int:
     """Return the data port of an instance's mover with this number; `configured` is that of the first one."""
     return (configured or WORKER_DATA_PORT) + mover
+
+
+def require_transfer_memory(part_bytes: int, transfer_memory_mib: int) -> None:
+    """Raise ConfigError if transfers may not hold two parts of a cache: one that leaves and one that comes."""
+    least_mib = -(-2 * part_bytes // MIB)
+    if transfer_memory_mib < least_mib:
+        raise ConfigError(
+            f"kv_connector_extra_config of PrfaasConnector: transfer_memory_mib is {transfer_memory_mib}, and two "
+            f"parts of this model's cache, of {part_bytes:,} bytes each, must fit: set at least {least_mib}"
+        )
 
 
 class EngineParallelism(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from prfaas_vllm.layout import VllmGroup
+from prfaas_vllm.blocks import VllmGroup
 from prfaas_vllm.ranks import RankOf, copies_of
 from prfaas_vllm.scheduling import Fetching
 from prfaas_vllm.slices import fetched_layers

@@ -12,7 +12,7 @@ import msgspec
 from prfaas.errors import ConfigError
 from prfaas.wire.transfer import LayerGroup, TensorLayout
 from prfaas_transfer.mover.messages import CacheSlice
-from prfaas_vllm.layout import TensorCut, VllmGroup
+from prfaas_vllm.blocks import TensorCut, VllmGroup
 from prfaas_vllm.ranks import RankOf, bytes_of, copies_of, divides, runs_of, share_of
 
 

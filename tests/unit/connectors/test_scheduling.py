@@ -13,7 +13,14 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas_vllm import settings
 from prfaas_vllm.scheduling import TransferPlanner, goal_of, leg_of
-from prfaas_vllm.settings import SUPPORTED, data_port, read_settings, require_parallelism, require_supported
+from prfaas_vllm.settings import (
+    SUPPORTED,
+    data_port,
+    read_settings,
+    require_parallelism,
+    require_supported,
+    require_transfer_memory,
+)
 
 PAGE = 256
 LEG = {"transfer_id": "a" * 32, "epoch": 7, "token": "secret", "host": "10.0.0.1", "port": 8001, "cluster": "eu"}
@@ -36,12 +43,18 @@ class Request:
     prompt_token_ids: list[int] | None = field(default_factory=lambda: [7])
 
 
-def source(**more: Any) -> Request:
-    return Request(kv_transfer_params={"prfaas": LEG | {"role": "source"}}, **more)
+def source(transfer_id: str = "", **more: Any) -> Request:
+    return _leg(transfer_id, "source", more)
 
 
-def destination(**more: Any) -> Request:
-    return Request(kv_transfer_params={"prfaas": LEG | {"role": "destination"}}, **more)
+def destination(transfer_id: str = "", **more: Any) -> Request:
+    return _leg(transfer_id, "destination", more)
+
+
+def _leg(transfer_id: str, role: str, more: dict[str, Any]) -> Request:
+    """A request; without a name of its own its transfer is called as its id is."""
+    named = transfer_id or more.get("request_id", "a").encode().hex().zfill(32)
+    return Request(kv_transfer_params={"prfaas": LEG | {"role": role, "transfer_id": named}}, **more)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +134,22 @@ def test_of_a_step_across_the_goal_nothing_is_given(is_known: bool):
     planner.scheduled(request, 1, ([1],))
     after = planner.take(is_idle=False)
     assert (after.steps, after.starts, planner.is_source("r")) == ([], [], False)
-    reason = "vLLM left no state at token 1024: a step went from 0 to 1025"
+    reason = "vLLM leaves no state at token 1024: a step goes from 0 to 1025"
     assert after.revoked == ({"r": reason} if plan else {}), "what was not announced is not revoked"
     assert planner.finish(request, is_whole=True) is is_known
+
+
+def test_a_source_that_is_computed_on_is_revoked_before_its_state_is_written_again():
+    planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
+    planner.add(request)
+    planner.scheduled(request, 1024, ([1],))
+    assert len(planner.take(is_idle=False).steps) == 1
+    request.num_computed_tokens = 1024
+    planner.scheduled(request, 1, ([1],))
+    plan = planner.take(is_idle=False)
+    reason = "vLLM leaves no state at token 1024: a step goes from 1024 to 1025"
+    assert (plan.steps, plan.revoked) == ([], {"r": reason})
+    assert planner.finish(request, is_whole=True) is True, "its blocks stay until its offer is over"
 
 
 def test_a_destination_fetches_what_its_own_cache_lacks_once():
@@ -177,6 +203,32 @@ def test_a_destination_asks_once_also_where_vllm_allocates_again_after_a_failure
     assert len(planner.take(is_idle=False).fetches) == 1
 
 
+def test_a_transfer_that_is_named_for_two_requests_is_the_first_ones_until_that_is_over():
+    """The second would end the first's offer, or take its cache for its own."""
+    planner = TransferPlanner(PAGE)
+    first, second = (source(transfer_id=LEG["transfer_id"], request_id=name) for name in ("first", "second"))
+    assert planner.add(first) > 0
+    assert planner.add(second) == 0
+    assert [start.request_id for start in planner.take(is_idle=False).starts] == ["first"]
+    assert planner.is_source("second") is False
+    assert planner.finish(second, is_whole=True) is False
+    assert planner.finish(first, is_whole=True) is True
+    assert planner.add(second) == 0, "its offer may be open"
+    planner.end_offers({"first"})
+    assert planner.add(second) > 0
+
+    planner = TransferPlanner(PAGE)
+    first, second = (destination(transfer_id=LEG["transfer_id"], request_id=name) for name in ("first", "second"))
+    planner.allocated(first, ([1],), 2816)
+    assert planner.matched(second, 0) == 0
+    planner.allocated(second, ([2],), 0)
+    planner.finish(second, is_whole=True)
+    plan = planner.take(is_idle=False)
+    assert ([each.request_id for each in plan.fetches], plan.declined) == (["first"], [])
+    planner.end_fetches({"first"}, set())
+    assert planner.matched(destination(transfer_id=LEG["transfer_id"], request_id="third"), 0) == 2816
+
+
 def test_an_idle_step_reaches_the_workers_side():
     planner = TransferPlanner(PAGE)
     assert planner.take(is_idle=True).is_idle
@@ -186,8 +238,11 @@ def test_an_idle_step_reaches_the_workers_side():
 def test_nothing_is_kept_of_requests_that_ended():
     planner = TransferPlanner(PAGE)
     empty = {name: type(held)() for name, held in vars(planner).items() if isinstance(held, (dict, set))}
-    assert len(empty) == 4
-    first, second, third = source(request_id="a"), destination(request_id="b"), source(request_id="c")
+    assert len(empty) == 5
+    first, second, third = (
+        role(request_id=name, transfer_id=name * 32)
+        for role, name in ((source, "a"), (destination, "b"), (source, "c"))
+    )
     for request in (first, third):
         planner.add(request)
     planner.allocated(second, ([1],), 512)
@@ -195,6 +250,8 @@ def test_nothing_is_kept_of_requests_that_ended():
     planner.preempted(["c"])
     for request in (first, second, third):
         planner.finish(request, is_whole=request is first)
+    planner.end_offers({"a", "c"})
+    planner.end_fetches({"b"}, set())
     assert {name: held for name, held in vars(planner).items() if name in empty} == empty
 
 
@@ -253,6 +310,12 @@ def test_settings_are_read_from_text_and_numbers_and_faults_are_named():
     with pytest.raises(ConfigError, match="compression is 'zip', want one of"):
         read_settings({"compression": "zip"})
     assert [data_port(9000, 0), data_port(None, 3)] == [9000, 8004]
+
+
+def test_transfers_that_may_not_hold_two_parts_of_the_cache_are_refused_with_what_they_need():
+    require_transfer_memory(128 << 20, 256)
+    with pytest.raises(ConfigError, match=r"is 256, and two parts .* of 134,217,729 bytes each, .* at least 257"):
+        require_transfer_memory((128 << 20) + 1, 256)
 
 
 @pytest.mark.parametrize(
