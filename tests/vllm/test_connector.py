@@ -202,12 +202,17 @@ def test_a_mover_without_memory_costs_time_and_its_successor_has_some(reference_
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_an_engine_and_a_mover_whose_logs_have_no_room_carry_caches(pair: Pair, side: str):
     ids, engine = prompt_of(1500, 6), getattr(pair, side)
+    pair.source.forget_prefixes()
+    pair.destination.forget_prefixes()
+    free = pair.source.free_pages(), pair.destination.free_pages()
     kept = engine.evaluate(FULL_DISK)
     engine.evaluate(f"{MOVER}.kill()")
     eventually(lambda: crosses(pair, ids), "a cache crosses")
     engine.evaluate(f"os.dup2({kept}, 2)")
     engine.evaluate(f"{MOVER}.kill()")
     eventually(lambda: crosses(pair, ids), "a cache crosses again")
+    pair.destination.forget_prefixes()
+    pair.assert_nothing_is_held(free)
 
 
 def test_many_at_once_are_preempted_and_answered_as_alone(reference_engine: Engine, pair: Pair):

@@ -365,9 +365,10 @@ def give_cached(engine: Engine, ids: list[int], goal: int, source: dict[str, Any
     found = f"core.scheduler.kv_cache_manager.get_computed_blocks({request})"
     assert engine.evaluate(f"{found}[1]") == goal
     blocks = engine.evaluate(f"{found}[0].get_block_ids()")
-    start = f"SourceStart('cached', module.LegParams(**{source['prfaas']}), {goal}, {token_digest(ids[:goal])!r})"
+    name = source["prfaas"]["transfer_id"]  # of a request that vLLM does not know, so it never ends
+    start = f"SourceStart({name!r}, module.LegParams(**{source['prfaas']}), {goal}, {token_digest(ids[:goal])!r})"
     offer = f"transfers.begin(module.StepPlan(starts=[module.{start}]))"
-    put = f"transfers.end_step(module.StepPlan(steps=[module.SourceStep('cached', 0, {goal}, {blocks})]))"
+    put = f"transfers.end_step(module.StepPlan(steps=[module.SourceStep({name!r}, 0, {goal}, {blocks})]))"
     step = f"[{offer}, {put}, transfers.results(set(), is_idle=False)]"
     on_ranks(engine, f"(lambda module: {step})(__import__('prfaas_vllm.scheduling', fromlist=['x']))")
 
