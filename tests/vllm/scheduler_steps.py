@@ -178,7 +178,7 @@ def report(mode: Mode) -> dict[str, Any]:
         twice = [instance.offload(list(ids), room) for _ in range(2)]
         wrong += [f"{length} tokens: {reason}" for one in twice if (reason := wrong_at_goal(one, goal, instance))]
         missed += [length for one in twice if goal not in one.ends]
-        freed += [length for one in twice if not one.keeps_state]
+        freed += [length for one in twice if one.steps and one.steps[-1].computed == goal and not one.keeps_state]
         longer = instance.offload([*ids[:goal], *[8] * 2 * PAGE], room)
         hits.append([goal, twice[1].ends[0], longer.ends[0]])
     return {"tried": 2 * len(hits), "wrong": wrong, "missed": len(missed), "freed": len(freed), "hits": hits}
