@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from prfaas.ports import free_ports
 from prfaas_vllm.scheduling import WHOLE_PAGES_FROM
 
-from ..waiting import assert_freed
+from ..waiting import assert_freed, eventually
 from .engines import Answer, Engine, EngineHost, Running, reference_of
 
 TOKENS = 24
@@ -49,6 +49,25 @@ class Pair(NamedTuple):
         """Send both legs at once."""
         source, destination = self.legs(**other)
         return self.source.submit(ids, 1, source), self.destination.submit(ids, tokens, destination)
+
+    def offload_until_it_crosses(self, ids: list[int]) -> None:
+        """Offload again and again, while a mover starts. Decline afterwards what did not cross: a source that heard of
+        no destination would keep its memory for its lease."""
+        lost: list[dict[str, Any]] = []
+
+        def crosses() -> bool:
+            self.destination.forget_prefixes()
+            source, destination = self.legs()
+            self.source.submit(ids, 1, source)
+            if self.destination.generate(ids, TOKENS, destination).cached_tokens:
+                return True
+            lost.append(destination)
+            return False
+
+        eventually(crosses, "a cache crosses again")
+        for destination in lost:
+            self.destination.generate(ids, 1, destination)  # its own cache has all of it by now
+        self.destination.forget_prefixes()
 
     def slow(self, mbps: int | None) -> None:
         """Cap the source's egress; the file is read every second."""

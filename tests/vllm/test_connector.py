@@ -159,8 +159,7 @@ def test_a_mover_that_is_killed_costs_time_and_the_next_transfer_finds_another(r
         pair.destination.forget_prefixes()
         pair.assert_nothing_is_held(free)
 
-    eventually(lambda: crosses(pair, ids), "a cache crosses again")
-    pair.destination.forget_prefixes()
+    pair.offload_until_it_crosses(ids)
     pair.assert_nothing_is_held(free)
 
 
@@ -174,11 +173,6 @@ NO_MEMORY = (
 FULL_DISK = "(lambda kept: (os.dup2(os.open('/dev/full', os.O_WRONLY), 2), kept)[1])(os.dup(2))"
 
 
-def crosses(pair: Pair, ids: list[int]) -> bool:
-    pair.destination.forget_prefixes()
-    return pair.offload(ids)[1].result().cached_tokens > 0
-
-
 @pytest.mark.parametrize("side", ["source", "destination"])
 def test_a_mover_without_memory_costs_time_and_its_successor_has_some(reference_engine: Engine, pair: Pair, side: str):
     ids = prompt_of(1500, 5)
@@ -189,12 +183,16 @@ def test_a_mover_without_memory_costs_time_and_its_successor_has_some(reference_
     starved: Engine = getattr(pair, side)
     logged = len(pair.destination.log.read_text())
     starved.evaluate(NO_MEMORY)
-    answer = pair.offload(ids)[1].result()
+    source, destination = pair.legs()
+    pair.source.submit(ids, 1, source)
+    answer = pair.destination.generate(ids, TOKENS, destination)
     assert answer.tokens == wanted.tokens
     sentence = "is computed here, its cache did not come: " in pair.destination.log.read_text()[logged:]
     assert sentence == (answer.cached_tokens == 0)
     starved.evaluate(f"{MOVER}.kill()")
-    eventually(lambda: crosses(pair, ids), "a cache crosses again")
+    pair.offload_until_it_crosses(ids)
+    pair.destination.generate(ids, 1)
+    pair.destination.generate(ids, 1, destination)  # declines it, if its source heard nothing of it
     pair.destination.forget_prefixes()
     pair.assert_nothing_is_held(free)
 
@@ -207,11 +205,10 @@ def test_an_engine_and_a_mover_whose_logs_have_no_room_carry_caches(pair: Pair, 
     free = pair.source.free_pages(), pair.destination.free_pages()
     kept = engine.evaluate(FULL_DISK)
     engine.evaluate(f"{MOVER}.kill()")
-    eventually(lambda: crosses(pair, ids), "a cache crosses")
+    pair.offload_until_it_crosses(ids)
     engine.evaluate(f"os.dup2({kept}, 2)")
     engine.evaluate(f"{MOVER}.kill()")
-    eventually(lambda: crosses(pair, ids), "a cache crosses again")
-    pair.destination.forget_prefixes()
+    pair.offload_until_it_crosses(ids)
     pair.assert_nothing_is_held(free)
 
 

@@ -173,12 +173,7 @@ def test_a_killed_mover_of_one_rank_has_all_ranks_compute_the_prompt(two_ranks: 
         pair.destination.forget_prefixes()
         pair.assert_nothing_is_held(free)
 
-    def crosses() -> bool:
-        pair.destination.forget_prefixes()
-        return pair.offload(ids)[1].result().cached_tokens > 0
-
-    eventually(crosses, "a cache crosses again")
-    pair.destination.forget_prefixes()
+    pair.offload_until_it_crosses(ids)
     pair.assert_nothing_is_held(free)
 
 
