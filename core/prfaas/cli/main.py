@@ -16,6 +16,7 @@ from prfaas.errors import install_extra
 ENTRY_POINT_GROUP: Final = "prfaas.commands"
 CORE_COMMANDS: Final = {
     "bench": "prfaas.cli.bench:bench",
+    "contract": "prfaas.cli.contract.command:contract",
     "plan": "prfaas.cli.plan:plan",
     "profile": "prfaas.cli.profile:app",
     "simulate": "prfaas.cli.simulate:simulate",

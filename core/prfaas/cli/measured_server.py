@@ -1,4 +1,4 @@
-"""A running server over HTTP, as `prfaas profile measure` uses it: each prompt on a connection of its own.
+"""A running server over HTTP, for `prfaas profile measure` and `prfaas contract`: each prompt on its own connection.
 
 Time runs from the first byte of a request on an open connection to each token's arrival. So what HTTP and the network
 cost counts, once a request. Whatever interrupts the caller, `close` ends all that is under way: the server then hears
@@ -9,11 +9,11 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,13 +22,16 @@ from prfaas import identity
 from prfaas.credentials import utc_now
 from prfaas.errors import ConfigError, PeerError, ProtocolError, RequestError, UnreachableError
 from prfaas.measure.answers import WANTED, ServedCard, StreamedAnswer, TokenStream, read_card, read_loads
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.wire import headers
+
+T = TypeVar("T")
 
 KEY_VARIABLE: Final = "PRFAAS_API_KEY"
 CONNECT_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 300.0
 """A server that sends nothing for so long is given up: the first prompt of a length may compile for minutes."""
-_PATH: Final = "/v1/completions"
+COMPLETIONS: Final = "/v1/completions"
 _DOCUMENT_BYTES: Final = 16 << 20
 _PIECE_BYTES: Final = 1 << 16
 _LOOKS: Final = 3
@@ -37,9 +40,12 @@ _NAMES_NO_HOST: Final = frozenset({62, 64})  # OpenSSL: mismatch of the host, of
 
 
 class HttpServer:
-    """A server at a URL. `ca` is a file with the authority of its certificate, `key` what it may ask for."""
+    """A server at a URL. `ca` is a file with the authority of its certificate, `key` what it may ask for, and `tls_dir`
+    a directory with a certificate to show it and its authority."""
 
-    def __init__(self, url: str, ca: Path | None = None, key: str | None = None, flag: str = "--url") -> None:
+    def __init__(
+        self, url: str, ca: Path | None = None, key: str | None = None, flag: str = "--url", tls_dir: Path | None = None
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         try:
             self._parts = urlsplit(self.url)
@@ -52,7 +58,7 @@ class HttpServer:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError(f"{KEY_VARIABLE} must be printable ASCII; is there a line break at its end?")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._tls = _tls_context(ca) if self._parts.scheme == "https" else None
+        self._tls = _tls_context(ca, tls_dir) if self._parts.scheme == "https" else None
         self._model = ""
         self._open: set[socket.socket] = set()
 
@@ -133,14 +139,19 @@ class HttpServer:
         )
 
     def _stream(self, body: bytes) -> StreamedAnswer:
+        return self.post(COMPLETIONS, body, self._read)
+
+    def post(self, path: str, body: bytes, read: Callable[[http.client.HTTPResponse, float], T]) -> T:
+        """Return what `read` makes of the answer to a POST, and of the time when its first byte was sent. Raises
+        UnreachableError for none, and for one that breaks off."""
         with closing(self._connect()) as connection:
             sock = connection.sock  # the connection forgets it where an answer ends with it
             self._open.add(sock)
             try:
-                stream = TokenStream(self.url, time.perf_counter())
-                connection.request("POST", self._parts.path + _PATH, body, self._headers)
+                began_seconds = time.perf_counter()
+                connection.request("POST", self._parts.path + path, body, self._headers)
                 with connection.getresponse() as answer:
-                    self._read(answer, stream)
+                    return read(answer, began_seconds)
             except TimeoutError as error:
                 raise UnreachableError(
                     f"{self.url} sent nothing of an answer for {ANSWER_SECONDS:g} s; look into the server's log"
@@ -149,15 +160,16 @@ class HttpServer:
                 raise UnreachableError(f"{self.url} broke off an answer: {error or type(error).__name__}") from error
             finally:
                 self._open.discard(sock)
-        return stream.end()
 
-    def _read(self, answer: http.client.HTTPResponse, stream: TokenStream) -> None:
+    def _read(self, answer: http.client.HTTPResponse, began_seconds: float) -> StreamedAnswer:
+        stream = TokenStream(self.url, began_seconds)
         if answer.status != 200:
-            raise self._refusal(_PATH, answer.status, answer.read(_PIECE_BYTES))
+            raise self._refusal(COMPLETIONS, answer.status, answer.read(_PIECE_BYTES))
         if answer.headers.get(headers.DECISION):
             raise ConfigError(f"{self.url} is a gateway, which chooses among instances; {WANTED}")
         while not stream.is_done and (piece := answer.read1(_PIECE_BYTES)):
             stream.feed(piece, time.perf_counter())
+        return stream.end()
 
     def _connect(self) -> http.client.HTTPConnection:
         try:
@@ -194,13 +206,21 @@ class HttpServer:
         text = content[:300].decode(errors="replace")
         if status in {401, 403}:
             return ConfigError(f"{self.url}{path} wants a key: put it into the environment variable {KEY_VARIABLE}")
-        if path == _PATH:
+        if path == COMPLETIONS:
             return RequestError(f"{self.url} refuses a prompt, HTTP {status}: {text}", status=status)
         return ProtocolError(f"{self.url}{path} answers HTTP {status}: {text}; {WANTED}")
 
 
-def _tls_context(ca: Path | None) -> ssl.SSLContext:
+def _tls_context(ca: Path | None, tls_dir: Path | None) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=ca)
+        context = ssl.create_default_context(cafile=ca)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"--ca {ca} holds no certificate of an authority: {error}") from error
+    if tls_dir is not None:
+        try:
+            context.load_verify_locations(tls_dir / TLS_TRUSTED)
+            context.load_cert_chain(tls_dir / TLS_CERT, tls_dir / TLS_KEY)
+        except OSError as error:
+            names = f"{TLS_CERT}, {TLS_KEY} and {TLS_TRUSTED}"
+            raise ConfigError(f"--tls-dir {tls_dir} must have {names} of a cluster: {error}") from error
+    return context

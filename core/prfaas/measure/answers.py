@@ -20,7 +20,7 @@ from prfaas.util import decode_json
 
 WANTED: Final = "give the URL of a vLLM, an SGLang or a prfaas worker"
 # Requests that run or wait, where these figures are of this moment. SGLang's may be half a minute old.
-_LOADS: Final = frozenset(
+LOADS: Final = frozenset(
     {
         *("vllm:num_requests_running", "vllm:num_requests_waiting"),
         *("prfaas_requests_running", "prfaas_requests_waiting", "prfaas_prefills_running", "prfaas_prefills_waiting"),
@@ -156,14 +156,14 @@ def read_card(document: bytes, url: str) -> ServedCard:
 
 def read_loads(metrics: str) -> int | None:
     """Return how many requests run or wait; None where the metrics do not say."""
-    loads = [value for name, _, value in _samples(metrics) if name in _LOADS]
+    loads = [value for name, _, value in samples_of(metrics) if name in LOADS]
     return round(sum(loads)) if loads else None
 
 
 def read_cache_bytes(metrics: str, where: str) -> CacheBytes | None:
     """Return the line through the cache sizes that our worker and our connector publish; None without them."""
     sizes: dict[int, float] = {}
-    for name, labels, value in _samples(metrics):
+    for name, labels, value in samples_of(metrics):
         if name == _CACHE_BYTES and (found := _TOKENS.search(labels)):
             tokens = int(found[1])
             sizes[tokens] = max(value, sizes.get(tokens, 0.0))  # every rank says the whole
@@ -216,7 +216,8 @@ def unknown_cache_bytes(name: str) -> ConfigError:
     )
 
 
-def _samples(metrics: str) -> Iterator[tuple[str, str, float]]:
+def samples_of(metrics: str) -> Iterator[tuple[str, str, float]]:
+    """Yield name, labels and value of each sample in the text of Prometheus."""
     for line in metrics.splitlines():
         if found := _SAMPLE.match(line):
             with suppress(ValueError):

@@ -1,0 +1,179 @@
+"""An engine under check, as a gateway calls it: completions and chats, whole and streamed, each one that its caller may
+leave. A stream is put together, so every answer has the form of a whole one of vLLM.
+"""
+
+import http.client
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
+
+import msgspec
+
+from prfaas.cli.measured_server import COMPLETIONS, HttpServer
+from prfaas.errors import PeerError, ProtocolError
+from prfaas.measure.answers import LOADS, samples_of
+from prfaas.util import decode_json
+from prfaas.wire import headers
+
+NOT_IDLE_SECONDS: Final = 25.0
+"""Less than a lease, which ends after 30 s: what is held for longer was not given back."""
+_POLL_SECONDS: Final = 0.05
+_HELD: Final = LOADS | {"vllm:kv_cache_usage_perc", "prfaas_cache_used_pages"}
+"""Gauges that are zero where nothing is held for any request."""
+
+
+class CheckedAnswer(NamedTuple):
+    """What an engine answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """The only choice. Raises ProtocolError for any other answer."""
+        choices: list[dict[str, Any]] = self.body.get("choices") or []
+        if self.status != 200 or self.body.get("error") or len(choices) != 1:
+            raise ProtocolError(f"a request for one choice is answered by HTTP {self.status}: {str(self.body)[:300]}")
+        return choices[0]
+
+    @property
+    def ids(self) -> tuple[list[int], list[int]]:
+        """Token ids of prompt and answer; empty if it gives none."""
+        prompt_ids = self.choice.get("prompt_token_ids") or self.body.get("prompt_token_ids")
+        return prompt_ids or [], self.choice.get("token_ids") or []
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Its log probabilities. Raises PeerError if it has none."""
+        scores: dict[str, Any] = self.choice.get("logprobs") or {}
+        require(scores.get("tokens"), "a completion with logprobs is answered without them")
+        return scores
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return self.body.get("usage") or {}
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed for this request."""
+        details = self.usage.get("prompt_tokens_details")
+        require(details, "usage has no prompt_tokens_details: start vLLM with --enable-prompt-tokens-details")
+        return cast("dict[str, Any]", details).get("cached_tokens") or 0
+
+    @property
+    def has_fetched(self) -> bool:
+        """Whether a cache came from elsewhere, for a prompt that nobody sent before. Our worker says its bytes, since
+        what was computed elsewhere for this request counts as computed."""
+        found = self.headers.get(headers.KV_BYTES)
+        return self.cached_tokens > 0 if found is None else int(found) > 0
+
+
+class Running:
+    """A request on its way, which its caller may leave."""
+
+    def __init__(self, server: HttpServer, path: str, body: bytes):
+        self._server, self._future = server, Future[CheckedAnswer]()
+        self.answer, self.is_answered = self._future.result, self._future.done
+        threading.Thread(target=self._run, args=(path, body), daemon=True).start()
+
+    def _run(self, path: str, body: bytes) -> None:
+        try:
+            self._future.set_result(self._server.post(path, body, _read))
+        except Exception as error:
+            self._future.set_exception(error)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it was answered, by an error."""
+        return self.is_answered() and self._future.exception() is None and self.answer().status != 200
+
+    def leave(self) -> None:
+        """Close the connection, as a gateway that dies does; the answer may have come before."""
+        while not self.is_answered():
+            self._server.close()
+            wait([self._future], _POLL_SECONDS)
+
+
+class CheckedEngine:
+    """An engine at a URL. Raises UnreachableError or ProtocolError if it does not say which model it serves."""
+
+    def __init__(self, url: str, ca: Path | None = None, key: str | None = None, tls_dir: Path | None = None):
+        self._open = partial(HttpServer, url, ca, key, tls_dir=tls_dir)
+        self._server = self._open()
+        self._card = self._server.card()
+        self.url, self.context_tokens = self._server.url, self._card.max_model_len or 1 << 20
+
+    def begin(self, **fields: Any) -> Running:
+        """Send a greedy completion, or a chat if it has messages, and return at once."""
+        whole = {"model": self._card.id, "max_tokens": 8, "temperature": 0, "ignore_eos": True} | fields
+        if fields.get("stream"):
+            whole["stream_options"] = {"include_usage": True}
+        path = "/v1/chat/completions" if "messages" in fields else COMPLETIONS
+        return Running(self._open(), path, msgspec.json.encode(whole))
+
+    def ask(self, **fields: Any) -> CheckedAnswer:
+        """Send one, and wait for its answer, whatever its status. Raises UnreachableError if it breaks off."""
+        return self.begin(**fields).answer()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the sum of each metric's samples."""
+        found = dict[str, float]()
+        for name, _, value in samples_of(self._server.get("/metrics").decode(errors="replace")):
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+    def held(self) -> dict[str, float]:
+        """Return what is held for requests, by metric. Raises PeerError if the engine does not say."""
+        metrics = self.metrics()
+        found = _HELD & metrics.keys()
+        require(found, f"{self.url}/metrics has none of the gauges of vLLM or our worker")
+        return {name: metrics[name] for name in found if metrics[name]}
+
+    def wait(self, is_so: Callable[[], object], words: str) -> None:
+        """Wait until something is so. Raises PeerError if it never is."""
+        deadline = time.monotonic() + NOT_IDLE_SECONDS
+        while not is_so():
+            if time.monotonic() > deadline:
+                raise PeerError(f"{self.url} {words}: it holds {self.held()}")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_busy(self, running: Running) -> None:
+        self.wait(lambda: running.is_answered() or self.held(), "never begins a request")
+
+    def wait_idle(self) -> None:
+        self.wait(lambda: not self.held(), "is not idle again")
+
+
+def require(holds: object, words: str) -> None:
+    """Raise PeerError with these words unless something holds."""
+    if not holds:
+        raise PeerError(words)
+
+
+def _read(answer: http.client.HTTPResponse, _began_seconds: float) -> CheckedAnswer:
+    content = answer.read()
+    is_stream = content.startswith(b"data:")
+    body = put_together(content) if is_stream else decode_json(content, dict[str, Any], "an answer is no JSON object")
+    return CheckedAnswer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
+
+
+def put_together(stream: bytes) -> dict[str, Any]:
+    """Return a stream of one choice in the form of a whole answer. Raises ProtocolError if it has no end."""
+    *events, end = (line[5:].strip() for line in stream.splitlines() if line.startswith(b"data:"))
+    if end != b"[DONE]":
+        raise ProtocolError(f"a stream ends without [DONE]: {stream[-100:]!r}")
+    choice: dict[str, Any] = {"text": "", "token_ids": []}
+    body: dict[str, Any] = {"choices": [choice]}
+    for event in (decode_json(line, dict[str, Any], "an event of a stream is no JSON object") for line in events):
+        body |= {name: event[name] for name in ("error", "usage", "prompt_token_ids") if event.get(name)}
+        for piece in event.get("choices") or ():
+            said: dict[str, Any] = piece.get("delta") or piece
+            choice["text"] += said.get("text") or said.get("content") or ""
+            choice["token_ids"] += piece.get("token_ids") or []
+            choice |= {name: piece[name] for name in ("finish_reason", "prompt_token_ids") if piece.get(name)}
+    return body
