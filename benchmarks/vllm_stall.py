@@ -107,7 +107,7 @@ class Source:
         ended = time.perf_counter()
         self.transfers.fetch(plan)
         self.transfers.end_step(plan)
-        self.transfers.results(self._over, is_idle=False)
+        self.transfers.results(self._over)
         return before - began + time.perf_counter() - ended
 
     def prefill(self, model: Callable[[], object]) -> float:

@@ -16,13 +16,15 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas import names
+from prfaas.wire.streams import STREAM_FIELD
 
 MAX_GPUS: Final = 32
 """Most GPUs of an instance: an instance is one pod, and so on one node."""
 MAX_RANKS: Final = 16
 """Most data-parallel ranks of an instance; vLLM's handshake ports follow the ports of their events and logs."""
-ResumedBy = Literal["Nothing", "TokenIds", "Comments"]
-"""What in a stream lets another instance continue it: the ids that vLLM gives, or our worker's comments."""
+ResumedBy = Literal["Nothing", "TokenIds", "DrawnTokens"]
+"""How another instance continues a stream. TokenIds: as a completion of prompt and answer. DrawnTokens: as the same
+request, with the tokens that were drawn."""
 
 
 class PortRange(NamedTuple):
@@ -103,17 +105,23 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The order of the two calls, for the documents."""
     is_one_sequence: bool = False
     """Whether a hand-off takes one prompt and one answer only."""
+    is_one_prompt: bool = False
+    """Whether a hand-off takes one prompt only, and several answers to it."""
     tensor_sizes_divide: bool = False
     """Whether caches cross only where one pool's `parallelism.tensor` is a multiple of the other's."""
+    draft_flag: str = ""
+    """The flag with what drafts tokens, of an engine whose caches include those of layers that draft."""
     takes_rank: bool = False
     """Whether a request can name the data-parallel rank that serves it."""
     fetches_prefixes: bool = False
     """Whether it fetches a longer cached prefix from another instance."""
     resumed_by: ResumedBy = "Nothing"
-    """What lets another instance continue a broken stream."""
+    """How another instance continues a broken stream."""
 
-    events: Literal["Nothing", "Zmq", "Api"] = "Nothing"
-    """Where it publishes its cache events: ZMQ, which is plain, or its API's port."""
+    events: Literal["Nothing", "Zmq", "Mover"] = "Nothing"
+    """What publishes its cache events: itself over ZMQ, which is plain, or our mover at its data port."""
+    maps_bytes: bool = False
+    """Whether its cache events say which bytes of a prompt are which tokens."""
     tokenizes: bool = False
     """Whether `POST /tokenize` gives the token ids that its cache events name."""
     has_profile: bool = False
@@ -151,7 +159,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_every_field(self) -> bool:
         """Whether the gateway reads every field of a body: some are refused, or decide whether a hand-off takes it."""
-        return bool(self.steering_fields or self.steering_objects or self.is_one_sequence)
+        is_one = self.is_one_sequence or self.is_one_prompt
+        return bool(self.steering_fields or self.steering_objects or is_one)
 
     @property
     def all_ports(self) -> tuple[PortRange, ...]:
@@ -185,15 +194,18 @@ _PRFAAS: Final = EngineRecord(
     caps_egress=True,
     apis=_COMPLETIONS | _TOKENIZE,
     hand_offs=_COMPLETIONS,
-    calls="one call to the decode instance, which fetches the cache",
+    calls="both calls at once, under one transfer id",
+    is_one_prompt=True,
     fetches_prefixes=True,
-    resumed_by="Comments",
-    events="Api",
+    resumed_by="DrawnTokens",
+    events="Mover",
+    maps_bytes=True,
     has_profile=True,
     metrics="prfaas",
     link_port="api",
     checked="Frame",
     is_encrypted=True,
+    steering_fields=frozenset({"kv_transfer_params", STREAM_FIELD}),
 )
 _VLLM: Final = EngineRecord(
     name="vllm-prfaas",
@@ -223,7 +235,7 @@ _VLLM: Final = EngineRecord(
         PortRange(
             names.WORKER_DATA_PORT + 1,
             names.WORKER_DATA_PORT + MAX_GPUS,
-            "caches, one port a GPU from 8001 on; the next one: the connector's metrics (8002 with one GPU)",
+            "caches and events, one port a GPU from 8001 on; the next one: the connector's metrics (8002 with one GPU)",
             has_metrics=True,
         ),
     ),
@@ -232,10 +244,12 @@ _VLLM: Final = EngineRecord(
     hand_offs=_COMPLETIONS | _RESPONSES | _MESSAGES | _COUNT_TOKENS,
     calls="both calls at once, under one transfer id",
     is_one_sequence=True,
+    fetches_prefixes=True,
     tensor_sizes_divide=True,
+    draft_flag="--speculative-config",
     takes_rank=True,
     resumed_by="TokenIds",
-    events="Zmq",
+    events="Mover",
     tokenizes=True,
     metrics="vllm",
     running_limit_flag="--max-num-seqs",
@@ -251,7 +265,7 @@ _VLLM_NIXL: Final = replace(
     name="vllm-nixl",
     connector="Nixl",
     title="connector Nixl",
-    run="vLLM 0.32.0 on CPUs with NIXL over TCP (`make test-vllm`); not on GPUs",
+    run="vLLM 0.32.0 on CPUs with NIXL over TCP (`make release-checks`); not on GPUs",
     transfer_fields=_VLLM.transfer_fields | {"protocol"},
     config_keys=(),
     lacks_parallelism={},
@@ -259,7 +273,10 @@ _VLLM_NIXL: Final = replace(
     chosen_ports=_BY_UCX,
     caps_egress=False,
     calls="prefill first; decode pulls",
+    fetches_prefixes=False,
     tensor_sizes_divide=False,
+    draft_flag="",
+    events="Zmq",
     link_port="",
     checked="Nothing",
     is_encrypted=False,
@@ -334,7 +351,7 @@ _DYNAMO: Final = EngineRecord(
     name="dynamo",
     type="dynamo",
     title="Dynamo",
-    run="two frontends of 1.4.2 (`make test-vllm`)",
+    run="two frontends of 1.4.2 (`make release-checks`)",
     experimental="was run against frontends of dynamo with a mocker only, not with a model",
     flags=("http-host", "http-port"),
     roles="DecodeOnly",

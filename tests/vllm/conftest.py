@@ -1,6 +1,7 @@
 """Real vLLM: installed once, imported once, and an engine forked for each that a test needs.
 
-All of these tests are marked `vllm`. `make test-vllm` runs them, and `make test` does not: the environment has 6 GB.
+All of these tests are marked `vllm`. `make test-vllm` runs them, but for those that are marked `release`, and `make
+test` does not: the environment has 6 GB.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from prfaas_worker.assets import model_directory
 from ..clients.programs import Clients, client_programs
 from .engines import Engine, EngineHost
 from .servers import StartServer, vllm_servers
+from .versions import Versions, versions_of
 from .workers import StartWorker, worker_processes
 
 MODEL = "builtin:qwen3-next-tiny"
@@ -44,6 +46,11 @@ def engine_host(vllm_python: Path, vllm_logs: Path) -> Iterator[EngineHost]:
     host = EngineHost(vllm_python, vllm_logs, model_directory(MODEL))
     yield host
     host.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_versions(vllm_python: Path, engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return versions_of(vllm_python, engine_host, tmp_path_factory.mktemp("metadata"))
 
 
 @pytest.fixture(scope="session")

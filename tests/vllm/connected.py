@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
-from prfaas_vllm.scheduling import WHOLE_PAGES_FROM
+from prfaas_vllm.scheduling import WHOLE_PAGES_FROM, goal_of
 
 from ..waiting import assert_freed, eventually
 from .engines import Answer, Engine, EngineHost, Running, reference_of
@@ -35,8 +35,10 @@ class Pair(NamedTuple):
     egress: Path
     ranks: tuple[int, int] = (1, 1)
 
-    def legs(self, **other: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def legs(self, tokens: int = 0, **other: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Name a transfer; with `tokens` that of a prefix."""
         common = {
+            "tokens": tokens,
             "transfer_id": secrets.token_hex(16),
             "epoch": secrets.randbits(48),
             "token": secrets.token_urlsafe(8),
@@ -49,6 +51,27 @@ class Pair(NamedTuple):
         """Send both legs at once."""
         source, destination = self.legs(**other)
         return self.source.submit(ids, 1, source), self.destination.submit(ids, tokens, destination)
+
+    def forget_prefixes(self) -> tuple[int, int]:
+        """Empty both prefix caches; return the free pages of source and destination."""
+        self.source.forget_prefixes()
+        self.destination.forget_prefixes()
+        return self.source.free_pages(), self.destination.free_pages()
+
+    def assert_answered_fresh_and_after_hits(self, ids: list[int], tokens: list[int], logprobs: list[float]) -> None:
+        """Fail unless an offloaded prompt is answered so to the last bit, and after hits on either side, and no memory
+        is held afterwards."""
+        free = self.forget_prefixes()
+        goal = goal_of(len(ids), self.destination.page_tokens)
+        for forgets in ((), (self.source,), (self.destination,), ()):
+            for engine in forgets:
+                engine.forget_prefixes()
+            source, destination = self.offload(ids)
+            answer = destination.result()
+            source.result()
+            assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
+            assert answer.cached_tokens == goal, "the rest came, or was here"
+            self.assert_nothing_is_held(free)
 
     def offload_until_it_crosses(self, ids: list[int]) -> None:
         """Offload again and again, while a mover starts. Decline afterwards what did not cross: a source that heard of
@@ -89,7 +112,7 @@ class Pair(NamedTuple):
 def start(
     host: EngineHost, name: str, port: int, ranks: int = 1, options: Mapping[str, Any] = NO_OPTIONS, **extra: Any
 ) -> Engine:
-    """Start an engine; `options` are of vLLM's EngineArgs, the rest are of the connector."""
+    """Start an engine; `options` are those of `EngineHost.start`, the rest are of the connector."""
     config = CONNECTOR | {"kv_port": port, "kv_connector_extra_config": extra}
     return host.start(name, kv_transfer_config=config, **parallel(ranks), **options)
 
@@ -116,6 +139,18 @@ def started(
     yield Pair(engines[0].wait_ready(), engines[1].wait_ready(), ports[0], egress, ranks)
     for engine in engines:
         engine.stop()
+
+
+@contextmanager
+def spoiled(engine: Engine, kind: str, layer: int) -> Iterator[None]:
+    """Have a source of one rank send zeros for a layer's state, or for the first rows of it, for a block."""
+    is_part = "not part.tokens" if kind == "linear" else "part.tokens and part.start_token == 0"
+    engine.evaluate(
+        f"(lambda t: setattr(t, 'load', lambda transfer_id, part, room: room.__setitem__(slice(None), bytes(len(room)))"
+        f" if {is_part} and part.layer == {layer} else type(t).load(t, transfer_id, part, room)))({TRANSFERS})"
+    )
+    yield
+    engine.evaluate(f"delattr({TRANSFERS}, 'load')")
 
 
 def first_of_free_ports(count: int) -> int:

@@ -16,11 +16,13 @@ from unittest.mock import patch
 import msgspec
 import torch
 from kda_caches import BLOCKS, DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    KVQuantMode,
     MambaSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -28,15 +30,16 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from prfaas.errors import ConfigError, MismatchError, PeerError
+from prfaas.wire.prefill import LegParams
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import LayerGroup, Manifest
 from prfaas_vllm import destination as destination_side
 from prfaas_vllm import device
-from prfaas_vllm.blocks import VllmGroup, write_blocks
+from prfaas_vllm.blocks import VllmGroup, read_blocks, write_blocks
 from prfaas_vllm.connector import kv_heads_of
 from prfaas_vllm.layout import groups_of
 from prfaas_vllm.ranks import RankOf, copies_of
-from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.scheduling import Fetching, SourceStart, SourceStep, StepPlan
 
 
 class Kernels:
@@ -73,7 +76,8 @@ def blocks_written_after_the_step() -> bool:
     received: set[str] = set()
     deadline = time.monotonic() + 30
     while not received and time.monotonic() < deadline:
-        _, received, failed = destination.transfers.results(set(), is_idle=True)
+        time.sleep(0.001)  # as vLLM does where it has nothing to compute
+        _, received, failed = destination.transfers.results(set())
     assert not failed
     pages = zip(SOURCE_BLOCKS["mla"], [3, 2, 11, 7], strict=True)
     same = all(source.bytes_of("mla", here) == destination.bytes_of("mla", there) for here, there in pages)
@@ -138,9 +142,13 @@ def pinned_memory() -> list[object]:
     return calls
 
 
-def attention_groups(order: KVCacheLayout, names: Sequence[str]) -> tuple[VllmGroup, ...]:
-    """The groups of layers with two heads, in memory as vLLM lays it out."""
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+TWO_HEADS = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
+
+
+def attention_groups(
+    order: KVCacheLayout, names: Sequence[str], spec: FullAttentionSpec = TWO_HEADS
+) -> tuple[VllmGroup, ...]:
+    """The groups of layers of one kind, in memory as vLLM lays it out."""
     page = spec.page_size_bytes
     memory = KVCacheTensor(BLOCKS * page * len(names), list(names), BLOCKS * page, page)
     config = KVCacheConfig(BLOCKS, [memory], [KVCacheGroupSpec(list(names), spec)])
@@ -151,6 +159,19 @@ def layouts() -> dict[str, str]:
     """How groups are named whose heads are before their tokens in memory, or behind them."""
     orders = (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
     return {order.name: attention_groups(order, ["model.layers.0.attn"])[0].layout.spec for order in orders}
+
+
+def quantized() -> dict[str, tuple[bool, str, str]]:
+    """Of caches with numbers of 8 bits: whether all of a page crosses, scales included, of which type, and its name."""
+    of_tensor, of_token = KVQuantMode.FP8_PER_TENSOR, KVQuantMode.FP8_PER_TOKEN_HEAD
+    scaled_bytes = 2 * (TWO_HEADS.head_size + torch.float32.itemsize)
+    found = {}
+    for name, mode, content_bytes in (("of a tensor", of_tensor, None), ("of a token", of_token, scaled_bytes)):
+        spec = replace(TWO_HEADS, dtype=torch.uint8, kv_quant_mode=mode, state_content_bytes=content_bytes)
+        layout = attention_groups(KVCacheLayout.LBNHC, ["model.layers.0.attn"], spec)[0].layout
+        (part,) = layout.tensors
+        found[name] = layout.nbytes == spec.unpadded_page_size_bytes, part.dtype, layout.spec
+    return found
 
 
 def state_layouts() -> list[LayerGroup]:
@@ -167,11 +188,61 @@ def state_layouts() -> list[LayerGroup]:
     return found
 
 
+def state_group(drafts: int, *, is_token_first: bool = True) -> VllmGroup:
+    """A group with a state of an instance that drafts so many tokens. Its convolution's inputs have them behind."""
+    tokens, name = 3 + drafts, "model.layers.0.linear_attn"
+    conv = (tokens, 96) if is_token_first else (96, tokens)
+    spec = MambaSpec(
+        block_size=64,
+        shapes=(conv, (4, 8, 8)),
+        dtypes=(torch.bfloat16, torch.float32),
+        mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+        num_speculative_blocks=drafts,
+    )
+    raw = torch.randint(0, 256, (BLOCKS, spec.page_size_bytes), dtype=torch.uint8)
+    states, at = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        states.append(raw[:, at : at + size].view(dtype).unflatten(1, shape))
+        at += size
+    config = KVCacheConfig(BLOCKS, [], [KVCacheGroupSpec([name], spec)])
+    (group,) = groups_of(config, {name: states}, "cuda", drafts=drafts)
+    return group
+
+
+def states_beside_drafts() -> dict[str, object]:
+    """What is reported of states with and without room for drafts, by where the room is; and whether the first arrive
+    as they are, on both sides, and write into no room."""
+    with_room, without = state_group(2), state_group(0)
+    arrived = []
+    for source, destination in ((with_room, without), (without, with_room)):
+        wire = memoryview(bytearray(source.layout.nbytes))
+        room = [bytes(part[3].numpy()) for part in room_behind(destination)]
+        read_blocks(source.tensors[0], [1], wire)
+        write_blocks(destination.tensors[0], [3], wire)
+        pairs = zip(source.tensors[0], destination.tensors[0], strict=True)
+        arrived.append(all(bytes(here[1].numpy()) == bytes(there[3].numpy()) for here, there in pairs))
+        arrived.append(room == [bytes(part[3].numpy()) for part in room_behind(destination)])
+    first_rank = [each.describe(RankOf(0, 2)) for each in (with_room, without)]
+    return {
+        "behind": difference(with_room.layout, without.layout),
+        "of ranks": difference(*(msgspec.structs.replace(without.layout, spec=spec) for spec in first_rank)),
+        "between": difference(*(state_group(drafts, is_token_first=False).layout for drafts in (2, 0))),
+        "between, alike": difference(*(state_group(2, is_token_first=False).layout for _ in range(2))),
+        "arrived": arrived,
+    }
+
+
+def room_behind(group: VllmGroup) -> list[torch.Tensor]:
+    """The bytes of a block between its convolution's inputs and the next tensor."""
+    conv, state = group.tensors[0]
+    first, end = conv.storage_offset() + conv.shape[1], state.storage_offset()
+    return [conv.as_strided((BLOCKS, end - first), (conv.stride(0), 1), first)]
+
+
 def difference(theirs: LayerGroup, ours: LayerGroup) -> str:
     """Return what is reported of two sides with these groups."""
-    manifest = Manifest(
-        fingerprint="f", transfer_id="t", epoch=1, start_token=0, end_token=4, groups=(ours,), hidden_size=0
-    )
+    manifest = Manifest(fingerprint="f", transfer_id="t", epoch=1, start_token=0, end_token=4, groups=(ours,))
     try:
         ReceiveLedger(manifest).require_manifest(msgspec.structs.replace(manifest, groups=(theirs,)))
     except MismatchError as error:
@@ -239,8 +310,10 @@ def main() -> None:
         "waited for": devices_waited_for(),
         "pinned": pinned_memory(),
         "layouts": layouts(),
+        "quantized": quantized(),
         "other blocks of states": difference(*state_layouts()[:2]),
         "other states": difference(*state_layouts()[1:]),
+        "drafts": states_beside_drafts(),
         "beside a draft": layers_beside_a_draft(),
         "ranks alike": ranks_alike_beside_a_draft(),
         "unlike layers": unlike_layers(),

@@ -18,10 +18,11 @@ import socket
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 IDLE_SECONDS = 0.02
 HOLD_SECONDS = 0.25
@@ -64,6 +65,27 @@ def fork_engines_of_servers() -> None:
             config.parallel_config.distributed_executor_backend = "uni"
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_fork)
+
+
+def overlap_batches() -> None:
+    """Have an engine schedule a batch while another one is in flight, as for a GPU.
+
+    vLLM turns that off for CPUs, where a batch has been computed when Python is through with it. So there is nothing
+    to wait for: streams and events are stand-ins.
+    """
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_overlap(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_overlap)
+    torch.cuda.Event = torch.cuda.Stream = MagicMock
+    torch.cuda.current_stream = MagicMock()
+    torch.cuda.stream = lambda _stream: nullcontext()
 
 
 def hold_streams(from_tokens: int, until: Path, *, dies: bool) -> None:
@@ -174,6 +196,8 @@ def run_server(flags: list[str]) -> None:
 
 
 def start_engine(options: dict[str, Any]) -> Any:
+    if os.environ.get("BATCHES_IN_FLIGHT") == "2":
+        overlap_batches()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -186,11 +210,12 @@ def serve(connection: Connection, engine: Any) -> None:
     In:  ("add", key, ids, sampling, params) ("abort", key) ("evaluate", key, expression) ("stop",)
     Out: ("ready", facts) ("tokens", key, Δ) ("value", key, value) ("failed", key, text) ("broken", text)
     """
-    scheduler = engine.engine_core.engine_core.scheduler
+    core = engine.engine_core.engine_core
+    scheduler = core.scheduler
     connection.send(("ready", {"page_tokens": engine.vllm_config.cache_config.block_size}))
     while True:
         # Blocks whose transfer has not ended yet are freed in a step, which a server makes in its loop.
-        busy = engine.has_unfinished_requests() or scheduler.has_requests()
+        busy = engine.has_unfinished_requests() or scheduler.has_requests() or bool(core.batch_queue)
         pinned = bool(scheduler.requests)
         while connection.poll(0 if busy else IDLE_SECONDS if pinned else None):
             message = connection.recv()

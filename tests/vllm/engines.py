@@ -220,7 +220,7 @@ class EngineHost:
     """The process that forks engines. All of them end with the thread that made it, however that ends."""
 
     def __init__(self, python: Path, folder: Path, model: Path):
-        self._folder, self._model = folder, model
+        self._folder, self.model = folder, model
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         variables = VARIABLES | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": checkout_path()}
         with theirs, self._log("host").open("wb") as log:
@@ -239,7 +239,7 @@ class EngineHost:
     def start(self, name: str, variables: Mapping[str, str] | None = None, **options: Any) -> Engine:
         """Fork an engine; `options` are arguments of vLLM's EngineArgs. It is ready after `wait_ready`."""
         ours, theirs = socket.socketpair()
-        chosen = OPTIONS | {"model": str(self._model), "served_model_name": "tiny"} | options
+        chosen = OPTIONS | {"model": str(self.model), "served_model_name": "tiny"} | options
         with theirs:
             log = self._start({"name": name, "options": chosen}, variables or {}, [theirs.fileno()])
         return Engine(name, Connection(ours.detach()), log)
@@ -248,14 +248,14 @@ class EngineHost:
         """Fork `vllm serve` for the model, with these flags besides; return its log."""
         # Its engine is a separate process, as it always is; what it forks has imported vLLM, too.
         processes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-        return self._start({"name": name, "flags": [str(self._model), *flags]}, processes | dict(variables or {}), [])
+        return self._start({"name": name, "flags": [str(self.model), *flags]}, processes | dict(variables or {}), [])
 
-    def run(self, script: str) -> str:
+    def run(self, script: str, **variables: str) -> str:
         """Return the last line that a script of this folder says, which needs no engine."""
         ours, theirs = socket.socketpair()
         with theirs:
             wanted = {"name": script, "script": str(HOST.with_name(script))}
-            log = self._start(wanted, {"MODEL_FOLDER": str(self._model)}, [theirs.fileno()])
+            log = self._start(wanted, {"MODEL_FOLDER": str(self.model)} | variables, [theirs.fileno()])
         with ours, ours.makefile() as output:
             ours.settimeout(START_SECONDS)
             try:

@@ -6,21 +6,23 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
-from prfaas.names import HUB
+from prfaas.names import HUB, WORKER_DATA_PORT
 from prfaas.ports import free_ports
 from prfaas.processes import ChildProcess, tail
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster, EngineName, Instance, LinkWatermarks, RoutingTable, Threshold, encode
 
 from ..waiting import eventually
-from .servers import answers
+from .connected import CONNECTOR
+from .servers import StartServer, VllmServer, answers
 
 MEMBER = "member"
 
 
-def table_of(engine: EngineName, prefill_url: str, decode_url: str) -> RoutingTable:
-    """A policy that offloads every prompt."""
+def table_of(engine: EngineName, prefill_url: str, decode_url: str, data_port: int = WORKER_DATA_PORT) -> RoutingTable:
+    """A policy that offloads every prompt; `data_port` is the source's."""
     return RoutingTable(
         policy="p",
         namespace="n",
@@ -32,7 +34,15 @@ def table_of(engine: EngineName, prefill_url: str, decode_url: str) -> RoutingTa
         short_interval_seconds=1,
         clusters=(Cluster(name=MEMBER, capacity_mbps=1000, utilisation_query="vector(0)"),),
         instances=(
-            Instance(name="source", pool="far", cluster=MEMBER, role="prefill", url=prefill_url, engine=engine),
+            Instance(
+                name="source",
+                pool="far",
+                cluster=MEMBER,
+                role="prefill",
+                url=prefill_url,
+                engine=engine,
+                data_port=data_port,
+            ),
             Instance(name="destination", pool="decode", cluster=HUB, role="decode", url=decode_url, engine=engine),
         ),
     )
@@ -66,3 +76,23 @@ def offloaded(url: str, body: dict) -> dict:
         assert answer.headers[headers.DECISION] == "offload"
         assert answer.headers[headers.OUTCOME] == "ok"
         return json.load(answer)
+
+
+class ServerPair(NamedTuple):
+    """Two servers of vLLM with our connector, and the gateway before them."""
+
+    source: VllmServer
+    destination: VllmServer
+    url: str
+
+
+@contextmanager
+def connected_servers(start_server: StartServer, folder: Path, *flags: str) -> Iterator[ServerPair]:
+    """Run two servers with our connector and these flags, behind a gateway that offloads every prompt."""
+    ports = free_ports(2)
+    servers = [
+        start_server("--kv-transfer-config", json.dumps(CONNECTOR | {"kv_port": port}), *flags) for port in ports
+    ]
+    source, destination = (server.wait_ready() for server in servers)
+    with gateway(folder, table_of("vllm-prfaas", source.url, destination.url, ports[0])) as url:
+        yield ServerPair(source, destination, url)

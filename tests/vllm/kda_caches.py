@@ -12,9 +12,10 @@ import torch
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
+from prfaas.wire.prefill import LegParams
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.layout import groups_of, slot_bytes
-from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.scheduling import Fetching, SourceStart, SourceStep, StepPlan
 from prfaas_vllm.transfers import RankTransfers
 
 BLOCKS, PAGE_TOKENS, GOAL = 12, 64, 256
@@ -99,7 +100,8 @@ def main() -> None:
     received: set[str] = set()
     deadline = time.monotonic() + 30
     while not received and time.monotonic() < deadline:
-        _, received, failed = destination.transfers.results(set(), is_idle=True)
+        time.sleep(0.001)  # as vLLM does where it has nothing to compute
+        _, received, failed = destination.transfers.results(set())
     same = {
         "state": source.bytes_of("kda", 4) == destination.bytes_of("kda", 9),
         "pages": [

@@ -20,11 +20,12 @@ import torch
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
 
+from prfaas.wire.prefill import LegParams
 from prfaas_transfer.mover.messages import CopyPart, MoverOptions
 from prfaas_vllm import shares
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf
-from prfaas_vllm.scheduling import Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.scheduling import Fetching, SourceStart, SourceStep, StepPlan
 from prfaas_vllm.shares import AllRanks
 from prfaas_vllm.transfers import RankTransfers
 
@@ -205,7 +206,8 @@ def cross(sources: int, destinations: int) -> dict[str, object]:
         received: set[str] = set()
         deadline = time.monotonic() + 30
         while not received and time.monotonic() < deadline:
-            _, received, in_vain = taker.transfers.results(set(), is_idle=True)
+            time.sleep(0.001)  # as vLLM does where it has nothing to compute
+            _, received, in_vain = taker.transfers.results(set())
             failed |= in_vain
     before = [one.wrong() for one in takers]
     with ThreadPoolExecutor(destinations) as pool:

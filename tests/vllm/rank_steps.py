@@ -20,12 +20,13 @@ from kda_caches import DESTINATION_BLOCKS, GOAL, SOURCE_BLOCKS, Side
 from rank_caches import Rank, refuse_exchange
 
 from prfaas.errors import PeerError
+from prfaas.wire.prefill import LegParams
 from prfaas_transfer.mover.messages import CopyPart, EndedFetch
 from prfaas_vllm import blocks, connector, device, transfers
 from prfaas_vllm import destination as destination_side
 from prfaas_vllm import source as source_side
 from prfaas_vllm.ranks import RankOf
-from prfaas_vllm.scheduling import DeclineFetch, Fetching, LegParams, SourceStart, SourceStep, StepPlan
+from prfaas_vllm.scheduling import DeclineFetch, Fetching, SourceStart, SourceStep, StepPlan
 from prfaas_vllm.transfers import RankTransfers
 
 KEY, OTHER = "0" * 32, "1" * 32
@@ -242,9 +243,7 @@ def test_only_a_request_that_is_revoked_waits_for_its_copy_and_gives_nothing_aft
     with ThreadPoolExecutor(2) as pool, slow_copies() as (runs, may_end):
         copy = pool.submit(loaded, side, CopyPart(ATTENTION, 3, 0, 64))
         assert runs.wait(10)
-        others = pool.submit(
-            lambda: (side.transfers.results({"other"}, is_idle=True), side.step(StepPlan(revoked={"other": "why"})))
-        )
+        others = pool.submit(lambda: (side.transfers.results({"other"}), side.step(StepPlan(revoked={"other": "why"}))))
         wait([others], 5)
         assert others.done(), "a step of other requests waited for the copy"
         revoking = pool.submit(side.step, StepPlan(revoked={"s": "its memory is needed"}))
@@ -272,14 +271,14 @@ def test_a_sources_blocks_are_free_when_its_request_and_its_offer_have_ended_and
         put(side, 0, GOAL)
         found = side.transfers
         if is_request_first:
-            assert found.results({"s", "no source"}, is_idle=True) == NOTHING
+            assert found.results({"s", "no source"}) == NOTHING
             found.mover.on_offer_end(KEY)
-            assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
+            assert found.results(set()) == ({"s"}, set(), set())
         else:
             found.mover.on_offer_end(KEY)
-            assert found.results(set(), is_idle=True) == NOTHING
-            assert found.results({"s", "no source"}, is_idle=True) == ({"s"}, set(), set())
-        assert found.results({"s"}, is_idle=True) == NOTHING, "once"
+            assert found.results(set()) == NOTHING
+            assert found.results({"s", "no source"}) == ({"s"}, set(), set())
+        assert found.results({"s"}) == NOTHING, "once"
         assert_nothing_is_kept(found)
 
 
@@ -287,21 +286,21 @@ def test_a_fetch_that_came_and_one_that_failed_are_reported_once_each_and_the_fa
     side = Side("hub")
     for reason in ("", "the source died"):
         side.step(StepPlan(fetches=[destination()]))
-        assert side.transfers.results(set(), is_idle=True) == NOTHING
+        assert side.transfers.results(set()) == NOTHING
         side.transfers.mover.on_fetch_end(EndedFetch(KEY, reason))
-        assert side.transfers.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if reason else set())
+        assert side.transfers.results(set()) == (set(), {"d"}, {"d"} if reason else set())
         assert side.transfers.take_failed() == ({"d"} if reason else set())
         assert side.transfers.take_failed() == set()
-        assert side.transfers.results(set(), is_idle=True) == NOTHING
+        assert side.transfers.results(set()) == NOTHING
         assert_nothing_is_kept(side.transfers)
 
 
 def test_a_fetch_is_cancelled_when_its_request_has_ended_or_another_rank_has_failed():
     side = Side("hub")
     side.step(StepPlan(fetches=[destination(), destination(request_id="other", transfer_id=OTHER)]))
-    side.transfers.results({"s"}, is_idle=True)
+    side.transfers.results({"s"})
     assert side.transfers.mover.take("cancel_fetch") == []
-    side.transfers.results({"d"}, is_idle=True)
+    side.transfers.results({"d"})
     assert side.transfers.mover.take("cancel_fetch") == [(KEY,)]
     side.step(StepPlan(in_vain={"other"}))
     assert side.transfers.mover.take("cancel_fetch") == [(OTHER,)]
@@ -314,11 +313,11 @@ def test_a_cache_in_slices_is_sent_when_all_of_them_have_ended():
     assert [one.key for (one,) in found.mover.take("announce")] == HALVES
     assert [key for key, _ in found.mover.take("finish")] == HALVES
     found.mover.on_offer_end(HALVES[1])
-    assert found.results({"s"}, is_idle=True) == NOTHING
+    assert found.results({"s"}) == NOTHING
     rank.step(StepPlan(revoked={"s": "why"}))
     assert found.mover.take("fail") == [(key, "why") for key in HALVES], "the mover knows which of them is over"
     found.mover.on_offer_end(HALVES[0])
-    assert found.results(set(), is_idle=True) == ({"s"}, set(), set())
+    assert found.results(set()) == ({"s"}, set(), set())
     assert_nothing_is_kept(found)
 
 
@@ -331,10 +330,10 @@ def test_slices_come_all_or_in_vain_and_the_first_that_fails_ends_the_others():
         assert [(one.key, one.port) for one in messages] == [(HALVES[0], 9000), (HALVES[1], 9001)]
         found.mover.on_fetch_end(EndedFetch(HALVES[0], reasons[0]))
         assert found.mover.take("cancel_fetch") == ([(HALVES[1],)] if reasons[0] else [])
-        assert found.results(set(), is_idle=True) == NOTHING
+        assert found.results(set()) == NOTHING
         found.mover.on_fetch_end(EndedFetch(HALVES[1], reasons[1]))
         is_lost = any(reasons)
-        assert found.results(set(), is_idle=True) == (set(), {"d"}, {"d"} if is_lost else set())
+        assert found.results(set()) == (set(), {"d"}, {"d"} if is_lost else set())
         assert found.take_failed() == ({"d"} if is_lost else set())
         assert_nothing_is_kept(found)
 
@@ -357,7 +356,7 @@ def test_ranks_that_do_not_divide_keep_no_blocks_and_bring_nothing():
     fetching = Fetching("d", destination(ranks=3).leg, 0, 64, ([1, 2, 3, 4],) * 4)
     rank.step(StepPlan(starts=[source(64, ranks=3)], fetches=[fetching]))
     assert rank.transfers.mover.calls == []
-    assert rank.transfers.results({"s"}, is_idle=True) == ({"s"}, {"d"}, {"d"})
+    assert rank.transfers.results({"s"}) == ({"s"}, {"d"}, {"d"})
     assert rank.transfers.take_failed() == {"d"}
     assert_nothing_is_kept(rank.transfers)
 
@@ -377,6 +376,28 @@ def test_steps_of_an_accelerator_are_handed_on_one_after_another_when_their_kern
     done[0].set()
     assert finished.wait(10)
     assert [parts for _, parts in side.transfers.mover.take("put")] == [rows(0, 64), rows(64, GOAL) + STATES]
+
+
+def test_a_step_of_an_accelerator_that_fails_revokes_its_source_and_no_other():
+    lost = SimpleNamespace(synchronize=lambda: 1 / 0)
+    waiting, finished = [lost, SimpleNamespace(synchronize=lambda: None)], threading.Event()
+    side = begun()
+    side.step(StepPlan(starts=[source(request_id="other", transfer_id=OTHER)]))
+    mover = side.transfers.mover
+    mover.finish = lambda *_: finished.set()
+    with patch.object(device, "started_kernels", lambda _: waiting.pop(0)):
+        for request_id in ("s", "other"):
+            side.step(StepPlan(steps=[SourceStep(request_id, 0, GOAL, BLOCKS)]))
+    assert finished.wait(10)
+    assert mover.take("fail") == [(KEY, "the step that computed it has failed: division by zero")]
+    assert [key for key, _ in mover.take("put")] == [OTHER]
+
+
+def test_an_end_that_is_computed_again_is_given_once_and_revoked():
+    side = begun()
+    assert put(side, 0, GOAL)[1]
+    assert put(side, 128, GOAL) == ([], False)
+    assert side.transfers.mover.take("fail") == [(KEY, "vLLM computes the end of the prompt again")]
 
 
 def test_all_ranks_get_the_tensors_of_all_in_the_order_of_ranks():

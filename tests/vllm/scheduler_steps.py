@@ -1,15 +1,17 @@
 """Runs in vLLM's own environment: sources' requests in vLLM's own scheduler and cache manager, with our connector's
 scheduler side. No model runs.
 
-The groups are those of a hybrid model, with the blocks that drafts and checkpoints within a step need. Each prompt
-comes twice, so the second finds the first in the source's own cache. Prints JSON: of each mode what was wrong at a
-goal, and what a source finds of a prompt that comes again, or goes on. The controls keep a token more.
+The groups are those that vLLM makes of a hybrid model's layers, and of a draft's, with the blocks that drafts and
+checkpoints within a step need. Each prompt comes twice, so the second finds the first in the source's own cache. Prints
+JSON: of each mode what was wrong at a goal, and what a source finds of a prompt that comes again, or goes on. The
+controls keep a token more.
 """
 
 import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,15 +21,20 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from prfaas_vllm.scheduling import SourceStep, TransferPlanner, goal_of
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 PAGE, BLOCKS, BUDGET = 256, 4000, 2048
 CONNECTOR = {
@@ -48,6 +55,7 @@ class Mode(NamedTuple):
     has_checkpoints: bool = False
     unit: int = PAGE
     caches_prefixes: bool = True
+    draft_heads: int = 2  # As many as the model's, or fewer: then the draft's blocks have more tokens.
 
 
 MODES = {
@@ -59,6 +67,7 @@ MODES = {
     "MTP, checkpoints, finer hits": Mode("MTP", has_checkpoints=True, unit=64),
     "n-gram, finer hits": Mode("n-gram", unit=64),
     "MTP, no prefix cache": Mode("MTP", caches_prefixes=False),
+    "a draft of larger blocks": Mode("MTP", draft_heads=1),
 }
 CONTROLS = ("plain", "checkpoints", "MTP", "MTP, checkpoints")
 LENGTHS = [pages * PAGE + more for pages in (1, 3, 4, 5, 20) for more in (-1, 0, 1, 2, 66)]
@@ -88,49 +97,61 @@ def config_of(drafts: str, *, caches_prefixes: bool) -> VllmConfig:
     ).create_engine_config()
     config.cache_config.block_size = PAGE
     config.cache_config.num_gpu_blocks = BLOCKS
+    config.cache_config.kv_cache_layout = "LBNHC"  # Each layer's blocks by themselves.
     return config
 
 
 def caches_of(config: VllmConfig, mode: Mode, state_block: int) -> KVCacheConfig:
+    attention = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
     states = MambaSpec(
         block_size=state_block,
-        shapes=((3, 64), (2, 16, 16)),
+        shapes=((3 + config.num_speculative_tokens, 64), (2, 16, 16)),
         dtypes=(torch.bfloat16, torch.float32),
+        page_size_padded=attention.page_size_bytes,
         mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         mamba_cache_mode=config.cache_config.mamba_cache_mode,
         num_speculative_blocks=config.num_speculative_tokens,
         num_prefill_checkpoint_blocks=int(mode.has_checkpoints),
         prefill_checkpoint_alignment=16 if mode.has_checkpoints else None,
     )
-    attention = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-    groups = [KVCacheGroupSpec(["layers.0"], states), KVCacheGroupSpec(["layers.1"], attention)]
+    layers = {f"model.layers.{number}": attention if number == 3 else states for number in range(4)}
+    if mode.drafts == "MTP":
+        layers["mtp.layers.0"] = replace(attention, num_kv_heads=mode.draft_heads)
+    groups = get_kv_cache_groups(config, layers)
     return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 class Instance:
-    """A source without a model."""
+    """An instance without a model."""
 
     def __init__(self, mode: Mode):
         config = config_of(mode.drafts, caches_prefixes=mode.caches_prefixes)
+        config.cache_config.prefix_match_unit = mode.unit if mode.unit < PAGE else None
         self.drafts = config.num_speculative_tokens
         self.block = PAGE if mode.caches_prefixes else config.model_config.max_model_len
-        unit = mode.unit if mode.caches_prefixes else self.block
+        caches, manager = caches_of(config, mode, self.block), StructuredOutputManager(config)
+        self.groups = caches.kv_cache_groups
+        self.states = [n for n, group in enumerate(self.groups) if isinstance(group.kv_cache_spec, MambaSpec)]
+        block, unit = resolve_kv_cache_block_sizes(caches, config)
         hash_of = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_of)
         self._hasher = get_request_block_hasher(unit, hash_of)
-        caches, manager = caches_of(config, mode, self.block), StructuredOutputManager(config)
-        self.scheduler = Scheduler(config, caches, manager, self.block, hash_block_size=unit)
+        self.scheduler = Scheduler(config, caches, manager, block, hash_block_size=unit)
         self._numbers = itertools.count()
 
-    def offload(self, ids: list[int], room: int) -> Offload:
-        """Have a source's request computed, with so much of the budget in each step."""
+    def add(self, role: str, ids: list[int], room: int) -> Request:
+        """Add a leg's request, which has so much of the budget in each step."""
         number = next(self._numbers)
-        leg = {"role": "source", "transfer_id": f"{number:032x}", "epoch": 1, "token": "t"}
+        leg = {"role": role, "transfer_id": f"{number:032x}", "epoch": 1, "token": "t"}
         sampling = SamplingParams(max_tokens=9, extra_args={"kv_transfer_params": {"prfaas": leg}})
         request = Request(str(number), ids, sampling, None, block_hasher=self._hasher)
         self.scheduler.max_num_scheduled_tokens = room
         self.scheduler.add_request(request)
-        found = Offload([], [])
+        return request
+
+    def offload(self, ids: list[int], room: int) -> Offload:
+        """Have a source's request computed, with so much of the budget in each step."""
+        request, found = self.add("source", ids, room), Offload([], [])
         while not request.is_finished():
             output = self.scheduler.schedule()
             found.steps.extend(output.kv_connector_metadata.plan.steps)
@@ -138,7 +159,7 @@ class Instance:
             tokens -= len(output.scheduled_spec_decode_tokens.get(request.request_id, ()))
             before = found.ends[-1] if found.ends else output.scheduled_new_reqs[0].num_computed_tokens
             found.ends.extend([before, before + tokens][bool(found.ends) :])
-            self._end(output, request.request_id, [7] if before + tokens >= request.num_prompt_tokens else [])
+            self.end(output, request.request_id, [7] if before + tokens >= request.num_prompt_tokens else [])
         keeps_state = not found.steps or self._keeps_state(found.steps[-1])
         # Its blocks stay until the worker's side reports it, unless that side never heard of it.
         sent = KVConnectorOutput(finished_sending={request.request_id} & self.scheduler.requests.keys())
@@ -147,10 +168,10 @@ class Instance:
         return found._replace(keeps_state=keeps_state)
 
     def _keeps_state(self, step: SourceStep) -> bool:
-        state = step.block_ids[0][-(-step.computed // self.block) - 1]
-        return self.scheduler.kv_cache_manager.block_pool.blocks[state].ref_cnt > 0
+        column, blocks = -(-step.computed // self.block) - 1, self.scheduler.kv_cache_manager.block_pool.blocks
+        return all(blocks[step.block_ids[group][column]].ref_cnt > 0 for group in self.states)
 
-    def _end(self, output: SchedulerOutput, request_id: str, sampled: list[int]) -> None:
+    def end(self, output: SchedulerOutput, request_id: str, sampled: list[int]) -> None:
         self.scheduler.update_from_output(output, ModelRunnerOutput([request_id], {request_id: 0}, [sampled]))
 
 
@@ -158,12 +179,13 @@ def wrong_at_goal(found: Offload, goal: int, instance: Instance) -> str:
     """Return what is wrong with the last of a source's steps."""
     if found.ends[-1] != goal or not found.steps or found.steps[-1].computed != goal:
         return f"steps end at {found.ends}, the goal is {goal}"
-    blocks, column = found.steps[-1].block_ids[0], -(-goal // instance.block) - 1
-    if not blocks[column]:
-        return f"no block of the state at {goal}"
-    # vLLM's workers write it to the first of the columns behind which drafts have theirs.
-    if len(blocks) - 1 - instance.drafts != column:
-        return f"the state at {goal} is written to another block of {blocks}"
+    column = -(-goal // instance.block) - 1
+    for blocks in (found.steps[-1].block_ids[group] for group in instance.states):
+        if not blocks[column]:
+            return f"no block of the state at {goal}"
+        # vLLM's workers write it to the first of the columns behind which drafts have theirs.
+        if len(blocks) - 1 - instance.drafts != column:
+            return f"the state at {goal} is written to another block of {blocks}"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -60,6 +61,15 @@ def answers(url: str) -> bool:
             return answer.status == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def transferred_tokens(server: VllmServer) -> float:
+    """The tokens of which a server has got the cache from another one."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.search(r"^vllm:external_prefix_cache_hits_total\{[^}]*\} (\S+)", text, re.MULTILINE)
+    assert found
+    return float(found[1])
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:

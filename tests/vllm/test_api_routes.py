@@ -6,19 +6,16 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import pytest
 
-from prfaas.ports import free_ports
 from prfaas.wire import headers
 
 from ..clients.cases import OFFLOADED, Case, make_cases
 from ..clients.programs import Clients, find_differences
-from .gateways import gateway, table_of
-from .servers import StartServer, VllmServer
-from .test_nixl import transferred_tokens
+from .gateways import ServerPair, connected_servers
+from .servers import StartServer, transferred_tokens
 
 TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content or '' }}{% endfor %}<assistant>"
 TEXT = " ".join(f"Line {number} says {number * number}." for number in range(60))
@@ -27,28 +24,10 @@ CASES = make_cases(drawn={"logit_bias": {"97": 100}})
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}], "temperature": 0}
 
 
-class Pair(NamedTuple):
-    """A destination, and the gateway before it and its source."""
-
-    destination: VllmServer
-    url: str
-
-
 @pytest.fixture(scope="module")
-def pair(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    ports = free_ports(2)
-    servers = [start_server("--kv-transfer-config", _connector(port), "--chat-template", TEMPLATE) for port in ports]
-    source, destination = (server.wait_ready() for server in servers)
-    table = table_of("vllm-prfaas", source.url, destination.url)
-    placed = zip(table.instances, ports, strict=True)
-    instances = tuple(msgspec.structs.replace(one, data_port=port) for one, port in placed)
-    with gateway(tmp_path_factory.mktemp("gateway"), msgspec.structs.replace(table, instances=instances)) as url:
-        yield Pair(destination, url)
-
-
-def _connector(port: int) -> str:
-    connector = {"kv_connector": "PrfaasConnector", "kv_connector_module_path": "prfaas_vllm.connector"}
-    return json.dumps(connector | {"kv_role": "kv_both", "kv_port": port, "kv_load_failure_policy": "recompute"})
+def pair(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPair]:
+    with connected_servers(start_server, tmp_path_factory.mktemp("gateway"), "--chat-template", TEMPLATE) as found:
+        yield found
 
 
 def outcome(url: str, path: str, body: dict[str, Any]) -> tuple[str, str, str]:
@@ -72,7 +51,7 @@ def outcome(url: str, path: str, body: dict[str, Any]) -> tuple[str, str, str]:
         ("/v1/responses", {"input": TEXT, "max_output_tokens": 4, "stream": True}, "event: response."),
     ],
 )
-def test_the_cache_of_a_request_of_another_api_crosses(pair: Pair, path: str, body: dict[str, Any], says: str):
+def test_the_cache_of_a_request_of_another_api_crosses(pair: ServerPair, path: str, body: dict[str, Any], says: str):
     # No prefix is cached yet: each prompt begins with another word.
     body = json.loads(json.dumps(body).replace("Line 0", f"{path} {sorted(body)}"[1:].replace('"', "")))
     before = transferred_tokens(pair.destination)
@@ -83,7 +62,7 @@ def test_the_cache_of_a_request_of_another_api_crosses(pair: Pair, path: str, bo
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_every_client_sees_what_a_plain_request_gets(pair: Pair, clients: Clients, case: Case):
+def test_every_client_sees_what_a_plain_request_gets(pair: ServerPair, clients: Clients, case: Case):
     before = transferred_tokens(pair.destination)
     assert find_differences(clients, pair.url, case) == {}
     if case.name.startswith(OFFLOADED):

@@ -1,17 +1,15 @@
 """prfaas's connector over links that break, damage and refuse, between real vLLM engines."""
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prfaas import identity
-from prfaas.wire.frames import DATA_KINDS
 from prfaas_vllm.scheduling import goal_of
 
 from ..unit.tls.mounts import Mount
-from ..unit.worker.transfer_proxy import CutError, Proxy, Seen
 from .connected import TOKENS, TRANSFERS, Pair, answer_alone, first_of_free_ports, prompt_of, reference, start, started
 from .engines import Engine, EngineHost
 
@@ -63,46 +61,6 @@ def test_a_destination_without_a_certificate_gets_nothing_and_learns_what_to_do(
     answer = plain.destination.generate(ids, TOKENS, destination)
     assert (answer.tokens, answer.cached_tokens) == (wanted.tokens, 0)
     assert "give --tls-dir to both instances, or to none" in plain.destination.log.read_text()
-
-
-def cut_once(after: int):
-    seen: list[Seen] = []
-
-    def change(frame: Seen) -> Sequence[bytes]:
-        if frame.header.kind in DATA_KINDS:
-            seen.append(frame)
-            if len(seen) == after:
-                raise CutError
-        return [frame.raw]
-
-    return change
-
-
-def damage_once(number: int):
-    seen: list[Seen] = []
-
-    def change(frame: Seen) -> Sequence[bytes]:
-        if frame.header.kind in DATA_KINDS:
-            seen.append(frame)
-            if len(seen) == number:
-                return [frame.raw[:-1] + bytes([frame.raw[-1] ^ 1])]
-        return [frame.raw]
-
-    return change
-
-
-@pytest.mark.parametrize("trouble", [cut_once(1), cut_once(5), damage_once(3)], ids=["cut at once", "cut", "damaged"])
-def test_a_broken_or_damaged_connection_continues_where_it_was(reference_engine: Engine, plain: Pair, trouble):
-    ids, tokens, logprobs = reference(reference_engine, plain, LENGTH)
-    plain.source.forget_prefixes()
-    plain.destination.forget_prefixes()
-    free = plain.source.free_pages(), plain.destination.free_pages()
-    with Proxy(("127.0.0.1", plain.port), down=trouble) as proxy:
-        answer = plain.offload(ids, port=proxy.address[1])[1].result()
-        assert proxy.connections >= 2
-    assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
-    assert answer.cached_tokens > 0
-    plain.assert_nothing_is_held(free)
 
 
 SAME_BYTES = {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from prfaas.ports import free_ports
-from prfaas_vllm.scheduling import goal_of, token_digest
+from prfaas_vllm.scheduling import token_digest
 
 from ..unit.worker.transfer_proxy import Change, CutError, Proxy, Seen, as_it_is
 from ..waiting import eventually
@@ -80,13 +80,6 @@ def mixed(pair: Pair, one_rank: OneRank) -> dict[tuple[int, int], Pair]:
     }
 
 
-def forget(pair: Pair) -> tuple[int, int]:
-    """Empty both prefix caches; return the free pages of both sides."""
-    pair.source.forget_prefixes()
-    pair.destination.forget_prefixes()
-    return pair.source.free_pages(), pair.destination.free_pages()
-
-
 @contextmanager
 def slowed(pair: Pair) -> Iterator[None]:
     """Have the source give 1 Mbit/s a rank, for a block."""
@@ -101,18 +94,7 @@ def slowed(pair: Pair) -> Iterator[None]:
 def test_an_offloaded_prompt_is_answered_to_the_last_bit_fresh_and_after_hits_on_either_side(
     two_ranks: Engine, pair: Pair, length: int
 ):
-    ids, tokens, logprobs = reference(two_ranks, pair, length)
-    free = forget(pair)
-    goal = goal_of(length, pair.destination.page_tokens)
-    for forgets in ((), (pair.source,), (pair.destination,)):
-        for engine in forgets:
-            engine.forget_prefixes()
-        source, destination = pair.offload(ids)
-        answer = destination.result()
-        source.result()
-        assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
-        assert answer.cached_tokens == goal, "the rest came, or was here"
-    pair.assert_nothing_is_held(free)
+    pair.assert_answered_fresh_and_after_hits(*reference(two_ranks, pair, length))
 
 
 PARTS = {"state": "not part.tokens", "page": "part.tokens and part.start_token == 0"}
@@ -147,7 +129,7 @@ def exchanged(one: Engine) -> Iterator[None]:
 def test_a_zeroed_state_or_page_of_one_rank_is_seen(two_ranks: Engine, pair: Pair, part: str, rank: int):
     """The control of the test above: it would fail if one rank's part did not come."""
     ids, tokens, logprobs = reference(two_ranks, pair, 700)
-    forget(pair)
+    pair.forget_prefixes()
     with zeroed(pair.source, f"worker.rank == {rank} and {part}"):
         answer = pair.offload(ids)[1].result()
     assert answer.cached_tokens == 640
@@ -157,7 +139,7 @@ def test_a_zeroed_state_or_page_of_one_rank_is_seen(two_ranks: Engine, pair: Pai
 def test_a_killed_mover_of_one_rank_has_all_ranks_compute_the_prompt(two_ranks: Engine, pair: Pair):
     ids = prompt_of(3000, 4)
     wanted = answer_alone(two_ranks, ids)
-    free = forget(pair)
+    free = pair.forget_prefixes()
     for side in (pair.source, pair.destination):
         with slowed(pair):
             length = len(pair.destination.log.read_text())
@@ -180,7 +162,7 @@ def test_a_killed_mover_of_one_rank_has_all_ranks_compute_the_prompt(two_ranks: 
 def test_a_request_that_is_aborted_in_the_middle_gives_the_pages_of_all_ranks_back(two_ranks: Engine, pair: Pair):
     ids = prompt_of(3000, 2)
     wanted = answer_alone(two_ranks, ids)
-    free = forget(pair)
+    free = pair.forget_prefixes()
     with slowed(pair):
         source, destination = pair.offload(ids)
         source.result()
@@ -226,7 +208,7 @@ SILENT = re.compile(r"its cache did not come: .*(sent no (byte|answer) for|the p
 
 def test_a_cut_connection_of_one_rank_continues_where_it_was(two_ranks: Engine, pair: Pair):
     ids, tokens, logprobs = reference(two_ranks, pair, 1500)
-    free = forget(pair)
+    free = pair.forget_prefixes()
 
     def goes_on() -> bool:
         pair.destination.forget_prefixes()
@@ -271,19 +253,12 @@ def one_head(engine_host: EngineHost, pair: Pair, tmp_path_factory: pytest.TempP
 
 @pytest.mark.parametrize("length", [6, 700])
 def test_what_both_ranks_hold_crosses_once_and_is_computed_on_by_both(one_head: Pair, length: int):
-    ids, tokens, logprobs = reference(one_head.destination, one_head, length)
-    free = forget(one_head)
-    for forgets in ((), (one_head.source,), (one_head.destination,)):
-        for engine in forgets:
-            engine.forget_prefixes()
-        answer = one_head.offload(ids)[1].result()
-        assert (answer.tokens, answer.logprobs) == (tokens, logprobs)
-    one_head.assert_nothing_is_held(free)
+    one_head.assert_answered_fresh_and_after_hits(*reference(one_head.destination, one_head, length))
 
 
 def test_each_layer_of_what_both_ranks_hold_comes_to_one_of_them(one_head: Pair):
     ids = prompt_of(1500, 7)
-    forget(one_head)
+    one_head.forget_prefixes()
     on_ranks(one_head.destination, f"(setattr(transfers, 'landed', []), {COUNTED})")
     one_head.offload(ids)[1].result()
     on_ranks(one_head.destination, "delattr(transfers, 'land')")
@@ -301,7 +276,7 @@ def test_each_layer_of_what_both_ranks_hold_comes_to_one_of_them(one_head: Pair)
 def test_without_the_other_ranks_share_an_answer_would_be_another(one_head: Pair):
     """The control of the tests above."""
     ids, tokens, logprobs = reference(one_head.destination, one_head, 700)
-    forget(one_head)
+    one_head.forget_prefixes()
     gather = "__import__('torch').zeros_like(tensor)"
     on_ranks(one_head.destination, f"setattr(transfers.destination, '_all_ranks', lambda tensor: [{gather}] * {RANKS})")
     answer = one_head.offload(ids)[1].result()
@@ -329,7 +304,7 @@ def test_between_one_rank_and_two_an_offloaded_prompt_is_answered_but_for_roundi
 ):
     pair = mixed[ranks]
     ids, tokens, logprobs = reference(pair.destination, pair, length)
-    free = forget(pair)
+    free = pair.forget_prefixes()
     answer = pair.offload(ids)[1].result()
     assert answer.cached_tokens == (129 if length == 130 else 640)
     assert answer.tokens[:8] == tokens[:8]
@@ -343,7 +318,7 @@ def test_halves_that_change_places_are_seen(mixed: dict[tuple[int, int], Pair], 
     """The control of the test above: there and back they would be right again."""
     pair = mixed[ranks]
     ids, tokens, logprobs = reference(pair.destination, pair, 130)
-    forget(pair)
+    pair.forget_prefixes()
     with exchanged(pair[ranks.index(1)]):
         answer = pair.offload(ids)[1].result()
     assert answer.cached_tokens == 129
@@ -364,7 +339,7 @@ def give_cached(engine: Engine, ids: list[int], goal: int, source: dict[str, Any
     start = f"SourceStart({name!r}, module.LegParams(**{source['prfaas']}), {goal}, {token_digest(ids[:goal])!r})"
     offer = f"transfers.begin(module.StepPlan(starts=[module.{start}]))"
     put = f"transfers.end_step(module.StepPlan(steps=[module.SourceStep({name!r}, 0, {goal}, {blocks})]))"
-    step = f"[{offer}, {put}, transfers.results(set(), is_idle=False)]"
+    step = f"[{offer}, {put}, transfers.results(set())]"
     on_ranks(engine, f"(lambda module: {step})(__import__('prfaas_vllm.scheduling', fromlist=['x']))")
 
 
@@ -377,8 +352,8 @@ def test_a_cache_that_went_to_the_other_kind_and_back_is_the_same_to_the_last_bi
     there, back = mixed[ranks], mixed[ranks[::-1]]
     there = there._replace(destination=back.source)
     ids, tokens, logprobs = reference(back.destination, back, 700)
-    forget(there)
-    forget(back)
+    there.forget_prefixes()
+    back.forget_prefixes()
     assert there.offload(ids)[1].result().cached_tokens == 640
     back.destination.forget_prefixes()
     source, destination = back.legs()
@@ -395,7 +370,7 @@ def test_ranks_that_do_not_divide_are_refused_with_both_values_and_the_prompt_is
 ):
     pair, ids = mixed[2, 3], prompt_of(700, 6)
     wanted = answer_alone(two_ranks, ids)
-    free = forget(pair)
+    free = pair.forget_prefixes()
     answer = pair.offload(ids)[1].result()
     assert (answer.tokens, answer.logprobs, answer.cached_tokens) == (wanted.tokens, wanted.logprobs, 0)
     pair.destination.forget_prefixes()

@@ -40,11 +40,29 @@ def test_a_layout_for_gpus_is_accepted_and_is_not_that_of_cpus(facts):
     }
 
 
+def test_a_cache_of_eight_bits_crosses_with_its_scales_and_is_not_one_without(facts):
+    assert facts["quantized"] == {
+        "of a tensor": [True, "uint8", "FullAttentionSpec 2 heads of 8 uint8 16x2x16 cuda"],
+        "of a token": [True, "uint8", "FullAttentionSpec 2 heads of 8 uint8 16x2x24 cuda"],
+    }
+
+
 def test_how_many_tokens_a_state_stands_for_is_not_compared_and_its_shape_is(facts):
     """Without prefix caching a state's block has as many tokens as the longest prompt: --max-model-len."""
     assert facts["other blocks of states"] == ""
     assert "groups[0].spec is 'MambaSpec MAMBA2 (3, 96) bfloat16 (4, 8, 8) float32 cuda'" in facts["other states"]
     assert "this instance needs 'MambaSpec MAMBA2 (3, 96) bfloat16 (2, 8, 8) float32 cuda'" in facts["other states"]
+
+
+def test_states_with_room_for_drafts_fit_those_without_where_the_room_is_behind_them(facts):
+    """And no byte of the room crosses or is written."""
+    drafts = facts["drafts"]
+    assert (drafts["behind"], drafts["of ranks"], drafts["arrived"]) == ("", "", [True] * 4)
+
+
+def test_states_with_room_for_drafts_inside_them_are_refused_in_words_where_the_other_side_drafts_otherwise(facts):
+    assert "cuda, with room for 2 drafts', this instance needs 'MambaSpec GDN_ATTN " in facts["drafts"]["between"]
+    assert facts["drafts"]["between, alike"] == ""
 
 
 def test_layers_of_a_draft_model_cross_beside_those_of_the_same_index(facts):

@@ -21,6 +21,8 @@ from .conftest import MODEL
 from .dynamo import Frontend, ensure_dynamo, frontends
 from .gateways import gateway, table_of
 
+pytestmark = pytest.mark.release
+
 
 class Dynamo(NamedTuple):
     """Frontends, and the gateway before them."""

@@ -44,18 +44,6 @@ def test_two_engines_agree_to_the_last_bit(reference_engine: Engine, other: Engi
     assert len(first.prompt) == length + 1
 
 
-def test_a_request_is_aborted_and_its_pages_come_back(other: Engine):
-    other.forget_prefixes()
-    free = other.free_pages()
-    running = other.submit(prompt_of(300), 3000)
-    running.wait_tokens(3)
-    assert other.free_pages() < free
-    running.abort()
-    assert other.generate(prompt_of(5), 2).finish_reason == "length"
-    other.forget_prefixes()
-    assert other.free_pages() == free
-
-
 def test_nothing_is_left_of_a_session_that_is_killed(vllm_python: Path, tmp_path: Path):
     """The host is pid 1 of a namespace, so engines and servers end with it."""
     arguments = [ROOT, vllm_python, tmp_path, model_directory(MODEL)]

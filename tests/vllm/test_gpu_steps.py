@@ -8,35 +8,25 @@ that the source has cached. Neither needs a GPU or a model. Of the release for G
 packages of the other's environment.
 """
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prfaas_sandbox.progress import progress
-from prfaas_sandbox.vllm import checkout_path, ensure_sources
 from prfaas_vllm.scheduling import goal_of
 from prfaas_vllm.settings import SUPPORTED
-from prfaas_worker.assets import model_directory
 
-from .conftest import MODEL
-from .engines import VARIABLES, EngineHost, contained
 from .splitter import Mode, Prompt, modes, split_of, steps
+from .versions import Versions
 
 BLOCKS = (256, 528, 768, 1600, 1856)
 PROMPTS = (8000, 20_000, 32_001, 60_000)
 
 
 @pytest.fixture(scope="module")
-def sources(vllm_python: Path) -> dict[str, Path]:
+def sources(vllm_versions: Versions) -> dict[str, Path]:
     """Folders with vLLM's sources, by its minor version."""
-    with progress() as report:
-        folders = (*vllm_python.parents[1].glob("lib/python*/site-packages"), ensure_sources(report))
-    found = {path.name.split("-")[1]: folder for folder in folders for path in folder.glob("vllm-*.dist-info")}
-    return {".".join(version.split(".")[:2]): folder for version, folder in found.items()}
+    return vllm_versions.folders
 
 
 def prompts(block: int) -> list[int]:
@@ -96,33 +86,13 @@ def test_no_step_ends_one_token_before_the_prompts_end_in_most_modes(sources: di
     assert failed == expected, "of 30"
 
 
-SCRIPT = Path(__file__).with_name("scheduler_steps.py")
 PAGE = 256
 
 
 @pytest.fixture(scope="module")
-def schedulers(
-    engine_host: EngineHost, vllm_python: Path, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def schedulers(vllm_versions: Versions) -> dict[str, dict[str, Any]]:
     """What `scheduler_steps.py` found, by vLLM's minor version."""
-    installed, other = sorted(sources)
-    metadata = tmp_path_factory.mktemp("metadata") / f"vllm-{other}.0.dist-info/METADATA"  # of sources it is not kept
-    metadata.parent.mkdir()
-    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {other}.0\n")
-    path = ":".join(map(str, (metadata.parents[1], sources[other], checkout_path())))
-    variables = {"MODEL_FOLDER": str(model_directory(MODEL)), "PYTHONPATH": path}
-    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    with subprocess.Popen(
-        [*contained(), vllm_python, SCRIPT],
-        env=os.environ | VARIABLES | variables | quiet,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        found = {installed: json.loads(engine_host.run(SCRIPT.name))}
-        output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-2000:]
-    return found | {other: json.loads(output.splitlines()[-1])}
+    return vllm_versions.run("scheduler_steps.py")
 
 
 @pytest.mark.parametrize("version", SUPPORTED)
@@ -130,7 +100,7 @@ def test_vllms_scheduler_leaves_each_source_its_state_at_the_goal_also_of_cached
     schedulers: dict[str, dict[str, Any]], version: str
 ):
     found = {mode: report for mode, report in schedulers[version].items() if not mode.startswith("control")}
-    assert len(found) == 8
+    assert len(found) == 9
     assert {mode: report["wrong"] for mode, report in found.items() if report["wrong"]} == {}
     assert all((report["tried"], report["missed"]) == (100, 0) for report in found.values())
 

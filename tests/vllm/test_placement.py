@@ -5,6 +5,7 @@ That holds for chats and texts by the token ids of vLLM's /tokenize, too.
 
 import json
 import re
+import socket
 import urllib.request
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,13 +16,15 @@ import pytest
 from prfaas.names import HUB, KV_EVENTS_PORT, kv_log_port
 from prfaas.ports import free_ports
 from prfaas.wire import headers
-from prfaas.wire.routes import Instance, Threshold
+from prfaas.wire.routes import EngineName, Instance, Threshold
 
 from ..waiting import eventually
+from .connected import CONNECTOR
 from .gateways import gateway, table_of
 from .servers import StartServer, VllmServer
 
-EVENTS = {
+BY_MOVER = {"enable_kv_cache_events": True, "publisher": "null"}
+OVER_ZMQ = {
     "enable_kv_cache_events": True,
     "publisher": "zmq",
     "endpoint": f"tcp://*:{KV_EVENTS_PORT}",
@@ -49,6 +52,7 @@ class Served(NamedTuple):
 
     server: VllmServer
     url: str
+    engine: EngineName
 
     def ask(self, path: str, **body: Any) -> Answered:
         data = json.dumps({"model": "tiny"} | body).encode()
@@ -81,19 +85,36 @@ def total(url: str, metric: str) -> float:
     return sum(map(float, lines))
 
 
-@pytest.fixture(scope="module")
-def served(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = ("--kv-events-config", json.dumps(EVENTS), "--chat-template", TEMPLATE, "--mamba-cache-mode", "align")
-    server = start_server(*flags, "--enable-prefix-caching").wait_ready()
-    table = table_of("vllm-prfaas", server.url, server.url)
+@pytest.fixture(scope="module", params=["vllm-prfaas", "vllm-nixl"])
+def served(
+    start_server: StartServer, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    """A vLLM whose events our connector's mover tells, and one that publishes them itself, which needs no connector."""
+    engine: EngineName = request.param
+    flags, data_port = ("--chat-template", TEMPLATE, "--mamba-cache-mode", "align", "--enable-prefix-caching"), 0
+    if engine == "vllm-prfaas":
+        (data_port,) = free_ports(1)
+        connector = json.dumps(CONNECTOR | {"kv_port": data_port})
+        flags += ("--kv-transfer-config", connector, "--kv-events-config", json.dumps(BY_MOVER))
+    else:
+        flags += ("--kv-events-config", json.dumps(OVER_ZMQ))
+    server = start_server(*flags).wait_ready()
+    table = table_of(engine, server.url, server.url)
     # A second instance, so that there is a choice. It is not there: IPv6, where nothing listens.
     url = f"http://[::1]:{free_ports(1)[0]}"
-    absent = Instance(name="absent", pool="decode", cluster=HUB, role="decode", url=url, engine="vllm-prfaas")
+    absent = Instance(name="absent", pool="decode", cluster=HUB, role="decode", url=url, engine=engine)
     (destination,) = (one for one in table.instances if one.role == "decode")
     never = Threshold(mode="Disabled", tokens=1, min_tokens=1, max_tokens=1)
+    destination = msgspec.structs.replace(destination, data_port=data_port)
     table = msgspec.structs.replace(table, instances=(destination, absent), threshold=never)
     with gateway(tmp_path_factory.mktemp("gateway"), table) as url:
-        yield Served(server, url)
+        yield Served(server, url, engine)
+
+
+def test_with_our_connector_nobody_hears_vllms_events_in_clear(served: Served):
+    with socket.socket() as sock:
+        is_open = sock.connect_ex(("127.0.0.1", KV_EVENTS_PORT)) == 0
+    assert is_open == (served.engine == "vllm-nixl")
 
 
 def test_the_match_of_a_chat_is_the_prefix_that_vllm_finds(served: Served):

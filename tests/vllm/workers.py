@@ -18,9 +18,9 @@ class WorkerProcess:
     """A running prfaas-worker."""
 
     def __init__(self, model_source: str, log: Path):
-        api, data = free_ports(2)
+        api, self.data_port = free_ports(2)
         flags = ["--model-source", model_source, "--model-name", "tiny", "--host", "127.0.0.1", "--threads", "1"]
-        flags += ["--api-port", str(api), "--data-port", str(data)]
+        flags += ["--api-port", str(api), "--data-port", str(self.data_port)]
         self.url = f"http://127.0.0.1:{api}"
         self._child = ChildProcess("our worker", [sys.executable, "-m", "prfaas_worker", *flags], log)
 

@@ -10,6 +10,7 @@ blocks.py      a rank's groups, and copies between their blocks and plain memory
 device.py      an accelerator's streams and its way to host memory (no vLLM)
 slices.py      what crosses between a rank and an instance of several ranks
 shares.py      what several ranks hold alike: each fetches a share, and gives it to the others
+events.py      cache events, from the scheduler to the mover
 fingerprint.py what tells two models apart
 ranks.py       how heads divide among ranks (no torch, no vLLM)
 settings.py    supported versions and the options of kv_connector_extra_config

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -27,15 +27,18 @@ from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
 from prfaas_vllm.device import device_kind
-from prfaas_vllm.fingerprint import fingerprint_of
+from prfaas_vllm.events import events_path, publish_by_mover
+from prfaas_vllm.fingerprint import DraftLayers, fingerprint_of
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf, copies_of
-from prfaas_vllm.scheduling import StepPlan, TransferPlanner
+from prfaas_vllm.scheduling import NOTHING, StepPlan, TransferPlanner
 from prfaas_vllm.settings import (
     data_port,
     read_settings,
     refusals_in_status,
     require_parallelism,
+    require_role,
+    require_states,
     require_supported,
     require_transfer_memory,
 )
@@ -78,15 +81,20 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         require_supported(vllm.__version__)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         require_parallelism(vllm_config.parallel_config)
+        require_role(self._kv_transfer_config.kv_role)
+        require_states(use_replayssm=vllm_config.cache_config.use_replayssm)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
                 "prfaas: kv_load_failure_policy is %s: a cache that does not come fails its request; set recompute",
                 self._kv_transfer_config.kv_load_failure_policy,
             )
+        if role is KVConnectorRole.SCHEDULER:
+            publish_by_mover(vllm_config)
         # Of attention: a state's block is another one on a side that caches no prefixes, and both must agree on goals.
         self._planner = TransferPlanner(vllm_config.cache_config.block_size)
         self._requests: dict[str, Request] = {}  # Sources, by id.
         self._transfers: RankTransfers | None = None
+        self._plan = NOTHING  # Of this step.
 
     # The scheduler's side.
 
@@ -121,7 +129,13 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         # First: a source that loses its blocks in this step is none any more, and gives nothing of it.
-        self._planner.preempted(scheduler_output.preempted_req_ids or ())
+        if scheduler_output.preempted_req_ids:
+            self._planner.preempted(scheduler_output.preempted_req_ids)
+        if self._requests:
+            self._note_sources(scheduler_output)
+        return PrfaasMetadata(self._planner.take())
+
+    def _note_sources(self, scheduler_output: "SchedulerOutput") -> None:
         state = scheduler_output.kv_connector_block_state
         for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
             if state is not None and self._planner.is_source(request_id):  # vLLM fills it in for every connector
@@ -129,14 +143,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
                 blocks = state.resolve_block_ids(request_id)
                 self._planner.scheduled(self._requests[request_id], tokens - drafts, blocks)
-        return PrfaasMetadata(self._planner.take(is_idle=not scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         found = connector_output.kv_connector_worker_meta
         if isinstance(found, PrfaasWorkerMetadata):
             self._planner.fetches_failed(found.failed)
-        self._planner.end_offers(connector_output.finished_sending or set())
-        self._planner.end_fetches(connector_output.finished_recving or set(), connector_output.failed_recving)
+        if connector_output.finished_sending:
+            self._planner.end_offers(connector_output.finished_sending)
+        if connector_output.finished_recving:
+            self._planner.end_fetches(connector_output.finished_recving, connector_output.failed_recving)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._finish(request)
@@ -163,10 +178,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             torch.cpu._init_amx()
         parallel, settings = self._vllm_config.parallel_config, self._settings
         own = RankOf(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size)
-        kv_heads = kv_heads_of(self._vllm_config)
-        groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first), own, kv_heads)
+        kv_heads, drafting = kv_heads_of(self._vllm_config), self._vllm_config.speculative_config
+        drafts = drafting.num_speculative_tokens if drafting is not None else 0
+        groups = groups_of(self._kv_cache_config, kv_caches, device_kind(first), own, kv_heads, drafts)
         mover = parallel.data_parallel_index * parallel.world_size + own.rank
         require_transfer_memory(part_bytes := slot_bytes(groups), settings.transfer_memory_mib)
+        path = "" if own.rank else events_path(self._vllm_config)
         options = MoverOptions(
             host=settings.host,
             data_port=data_port(self._kv_transfer_config.kv_port, mover),
@@ -180,6 +197,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             mover=mover,
             movers=settings.movers or parallel.data_parallel_size * parallel.world_size,
             metrics_port=settings.metrics_port,
+            has_events=bool(path),
+            events_path=path,
             tls_dir=settings.tls_dir,
             egress_mbps=settings.egress_mbps,
             egress_file=settings.egress_file,
@@ -197,6 +216,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._plan = _plan_of(connector_metadata)
         if self._transfers is not None:
             self._transfers.begin(self._plan)
 
@@ -218,7 +238,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._transfers is None:
             return KVConnectorTransferResults()
-        sent, received, failed = self._transfers.results(finished_req_ids, is_idle=self._plan.is_idle)
+        sent, received, failed = self._transfers.results(finished_req_ids)
         # A whole request as failed: vLLM's reports of single blocks end an engine with several cache groups.
         return KVConnectorTransferResults(sent, received, failed)
 
@@ -229,10 +249,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._transfers is not None:
             self._transfers.mover.close()
-
-    @property
-    def _plan(self) -> StepPlan:
-        return _plan_of(self._get_connector_metadata())
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
@@ -258,4 +274,12 @@ def kv_heads_of(config: VllmConfig) -> int:
 
 def _fingerprint(config: VllmConfig) -> str:
     cache_dtype = str(config.cache_config.cache_dtype)
-    return fingerprint_of(config.model_config, cache_dtype, config.load_config.download_dir)
+    return fingerprint_of(
+        config.model_config, cache_dtype, config.load_config.download_dir, _draft_layers(config.speculative_config)
+    )
+
+
+def _draft_layers(drafts: SpeculativeConfig | None) -> DraftLayers | None:
+    if drafts is None or drafts.draft_model_config is None or not drafts.uses_draft_kv_cache():
+        return None
+    return DraftLayers(str(drafts.method), drafts.draft_model_config)

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,26 +31,34 @@ def started_kernels(device: torch.device) -> torch.Event | None:
     return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
 
 
+Fail = Callable[[str], None]
+
+
 class AfterKernels:
     """Makes calls when the kernels that were started before are done: in their order, on a thread of its own."""
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._waiting: queue.SimpleQueue[tuple[torch.Event, Callable[[], None]]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[torch.Event, Callable[[], None], Fail]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="after-kernels", daemon=True).start()
 
-    def call(self, then: Callable[[], None]) -> None:
+    def call(self, then: Callable[[], None], fail: Fail) -> None:
+        """Make a call then; `fail` is called with the reason where that cannot be."""
         kernels = started_kernels(self._device)
         if kernels is None:
             then()
         else:
-            self._waiting.put((kernels, then))
+            self._waiting.put((kernels, then, fail))
 
     def _run(self) -> None:
         while True:
-            kernels, then = self._waiting.get()
-            kernels.synchronize()
-            then()
+            kernels, then, fail = self._waiting.get()
+            try:
+                kernels.synchronize()
+                then()
+            except Exception as error:  # the next call is another request's
+                log.exception("prfaas: after kernels")
+                fail(f"the step that computed it has failed: {error}")
 
 
 class CopyStream:
@@ -73,6 +81,9 @@ def pin(memory: memoryview, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(address, len(memory), 0))
     if status:
+        # CUDA keeps the error for who asks next: else vLLM's first kernel would fail of it.
+        with suppress(RuntimeError):
+            torch.zeros(1, device=device)
         log.warning(
             "prfaas: %d MiB of host memory cannot be pinned (CUDA error %d), so copies are slower: raise the limit on "
             "locked memory, or lower transfer_memory_mib",

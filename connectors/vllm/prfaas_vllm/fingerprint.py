@@ -7,6 +7,9 @@ sides' values; the rest as digests.
 Weights are known by samples of their files, for a fine-tuning has the shapes of its model and a rollout may bring it to
 one side first. Reading all of them again would take minutes. Where the files cannot be found, as with weights that were
 streamed from an object store, the configuration alone speaks.
+
+Drafts that come from layers with a cache of their own (MTP, EAGLE, a draft model) are part of it, with their weights:
+these layers' caches cross, too. How many tokens are drafted changes none of them. Drafts by n-grams have no cache.
 """
 
 import hashlib
@@ -14,7 +17,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from huggingface_hub import snapshot_download
 
@@ -39,7 +42,16 @@ class VllmModel(Protocol):
     hf_config: Any
 
 
-def fingerprint_of(model: VllmModel, cache_dtype: str, download_dir: str | None = None) -> str:
+class DraftLayers(NamedTuple):
+    """Drafts by layers that have a cache of their own, in vLLM's words."""
+
+    method: str
+    model: VllmModel
+
+
+def fingerprint_of(
+    model: VllmModel, cache_dtype: str, download_dir: str | None = None, drafts: DraftLayers | None = None
+) -> str:
     """Return a text on which instances of one model agree, wherever its files lie."""
     fields, dtype = _common_fields(model.hf_config.to_dict()), str(model.dtype).removeprefix("torch.")
     cache = dtype if cache_dtype == "auto" else _SAME_CACHE_DTYPES.get(cache_dtype, cache_dtype)
@@ -48,8 +60,27 @@ def fingerprint_of(model: VllmModel, cache_dtype: str, download_dir: str | None 
     weights = weights_digest(_directory(model, download_dir)) or "unknown"
     return (
         f"dtype {dtype}, cache {cache}, quantization {model.quantization}, positions {positions}, "
-        f"configuration {configuration[:DIGEST_CHARS]}, weights {weights[:DIGEST_CHARS]}"
+        f"configuration {configuration[:DIGEST_CHARS]}, weights {weights[:DIGEST_CHARS]}, "
+        f"draft layers {_draft_layers(drafts, download_dir)}"
     )
+
+
+def _draft_layers(drafts: DraftLayers | None, download_dir: str | None) -> str:
+    if drafts is None:
+        return "none"
+    method, model = drafts
+    directory = _directory(model, download_dir)
+    facts = [_kept_fields(directory), str(model.dtype), str(model.quantization), weights_digest(directory)]
+    return f"{method} {hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:DIGEST_CHARS]}"
+
+
+def _kept_fields(directory: Path | None) -> Any:
+    """Return a draft's configuration as its files have it; None without any. Into the one that it has read vLLM writes
+    what it needs of a draft, the longest prompt among it, and each version something else."""
+    try:
+        return _common_fields(json.loads((directory / "config.json").read_text())) if directory is not None else None
+    except (OSError, ValueError):
+        return None
 
 
 def weights_digest(directory: Path | None) -> str:

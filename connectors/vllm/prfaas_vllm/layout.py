@@ -4,11 +4,17 @@ A row of an attention group is a block: on CPUs a block has no rows by token. A 
 block at a page's end. Bytes travel as the device holds them, so a group's `spec` names all that gives them a meaning:
 vLLM's class, the kernel's layout and the processor's kind. Two instances that differ there refuse each other. Where a
 group's heads are known, any rank's part can be cut out of a block.
+
+An instance with drafts keeps room for them behind each convolution's last inputs. At the end of a prompt only those
+inputs are written. Where they lie together in memory they cross alone, and the other side may draft as it likes.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
@@ -29,21 +35,27 @@ from prfaas_vllm.ranks import HeadMap, HeadRows, HeadSection, RankOf, bytes_of
 
 HEAD_AXIS = 1
 """Of vLLM's view of a layer's attention: blocks, heads, rows, columns."""
+_KEEP_DRAFTS: Final = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV"})
+"""Kinds of states in whose first tensor, the convolution's inputs, vLLM keeps drafts. KDA's is the first of these."""
 
 
 def groups_of(
-    config: KVCacheConfig, caches: Mapping[str, Any], device_kind: str, own: RankOf | None = None, kv_heads: int = 0
+    config: KVCacheConfig,
+    caches: Mapping[str, Any],
+    device_kind: str,
+    own: RankOf | None = None,
+    kv_heads: int = 0,
+    drafts: int = 0,
 ) -> tuple[VllmGroup, ...]:
-    """Return all groups that cross, of this rank; `kv_heads` are the model's, 0 if each rank has its own. Raises
-    ConfigError for a kind of cache that cannot cross."""
+    """Return all groups that cross, of this rank; `kv_heads` are the model's, 0 if each rank has its own. `drafts` are
+    the tokens that this instance drafts for a step. Raises ConfigError for a kind of cache that cannot cross."""
     own = own or RankOf()
     found = []
     for number in config.transfer_group_ids:
         group = config.kv_cache_groups[number]
-        spec = _spec_of(group.kv_cache_spec)
+        spec, held, kept = _crossing(_spec_of(group.kv_cache_spec), caches, group.layer_names, drafts)
         parts = {
-            layer: _by_block(name, caches[name], config.num_blocks)
-            for name, layer in numbered(group.layer_names).items()
+            layer: _by_block(name, held[name], config.num_blocks) for name, layer in numbered(group.layer_names).items()
         }
         first = next(iter(parts.values()))
         for name, of_layer in zip(group.layer_names, parts.values(), strict=True):
@@ -52,12 +64,13 @@ def groups_of(
                     f"the caches of {group.layer_names[0]} and {name} differ in form within a group, which "
                     "PrfaasConnector cannot carry: use engine.transfer.connector Nixl for this model"
                 )
-        views = caches[group.layer_names[0]]
+        views = held[group.layer_names[0]]
         views = list(views) if isinstance(views, (list, tuple)) else [views]
         heads = _heads_of(spec, views, config.num_blocks, own, kv_heads)
         if [bytes_of(each, own) for each in heads] != [part.shape[1] * part.element_size() for part in first]:
             heads = ()
-        describe = partial(_describe, spec, heads, views[0], device_kind)
+        place = f"{device_kind}, with room for {kept} drafts" if kept else device_kind
+        describe = partial(_describe, spec, heads, views[0], place)
         tensors = {layer: [part.view(torch.uint8) for part in of_layer] for layer, of_layer in parts.items()}
         kind = "linear" if isinstance(spec, MambaSpec) else "attention"
         axes = ("element",) if kind == "linear" else ("page", "element")
@@ -99,6 +112,42 @@ def _spec_of(spec: KVCacheSpec) -> KVCacheSpec:
             "linear states can: use engine.transfer.connector Nixl for this model"
         )
     return spec
+
+
+class _Crossing(NamedTuple):
+    """What crosses of a group's layers, and room for how many drafts is part of it."""
+
+    spec: KVCacheSpec
+    caches: Mapping[str, Any]
+    drafts: int = 0
+
+
+def _crossing(spec: KVCacheSpec, caches: Mapping[str, Any], names: Sequence[str], drafts: int) -> _Crossing:
+    """Leave the room for drafts out, if it follows a convolution's inputs in memory. Where it lies between those of two
+    channels, all of it crosses, to instances with as many drafts."""
+    held = {name: caches[name] for name in names}
+    if not isinstance(spec, MambaSpec):
+        return _Crossing(spec, held)
+    states = {name: _states_of(spec, cache) for name, cache in held.items()}
+    if not drafts or spec.mamba_type.name not in _KEEP_DRAFTS:
+        return _Crossing(spec, states)
+    (tokens, channels), *others = spec.shapes
+    if not drafts < tokens < channels or any(len(each) != len(spec.shapes) for each in states.values()):
+        return _Crossing(spec, states, drafts)
+    inputs = tokens - drafts
+    cut = {name: [each[0][:, : each[0].shape[1] // tokens * inputs], *each[1:]] for name, each in states.items()}
+    return _Crossing(replace(spec, shapes=((inputs, channels), *others)), cut)
+
+
+def _states_of(spec: MambaSpec, cache: Any) -> list[torch.Tensor]:
+    """Return a layer's states, which vLLM may give as one tensor: in a block they follow one another."""
+    states = list(cache) if isinstance(cache, (list, tuple)) else [cache]
+    sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    ends = accumulate(sizes, initial=0)
+    if len(states) > 1 or states[0].shape[-1] * states[0].element_size() != sum(sizes):
+        return states
+    whole = states[0].flatten(1)  # a view: all of a block is in the last axis
+    return [whole[:, start // whole.element_size() : end // whole.element_size()] for start, end in pairwise(ends)]
 
 
 def _heads_of(

@@ -10,29 +10,27 @@ drafts and on what it has cached. The last step always ends with the prompt, and
 computes at least the last token of any prompt, so no prefix cache takes that step away. And no step follows that would
 write the state again while it crosses.
 
+Of a prefix that the source should have cached, the gateway names the length. The goal is a page behind it: vLLM has no
+state to give without a step, so the source computes that page, and whatever it lacks before.
+
 Nothing here imports vLLM: requests are known by the few attributes of `VllmRequest`.
 """
 
-import hashlib
 import logging
-from array import array
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 
 import msgspec
-from msgspec import Meta
+
+from prfaas.wire.prefill import LegParams, token_digest
 
 log = logging.getLogger("vllm.prfaas")
 
 BlockIds = tuple[list[int], ...]
 WHOLE_PAGES_FROM: Final = 4
 """From so many pages on a prompt's whole pages cross; all but the last token of a shorter one."""
-DIGEST_CHARS: Final = 32
 NAMED_TWICE: Final = "prfaas: the transfer of %s has begun before, for another request: it is served alone"
-MAX_RANKS: Final = 64
-# 253: the longest name in DNS (RFC 1035 allows 255 bytes with its lengths).
-_Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 
 class VllmRequest(Protocol):
@@ -46,31 +44,16 @@ class VllmRequest(Protocol):
     kv_transfer_params: dict[str, Any] | None
 
 
-class LegParams(msgspec.Struct, frozen=True, kw_only=True):
-    """`kv_transfer_params["prfaas"]`: the gateway's word to one leg. The token is a secret, never logged. `ranks` are
-    the other instance's tensor-parallel ranks; 0: as many as here.
-
-    Whoever reaches vLLM's port may say it. So all of it fits into one message to the mover, and into a frame's header.
-    """
-
-    role: Literal["source", "destination"]
-    transfer_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    token: _Word
-    host: _Word = ""
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
-    cluster: _Word = ""
-    ranks: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0
-
-
 @dataclass(frozen=True)
 class SourceStart:
-    """A source's request came: a destination may ask for its cache from now on. `prompt` is its tokens' digest."""
+    """A source's request came: a destination may ask for its cache from now on. `prompt` is its tokens' digest, and
+    `prompt_tokens` counts what it had before it was cut to the goal."""
 
     request_id: str
     leg: LegParams
     goal: int
     prompt: str = ""
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +88,7 @@ class DeclineFetch:
 
 @dataclass
 class StepPlan:
-    """All that the worker's side must know of a step. `is_idle` if the model does not run."""
+    """All that the worker's side must know of a step."""
 
     starts: list[SourceStart] = field(default_factory=list)
     steps: list[SourceStep] = field(default_factory=list)
@@ -113,8 +96,12 @@ class StepPlan:
     declined: list[DeclineFetch] = field(default_factory=list)
     revoked: dict[str, str] = field(default_factory=dict)  # Requests whose cache is not given any more, and why.
     fetched: list[Fetching] = field(default_factory=list)  # All ranks' parts of these have come.
+    unawaited: set[str] = field(default_factory=set)  # Sources of whose end vLLM must not hear.
     in_vain: set[str] = field(default_factory=set)  # Requests whose fetch has failed at a rank.
-    is_idle: bool = False
+
+
+NOTHING: Final = StepPlan()
+"""Of most steps there is nothing to say."""
 
 
 def goal_of(prompt_tokens: int, page_tokens: int) -> int:
@@ -125,16 +112,8 @@ def goal_of(prompt_tokens: int, page_tokens: int) -> int:
 
 
 def prompt_digest(request: VllmRequest, goal: int) -> str:
-    """Return a digest of the tokens before a goal; empty for a prompt without token ids.
-
-    Each side makes token ids of a prompt by its own tokenizer and chat template, which may add the day's date. A cache
-    of other tokens has the same shape if they are as many.
-    """
+    """Return a digest of the tokens before a goal; empty for a prompt without token ids."""
     return "" if request.prompt_token_ids is None else token_digest(request.prompt_token_ids[:goal])
-
-
-def token_digest(ids: list[int]) -> str:
-    return hashlib.sha256(array("I", ids)).hexdigest()[:DIGEST_CHARS]
 
 
 class TransferPlanner:
@@ -147,14 +126,21 @@ class TransferPlanner:
         self._tried: set[str] = set()  # Destinations that tried to fetch: after a failure vLLM asks again.
         self._owners: dict[str, str] = {}  # Requests by transfer: of these the worker's side may hold something.
         self._fetching: dict[str, Fetching] = {}
-        self._plan = StepPlan()
+        self._next: StepPlan | None = None
+
+    @property
+    def _plan(self) -> StepPlan:
+        """What is noted for the next step; made with the first note."""
+        if self._next is None:
+            self._next = StepPlan()
+        return self._next
 
     def add(self, request: VllmRequest) -> int:
         """Note a new request; return the prompt tokens that a source must drop."""
         leg = leg_of(request)
         if leg is None or leg.role != "source":
             return 0
-        goal = self._goal(request)
+        goal = self._goal(request, leg)
         if not goal:
             log.info("prfaas: %s has %d tokens, too few to cross", request.request_id, request.num_prompt_tokens)
             return 0
@@ -162,24 +148,24 @@ class TransferPlanner:
             log.warning(NAMED_TWICE, request.request_id)
             return 0
         self._owners[leg.transfer_id] = request.request_id
-        start = SourceStart(request.request_id, leg, goal, prompt_digest(request, goal))
+        start = SourceStart(request.request_id, leg, goal, prompt_digest(request, goal), request.num_prompt_tokens)
         self._sources[request.request_id] = start
         self._plan.starts.append(start)
         return request.num_prompt_tokens - goal
 
     def matched(self, request: VllmRequest, computed: int) -> int:
         """Return the tokens beyond the `computed` ones that a fetch brings; without side effects."""
-        leg = leg_of(request)
-        if leg is None or leg.role != "destination" or request.request_id in self._tried:
+        leg = self._incoming(request)
+        if leg is None or request.request_id in self._tried:
             return 0
-        return 0 if self._is_of_another(request.request_id, leg) else max(0, self._goal(request) - computed)
+        return 0 if self._is_of_another(request.request_id, leg) else max(0, self._goal(request, leg) - computed)
 
     def allocated(self, request: VllmRequest, block_ids: BlockIds, external: int) -> None:
         """Note the blocks for `external` tokens, and fetch them in this step; without any, tell its source."""
-        leg = leg_of(request)
-        goal = self._goal(request)
-        if leg is None or leg.role != "destination" or not goal or request.request_id in self._tried:
+        leg = self._incoming(request)
+        if leg is None or request.request_id in self._tried:
             return
+        goal = self._goal(request, leg)
         self._tried.add(request.request_id)
         if not external:
             self._decline(request)
@@ -219,21 +205,25 @@ class TransferPlanner:
 
     def end_fetches(self, request_ids: Collection[str], failed: Container[str]) -> None:
         """Note requests whose fetch is over at all ranks."""
-        self._forget(request_ids)
         for request_id in sorted(request_ids):
             fetching = self._fetching.pop(request_id, None)
-            if fetching is not None and request_id not in failed:
+            if fetching is None:  # it was aborted
+                self._forget([request_id])
+                continue
+            self._owners.pop(fetching.leg.transfer_id, None)  # a source's own transfer goes on
+            if request_id not in failed:
                 self._plan.fetched.append(fetching)
 
     def fetches_failed(self, request_ids: set[str]) -> None:
         """Note requests whose fetch has failed at a rank: what the other ranks still fetch will not be used."""
         self._plan.in_vain |= request_ids
 
-    def take(self, *, is_idle: bool) -> StepPlan:
+    def take(self) -> StepPlan:
         """Return what was noted since the last step."""
-        plan, self._plan = self._plan, StepPlan()
+        if self._next is None:
+            return NOTHING
+        plan, self._next = self._next, None
         self._known.update(start.request_id for start in plan.starts)
-        plan.is_idle = is_idle
         return plan
 
     def finish(self, request: VllmRequest, *, is_whole: bool) -> bool:
@@ -242,14 +232,19 @@ class TransferPlanner:
         if request_id not in self._tried:
             self._decline(request)
         self._tried.discard(request_id)
-        self._fetching.pop(request_id, None)
-        self._plan.fetched = [each for each in self._plan.fetched if each.request_id != request_id]
+        is_fetching = self._fetching.pop(request_id, None) is not None
+        if self._next is not None:
+            self._next.fetched = [each for each in self._next.fetched if each.request_id != request_id]
         source = self._sources.pop(request_id, None)
         is_known = request_id in self._known
         if source is not None and not (is_known and is_whole):
             self._withdraw(request_id, "the prefill was aborted")
         self._known.discard(request_id)
-        return is_known
+        if is_known and is_fetching:
+            # A source that is aborted while its prefix comes has given nothing. vLLM frees its blocks when the fetch
+            # has ended, and would fail if it heard of both ends.
+            self._plan.unawaited.add(request_id)
+        return is_known and not is_fetching
 
     def _withdraw(self, request_id: str, reason: str) -> None:
         """Give nothing more of a source. If the worker's side does not know of it yet, it never will."""
@@ -259,13 +254,27 @@ class TransferPlanner:
             self._plan.starts = [start for start in self._plan.starts if start.request_id != request_id]
             self._forget([request_id])
 
-    def _goal(self, request: VllmRequest) -> int:
-        return goal_of(request.num_prompt_tokens, self._page_tokens)
+    def _goal(self, request: VllmRequest, leg: LegParams) -> int:
+        if not leg.tokens:
+            return goal_of(request.num_prompt_tokens, self._page_tokens)
+        # Both sides count the whole prompt, also where one of them has cut it.
+        source = self._sources.get(request.request_id)
+        most = (request.num_prompt_tokens if source is None else source.prompt_tokens) - 1
+        goal = min(leg.tokens + self._page_tokens, most) if leg.tokens < most else 0
+        return goal if goal < request.num_prompt_tokens else 0
+
+    def _incoming(self, request: VllmRequest) -> LegParams | None:
+        """Return the leg of a destination, by which a cache may come; of a source that of its prefix."""
+        leg = leg_of(request)
+        if leg is not None and leg.role == "source":
+            leg = leg.prefix
+        # The source of a prefix may offer it to a prompt that has no use for it: it is told so.
+        return leg if leg is not None and (leg.tokens or self._goal(request, leg)) else None
 
     def _decline(self, request: VllmRequest) -> None:
         """Tell the source of a destination, if it offers something, that it is not wanted."""
-        leg = leg_of(request)
-        if leg is None or leg.role != "destination" or not self._goal(request):
+        leg = self._incoming(request)
+        if leg is None:
             return
         if self._is_of_another(request.request_id, leg):
             log.warning(NAMED_TWICE, request.request_id)
@@ -282,7 +291,7 @@ class TransferPlanner:
 
 
 def leg_of(request: VllmRequest) -> LegParams | None:
-    """Return the gateway's word to a request, None if it is not one of ours."""
+    """Return what the gateway sends about a request's transfer, None if it is not one of ours."""
     transfer_params = request.kv_transfer_params  # a client may have made anything of it
     params = transfer_params.get("prfaas") if isinstance(transfer_params, dict) else None
     if params is None:

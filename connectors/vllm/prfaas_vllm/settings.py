@@ -89,6 +89,25 @@ def require_parallelism(parallel: EngineParallelism) -> None:
         )
 
 
+def require_states(*, use_replayssm: bool) -> None:
+    """Raise ConfigError if vLLM keeps something of a state that is no part of its block."""
+    if use_replayssm:
+        raise ConfigError(
+            "PrfaasConnector does not carry what --use-replayssm keeps beside a state: remove it from args, or set "
+            "engine.transfer.connector Nixl"
+        )
+
+
+def require_role(kv_role: str | None) -> None:
+    """Raise ConfigError for a role in which vLLM may give blocks away that a batch in flight still writes: with any
+    other it does so when memory is short, and a cache would land in them, or leave them."""
+    if kv_role != "kv_both":
+        raise ConfigError(
+            f"kv_role of PrfaasConnector is {kv_role}: set it to kv_both on every instance, whichever side of a "
+            "transfer it is"
+        )
+
+
 def require_supported(version: str) -> None:
     """Raise ConfigError for a version of vLLM with which the connector was not tried."""
     found = re.match(r"\d+\.\d+", version)

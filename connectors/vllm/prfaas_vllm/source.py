@@ -31,6 +31,7 @@ class OfferedBlocks:
     slices: Mapping[str, RankSlice]
     began: float = field(default_factory=time.monotonic)
     block_ids: BlockIds = ()
+    is_finished: bool = False
     put_tokens: dict[int, int] = field(default_factory=dict)
 
 
@@ -86,8 +87,12 @@ class SourceSide:
             self._mover.announce(message)
 
     def _put(self, cache: OfferedBlocks, step: SourceStep) -> None:
+        if cache.is_finished:
+            # Where a load of another connector has failed. What was given by then may be of no use.
+            self.revoke({step.request_id: "vLLM computes the end of the prompt again"})
+            return
         goal, is_last = cache.start.goal, step.computed >= cache.start.goal
-        cache.block_ids = step.block_ids
+        cache.block_ids, cache.is_finished = step.block_ids, is_last
         parts = [
             part
             for number, group in enumerate(self._rank.groups)
@@ -101,7 +106,10 @@ class SourceSide:
                 self.revoke({step.request_id: reason})
                 return
             parts += states
-        self._after_kernels.call(lambda: self._tell_mover(cache, parts, is_last=is_last))
+        self._after_kernels.call(
+            lambda: self._tell_mover(cache, parts, is_last=is_last),
+            lambda reason: self.revoke({step.request_id: reason}),
+        )
 
     def _tell_mover(self, cache: OfferedBlocks, parts: list[CopyPart], *, is_last: bool) -> None:
         for key, crossing in cache.slices.items():

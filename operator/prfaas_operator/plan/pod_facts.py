@@ -5,10 +5,15 @@ a role is not ready, because its readiness gate is shut. So a rollout waits for 
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 from prfaas import names
+from prfaas.engines import ENGINES
+from prfaas.routing.drafts import draft_layers
 
+DATA_RANKS_FLAG: Final = "--data-parallel-size"
+"""Of vLLM and SGLang, before what a pool's owner adds."""
 ROLE_GATE: Final = f"{names.GROUP}/role-assigned"
 TEMPLATE_ANNOTATION: Final = f"{names.GROUP}/template"
 """Digest of a pod's template: distinguishes a rollout's new pods from its old ones."""
@@ -58,6 +63,7 @@ class InstanceFacts(NamedTuple):
         ranks: data-parallel ranks, each with cache events.
         rank_ports: data ports of each of these.
         by_host: its ports are its node's; None if the pod names no port.
+        draft_layers: the method whose layers draft, as in a routing table.
     """
 
     engine: str = ""
@@ -66,22 +72,33 @@ class InstanceFacts(NamedTuple):
     ranks: int = 1
     rank_ports: int = 1
     by_host: bool | None = None
+    draft_layers: str = ""
 
 
 def _instance_facts(pod: dict[str, Any]) -> InstanceFacts:
     metadata = pod["metadata"]
     containers = (pod.get("spec") or {}).get("containers") or [{}]
     ports = {port.get("name", ""): port for port in containers[0].get("ports") or ()}
-    ranks = max(1, sum(name.startswith("kv-events") for name in ports))
+    arguments = containers[0].get("args") or ()
+    ranks = _data_ranks(arguments)
     data_ports = sum(name == "data" or name.startswith("data-") for name in ports)
+    engine = (metadata.get("labels") or {}).get(names.LABEL_ENGINE, "")
+    flag = ENGINES[engine].draft_flag if engine in ENGINES else ""
     return InstanceFacts(
-        engine=(metadata.get("labels") or {}).get(names.LABEL_ENGINE, ""),
+        engine=engine,
         model=(metadata.get("annotations") or {}).get(names.ANNOTATION_MODEL, ""),
         data_port=ports.get("data", {}).get("containerPort", 0),
         ranks=ranks,
         rank_ports=max(1, data_ports // ranks),
         by_host=any("hostPort" in port for port in ports.values()) if ports else None,
+        draft_layers=draft_layers(flag, arguments),
     )
+
+
+def _data_ranks(arguments: Iterable[str]) -> int:
+    """Return the data-parallel ranks by the flag that the operator sets where there are several."""
+    found = (value for flag, value in pairwise(arguments) if flag == DATA_RANKS_FLAG)
+    return max(1, int(next((value for value in found if value.isdecimal()), "1")))
 
 
 MAX_PROBLEM_CHARS = 300

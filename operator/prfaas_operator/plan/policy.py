@@ -13,6 +13,7 @@ from prfaas.engines import ENGINES
 from prfaas.errors import PrfaasError
 from prfaas.names import HUB, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.ports import url_host
+from prfaas.routing.drafts import draft_layers, drafts_fit
 from prfaas.wire import routes
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable
@@ -128,11 +129,24 @@ def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
                 f"{first.metadata.name} {there}; {engine.title} carries caches only where one is a multiple of "
                 "the other: they serve nothing together until then",
             )
+        mine, theirs = _draft_layers(pool), _draft_layers(first)
+        if not drafts_fit(mine, theirs):
+            return no(
+                "EngineMismatch",
+                f"{pool.kind_name} {pool.metadata.name} has draft layers {mine} in {engine.draft_flag} and "
+                f"{first.kind_name} {first.metadata.name} {theirs}; {engine.title} carries caches only between equal "
+                "ones: they serve nothing together until both have the same, or none",
+            )
     return None
 
 
 def _tensor_ranks(pool: PoolObject) -> int:
     return pool.spec.parallelism.tensor if pool.spec.parallelism else 1
+
+
+def _draft_layers(pool: PoolObject) -> str:
+    engine = pool.spec.engine
+    return draft_layers(engine.record.draft_flag, engine.args)
 
 
 def _idle_pool(facts: PolicyFacts, table: RoutingTable) -> ConditionState | None:
@@ -288,6 +302,7 @@ def _of_pool(
                 # Gateways refuse a whole table with more.
                 ranks=min(pod.instance.ranks, routes.MAX_RANKS),
                 rank_ports=pod.instance.rank_ports,
+                draft_layers=pod.instance.draft_layers,
             )
         )
     return instances

@@ -25,7 +25,6 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
 
 
 def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
-    plain_events: list[Instance] = []
     for one in crossing:
         if not one.record.is_encrypted:
             return no(
@@ -39,15 +38,6 @@ def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
                 f"{_what(one)} has an instance without certificate: requests and caches cross unencrypted; see "
                 f"CertificateReady of MemberCluster {one.cluster}, and certificates.mode of the chart",
             )
-        if one.record.events == "Zmq":
-            plain_events.append(one)
-    if plain_events:
-        one = plain_events[0]
-        return no(
-            "PlainCacheEvents",
-            f"requests and caches cross inside TLS, but {_what(one)} runs {one.engine}, whose cache events (token ids "
-            "of prompts) cross unencrypted; use a network that encrypts",
-        )
     return yes("MutualTls", "requests, caches and cache events cross inside TLS with certificates of both ends")
 
 

@@ -57,6 +57,8 @@ def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> 
 def _called_ports(instance: Instance) -> Iterator[int]:
     """Yield the ports of an instance that a gateway asks beside its API's: cache events of every rank, and more."""
     engine = instance.record
+    if engine.events == "Mover":
+        yield from (instance.data_port + rank * instance.rank_ports for rank in range(instance.ranks))
     if engine.events == "Zmq":
         yield from range(names.KV_EVENTS_PORT, names.kv_log_port(instance.ranks) + instance.ranks)
     yield from (port for one in engine.ports if one.is_called for port in range(one.first, one.last + 1))

@@ -2,7 +2,8 @@
 
 Our connector is not part of vLLM's image. An init container copies it from an image of ours into a volume, and
 PYTHONPATH leads to it. So a stock image of vLLM serves, and nobody rebuilds it. The connector uses the cluster's
-certificate on its data ports, and the same certificate puts vLLM's API inside TLS. vLLM's cache events stay plain.
+certificate on its data ports, where caches and cache events cross, and the same certificate puts vLLM's API inside TLS.
+With the other connectors vLLM publishes its cache events itself, in clear.
 """
 
 import json
@@ -55,6 +56,10 @@ run with vLLM 0.32's watcher. So vLLM gets copies that are written in place, in 
 """
 
 
+_EVENTS_BY_MOVER: Final = {"enable_kv_cache_events": True, "publisher": "null"}
+"""vLLM itself publishes nothing; our connector then gives the events to its mover."""
+
+
 def metrics_port(pool: PoolObject) -> int:
     """Return the port of our connector's metrics: the first after the data ports of all ranks."""
     return names.WORKER_DATA_PORT + gpus(pool)
@@ -84,7 +89,8 @@ def start_with_ours(pool: PoolObject, terms: StartTerms) -> Start:
         "kv_connector_extra_config": extra,
     }
     data_ports = {f"data-{rank}" if rank else "data": names.WORKER_DATA_PORT + rank for rank in range(gpus(pool))}
-    plain = _start(pool, connector, {}, {**data_ports, "link-metrics": metrics_port(pool)})
+    ports = {"api": names.WORKER_API_PORT, **data_ports, "link-metrics": metrics_port(pool)}
+    plain = _start(pool, connector, {}, ports, _EVENTS_BY_MOVER)
     if terms.tls:
         serve = plain.command[1:]
         # The last word is the shell's $0, so that "$@" begins with `serve`.
@@ -123,7 +129,8 @@ def start_with_nixl(pool: PoolObject, _: StartTerms) -> Start:
         "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
         **({} if transfer.protocol == "Rdma" else UCX_TCP),
     }
-    return _start(pool, connector, variables, {"side-channel": names.SIDE_CHANNEL_PORT})
+    ports = {**event_ports(pool), "side-channel": names.SIDE_CHANNEL_PORT}
+    return _start(pool, connector, variables, ports, _events_over_zmq(pool))
 
 
 def start_with_mooncake(pool: PoolObject, _: StartTerms) -> Start:
@@ -137,7 +144,8 @@ def start_with_mooncake(pool: PoolObject, _: StartTerms) -> Start:
         "kv_connector_extra_config": {"mooncake_protocol": protocol, **json_values(transfer.extra_config)},
     }
     variables = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(names.BOOTSTRAP_PORT)}
-    return _start(pool, connector, variables, {"bootstrap": names.BOOTSTRAP_PORT})
+    ports = {**event_ports(pool), "bootstrap": names.BOOTSTRAP_PORT}
+    return _start(pool, connector, variables, ports, _events_over_zmq(pool))
 
 
 def _transfer_of(pool: PoolObject) -> Transfer:
@@ -149,20 +157,25 @@ def _failure_policy(transfer: Transfer) -> dict[str, str]:
     return {"kv_load_failure_policy": _FAILURE_POLICIES[transfer.failure_policy or "Recompute"]}
 
 
-def _start(pool: PoolObject, connector: dict[str, Any], variables: dict[str, str], ports: dict[str, int]) -> Start:
+def _events_over_zmq(pool: PoolObject) -> dict[str, Any]:
+    return {"enable_kv_cache_events": True, **cache_events(pool)}
+
+
+def _start(
+    pool: PoolObject,
+    connector: dict[str, Any],
+    variables: dict[str, str],
+    ports: dict[str, int],
+    events: dict[str, Any],
+) -> Start:
     spec = pool.spec
     flags = {
         "--served-model-name": spec.model.name,
         "--host": "$(POD_IP)",
         "--port": str(names.WORKER_API_PORT),
         "--shutdown-timeout": str(spec.drain_seconds),  # by default vLLM aborts all requests at once
-        "--kv-events-config": json.dumps({"enable_kv_cache_events": True, **cache_events(pool)}),
+        "--kv-events-config": json.dumps(events),
         "--kv-transfer-config": json.dumps(connector),
         **parallel_flags(pool),
     }
-    return Start(
-        ["vllm", "serve", spec.model.source],
-        [*common.words(flags), *spec.engine.args],
-        variables,
-        {**event_ports(pool), **ports},
-    )
+    return Start(["vllm", "serve", spec.model.source], [*common.words(flags), *spec.engine.args], variables, ports)

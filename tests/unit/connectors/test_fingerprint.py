@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prfaas_vllm.fingerprint import fingerprint_of, weights_digest
+from prfaas_vllm.fingerprint import DraftLayers, fingerprint_of, weights_digest
 
 SHARD_BYTES = 3 << 20
 
@@ -86,6 +86,28 @@ def test_another_configuration_is_another_model_and_both_values_are_told(
     assert ours in here
     assert theirs in there
     assert len(here) < 200, "a longer one would be cut where both are shown"
+
+
+def test_draft_layers_count_with_their_weights_and_are_told_by_their_method(checkpoint: Path, tmp_path: Path):
+    """Their caches cross, too: what one draft's layers have computed is of no use to another's."""
+    other, deeper = tmp_path / "draft", tmp_path / "deeper"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"other weights")
+    shutil.copytree(checkpoint, deeper)
+    (deeper / "config.json").write_text('{"num_hidden_layers": 2}')
+
+    def of(method: str, draft: Served) -> str:
+        return fingerprint_of(Served(str(checkpoint)), "auto", None, DraftLayers(method, draft))
+
+    without, here = fingerprint_of(Served(str(checkpoint)), "auto"), of("mtp", Served(str(checkpoint)))
+    assert without.endswith(", draft layers none")
+    assert ", draft layers mtp " in here
+    longer = Served(str(checkpoint), hf_config=Config(max_position_embeddings=8192))
+    assert here == of("mtp", longer), "vLLM writes its own longest prompt there"
+    changed = (Served(str(other)), Served(str(deeper)), Served(str(checkpoint), quantization="fp8"))
+    found = {without, here, of("eagle3", Served(str(checkpoint))), *(of("mtp", draft) for draft in changed)}
+    assert len(found) == 6
+    assert max(map(len, found)) < 200, "a longer one would be cut where both are shown"
 
 
 def test_another_type_of_caches_is_told():

@@ -12,12 +12,14 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas_vllm import settings
-from prfaas_vllm.scheduling import TransferPlanner, goal_of, leg_of
+from prfaas_vllm.scheduling import NOTHING, StepPlan, TransferPlanner, goal_of, leg_of
 from prfaas_vllm.settings import (
     SUPPORTED,
     data_port,
     read_settings,
     require_parallelism,
+    require_role,
+    require_states,
     require_supported,
     require_transfer_memory,
 )
@@ -79,7 +81,7 @@ def test_both_sides_name_the_tokens_that_cross_and_no_others():
         planner = TransferPlanner(PAGE)
         planner.add(source(request_id="s", **request))
         planner.allocated(destination(request_id="d", **request), ([1], [2]), 100)
-        plan = planner.take(is_idle=False)
+        plan = planner.take()
         return plan.starts[0].prompt, plan.fetches[0].prompt
 
     ids = list(range(1100))
@@ -89,15 +91,103 @@ def test_both_sides_name_the_tokens_that_cross_and_no_others():
     assert prompts([*ids[:1023], 7, *ids[1024:]])[0] != announced
 
 
+def with_goal(request: Request, tokens: int) -> Request:
+    """Have the gateway name a prefix."""
+    assert request.kv_transfer_params is not None
+    request.kv_transfer_params["prfaas"]["tokens"] = tokens
+    return request
+
+
+@pytest.mark.parametrize(("tokens", "goal"), [(512, 768), (2560, 2816), (2816, 2999), (2998, 2999)])
+def test_both_sides_of_a_prefix_end_a_page_behind_what_the_source_has_and_it_leaves_a_token(tokens: int, goal: int):
+    giving, fetching = (with_goal(leg(num_prompt_tokens=3000), tokens) for leg in (source, destination))
+    planner = TransferPlanner(PAGE)
+    assert planner.add(giving) == 3000 - goal
+    assert planner.take().starts[0].goal == goal
+    assert planner.matched(fetching, 256) == goal - 256
+    assert planner.matched(fetching, 2999) == 0
+
+
+@pytest.mark.parametrize("tokens", [2999, 3000, 5000])
+def test_a_prefix_that_leaves_no_token_is_not_offered_and_declined(tokens: int):
+    giving, fetching = (with_goal(leg(num_prompt_tokens=3000), tokens) for leg in (source, destination))
+    planner = TransferPlanner(PAGE)
+    assert (planner.add(giving), planner.matched(fetching, 0)) == (0, 0)
+    planner.allocated(fetching, ([1],), 0)
+    plan = planner.take()
+    assert (plan.starts, [one.request_id for one in plan.declined]) == ([], ["r"])
+
+
+def offloaded(tokens: int = 512, **more: Any) -> Request:
+    """A request that computes for another instance, and fetches a prefix first."""
+    request = source(num_prompt_tokens=1100, **more)
+    assert request.kv_transfer_params is not None
+    prefix = LEG | {"role": "destination", "transfer_id": "b" * 32, "tokens": tokens}
+    request.kv_transfer_params["prfaas"]["prefix"] = prefix
+    return request
+
+
+def test_a_source_fetches_its_prefix_first_and_gives_all_of_it():
+    planner, request = TransferPlanner(PAGE), offloaded()
+    request.num_prompt_tokens -= planner.add(request)
+    assert planner.matched(request, 0) == 768
+    planner.allocated(request, ([1, 2, 3, 4],), 768)
+    plan = planner.take()
+    assert [start.goal for start in plan.starts] == [1024]
+    assert [(one.leg.transfer_id, one.start, one.goal) for one in plan.fetches] == [("b" * 32, 0, 768)]
+    assert planner.matched(request, 0) == 0, "it is tried once"
+    planner.end_fetches(["r"], failed=[])
+    assert [one.goal for one in planner.take().fetched] == [768]
+    request.num_computed_tokens = 768
+    planner.scheduled(request, 256, ([1, 2, 3, 4],))
+    assert [(step.before, step.computed) for step in planner.take().steps] == [(768, 1024)]
+    again = source(transfer_id="61".zfill(32), request_id="other", num_prompt_tokens=1100)
+    assert planner.add(again) == 0, "its own transfer is not over"
+    assert planner.finish(request, is_whole=True) is True
+
+
+@pytest.mark.parametrize(("tokens", "goal"), [(512, 768), (700, 956), (768, 0)])
+def test_a_source_whose_prompt_was_cut_and_the_giver_of_its_prefix_mean_the_same_goal(tokens: int, goal: int):
+    giver, planner, request = TransferPlanner(PAGE), TransferPlanner(PAGE), offloaded(tokens)
+    request.num_prompt_tokens -= planner.add(request)
+    assert planner.matched(request, 0) == goal, "of all that is computed here nothing crosses"
+    giver.add(with_goal(source(num_prompt_tokens=1100), tokens))
+    assert goal in (0, giver.take().starts[0].goal)
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_of_a_source_that_is_aborted_while_its_prefix_comes_vllm_hears_one_end(has_come: bool):
+    planner, request = TransferPlanner(PAGE), offloaded()
+    request.num_prompt_tokens -= planner.add(request)
+    planner.allocated(request, ([1, 2, 3, 4],), 768)
+    planner.take()
+    if has_come:
+        planner.end_fetches(["r"], failed=[])
+    assert planner.finish(request, is_whole=False) is has_come
+    plan = planner.take()
+    assert plan.revoked == {"r": "the prefill was aborted"}
+    assert plan.unawaited == (set() if has_come else {"r"})
+
+
+def test_a_source_that_ends_before_its_prefix_is_fetched_declines_it():
+    planner, request = TransferPlanner(PAGE), offloaded()
+    request.num_prompt_tokens -= planner.add(request)
+    planner.take()
+    assert planner.finish(request, is_whole=False) is True
+    plan = planner.take()
+    assert [one.leg.transfer_id for one in plan.declined] == ["b" * 32]
+    assert plan.revoked == {"r": "the prefill was aborted"}
+
+
 def test_a_source_is_announced_followed_and_kept_until_its_offer_ends():
     planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
     assert planner.add(request) == 1100 - 1024
     planner.scheduled(request, 512, ([1, 2], [3]))
-    plan = planner.take(is_idle=False)
+    plan = planner.take()
     assert [(start.request_id, start.goal) for start in plan.starts] == [("r", 1024)]
     assert [(step.before, step.computed, step.block_ids) for step in plan.steps] == [(0, 512, ([1, 2], [3]))]
     assert planner.finish(request, is_whole=True) is True
-    assert planner.take(is_idle=True).revoked == {}
+    assert planner.take().revoked == {}
     assert planner.is_source("r") is False
 
 
@@ -105,20 +195,20 @@ def test_an_aborted_source_is_revoked_and_an_unknown_one_holds_nothing():
     planner, request = TransferPlanner(PAGE), source()
     planner.add(request)
     assert planner.finish(request, is_whole=False) is False
-    assert planner.take(is_idle=True).starts == []
+    assert planner.take().starts == []
     planner.add(request)
-    planner.take(is_idle=False)
+    planner.take()
     assert planner.finish(request, is_whole=False) is True
-    assert planner.take(is_idle=True).revoked == {"r": "the prefill was aborted"}
+    assert planner.take().revoked == {"r": "the prefill was aborted"}
 
 
 def test_a_preempted_source_is_revoked_before_its_blocks_are_written_again():
     planner, request = TransferPlanner(PAGE), source()
     planner.add(request)
-    planner.take(is_idle=False)
+    planner.take()
     planner.preempted(["other", "r"])
     planner.scheduled(request, 512, ([1],))
-    plan = planner.take(is_idle=False)
+    plan = planner.take()
     assert list(plan.revoked) == ["r"]
     assert plan.steps == []
     assert planner.finish(request, is_whole=True) is True
@@ -129,10 +219,10 @@ def test_of_a_step_across_the_goal_nothing_is_given(is_known: bool):
     """No supported vLLM makes one, as its prompt ends there. What a state would be after it is not known."""
     planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
     planner.add(request)
-    plan = planner.take(is_idle=False) if is_known else None
+    plan = planner.take() if is_known else None
     planner.scheduled(request, 1025, ([1],))
     planner.scheduled(request, 1, ([1],))
-    after = planner.take(is_idle=False)
+    after = planner.take()
     assert (after.steps, after.starts, planner.is_source("r")) == ([], [], False)
     reason = "vLLM leaves no state at token 1024: a step goes from 0 to 1025"
     assert after.revoked == ({"r": reason} if plan else {}), "what was not announced is not revoked"
@@ -143,10 +233,10 @@ def test_a_source_that_is_computed_on_is_revoked_before_its_state_is_written_aga
     planner, request = TransferPlanner(PAGE), source(num_prompt_tokens=1100)
     planner.add(request)
     planner.scheduled(request, 1024, ([1],))
-    assert len(planner.take(is_idle=False).steps) == 1
+    assert len(planner.take().steps) == 1
     request.num_computed_tokens = 1024
     planner.scheduled(request, 1, ([1],))
-    plan = planner.take(is_idle=False)
+    plan = planner.take()
     reason = "vLLM leaves no state at token 1024: a step goes from 1024 to 1025"
     assert (plan.steps, plan.revoked) == ([], {"r": reason})
     assert planner.finish(request, is_whole=True) is True, "its blocks stay until its offer is over"
@@ -157,11 +247,11 @@ def test_a_destination_fetches_what_its_own_cache_lacks_once():
     assert planner.matched(request, 512) == 2816 - 512
     assert planner.matched(request, 512) == 2816 - 512, "without side effects"
     planner.allocated(request, ([1, 2],), 2816 - 512)
-    (fetching,) = planner.take(is_idle=False).fetches
+    (fetching,) = planner.take().fetches
     assert (fetching.start, fetching.goal, fetching.leg.port) == (512, 2816, 8001)
     assert planner.matched(request, 0) == 0, "after a failure it is computed here"
     planner.allocated(request, ([1, 2],), 0)
-    assert planner.take(is_idle=False).fetches == []
+    assert planner.take().fetches == []
     assert planner.finish(request, is_whole=True) is False
 
 
@@ -170,11 +260,11 @@ def test_a_destination_that_has_it_all_tells_the_source_once():
     assert planner.matched(request, 2816) == 0
     planner.allocated(request, ([1, 2],), 0)
     planner.allocated(request, ([1, 2],), 0)
-    plan = planner.take(is_idle=False)
+    plan = planner.take()
     assert [(one.request_id, one.leg.token) for one in plan.declined] == [("r", "secret")]
     assert plan.fetches == []
     planner.allocated(destination(num_prompt_tokens=1), ([1],), 0)
-    assert planner.take(is_idle=False).declined == [], "no source offers what is too short"
+    assert planner.take().declined == [], "no source offers what is too short"
 
 
 def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
@@ -184,10 +274,10 @@ def test_a_destination_that_is_aborted_in_its_queue_tells_the_source():
     short.num_prompt_tokens = 1
     planner.allocated(known, ([1],), 0)
     planner.allocated(failed, ([1],), 512)
-    planner.take(is_idle=False)
+    planner.take()
     for request in (queued, known, failed, short, Request(request_id="other"), source(request_id="source")):
         assert planner.finish(request, is_whole=False) is False
-    assert [(one.request_id, one.leg.token) for one in planner.take(is_idle=True).declined] == [("queued", "secret")]
+    assert [(one.request_id, one.leg.token) for one in planner.take().declined] == [("queued", "secret")]
 
 
 def test_a_destination_with_more_cached_than_the_goal_fetches_nothing():
@@ -200,7 +290,7 @@ def test_a_destination_asks_once_also_where_vllm_allocates_again_after_a_failure
     planner, request = TransferPlanner(PAGE), destination()
     for _ in range(2):
         planner.allocated(request, ([1, 2],), 512)
-    assert len(planner.take(is_idle=False).fetches) == 1
+    assert len(planner.take().fetches) == 1
 
 
 def test_a_transfer_that_is_named_for_two_requests_is_the_first_ones_until_that_is_over():
@@ -209,7 +299,7 @@ def test_a_transfer_that_is_named_for_two_requests_is_the_first_ones_until_that_
     first, second = (source(transfer_id=LEG["transfer_id"], request_id=name) for name in ("first", "second"))
     assert planner.add(first) > 0
     assert planner.add(second) == 0
-    assert [start.request_id for start in planner.take(is_idle=False).starts] == ["first"]
+    assert [start.request_id for start in planner.take().starts] == ["first"]
     assert planner.is_source("second") is False
     assert planner.finish(second, is_whole=True) is False
     assert planner.finish(first, is_whole=True) is True
@@ -223,16 +313,18 @@ def test_a_transfer_that_is_named_for_two_requests_is_the_first_ones_until_that_
     assert planner.matched(second, 0) == 0
     planner.allocated(second, ([2],), 0)
     planner.finish(second, is_whole=True)
-    plan = planner.take(is_idle=False)
+    plan = planner.take()
     assert ([each.request_id for each in plan.fetches], plan.declined) == (["first"], [])
     planner.end_fetches({"first"}, set())
     assert planner.matched(destination(transfer_id=LEG["transfer_id"], request_id="third"), 0) == 2816
 
 
-def test_an_idle_step_reaches_the_workers_side():
+def test_a_step_of_which_there_is_nothing_to_say_has_an_empty_plan():
     planner = TransferPlanner(PAGE)
-    assert planner.take(is_idle=True).is_idle
-    assert not planner.take(is_idle=False).is_idle
+    planner.fetches_failed({"r"})
+    assert planner.take().in_vain
+    assert planner.take() is NOTHING
+    assert StepPlan() == NOTHING
 
 
 def test_nothing_is_kept_of_requests_that_ended():
@@ -246,7 +338,7 @@ def test_nothing_is_kept_of_requests_that_ended():
     for request in (first, third):
         planner.add(request)
     planner.allocated(second, ([1],), 512)
-    planner.take(is_idle=False)
+    planner.take()
     planner.preempted(["c"])
     for request in (first, second, third):
         planner.finish(request, is_whole=request is first)
@@ -263,7 +355,7 @@ def test_serves_other_requests_as_before(params: dict[str, Any] | None):
     assert planner.add(request) == 0
     assert planner.matched(request, 0) == 0
     planner.allocated(request, ([1],), 5)
-    assert planner.take(is_idle=False).fetches == []
+    assert planner.take().fetches == []
     assert planner.finish(request, is_whole=False) is False
 
 
@@ -376,12 +468,25 @@ def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_
             require_parallelism(parallel)
 
 
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", None])
+def test_a_role_in_which_vllm_may_give_blocks_away_too_early_is_refused_with_the_cure(role: str | None):
+    require_role("kv_both")
+    with pytest.raises(ConfigError, match=f"is {role}: set it to kv_both on every instance"):
+        require_role(role)
+
+
+def test_states_that_are_more_than_their_block_are_refused_with_the_cure():
+    require_states(use_replayssm=False)
+    with pytest.raises(ConfigError, match="remove it from args"):
+        require_states(use_replayssm=True)
+
+
 def test_a_fetch_that_failed_at_one_rank_fails_at_all_and_each_hears_it_once():
     planner = TransferPlanner(PAGE)
     planner.fetches_failed({"r"})
     planner.fetches_failed({"other"})
-    assert planner.take(is_idle=True).in_vain == {"r", "other"}
-    assert planner.take(is_idle=True).in_vain == set()
+    assert planner.take().in_vain == {"r", "other"}
+    assert planner.take().in_vain == set()
 
 
 def test_ranks_complete_a_cache_once_in_the_step_after_it_came_and_never_one_that_failed_or_was_aborted():
@@ -389,10 +494,10 @@ def test_ranks_complete_a_cache_once_in_the_step_after_it_came_and_never_one_tha
     requests = [destination(request_id=name) for name in ("came", "failed", "aborted", "aborted late")]
     for request in requests:
         planner.allocated(request, ([1] * 11,), 2816)
-    fetching = {each.request_id: each for each in planner.take(is_idle=True).fetches}
+    fetching = {each.request_id: each for each in planner.take().fetches}
     planner.finish(requests[2], is_whole=False)
     planner.end_fetches({"came", "failed", "aborted late", "unknown"}, {"failed"})
     planner.finish(requests[3], is_whole=False)
-    assert planner.take(is_idle=True).fetched == [fetching["came"]]
+    assert planner.take().fetched == [fetching["came"]]
     planner.end_fetches({"came"}, set())
-    assert planner.take(is_idle=True).fetched == []
+    assert planner.take().fetched == []

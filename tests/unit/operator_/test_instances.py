@@ -44,10 +44,17 @@ def table(make, old, new, pods_member=None, **changes):
 def test_a_pod_says_its_engine_model_ports_and_ranks(make):
     engine = {"engine": VLLM, "model": FOLDER, "parallelism": {"tensor": 2, "data": 4}}
     pod = project_pod(running(make.prefill_pool(**engine)))
-    assert pod.instance == InstanceFacts("vllm-prfaas", "tiny", 8001, 4, 2, by_host=False)
+    assert pod.instance == InstanceFacts("vllm-prfaas", "tiny", 8001, 4, 2, by_host=False, draft_layers="none")
     assert project_pod(running(make.prefill_pool())).instance == InstanceFacts("prfaas", "tiny", 8001, 1, by_host=False)
     by_host = make.member(addressing="HostIP")
     assert project_pod(running(make.prefill_pool(), by_host)).instance.by_host is True
+
+
+def test_changed_draft_layers_are_those_of_the_instances_that_have_them(make):
+    """A rollout takes its time: an instance of before has the layers that its own flags name."""
+    drafts = VLLM | {"args": ["--speculative-config", '{"method": "mtp"}']}
+    _, found = table(make, *(make.prefill_pool(engine=engine, model=FOLDER) for engine in (drafts, VLLM)))
+    assert [one.draft_layers for one in found.instances] == ["mtp"]
 
 
 def test_a_changed_engine_is_no_outage_for_the_instances_of_the_old_one(make):

@@ -28,8 +28,8 @@ MOONCAKE = OURS | {"transfer": {"connector": "Mooncake"}}
 SGLANG = {"type": "sglang", "image": "lmsysorg/sglang:v0"}
 TENSORRT = {"type": "tensorrt-llm", "image": "nvcr.io/nvidia/tensorrt-llm/release:1"}
 DYNAMO = {"type": "dynamo", "image": "nvcr.io/nvidia/ai-dynamo/dynamo-frontend:1"}
-WITH_EVENTS = {"vllm-prfaas": OURS, "vllm-nixl": NIXL, "vllm-mooncake": MOONCAKE, "sglang": SGLANG}
-ALL = WITH_EVENTS | {"tensorrt-llm": TENSORRT, "dynamo": DYNAMO}
+OVER_ZMQ = {"vllm-nixl": NIXL, "vllm-mooncake": MOONCAKE, "sglang": SGLANG}
+ALL = {"vllm-prfaas": OURS} | OVER_ZMQ | {"tensorrt-llm": TENSORRT, "dynamo": DYNAMO}
 OF_LIBRARIES = {"HOME", "USER", "PYTHONPATH", "UCX_TLS", "PRFAAS_ENGINE_CONFIG"}
 """Variables that no engine defines: those of libraries, and one that our own command reads."""
 SWITCHES = ("--enable-metrics", "--disaggregation-enable-kv-checksum", "--enable-ssl-refresh")
@@ -104,7 +104,7 @@ def test_it_serves_at_the_port_that_the_gateway_asks(make, engine):
         assert "startupProbe" in container
 
 
-@pytest.mark.parametrize("engine", WITH_EVENTS.values(), ids=WITH_EVENTS)
+@pytest.mark.parametrize("engine", OVER_ZMQ.values(), ids=OVER_ZMQ)
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_an_engine_names_its_model_and_publishes_its_cache(make, engine, ranks):
     for wanted in pools(make, engine, parallelism={"data": ranks}):
@@ -118,6 +118,15 @@ def test_an_engine_names_its_model_and_publishes_its_cache(make, engine, ranks):
         assert events["topic"] == "kv@$(POD_NAME)@kimi"
         assert len(set(ports.values())) == len(ports), "engines add a rank's number to both ports: none may meet"
         assert set(range(5557, 5557 + 2 * ranks)) <= set(ports.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_vllm_with_our_connector_publishes_nothing_itself(make, ranks):
+    for wanted in pools(make, OURS, parallelism={"data": ranks}):
+        container = container_of(wanted)
+        events = json.loads(flags_of(container)["--kv-events-config"])
+        assert events == {"enable_kv_cache_events": True, "publisher": "null"}
+        assert set(ports_of(container).values()) == {8000, *range(8001, 8002 + ranks)}
 
 
 @pytest.mark.parametrize("engine", [OURS, NIXL, MOONCAKE])
@@ -451,6 +460,30 @@ def test_reports_pools_of_our_connector_with_tensor_sizes_that_do_not_divide(mak
         assert reason != "EngineMismatch" or {"6", "4"} <= set(verdict.message.replace(";", "").split())
 
 
+def test_reports_pools_of_our_connector_with_other_draft_layers(make):
+    def args(config: str) -> dict[str, list[str]]:
+        return {"args": [f"--speculative-config={config}"]}
+
+    mtp, ngram = args('{"method": "mtp", "num_speculative_tokens": 2}'), args('{"method": "ngram"}')
+    cases = [
+        (OURS | mtp, OURS, "EngineMismatch"),
+        (OURS | mtp, OURS | mtp, "NoReadyInstances"),
+        (OURS | ngram, OURS, "NoReadyInstances"),
+        (NIXL | mtp, NIXL, "NoReadyInstances"),
+    ]
+    for decodes, prefills, reason in cases:
+        facts = plan.PolicyFacts(
+            make.policy(model="kimi", prefillPools=["offload"]),
+            {"decode": make.decode_pool(engine=decodes, model=MODEL)},
+            {"offload": make.prefill_pool(engine=prefills, model=MODEL)},
+            {"eu": make.member()},
+        )
+        verdict = plan.readiness(facts, plan.routing_table(facts, {}, None), Counts(ready=1))
+        assert verdict.reason == reason
+        wanted = "PrefillPool offload has draft layers none in --speculative-config and DecodePool decode mtp; "
+        assert reason != "EngineMismatch" or verdict.message.startswith(wanted)
+
+
 def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some(make):
     def ports(*engines: str, ranks: int = 1) -> set[int]:
         instances = [
@@ -461,6 +494,8 @@ def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some
         return {one["port"] for rule in policy["spec"]["egress"] for one in rule["ports"]}
 
     assert ports("sglang") - ports("prfaas") == ports("vllm-mooncake") - ports() == {8998, 5557, 5558}
-    assert ports("vllm-prfaas", "vllm-nixl") - ports() == {5557, 5558}
-    assert ports("vllm-prfaas", ranks=4) - ports() == set(range(5557, 5565))
+    assert ports("prfaas") - ports() == {8001}, "cache events"
+    assert ports("vllm-prfaas", "vllm-nixl") - ports() == {8001, 5557, 5558}
+    assert ports("vllm-prfaas", ranks=4) - ports() == set(range(8001, 8005))
+    assert ports("vllm-nixl", ranks=4) - ports() == set(range(5557, 5565))
     assert ports("tensorrt-llm", "dynamo") == ports()

@@ -21,7 +21,7 @@ CASES = [
     ([instance("vllm-nixl", cluster="hub")], ("True", "NothingCrosses"), ("True", "NothingCrosses")),
     ([instance("prfaas", "https")], ("True", "MutualTls"), ("True", "DigestPerFrame")),
     ([instance("prfaas")], ("False", "WithoutCertificate"), ("True", "DigestPerFrame")),
-    ([instance("vllm-prfaas", "https")], ("False", "PlainCacheEvents"), ("True", "DigestPerFrame")),
+    ([instance("vllm-prfaas", "https")], ("True", "MutualTls"), ("True", "DigestPerFrame")),
     ([instance("vllm-prfaas")], ("False", "WithoutCertificate"), ("True", "DigestPerFrame")),
     ([instance("sglang")], ("False", "PlainTransfers"), ("True", "ChecksumPerRequest")),
     *(

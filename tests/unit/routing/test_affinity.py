@@ -13,7 +13,7 @@ from prfaas.routing.affinity import ANSWER_TOKENS, cost_tokens
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, RoutingFacts, RoutingRule
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, Threshold
+from prfaas.wire.routes import Cluster, EngineName, Threshold
 
 QUICK_TO_SEND = Profile(state_bytes=10_000, token_bytes=100, token_seconds=1e-3, samples=9)
 SLOW_TO_SEND = Profile(state_bytes=10_000_000_000, token_bytes=100, token_seconds=1e-3, samples=9)
@@ -38,15 +38,25 @@ def route(case: RoutingFacts) -> Route:
     return decision
 
 
-def test_fetches_a_prefix_only_for_our_own_worker():
+@pytest.mark.parametrize(("engine", "fetches"), [("prfaas", True), ("vllm-prfaas", True), ("vllm-nixl", False)])
+def test_fetches_a_prefix_only_for_engines_with_our_mover(engine: EngineName, fetches: bool):
     """Other engines have profiles, too, and cannot learn where a prefix lies."""
     profiles = dict.fromkeys(("d0", "d1"), QUICK_TO_SEND)
-    case = facts("d0 d1", cached_on={"d1": 9_000}, profiles=profiles, queued_tokens={"d1": 1_000_000})
-    assert route(case).prefix is not None
-    foreign = tuple(msgspec.structs.replace(one, engine="vllm-nixl") for one in case.table.instances)
-    case = msgspec.structs.replace(case, table=msgspec.structs.replace(case.table, instances=foreign))
-    assert (route(case).decode.name, route(case).prefix) == ("d0", None)
-    assert route(case).work is not None, "its work is known all the same"
+    case = facts("d0 d1", cached_on={"d1": 9_024}, profiles=profiles, queued_tokens={"d1": 1_000_000})
+    instances = tuple(msgspec.structs.replace(one, engine=engine) for one in case.table.instances)
+    case = msgspec.structs.replace(case, table=msgspec.structs.replace(case.table, instances=instances))
+    chosen = route(case)
+    assert chosen.decode.name == "d0"
+    assert (chosen.prefix and chosen.prefix.name, chosen.prefix_tokens) == (("d1", 9_024) if fetches else (None, 0))
+    assert chosen.work is not None, "its work is known all the same"
+    no_hand_off = msgspec.structs.replace(case, no_hand_off=frozenset({engine}))
+    assert route(no_hand_off).prefix is None, "one transfer cannot carry what such a request needs"
+
+
+def test_a_prefix_is_named_by_what_its_source_has_also_beyond_a_length_that_is_estimated():
+    profiles = dict.fromkeys(("d0", "d1"), QUICK_TO_SEND)
+    case = facts("d0 d1", total=9_000, cached_on={"d1": 9_024}, profiles=profiles, queued_tokens={"d1": 1_000_000})
+    assert route(case).prefix_tokens == 9_024
 
 
 def test_of_idle_instances_the_one_with_the_prefix_serves():

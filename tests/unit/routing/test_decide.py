@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.tables import make_table
 
 from prfaas.names import HUB
-from prfaas.routing.decide import decide, decide_again
+from prfaas.routing.decide import decide, decide_again, decide_at_last
 from prfaas.routing.facts import Refusal, Route, RoutingFacts, RoutingRule, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
 from prfaas.wire.routes import Cluster, Instance, RoutingTable, Threshold
@@ -201,6 +201,37 @@ def test_a_failed_local_prefill_instance_leaves_the_decode_instance_to_prefill()
     assert (after.kind, after.prefill) == ("local", None)
 
 
+# The last resort
+
+BOTH_EJECTED = {"d0": NOW + 1, "d1": NOW + 4}
+
+
+def test_the_last_resort_is_an_ejected_decode_instance():
+    world = facts(10, ejected_until_seconds=BOTH_EJECTED, in_flight={"d0": 1})
+    assert decide(world) == Refusal(reason="NoDecodeInstance")
+    assert route(decide_at_last(world, set(), decide)).decode.name == "d1"
+
+
+def test_the_last_resort_is_an_instance_where_the_request_did_not_just_fail_if_there_is_one():
+    cached_on = {"d0": 9000}
+    world = facts(9000, ejected_until_seconds=BOTH_EJECTED, cached_on=cached_on, cached_tokens={HUB: 9000})
+    assert route(decide_at_last(world, set(), decide)).decode.name == "d0"
+    assert route(decide_at_last(world, {"d0"}, decide)).decode.name == "d1"
+    assert route(decide_at_last(replace(world, tried={"d1"}), {"d0"}, decide)).decode.name == "d0"
+
+
+def test_no_last_resort_is_full_or_tried_already():
+    world = facts(10, ejected_until_seconds=BOTH_EJECTED, tried={"d0", "d1"})
+    assert decide_at_last(world, set(), decide) == Refusal(reason="NoDecodeInstance")
+
+
+def test_the_last_resort_leaves_ejected_prefill_instances_alone():
+    world = facts(9000, ejected_until_seconds=BOTH_EJECTED | {"x0": NOW + 1, "p0": NOW + 1})
+    chosen = route(decide_at_last(world, set(), decide))
+    assert (chosen.kind, chosen.prefill) == ("local", None)
+    assert route(decide_at_last(facts(9000, ejected_until_seconds=BOTH_EJECTED), set(), decide)).kind == "offload"
+
+
 # The rule in force
 
 
@@ -313,6 +344,19 @@ def test_a_request_is_refused_only_when_no_decode_instance_may_serve(world):
     assert refused == (not any(one.role == "decode" and usable(one, world) for one in world.table.instances))
 
 
+@given(worlds(), st.sets(st.sampled_from(NAMES)))
+def test_a_last_resort_is_refused_only_where_no_decode_instance_is_left(world, failed):
+    decodes = {one.name for one in world.table.instances if one.role == "decode"}
+    ejected = {name: until for name, until in world.ejected_until_seconds.items() if name not in decodes}
+    readmitted = replace(world, ejected_until_seconds=ejected)
+    decision = decide_at_last(world, failed, decide)
+    check(decision, readmitted)
+    left = [one.name for one in world.table.instances if one.role == "decode" and usable(one, readmitted)]
+    assert isinstance(decision, Refusal) == (not left)
+    if isinstance(decision, Route) and set(left) - failed:
+        assert decision.decode.name not in failed
+
+
 @given(worlds())
 def test_no_usable_instance_of_the_chosen_kind_is_less_loaded(world):
     decision = decide(world)
@@ -378,6 +422,18 @@ def test_instances_are_paired_where_their_tensor_sizes_divide():
     sixteen = with_ranks(instance("f", "decode"), 16)
     cases = [([three], "local", "d"), ([three, four], "offload", "e"), ([sixteen], "offload", "f")]
     for decodes, kind, chosen in cases:
+        found = route(decide(facts(world=table(*decodes, away))))
+        assert (found.kind, found.decode.name) == (kind, chosen)
+
+
+def test_instances_with_other_draft_layers_are_never_paired_and_unknown_ones_are():
+    def with_drafts(one: Instance, layers: str) -> Instance:
+        return msgspec.structs.replace(one, engine="vllm-prfaas", draft_layers=layers)
+
+    away = with_drafts(instance("p", "prefill", "eu"), "mtp")
+    none, same = with_drafts(instance("d", "decode"), "none"), with_drafts(instance("e", "decode"), "mtp")
+    unknown = with_drafts(instance("f", "decode"), "")
+    for decodes, kind, chosen in [([none], "local", "d"), ([none, same], "offload", "e"), ([unknown], "offload", "f")]:
         found = route(decide(facts(world=table(*decodes, away))))
         assert (found.kind, found.decode.name) == (kind, chosen)
 
