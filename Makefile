@@ -11,11 +11,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep setup tools browser docker vllm clients demo kind kind-down test test-vllm test-kind test-all soak compiled unit \
+.PHONY: help sweep setup tools browser docker vllm clients demo kind kind-down test test-vllm test-kind release-checks test-all soak compiled unit \
 	lint format lock crds charts reference clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
 setup: $(STAMP) ## Create .venv and install the locked dependencies
 
@@ -53,6 +53,9 @@ test-vllm: sweep tools ## A real vLLM, which runs without a GPU; installed in an
 
 test-kind: sweep tools ## The whole system once more, in containers on two kind clusters; says loudly where Docker is missing
 	@$(STAGES) kind
+
+release-checks: sweep tools ## What changes rarely and takes long, with a real vLLM: before a release
+	@$(STAGES) release
 
 test-all: sweep tools browser ## All stages, as CI runs them
 	@$(STAGES) gate system quiet vllm kind

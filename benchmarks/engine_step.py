@@ -58,14 +58,15 @@ def engine_of(model: Model | Instant) -> EngineLoop:
     memory = CacheMemory(geometry, num_pages=RUNNING * 40, num_slots=RUNNING, max_context=2400)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
     runner, cache = Runner(model, memory), HybridCache(memory)
-    layout = CacheLayout(model.fingerprint, layer_groups(model.layers), 16)
+    layout = CacheLayout(model.fingerprint, layer_groups(model.layers))
     transfers = EngineTransfers(layout, memory, Options(model_source="", model_name=""), lambda _: None, inbox.put)
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,
         cache=cache,
         kv_events=[],
-        remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, "", transfers), inbox.put),
+        publish=lambda _batch: None,
+        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put),
         profiler=Profiler(1, 1, lambda _profile: None),
         send=lambda _messages: None,
         role="mixed",

@@ -142,7 +142,7 @@ CHECKS = {
     "Nothing": "none",
 }
 RESUMES = {
-    "Comments": "token for token",
+    "DrawnTokens": "token for token",
     "TokenIds": "[by token ids, at another instance](../operate/failover.md#streams-of-vllm)",
     "Nothing": "no: the stream ends with an error event",
 }
@@ -181,12 +181,12 @@ def _loop_of(one: EngineRecord) -> str:
 def _encryption_of(one: EngineRecord) -> str:
     if not one.is_encrypted:
         return "none"
-    return "mutual TLS for caches; TLS for the API; cache events plain" if one.events == "Zmq" else "mutual TLS"
+    return "mutual TLS for caches and cache events; TLS for the API" if one.tokenizes else "mutual TLS"
 
 
 def port_rows() -> list[tuple[str, ...]]:
     """Return the ports of each engine."""
-    rows = [("all", "8000 API and metrics; 8001 caches, of `prfaas` and `vllm-prfaas`", "8000, 8001")]
+    rows = [("all", "8000 API and metrics; 8001 caches and cache events, of `prfaas` and `vllm-prfaas`", "8000, 8001")]
     for one in ENGINES.values():
         words = [f"{port.first}{' and up' if port.last > port.first else ''}: {port.what}" for port in one.all_ports]
         opened = [

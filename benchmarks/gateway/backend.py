@@ -6,8 +6,8 @@ It listens on two ports, for routers that tell workers apart by address, and pri
 
 It answers a constant with the headers of a worker and with where a cache would lie, as vLLM does, so that either leg of
 a two-leg protocol is served. A body with "stream":true gets 1000 events, one every 9.5 ms, each with the time at which
-it was sent; a caller that asks for a resumable stream gets a comment behind each. One task sends them all, a
-millisecond's worth at a time: as many timers as streams would cost the core that the gateway needs.
+it was sent, and with its token's id if the body asks for it. One task sends them all, a millisecond's worth at a time:
+as many timers as streams would cost the core that the gateway needs.
 """
 
 import asyncio
@@ -15,9 +15,6 @@ import heapq
 import time
 
 import uvloop
-
-from prfaas.wire import headers
-from prfaas.wire.resume import TokenEntry, comment
 
 BODY = (
     b'{"id":"cmpl-1","object":"chat.completion","choices":[{"index":0,"message":{"role":"assistant","content":"ok"}}],'
@@ -28,9 +25,7 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n"
     b"x-prfaas-prompt-tokens: 100\r\n"
 )
-RESUMABLE = headers.RESUMABLE.encode()
-RESUMABLE_HEAD = b"%b: fingerprint\r\n" % RESUMABLE
-COMMENT = comment([TokenEntry(0, 5, [26_791])])
+EVENT = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"},"token_ids":%b}]}\n\n'
 STREAM_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 EVENTS, EVERY_SECONDS = 1000, 0.0095
 
@@ -39,15 +34,15 @@ class Streams:
     """All streams, each on its own beat."""
 
     def __init__(self):
-        self.due = []  # (seconds, number, events left, transport, suffix)
+        self.due = []  # (seconds, number, events left, transport, token ids)
         self.number = 0
         self.task = None
 
-    def add(self, transport, *, resumable):
-        transport.write(STREAM_HEAD + (RESUMABLE_HEAD if resumable else b"") + b"\r\n")
+    def add(self, transport, *, with_ids):
+        transport.write(STREAM_HEAD + b"\r\n")
         self.number += 1
         now = asyncio.get_running_loop().time()
-        heapq.heappush(self.due, (now, self.number, EVENTS, transport, COMMENT if resumable else b""))
+        heapq.heappush(self.due, (now, self.number, EVENTS, transport, b"[26791]" if with_ids else b"null"))
         if self.task is None or self.task.done():
             self.task = asyncio.ensure_future(self.send())
 
@@ -56,12 +51,11 @@ class Streams:
         loop = asyncio.get_running_loop()
         while self.due:
             while self.due and self.due[0][0] <= loop.time():
-                at, number, left, transport, suffix = self.due[0]
-                event = b'data: {"sent":%d,"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
-                event = event % time.monotonic_ns() + suffix
+                at, number, left, transport, token_ids = self.due[0]
+                event = EVENT % (time.monotonic_ns(), token_ids)
                 transport.write(b"%x\r\n%b\r\n" % (len(event), event))
                 if left > 1 and not transport.is_closing():
-                    heapq.heapreplace(self.due, (at + EVERY_SECONDS, number, left - 1, transport, suffix))
+                    heapq.heapreplace(self.due, (at + EVERY_SECONDS, number, left - 1, transport, token_ids))
                 else:
                     heapq.heappop(self.due)
                     transport.write(STREAM_END)
@@ -95,13 +89,13 @@ class Backend(asyncio.Protocol):
                 b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nx-prfaas-prompt-tokens: %d\r\n"
                 b"Content-Length: %d\r\n\r\n" % (length // 4, len(BODY))
             ) + BODY
-            self.streams = b'"stream":true' in self.buffer[end : end + 400].replace(b" ", b"")
-            self.resumable = RESUMABLE in head
+            body = (self.buffer[end : end + 400] + self.buffer[-400:]).replace(b" ", b"")
+            self.streams, self.with_ids = b'"stream":true' in body, b'"return_token_ids":true' in body
             self.buffer.clear()
         if self.missing_bytes <= 0:
             self.missing_bytes = 0
             if self.streams:
-                streams.add(self.transport, resumable=self.resumable)
+                streams.add(self.transport, with_ids=self.with_ids)
             else:
                 self.transport.write(self.answer)
 

@@ -17,15 +17,15 @@ import torch
 import xxhash
 from benchmarks.transfer.shapes import SHAPES
 
-from prfaas.wire.engine import StartPrefill
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest
+from prfaas.wire.engine import TransferSubject
+from prfaas.wire.frames import Address
+from prfaas.wire.prefill import LegParams, new_transfer
 from prfaas.wire.receive_ledger import ReceiveLedger
-from prfaas.wire.transfer import Manifest
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.compression import Packer
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Grants, Offer, Offers
+from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import EgressBucket, MemoryBudget, Traffic
 from prfaas_transfer.link_stats import LinkMonitor
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
@@ -33,14 +33,13 @@ from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import PeerAuth, TlsAuth
 from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
-from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, layer_groups, state_frames
 
 MEMORY_LIMIT_MIB: int | None = 256
 """The setting that bounds what transfers hold beside the cache."""
 HAS_TLS = True
 """Whether both ends obey `Plan.tls`."""
 FINGERPRINT = "0" * 64
-HIDDEN_SIZE = 2304
 CHUNK_TOKENS = 2048
 """A prefill instance's step."""
 PORT = 7100
@@ -90,7 +89,7 @@ class Caches:
 
 def layout_of(caches: Caches) -> CacheLayout:
     """What both ends agree on."""
-    return CacheLayout(FINGERPRINT, layer_groups(caches.layers), HIDDEN_SIZE)
+    return CacheLayout(FINGERPRINT, layer_groups(caches.layers))
 
 
 class Source:
@@ -100,26 +99,22 @@ class Source:
         self.caches = Caches(plan)
         self.caches.randomise()
         self.prefill_ended = 0.0
-        self._hidden = torch.zeros(HIDDEN_SIZE)
-        layout = layout_of(self.caches)
-        self._offers, self._grants = Offers(layout, capacity=1000), Grants()
-        self._peer = "destination" if plan.tls else ""
+        self._offers = Offers(capacity=1000)
         DataPort(listen(host, PORT), self._offers, traffic_of(plan, "source"))
 
     def offer(self, tokens: int, prefill_seconds: float) -> dict[str, Any]:
-        """Begin a prefill that takes so long, and return the grant; without any time it is done on return."""
-        prefill_request = PrefillRequest(request_id="bench", model="bench", token_ids=[0] * tokens)
-        grant = self._grants.make(PORT, tokens)
-        offer = self._offers.open(StartPrefill(0, prefill_request, self._peer).subject, grant, 0)
+        """Begin a prefill that takes so long, and return its leg; without any time it is done on return."""
+        leg = LegParams(role="source", **new_transfer())
+        manifest = layout_of(self.caches).manifest(Address(leg.transfer_id, leg.epoch), 0, tokens)
+        offer = self._offers.announce(TransferSubject(0, "bench"), manifest, leg.token)
         if prefill_seconds:
             threading.Thread(target=self._prefill, args=(offer, tokens, prefill_seconds), daemon=True).start()
         else:
             self._prefill(offer, tokens, 0.0)
-        return msgspec.to_builtins(grant)
+        return msgspec.to_builtins(leg)
 
     def _prefill(self, offer: Offer, tokens: int, seconds: float) -> None:
         """Put rows in as the engine does: layer by layer of each chunk, states with the last one."""
-        offer.start_computing()
         place, layers = self.caches.places[0], len(self.caches.layers)
         starts = range(0, tokens, CHUNK_TOKENS)
         due, step = time.monotonic(), seconds / (len(starts) * layers)
@@ -134,7 +129,6 @@ class Source:
                     for frame in state_frames(offer.manifest, place, layer):
                         offer.put(frame)
         self.prefill_ended = time.monotonic()
-        offer.put(hidden_frame(offer.manifest, self._hidden))
         offer.finish_computing(seconds)
 
 
@@ -148,28 +142,20 @@ class Destination:
         traffic = traffic_of(plan, "destination")
         self._shared = FetchContext(layout_of(self.caches), Connections(traffic.auth), TransferCounters(), traffic)
 
-    def take(self, grant: dict[str, Any], copy: int) -> int:
+    def take(self, source_leg: dict[str, Any], copy: int) -> int:
         """Take one cache, and return its bytes.
 
         Raises:
             PeerError: it did not arrive whole.
 
         """
-        granted = msgspec.convert(grant, PrefillGrant)
-        manifest = Manifest(
-            fingerprint=FINGERPRINT,
-            transfer_id=granted.transfer_id,
-            epoch=granted.epoch,
-            start_token=0,
-            end_token=self._plan.tokens,
-            groups=layer_groups(self.caches.layers),
-            hidden_size=HIDDEN_SIZE,
-        )
+        leg = msgspec.convert(source_leg, LegParams)
+        manifest = self._shared.layout.manifest(Address(leg.transfer_id, leg.epoch), 0, self._plan.tokens)
         ledger = ReceiveLedger(manifest, guard=threading.Lock())
         _, connections, counters, traffic = self._shared
         silent_seconds = partial(connections.silent_seconds, self._port)
         state = ReceiveState(ledger, self.caches.places[copy], counters.count_received, silent_seconds, traffic.memory)
-        Pull(self._shared, self._port, granted.token, state).run()
+        Pull(self._shared, self._port, leg.token, state).run()
         ledger.require_whole()
         return ledger.received_bytes
 

@@ -166,6 +166,6 @@ class MoverDestination(_Engine):
         where = {"host": self._source, "port": PORT, "cluster": self._cluster, "start_token": 0, "end_token": tokens}
         self.mover.fetch(FetchCache(f"bench-{copy}", **grant, **where))
         ended = self.fetched.get(timeout=TAKE_SECONDS)
-        if ended.reason:
+        if ended.fetched is None:
             raise PeerError(ended.reason)
-        return ended.received_bytes
+        return ended.fetched.received_bytes

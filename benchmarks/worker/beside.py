@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.report import cpu_seconds, waited_seconds
-from benchmarks.worker.process import PORT, Worker, beside_the_engine, new_prompt, next_host
+from benchmarks.worker.process import Worker, beside_the_engine, new_prompt, next_host
 
 ROUNDS = 6
 STEP_TOKENS = 250
@@ -95,8 +95,8 @@ def http_load(worker: Worker) -> Beside:
 
 def transfer(worker: Worker, model: Path) -> Beside:
     """Beside caches of this model that arrive one after the other; `load` is Mbit/s."""
-    with _peer(model) as url:
-        return _alternate(worker, lambda: _fetching(worker, url))
+    with _peer(model) as host:
+        return _alternate(worker, lambda: _fetching(worker, host))
 
 
 def _alternate(worker: Worker, load: Callable[[], AbstractContextManager["Load"]]) -> Beside:
@@ -138,20 +138,20 @@ def _peer(model: Path) -> Iterator[str]:
     try:
         if process.stdout.readline() != "ready\n":
             raise RuntimeError("the sending instance did not start")
-        yield f"http://{host}:{PORT}"
+        yield host
     finally:
         process.communicate()
 
 
 @contextmanager
-def _fetching(worker: Worker, url: str) -> Iterator[Load]:
+def _fetching(worker: Worker, source: str) -> Iterator[Load]:
     ended = threading.Event()
 
     def fetch() -> None:
         prompt = new_prompt(TRANSFER_TOKENS)
         while not ended.is_set():
             prompt[:64] = new_prompt(64)  # nothing of it is in the prefix cache
-            worker.complete(prompt, 1, url)
+            worker.complete(prompt, 1, source)
 
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         load, before = Load(), worker.metric(RECEIVED)

@@ -44,7 +44,7 @@ def decode_rates(worker: Worker) -> Iterator[tuple[int, float]]:
 def cache_sizes(worker: Worker, prefill: Worker) -> Iterator[tuple[int, int]]:
     """Length and bytes of the cache that crossed the data port."""
     for tokens in CACHE_TOKENS:
-        answer = worker.complete(new_prompt(tokens), 1, prefill.url)
+        answer = worker.complete(new_prompt(tokens), 1, prefill.host)
         yield tokens, int(answer.figure(headers.KV_BYTES))
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.worker.peer MODEL HOST TOKENS MBPS
 
-Serves POST /v1/prefills and the data port with the worker's own sending half, so that a decode worker sees the real
+Serves source legs and the data port with the worker's own sending half, so that a decode worker sees the real
 protocol. The kernel paces the connection. Ends when standard input closes.
 """
 
@@ -11,18 +11,18 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
-import torch
 from benchmarks.worker.process import PORT
 
 from prfaas.names import WORKER_DATA_PORT
-from prfaas.wire.engine import StartPrefill
-from prfaas.wire.prefill import PrefillRequest
+from prfaas.wire.engine import TransferSubject
+from prfaas.wire.frames import Address
+from prfaas.wire.prefill import LegParams, token_digest
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Grants, Offer, Offers
+from prfaas_transfer.leases import Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, layer_groups, state_frames
+from prfaas_worker.cache.transfer_frames import CachePlace, layer_groups, prefix_frames
 from prfaas_worker.models import load_model
 
 SO_MAX_PACING_RATE = 47
@@ -39,23 +39,19 @@ class Peer:
         memory = CacheMemory(geometry, num_pages=pages, num_slots=1, max_context=tokens)
         memory.pages.zero_()
         self.place = CachePlace(memory, 0, range(pages))
-        self.layers = len(model.layers)
-        self.hidden = torch.zeros(model.hidden_size)
-        layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
-        self.offers, self.grants = Offers(layout, 1000), Grants()
+        self.layout = CacheLayout(model.fingerprint, layer_groups(model.layers))
+        self.offers = Offers(1000)
         listener = listen(host, WORKER_DATA_PORT)
         listener.setsockopt(SOL_SOCKET, SO_MAX_PACING_RATE, int(mbps * 1e6 / 8))  # accepted connections inherit it
         DataPort(listener, self.offers, unlimited())
 
-    def fill(self, offer: Offer, tokens: int) -> None:
-        """Put the whole cache into an offer."""
-        offer.start_computing()
-        for layer in range(self.layers):
-            for frame in block_frames(offer.manifest, self.place, layer, (0, tokens)):
-                offer.put(frame)
-            for frame in state_frames(offer.manifest, self.place, layer):
-                offer.put(frame)
-        offer.put(hidden_frame(offer.manifest, self.hidden))
+    def give(self, token_ids: list[int], leg: LegParams) -> None:
+        """Offer the whole cache of a prompt."""
+        goal = len(token_ids) - 1
+        manifest = self.layout.manifest(Address(leg.transfer_id, leg.epoch), 0, goal, token_digest(token_ids[:goal]))
+        offer = self.offers.announce(TransferSubject(0, "bench"), manifest, leg.token)
+        for frame in prefix_frames(offer.manifest, self.place):
+            offer.put(frame)
         offer.finish_computing(0.0)
 
 
@@ -63,12 +59,11 @@ def handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            prefill_request = msgspec.json.decode(body, type=PrefillRequest)
-            grant = peer.grants.make(WORKER_DATA_PORT, len(prefill_request.token_ids))
-            offer = peer.offers.open(StartPrefill(0, prefill_request).subject, grant, prefill_request.start_token)
-            peer.fill(offer, len(prefill_request.token_ids))
-            answer = msgspec.json.encode(grant)
-            self.send_response(201)
+            fields = msgspec.json.decode(body)
+            leg = msgspec.convert(fields["kv_transfer_params"]["prfaas"], LegParams)
+            peer.give(fields["prompt"], leg)
+            answer = msgspec.json.encode({"usage": {"completion_tokens": 0}})
+            self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(answer)))
             self.end_headers()

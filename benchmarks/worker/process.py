@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.report import children_of
 
+from prfaas.names import WORKER_DATA_PORT
 from prfaas.util import Deadline
-from prfaas.wire import headers
+from prfaas.wire.prefill import new_transfer
 
 MODEL = "m"
 PORT = 8000
@@ -60,11 +61,6 @@ class Worker:
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     @property
-    def url(self) -> str:
-        """Where its API is."""
-        return f"http://{self.host}:{PORT}"
-
-    @property
     def front_pid(self) -> int:
         """The front's process."""
         return self._process.pid
@@ -103,21 +99,17 @@ class Worker:
         lines = self.get("/metrics")[1].splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
-    def complete(self, prompt: list[int], max_tokens: int, prefill_url: str = "") -> Answer:
-        """Have a prompt continued, greedily and to its full length, in one answer."""
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-        extra = {"content-type": "application/json"} | ({headers.PREFILL_URL: prefill_url} if prefill_url else {})
-        data = json.dumps(body)
-        connection = http.client.HTTPConnection(self.host, PORT, timeout=REQUEST_SECONDS)
-        began = time.perf_counter()
-        connection.request("POST", "/v1/completions", data, extra)
-        answer = connection.getresponse()
-        found = json.loads(answer.read())
-        seconds = time.perf_counter() - began
-        connection.close()
-        if answer.status != 200:
-            raise RuntimeError(f"a completion failed: {found}")
-        return Answer(seconds, found["usage"]["completion_tokens"], dict(answer.getheaders()))
+    def complete(self, prompt: list[int], max_tokens: int, source: str = "") -> Answer:
+        """Have a prompt continued, greedily and to its full length, in one answer. The instance at the address `source`
+        prefills it at the same time, where there is one."""
+        if not source:
+            return _post(self.host, prompt, max_tokens, {})
+        transfer, place = new_transfer(), {"host": source, "port": WORKER_DATA_PORT}
+        with ThreadPoolExecutor(1) as pool:
+            filling = pool.submit(_post, source, prompt, 1, {"role": "source", **transfer})
+            answer = _post(self.host, prompt, max_tokens, {"role": "destination", **transfer, **place})
+            filling.result()
+        return answer
 
     def complete_together(self, prompts: list[list[int]], max_tokens: int) -> tuple[float, int]:
         """Have several prompts continued at once; seconds until all are, and tokens of all."""
@@ -130,6 +122,21 @@ class Worker:
         """End it."""
         self._process.terminate()
         self._process.wait(30)
+
+
+def _post(host: str, prompt: list[int], max_tokens: int, leg: dict[str, Any]) -> Answer:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    data = json.dumps(body | ({"kv_transfer_params": {"prfaas": leg}} if leg else {}))
+    connection = http.client.HTTPConnection(host, PORT, timeout=REQUEST_SECONDS)
+    began = time.perf_counter()
+    connection.request("POST", "/v1/completions", data, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    found = json.loads(answer.read())
+    seconds = time.perf_counter() - began
+    connection.close()
+    if answer.status != 200:
+        raise RuntimeError(f"a completion failed: {found}")
+    return Answer(seconds, found["usage"]["completion_tokens"], dict(answer.getheaders()))
 
 
 @contextmanager
