@@ -43,12 +43,19 @@ WORKER = "tests/unit/worker/test_"
 TOGETHER = {
     "a sandbox": ("tests/sandbox/",),
     "transformers": ("tests/unit/qwen3_next/",),
-    "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming", "two_workers.py")),
+    "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming")),
 }
 
 WAITING = ("tests/sandbox/", "tests/clusters/", "tests/unit/scheduler/")
 """These leave the CPU idle two thirds of the time."""
-LONGEST = (*WAITING, "tests/unit/worker/", "tests/unit/qwen3_next/", "tests/faults/", "tests/unit/transfer/")
+LONGEST = (
+    *WAITING,
+    "tests/contract/",
+    "tests/unit/worker/",
+    "tests/unit/qwen3_next/",
+    "tests/faults/",
+    "tests/unit/transfer/",
+)
 
 
 class Scheduler(LoadFileScheduling):

@@ -5,8 +5,10 @@
     quiet     promises of promptness, the demo, whole systems, real clients: one after the other.
     vllm      a real vLLM. One after the other.
     kind      the whole system in containers. One after the other.
+    release   what changes rarely and takes long, with a real vLLM: before a release. One after the other.
 
-A test says its stage by the marks `system` and `quiet`, or by its folder. Without either it is one of `gate`.
+A test says its stage by the marks `system`, `quiet` and `release`, or by its folder. Without either it is one of
+`gate`.
 """
 
 import os
@@ -17,12 +19,13 @@ from typing import Any, Final
 
 import pytest
 
-STAGES: Final = ("gate", "system", "quiet", "vllm", "kind")
+STAGES: Final = ("gate", "system", "quiet", "vllm", "kind", "release")
 BESIDE_OTHERS: Final = ("gate", "system")
 FOLDERS: Final = {
     "tests/chart/": "system",
     "tests/clients/": "quiet",
     "tests/clusters/": "system",
+    "tests/contract/": "system",
     "tests/faults/": "system",
     "tests/sandbox/": "system",
     "tests/e2e/": "quiet",
@@ -44,7 +47,7 @@ def stage_of(item: pytest.Item) -> str:
     if item.nodeid.startswith("tests/e2e/") and item.get_closest_marker("kind"):
         return "kind"
     if folder == "vllm":
-        return folder
+        return "release" if item.get_closest_marker("release") else folder
     marked = next((name for name in ("quiet", "system") if item.get_closest_marker(name)), folder)
     return "quiet" if folder == "quiet" else marked
 

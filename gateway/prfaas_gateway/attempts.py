@@ -1,7 +1,7 @@
 """Serves one request in one or more attempts: decides a route, follows it, retries after a failure, relays, resumes.
 
 A request is retried until its first byte was sent to the client. After that the stream resumes at another worker if the
-workers report token ids (prfaas.wire.resume). Else it ends with an error. A retry budget over all requests bounds both.
+engine names token ids (engines/token_log.py). Else it ends with an error. A retry budget over all requests bounds both.
 docs/operate/failover.md draws the states. A request and its progress are arguments: `Attempts` itself keeps neither.
 """
 
@@ -9,10 +9,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from prfaas.errors import CapacityError
-from prfaas.routing.decide import Overload, decide, decide_again, find_overload
+from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
@@ -89,7 +90,9 @@ class Attempts:
         self, http: web.Request, request: GatewayRequest, progress: Progress, decision: Decision
     ) -> web.StreamResponse:
         """Follow decisions until one is served or refused, or too many have failed."""
-        left_seconds, answer = self._limits.hold_seconds, None
+        # A last resort has waited for as long as a request may.
+        left_seconds = 0.0 if progress.had_last_resort else self._limits.hold_seconds
+        answer = None
         self._state.retry_budget.request_came(self._state.clock())
         for number in range(1, self._limits.attempts + 1):
             if isinstance(decision, Refusal):
@@ -133,9 +136,9 @@ class Attempts:
             try:
                 load.prefill_done()
                 progress.note_transfer(answer)
+                is_noted = self._note_lost_prefill(progress, route, answer)
                 if progress.stream is None:
                     self._learn(request, progress, attempt, answer)
-                    self._note_lost_prefill(progress, route, answer)
                     progress.outcome = _outcome_of(answer.status, progress.fell_back)
                     added = _added_headers(progress, route, answer.status)
                     begun = await begin_answer(http, answer, added, attempt.log)
@@ -149,7 +152,8 @@ class Attempts:
             except BrokenOffError as error:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
-                self._note_lost_prefill(progress, route, answer)
+                if not is_noted:
+                    self._note_lost_prefill(progress, route, answer)
                 _settle(request, progress, answer)
                 answer.close()
 
@@ -195,7 +199,7 @@ class Attempts:
         if answer.status != 200 or answer.body is not None:
             text = f"{route.decode.name} does not resume the answer"
             raise LegFailedError(text, leg="decode", eject=False, answer=answer, refuses=answer.status < 500)
-        self._note_alive(route)
+        self._note_alive(progress, route)
         progress.forget_tried()
         progress.resumes += 1
         metrics.resumes.inc()
@@ -223,11 +227,12 @@ class Attempts:
             progress.fell_back = True
             self._state.offload_failed()
 
-    def _note_lost_prefill(self, progress: Progress, route: Route, answer: Answer) -> None:
-        """Count a prefill leg that failed while the decode instance goes on without it; once an answer."""
+    def _note_lost_prefill(self, progress: Progress, route: Route, answer: Answer) -> bool:
+        """Count a prefill leg that has failed while the decode instance continues without it; return whether it has."""
         failure = lost_prefill(answer)
-        if failure is not None and route.prefill is not None and route.prefill.name not in progress.tried:
+        if failure is not None:
             self._note_failure(progress, route, failure)
+        return failure is not None
 
     async def _decide_again(
         self, request: GatewayRequest, progress: Progress, route: Route, failure: LegFailedError, until_seconds: float
@@ -248,7 +253,8 @@ class Attempts:
         choose: Callable[[RoutingFacts], Decision],
         until_seconds: float,
     ) -> Decision:
-        """Return a route; wait a while for an ejected instance if there is no other."""
+        """Return a route; if there is none, wait a while for an ejected instance, then try one once all the same."""
+        failed = progress.tried  # this set stays; `forget_tried` makes another
         while True:
             try:
                 decision = choose(self._facts(request, progress))
@@ -257,9 +263,14 @@ class Attempts:
                 if progress.stream is None:
                     raise
                 decision = Refusal(reason="NoDecodeInstance")
-            is_final = isinstance(decision, Route) or decision.reason == "OffloadRejected"
-            if is_final or self._state.clock() >= until_seconds or not self._state.decode_instances():
+            if isinstance(decision, Route) or decision.reason == "OffloadRejected":
                 return decision
+            if self._state.clock() >= until_seconds or not self._state.decode_instances():
+                # A begun stream has waited longer than an ejection lasts.
+                if progress.stream is not None or progress.had_last_resort:
+                    return decision
+                progress.had_last_resort = True
+                return decide_at_last(self._facts(request, progress), failed, choose)
             await asyncio.sleep(self._limits.poll_seconds)
             # What failed before may be the instance that comes back.
             progress.forget_tried()
@@ -267,19 +278,23 @@ class Attempts:
     def _learn(self, request: GatewayRequest, progress: Progress, attempt: Attempt, answer: Answer) -> None:
         """Learn from an answer: the instances live, the first token came, and the prompt's exact length."""
         metrics = self._parts.metrics
-        self._note_alive(attempt.route)
+        self._note_alive(progress, attempt.route)
         if answer.status >= 400 or not request.api.prefills:
             return
         metrics.time_to_first_token.labels(progress.decision).observe(progress.note_first_token(answer))
-        self._parts.kv.note_placed(progress.prompt, attempt.route, attempt.ranks)
+        route = attempt.route
+        if route.prefill is not None and route.prefill.name in progress.tried:  # its cache did not come
+            route = msgspec.structs.replace(route, prefill=None)
+        self._parts.kv.note_placed(progress.prompt, route, attempt.ranks)
         if prompt_tokens := progress.answer_start.prompt_tokens:
             metrics.prompt_tokens.observe(prompt_tokens)
             if progress.charge is not None:
                 progress.charge.settle(prompt_tokens)
 
-    def _note_alive(self, route: Route) -> None:
+    def _note_alive(self, progress: Progress, route: Route) -> None:
         for one in filter(None, (route.decode, route.prefill)):
-            self._state.ejections.succeeded(one.name)
+            if one.name not in progress.tried:  # else its cache did not come
+                self._state.ejections.succeeded(one.name)
 
 
 def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None:
@@ -304,6 +319,8 @@ def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:
 def _added_headers(progress: Progress, route: Route, status: int) -> dict[str, str]:
     """Return the headers that give the gateway's decision to the client; see prfaas.wire.headers."""
     prefilled_by = route.prefill or route.decode
+    if prefilled_by.name in progress.tried:  # its cache did not come
+        prefilled_by = route.decode
     added = {
         headers.REQUEST_ID: progress.request_id,
         headers.DECISION: progress.decision,

@@ -35,7 +35,8 @@ class Dispatcher:
         try:
             response = await self._admit(http, progress)
         except (asyncio.CancelledError, ClientGoneError) as error:
-            progress.outcome = "aborted"
+            if progress.stream is None or not progress.stream.has_ended:
+                progress.outcome = "aborted"
             # Nobody is left to get a response, and aiohttp takes a cancelled handler for one without.
             raise asyncio.CancelledError from error
         except Exception as error:

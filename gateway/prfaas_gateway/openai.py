@@ -28,12 +28,13 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     }
 )
-_NOT_RELAYED = HOP_BY_HOP | {headers.RESUMABLE}
 CODE_DEADLINE = "deadline_exceeded"
 CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
+DONE = b"data: [DONE]\n\n"
+"""The last bytes of a whole stream."""
 _Count = Annotated[int, Meta(ge=0, lt=1 << 40)]
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -96,7 +97,7 @@ def model_not_found(name: str) -> RequestError:
 
 def relayed_headers(answer: Mapping[str, str], added: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return a worker's response headers for the client; `added` replace those of the same name."""
-    left_out = _NOT_RELAYED.union(added)
+    left_out = HOP_BY_HOP.union(added)
     kept = [
         (name, value)
         for name, value in answer.items()

@@ -9,7 +9,6 @@ engine keeps the text of every field.
 import asyncio
 import logging
 import re
-import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping, Set
@@ -32,7 +31,6 @@ from prfaas.telemetry.tracing import Span
 from prfaas.wire import headers
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
 from prfaas.wire.profile import Profile
-from prfaas.wire.resume import ResumableHeader
 from prfaas.wire.routes import EngineName
 from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.auth import Charge
@@ -157,6 +155,8 @@ class Progress:
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
+    had_last_resort: bool = False
+    """Whether it was given an ejected instance since no other could serve it: once, and no wait follows."""
     stream: AnswerStream | None = None
     """Its answer, after the first byte was sent to the client."""
 
@@ -263,8 +263,6 @@ async def receive(
     sent[headers.REQUEST_ID] = request_id
     # A span of ours; without tracing, the context that came.
     sent.update(progress.span.context.headers())
-    # Facts that a second worker could not know if the first one dies.
-    sent[headers.RESUMABLE] = ResumableHeader(secrets.randbits(63), int(time.time())).encode()
     request = GatewayRequest(
         api=API_ROUTES[http.path],
         request_id=request_id,

@@ -156,7 +156,8 @@ class GatewayState:
     def _choose_ranks(
         self, route: Route, cached_on_ranks: Mapping[str, tuple[int, ...]], request_id: str
     ) -> dict[str, int]:
-        """Return the cheapest data-parallel rank of each instance of a route that takes one."""
+        """Return the cheapest data-parallel rank of each instance of a route that takes one; of an instance that gives
+        a prefix, the rank that has most of it."""
         chosen: dict[str, int] = {}
         for one in filter(takes_rank, filter(None, (route.decode, route.prefill))):
             ranks = [rank_name(one.name, rank) for rank in range(one.ranks)]
@@ -164,6 +165,10 @@ class GatewayState:
             queued_tokens = [self._queued_tokens[rank] for rank in ranks]
             decoding = [self._in_flight[rank] for rank in ranks]
             chosen[one.name] = cheapest_rank(request_id, cached_tokens, queued_tokens, decoding)
+        if route.prefix is not None and takes_rank(route.prefix):
+            cached_tokens = cached_on_ranks.get(route.prefix.name, (0,))
+            # Also where it decodes on: another of its ranks would compute the prefix, to give it.
+            chosen[route.prefix.name] = cached_tokens.index(max(cached_tokens))
         return chosen
 
     def offload_failed(self) -> None:
@@ -281,7 +286,7 @@ class Ejections:
 
     The gateway sees a dead instance before the next routing table, and the operator may be down. An ejection ends
     half-open: the first request afterwards tries the instance while others avoid it. Success readmits the instance;
-    failure doubles the ejection.
+    failure doubles the ejection. A last resort comes before the end, and changes the ejection by success alone.
     """
 
     def __init__(self, first_seconds: float, max_seconds: float):
@@ -298,7 +303,7 @@ class Ejections:
     def starting(self, name: str, now_seconds: float) -> None:
         """Record a request to an instance. After an ended ejection, others avoid the instance until its result."""
         failing = self._failing.get(name)
-        if failing is not None:
+        if failing is not None and self._until_seconds[name] <= now_seconds:
             failing.probing = True
             self._until_seconds[name] = now_seconds + self._first_seconds
 

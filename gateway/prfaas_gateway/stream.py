@@ -1,8 +1,8 @@
 """Streams the answer to one client: raw bytes of one worker, or of several that resume it one after the other.
 
 An OpenAI client takes a stream that simply ends for a complete one. So a broken stream without another worker gets an
-error event and no [DONE]. If the format has no error event, the connection is cut before its announced end. StreamLog
-keeps what another worker needs to resume, and passes on the events alone.
+error event and no [DONE]. If the format has no error event, the connection is cut before its announced end. A ResumeLog
+keeps what another worker needs to continue.
 """
 
 import asyncio
@@ -15,29 +15,14 @@ from aiohttp import web
 from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
 from prfaas.http_server import STREAM_HEADERS
-from prfaas.wire import headers
-from prfaas.wire.resume import (
-    COMMENT,
-    CUT,
-    DONE,
-    MAX_DOCUMENT_BYTES,
-    Resume,
-    SentChoice,
-    encode_resume,
-    last_cut,
-    read_comments,
-    split_comments,
-)
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import error_event, find_prompt_tokens, read_error, read_prompt_tokens, relayed_headers
+from prfaas_gateway.openai import DONE, error_event, find_prompt_tokens, read_prompt_tokens, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
 CODE_BROKEN: Final = "stream_broken"
-MAX_HELD_BYTES: Final = 4 << 20
-"""Most bytes without a possible cut; a worker that sends more counts as dead."""
-MAX_LOG_BYTES: Final = 4 * MAX_DOCUMENT_BYTES
-"""Most bytes of comments, about 20 a token. The document of more would be too long, so they are not kept."""
+MAX_LINE_BYTES: Final = 4 << 20
+"""The longest line that is kept for what it may say of the usage."""
 END_SECONDS: Final = 60.0
 """How long a client may take to read the end of an answer."""
 TAIL_BYTES: Final = 1024
@@ -124,6 +109,11 @@ class AnswerStream:
         find = find_prompt_tokens if self.response.content_type == EVENT_STREAM else read_prompt_tokens
         return counted or find(self.http.path, self._tail.read())
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last event was sent. Some clients leave then, and do not wait for the end of the connection."""
+        return self._tail.read().endswith(DONE)
+
     async def relay(self, answer: Answer, limits: Limits) -> None:
         """Relay a worker's answer to its end, and end the client's answer.
 
@@ -205,11 +195,11 @@ STARTED: Final = web.RequestKey("started", AnswerStream)
 
 
 async def begin_answer(
-    http: web.Request, answer: Answer, added: dict[str, str], resumable: ResumeLog | None
+    http: web.Request, answer: Answer, added: dict[str, str], log: ResumeLog | None
 ) -> AnswerStream | web.Response:
     """Start the client's answer with our headers `added` (lower-case names); return an answer that is already complete.
 
-    `resumable` is the log of an engine that announces none. Raises ClientGoneError if the client left.
+    `log` is that of a stream that could continue. Raises ClientGoneError if the client left.
     """
     kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
@@ -221,8 +211,7 @@ async def begin_answer(
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
-    log = resumable if resumable is not None and is_stream else _log_of(answer)
-    stream = http[STARTED] = AnswerStream(http, response, log)
+    stream = http[STARTED] = AnswerStream(http, response, log if is_stream else None)
     try:
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:
@@ -230,115 +219,10 @@ async def begin_answer(
     return stream
 
 
-def _log_of(answer: Answer) -> "StreamLog | None":
-    """Return the log of an answer that another worker could resume."""
-    fingerprint = answer.headers.get(headers.RESUMABLE)
-    if answer.status != 200 or fingerprint is None:
-        return None
-    cached_tokens = answer.headers.get(headers.CACHED_TOKENS, "")
-    return StreamLog(fingerprint, int(cached_tokens) if cached_tokens.isascii() and cached_tokens.isdecimal() else 0)
-
-
-class StreamLog:
-    """The client's part of a stream, so that another worker can resume it: the comments, which the client does not see.
-
-    Nearly every stream succeeds, so the log keeps the comments as they are and reads them only after a worker's death.
-    They take about 20 bytes a token, and MAX_LOG_BYTES at most.
-
-    A piece may end anywhere. Bytes after the last possible cut wait for the rest, because the client cannot unread half
-    an event, or one without token ids.
-    """
-
-    resumed_by: ResumedBy = "Comments"
-    has_enough = False
-    prompt_tokens = 0  # a header of the answer has the number
-
-    def __init__(self, fingerprint: str, cached_tokens: int):
-        self._fingerprint = fingerprint
-        self._cached_tokens = cached_tokens
-        self._comments = bytearray()
-        self._is_too_long = False
-        self._held = b""
-        self.is_whole = False
-        """Whether the client has the whole answer."""
-        self.pieces = 0
-        self.error_event = b""
-        self.is_refused = False
-
-    def take(self, piece: bytes) -> bytes:
-        """Add a piece from the worker; return the events to send to the client now.
-
-        Raises BadInputError if too many bytes have no possible cut.
-        """
-        if self._held:
-            piece = self._held + piece
-            self._held = b""
-        at = piece.find(COMMENT)
-        # One comment, at the end: as nearly always.
-        if at >= 0 and 0 <= piece.find(CUT, at) == len(piece) - len(CUT):
-            events, comments = piece[:at], piece[at:]
-        else:
-            events, comments = self._take_parts(piece)
-        if comments:
-            self.pieces += 1
-            self._comments += comments
-            if len(self._comments) > MAX_LOG_BYTES:
-                self._is_too_long, self._comments = True, bytearray()
-        return events
-
-    def _take_parts(self, piece: bytes) -> tuple[bytes, bytes]:
-        """Return events and comments of a piece of any other form: several comments, none, or a part of something."""
-        if piece.endswith(DONE):
-            self.is_whole = True
-        else:
-            cut = last_cut(piece)
-            piece, self._held = piece[:cut], piece[cut:]
-            if len(self._held) > MAX_HELD_BYTES:
-                raise BadInputError(f"{MAX_HELD_BYTES} bytes of a resumable stream name no token")
-        return split_comments(piece)
-
-    def worker_died(self) -> None:
-        """Discard bytes after the last cut, where the next worker resumes; keep the worker's error."""
-        held, self._held = self._held, b""
-        *_, event = held.removesuffix(b"\n\n").split(b"\n\n")
-        error = read_error(event.removeprefix(b"data: "))
-        self.error_event = held if error else self.error_event
-        self.is_refused = error.get("type") == "invalid_request_error"
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the reported tokens are valid and few enough to resume."""
-        try:
-            return not self._is_too_long and len(self.document()) <= MAX_DOCUMENT_BYTES
-        except BadInputError:
-            return False
-
-    @property
-    def sent_tokens(self) -> int:
-        return self.resume().sent_tokens
-
-    def ending(self) -> bytes:
-        return b""
-
-    def document(self) -> bytes:
-        """Return the document for the worker that resumes. Raises BadInputError for invalid tokens."""
-        return encode_resume(self.resume())
-
-    def resume(self) -> Resume:
-        """Return the document of everything that the client has; raises as `document` does."""
-        choices: dict[int, SentChoice] = {}
-        for entry in read_comments(bytes(self._comments)):
-            before = choices.get(entry.choice)
-            token_ids = before.token_ids if before else []
-            token_ids += entry.token_ids
-            choices[entry.choice] = SentChoice(token_ids, entry.characters, entry.reason)
-        return Resume(self._fingerprint, self._cached_tokens, choices)
-
-
 class AnswerTail:
     """The end of an answer: at least its last TAIL_BYTES, and the whole line that they begin in.
 
-    A line of more than MAX_HELD_BYTES is not kept. Pieces are joined some at a time: there is one for every event.
+    A line of more than MAX_LINE_BYTES is not kept. Pieces are joined some at a time: there is one for every event.
     """
 
     def __init__(self):
@@ -364,7 +248,7 @@ class AnswerTail:
         kept += added
         if len(kept) > 2 * TAIL_BYTES and b"\n" in added:
             del kept[: kept.rfind(b"\n", 0, -TAIL_BYTES) + 1]
-        if len(kept) > MAX_HELD_BYTES:
+        if len(kept) > MAX_LINE_BYTES:
             # What follows is the rest of a line, and must not pass for a whole one.
             kept[:-2] = b"?"
 

@@ -36,6 +36,23 @@ async def eventually(
     await eventually_async(check, what, timeout_seconds, poll=0.6)
 
 
+async def ask_until_offloaded(client: DemoClient, tokens: int, act: str) -> tuple[str, RequestRecord]:
+    """Return a prompt of `tokens` that the offload cluster has prefilled, and its record.
+
+    Others are answered at home first while the threshold, which follows the load of earlier tests, comes down.
+    """
+
+    async def ask() -> tuple[str, RequestRecord] | None:
+        prompt = fresh_text(tokens)
+        record = await client.ask(prompt, act=act)
+        assert record.output_tokens == 24, f"each prompt is answered whole: {record}"
+        return (prompt, record) if record.prefilled_in == "prefill-eu" else None
+
+    asked = await eventually_async(ask, f"a prompt of {tokens} tokens is offloaded ({act})", 180, poll=0.6)
+    assert asked is not None
+    return asked
+
+
 async def apply(installation: ExampleInstallation, body: dict) -> None:
     """Apply one object in the hub."""
     await installation.environment.kubectl(installation.environment.hub, "apply", "-f", "-", stdin=json.dumps(body))

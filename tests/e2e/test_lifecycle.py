@@ -9,7 +9,7 @@ from prfaas_sandbox.demo.client import DemoClient
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, ExampleInstallation, operator_values
 from prfaas_sandbox.demo.records import RequestRecord
 
-from .checks import asking, condition, eventually, fresh_text, get, only_in_the_sandbox
+from .checks import ask_until_offloaded, asking, condition, eventually, fresh_text, get, only_in_the_sandbox
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -80,10 +80,7 @@ async def test_a_member_cluster_that_is_cut_off_costs_no_request_and_heals_by_it
 
     await eventually(is_back, "the MemberCluster is Ready again", 180.0)
 
-    async def offloads_again() -> bool:
-        return (await client.ask(fresh_text(9_000), act="healed")).prefilled_in == member
-
-    await eventually(offloads_again, "a long prompt is offloaded again", 180.0)
+    await ask_until_offloaded(client, 9_000, "healed")
     await client.close()
     assert (answer.prefilled_in, answer.output_tokens) == ("hub", 24)
     assert pool["status"] != "True" or pool["message"], "the pool reports what is known of it"

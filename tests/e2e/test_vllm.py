@@ -215,7 +215,7 @@ async def test_a_pool_of_vllm_starts_as_rendered_and_may_nothing_that_it_should_
         assert "prfaas: data port" in log
         assert "SSLCertRefresher monitors files" in log
     encrypted = await condition(on_vllm.installation, "prfaas", ON_VLLM.policy, "Encrypted")
-    assert encrypted["reason"] == "PlainCacheEvents", "all else is inside TLS"
+    assert encrypted["reason"] == "MutualTls"
 
 
 async def test_a_long_prompt_is_prefilled_by_vllm_in_the_member_and_a_short_one_at_home(on_vllm: OnVllm):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from prfaas.errors import PrfaasError
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.prefill import LegParams
 from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas_transfer.leases import Offer
 from prfaas_transfer.net import DataStream
@@ -24,11 +24,10 @@ from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, state_frames
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, state_frames
 
 from ..unit.worker.transfer_bench import (
     ATTENTION,
-    HIDDEN,
     LINEAR,
     TRAFFIC,
     Model,
@@ -128,12 +127,12 @@ class Aborts:
         with self._lock:
             handle, self.begun = self.begun, self.begun + 1
             self._leases[handle] = ours
-        offer, grant = self.port.grant(handle)
+        offer, leg = self.port.announce(handle)
         seed = rng.randrange(1 << 30)
         fill(self.source.place(ours), seed)
         frames = frames_of(offer, self.source.place(ours))
         theirs = self.destination.open()
-        pull = self._pull(offer, grant, theirs, connections)
+        pull = self._pull(offer, leg, theirs, connections)
         reason = self._arm(rng, pull, offer, frames, connections)
         try:
             pull.run()
@@ -148,7 +147,7 @@ class Aborts:
         self.destination.close(theirs)
         with self._lock:
             self.found[reason] += 1
-        self.port.offers.cancel(grant.transfer_id)  # what a destination asks for over HTTP when its fetch failed
+        self.port.cancel(offer)  # as a destination declines when its fetch failed
 
     def _arm(
         self, rng: random.Random, pull: Pull, offer: Offer, frames: list[Frame], connections: OpeningConnections
@@ -157,7 +156,7 @@ class Aborts:
         reasons: dict[str, Callable[[], object]] = {
             "no": lambda: None,
             "the destination cancels": pull.cancel,
-            "the source cancels": partial(self.port.offers.cancel, offer.manifest.transfer_id),
+            "the source cancels": partial(self.port.cancel, offer),
             "the engine fails": partial(offer.fail, "out of room"),
             "connections break and the destination leaves": partial(self._leave, pull),
         }
@@ -177,7 +176,6 @@ class Aborts:
         if at == 0:
             act()
         put = len(frames) if rng.random() < 0.5 or at < 0 else max(at, rng.randrange(len(frames) + 1))
-        offer.start_computing()
         for frame in frames[:put]:
             offer.put(frame)
         if put == len(frames):
@@ -192,7 +190,7 @@ class Aborts:
             stream.shutdown()
         pull.cancel()
 
-    def _pull(self, offer: Offer, grant: PrefillGrant, lease: Lease, connections: Connections) -> Pull:
+    def _pull(self, offer: Offer, leg: LegParams, lease: Lease, connections: Connections) -> Pull:
         source = SourceAddress(*self.port.address)
         silent_seconds = partial(connections.silent_seconds, source)
         state = ReceiveState(
@@ -202,9 +200,7 @@ class Aborts:
             silent_seconds,
             TRAFFIC.memory,
         )
-        return Pull(
-            FetchContext(self.port.layout, connections, TransferCounters(), TRAFFIC), source, grant.token, state
-        )
+        return Pull(FetchContext(self.port.layout, connections, TransferCounters(), TRAFFIC), source, leg.token, state)
 
     def _ended(self, handle: int) -> None:
         with self._lock:
@@ -216,7 +212,7 @@ class Aborts:
 def frames_of(offer: Offer, place: CachePlace) -> list[Frame]:
     spans = [(start, min(start + 50, MODEL.tokens)) for start in range(0, MODEL.tokens, 50)]
     rows = [frame for span in spans for frame in block_frames(offer.manifest, place, 1, span)]
-    return [*rows, *state_frames(offer.manifest, place, 0), hidden_frame(offer.manifest, HIDDEN)]
+    return [*rows, *state_frames(offer.manifest, place, 0)]
 
 
 def test_aborts_at_random_points_strand_no_page_no_slot_no_thread_and_no_descriptor():

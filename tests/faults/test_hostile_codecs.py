@@ -137,9 +137,9 @@ LIES: dict[str, tuple[int, Payload]] = {
 def open_transfer(port: Port, liar: Liar, budget: MemoryBudget) -> Iterator[Taking]:
     """Start a transfer from this source; its destination may use so much memory beside its cache."""
     with Proxy(port.address, liar) as proxy:
-        offer, grant = port.grant()
+        offer, leg = port.announce()
         compute(MODEL, offer, CACHE)
-        yield port.take(offer, grant, at=proxy.address, traffic=TRAFFIC._replace(memory=budget))
+        yield port.take(leg, at=proxy.address, traffic=TRAFFIC._replace(memory=budget))
         assert port.ends()
 
 

@@ -14,10 +14,8 @@ from prfaas.errors import PeerError, ProtocolError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 from prfaas.wire.transfer import message_frame
 from prfaas_transfer.leases import Offer
-from prfaas_worker.cache.transfer_frames import hidden_frame
 
 from ..unit.worker.transfer_bench import (
-    HIDDEN,
     SMALL,
     Port,
     address_of,
@@ -41,14 +39,14 @@ CACHE = SMALL.filled()
 
 
 def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_continues(port: Port):
-    offer, grant = port.grant()
-    taking = port.take(offer, grant)
-    eventually(lambda: offer.connected, "the destination is connected")
+    offer, leg = port.announce()
+    taking = port.take(leg)
+    eventually(lambda: offer.streams, "the destination is connected")
     put_chunk(SMALL, offer, CACHE, 0, 300)
     for _ in range(3):
-        with closing(connect(port, hello(grant))) as copy:
+        with closing(connect(port, hello(leg))) as copy:
             assert kinds(copy) == [Kind.ABORT]
-    assert offer.connected
+    assert offer.streams
     compute_rest(offer)
     taking.whole()
     assert_same_bits(SMALL, taking.place, CACHE)
@@ -59,32 +57,21 @@ def test_a_hello_copied_from_another_connection_gets_no_byte_and_the_transfer_co
 def compute_rest(offer: Offer) -> None:
     for start in range(300, SMALL.tokens, 300):
         put_chunk(SMALL, offer, CACHE, start, min(SMALL.tokens, start + 300))
-    offer.put(hidden_frame(offer.manifest, HIDDEN))
     offer.finish_computing(0.0)
 
 
 @pytest.mark.parametrize("ended", ["delivered", "cancelled", "failed"])
 def test_a_token_is_worth_nothing_after_the_end(port: Port, ended: str):
-    offer, grant = port.grant()
+    offer, leg = port.announce()
     compute(SMALL, offer, CACHE)
     if ended == "delivered":
-        port.take(offer, grant).whole()
+        port.take(leg).whole()
     else:
         port.offers.end(offer, ended)  # type: ignore[arg-type]
     assert port.ends()
     for number in (0, 1, 7):
-        with closing(connect(port, hello(grant, connection=number))) as sock:
+        with closing(connect(port, hello(leg, connection=number))) as sock:
             assert kinds(sock) == [Kind.ABORT]
-
-
-def test_a_token_of_one_transfer_opens_no_other(port: Port):
-    (one, its), (other, theirs) = port.grant(1), port.grant(2)
-    compute(SMALL, one, CACHE)
-    with closing(connect(port, hello(msgspec.structs.replace(its, token=theirs.token)))) as sock:
-        assert kinds(sock) == [Kind.ABORT]
-    assert not one.connected
-    for offer in (one, other):
-        port.offers.cancel(offer.manifest.transfer_id)
 
 
 def fuzzed(rng: random.Random, honest: bytes) -> bytes:
@@ -114,9 +101,9 @@ def test_thousands_of_fuzzed_frames_on_the_port_cost_the_destination_that_it_wai
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
     rng, answers = random.Random(7), Counter[str]()
-    offer, grant = port.grant()
+    offer, leg = port.announce()
     # A stranger may know everything but the token.
-    unknown = msgspec.structs.replace(grant, token="x" * len(grant.token))
+    unknown = msgspec.structs.replace(leg, token="x" * len(leg.token))
     first = [hello(unknown, connection=number) for number in range(3)]
     for _ in range(FUZZED_FRAMES):
         with socket.create_connection(port.address, PATIENCE_SECONDS) as sock:
@@ -131,9 +118,9 @@ def test_thousands_of_fuzzed_frames_on_the_port_cost_the_destination_that_it_wai
     print(answers)
     assert len(answers) == 2
     assert port.outcomes() == {}
-    assert not offer.connected
+    assert not offer.streams
     compute(SMALL, offer, CACHE)
-    taking = port.take(offer, grant)
+    taking = port.take(leg)
     taking.whole()
     assert_same_bits(SMALL, taking.place, CACHE)
     assert port.ends()
@@ -157,9 +144,9 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
     with Proxy(port.address, down) as proxy:
         for handle in range(FUZZED_TRANSFERS):
             left_out[0] = False
-            offer, grant = port.grant(handle)
+            offer, leg = port.announce(handle)
             compute(SMALL, offer, CACHE)
-            taking = port.take(offer, grant, at=proxy.address)
+            taking = port.take(leg, at=proxy.address)
             if rng.random() < 0.3:  # frames that are left out end in a wait
                 proxy.cut()
             try:
@@ -175,7 +162,7 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
                 ends["whole"] += 1
                 assert_same_bits(SMALL, taking.place, CACHE)
             assert taking.ledger.whole == (taking.error is None)
-            port.offers.cancel(grant.transfer_id)
+            port.cancel(offer)
             assert port.ends(handle)
     print(ends)
     assert ends["whole"]
@@ -185,12 +172,12 @@ def test_a_source_that_forges_frames_never_makes_a_destination_use_anything_else
 
 def test_a_message_that_a_destination_may_not_send_ends_only_its_transfer(port: Port):
     for kind in sorted(set(Kind) - {Kind.KEEP_ALIVE, Kind.ACK}):
-        offer, grant = port.grant(int(kind))
-        with closing(connect(port, hello(grant))) as sock:
+        offer, leg = port.announce(int(kind))
+        with closing(connect(port, hello(leg))) as sock:
             assert kinds(sock, 1) == [Kind.WELCOME]
             if kind in DATA_KINDS:
-                sock.sendall(seal(FrameHeader(kind, address_of(grant), 4), [b"1234"]).header + b"1234")
+                sock.sendall(seal(FrameHeader(kind, address_of(leg), 4), [b"1234"]).header + b"1234")
             else:
-                sock.sendall(message_frame(kind, address_of(grant)))
+                sock.sendall(message_frame(kind, address_of(leg)))
             assert port.ends(int(kind))
         assert offer.ended

@@ -120,7 +120,11 @@ async def test_failed_liveness_restarts_and_failed_readiness_does_not(hub):
     async def restarted():
         return (await hub.main("dead")).get("restartCount", 0) > 0
 
+    async def has_started():
+        return "running" in (await hub.main("busy")).get("state", {})
+
     await hub.eventually(restarted, "a restart for liveness")
+    await hub.eventually(has_started, "the start of the other pod")
     busy = await hub.main("busy")
     assert (busy["ready"], busy["restartCount"]) == (False, 0)
 

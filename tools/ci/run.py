@@ -59,6 +59,7 @@ STAGES: Final = {
         Stage("quiet", folders("quiet"), before=("clients",)),
         Stage("vllm", folders("vllm"), before=("vllm", "clients")),
         Stage("kind", folders("quiet"), before=("docker",), options=("-s",)),
+        Stage("release", folders("vllm"), before=("vllm", "clients")),
     )
 }
 

@@ -160,13 +160,10 @@ class CacheLayout(NamedTuple):
 
     fingerprint: str
     groups: tuple[LayerGroup, ...]
-    hidden_size: int
     rank: int = 0
     ranks: int = 1
 
-    def manifest(
-        self, address: Address, start_token: int, end_token: int, *, is_prefix: bool, prompt: str = ""
-    ) -> Manifest:
+    def manifest(self, address: Address, start_token: int, end_token: int, prompt: str = "") -> Manifest:
         return Manifest(
             fingerprint=self.fingerprint,
             transfer_id=address.transfer_id,
@@ -174,7 +171,6 @@ class CacheLayout(NamedTuple):
             start_token=start_token,
             end_token=end_token,
             groups=self.groups,
-            hidden_size=0 if is_prefix else self.hidden_size,
             rank=self.rank,
             ranks=self.ranks,
             prompt=prompt,

@@ -2,7 +2,8 @@
 
 A destination proves with its HELLO that it holds an open offer. Then frames leave as the engine puts them in, while
 later layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. A peer that is
-silent, gone or wrong costs one thread for a moment.
+silent, gone or wrong costs one thread for a moment. A connection that begins with `GET` follows the engine's cache
+events, until it leaves.
 """
 
 import logging
@@ -18,10 +19,12 @@ from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, U
 from prfaas.util import Deadline
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
+from prfaas_transfer.events import follow
+from prfaas_transfer.events.log import EventLog
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import Traffic
 from prfaas_transfer.link_stats import read_tcp_info
-from prfaas_transfer.net import CUBIC, DataStream, use_congestion
+from prfaas_transfer.net import CUBIC, DataStream, OnWait, use_congestion
 from prfaas_transfer.send import SendChannel, SendLoop, receive_message
 
 log = logging.getLogger(__name__)
@@ -62,8 +65,8 @@ class LeaseClock:
 
 class DataPort:
     """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
-    before its transfer is announced. `catch_up` is called when it comes for an unknown one: then whoever grants hands
-    over what was granted before, and says when that is done. Patience begins then."""
+    before its transfer is announced. `catch_up` is called when it comes for an unknown one: then the engine hands over
+    what it announced before, and says when that is done. Patience begins then."""
 
     def __init__(
         self,
@@ -72,12 +75,14 @@ class DataPort:
         traffic: Traffic,
         patience_seconds: float = 0.0,
         catch_up: Callable[[], AbstractContextManager[Callable[[], bool]]] = lambda: nullcontext(lambda: True),
+        events: EventLog | None = None,
     ):
         self._patience_seconds = patience_seconds
         self._catch_up = catch_up
         self._listener = listener
         self._offers = offers
         self._traffic = traffic
+        self._followers = follow.Followers(events)
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
@@ -108,9 +113,14 @@ class DataPort:
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
             with sock, closing(self._traffic.auth.accept(sock)) as stream:
-                self._transfer(stream, HELLO_SECONDS)
+                patience, begun = patient(HELLO_SECONDS), bytearray(len(follow.GET))
+                stream.receive_into(begun, on_wait=patience)
+                if begun == follow.GET:
+                    self._followers.answer(stream, patience, self._traffic.auth.check)
+                    return
+                self._transfer(stream, patience, bytes(begun))
                 while True:
-                    self._transfer(stream, IDLE_SECONDS)
+                    self._transfer(stream, patient(IDLE_SECONDS))
         except UnreachableError as error:
             log.debug("data port: the connection of %s is over: %s", host, error)
         except PeerError as error:
@@ -122,9 +132,9 @@ class DataPort:
         finally:
             self._free.release()
 
-    def _transfer(self, stream: DataStream, patience_seconds: float) -> None:
-        """Wait for a HELLO and serve the transfer to its end."""
-        address, hello = _await_hello(stream, patience_seconds)
+    def _transfer(self, stream: DataStream, patience: OnWait, begun: bytes = b"") -> None:
+        """Wait for a HELLO, or the rest of one, and serve the transfer to its end."""
+        address, hello = _await_hello(stream, patience, begun)
         try:
             if VERSION not in hello.versions:
                 raise ProtocolError(
@@ -196,16 +206,22 @@ def await_announced(
         show_life()
 
 
-def _await_hello(stream: DataStream, patience_seconds: float) -> tuple[Address, Hello]:
-    """Read the next HELLO; skip late messages about the previous transfer."""
-    deadline = Deadline(patience_seconds)
+def patient(seconds: float) -> OnWait:
+    """Return a check that raises UnreachableError after so many seconds from now."""
+    deadline = Deadline(seconds)
 
     def check_deadline(_silent_seconds: float) -> None:
         if deadline.is_over:
-            raise UnreachableError(f"no HELLO within {patience_seconds:g} s")
+            raise UnreachableError(f"no HELLO within {seconds:g} s")
 
+    return check_deadline
+
+
+def _await_hello(stream: DataStream, patience: OnWait, begun: bytes) -> tuple[Address, Hello]:
+    """Read the next HELLO; skip late messages about the previous transfer."""
     while True:
-        header, payload = receive_message(stream, check_deadline)
+        header, payload = receive_message(stream, patience, begun=begun)
+        begun = b""
         if header.kind == Kind.HELLO:
             return header.address, decode_message(header, payload, Hello)
         if header.kind not in (Kind.ACK, Kind.KEEP_ALIVE):

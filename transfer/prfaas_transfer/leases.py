@@ -1,20 +1,18 @@
-"""Leases of the caches that this instance offers to others, from the grant until they are delivered or ended.
+"""Leases of the caches that this instance offers to others, from their announcement until they are delivered or ended.
 
-Until its destination connects, an offer lives `LEASE_SECONDS`, an announced one `ANNOUNCED_SECONDS` from its latest
-part on. While connected it lives for as long as the destination shows life. After a connection broke it lives for
-`RESUME_SECONDS`, in which the destination may reconnect. ABORT, DELETE and an end on this side end it at once. Every
-way an offer ends passes through `end`, once. Its frames view the cache's own pages, so `on_end` waits until no
-connection sends them any more.
+Until its destination connects, an offer lives `ANNOUNCED_SECONDS` from its latest part on. While connected it lives for
+as long as the destination shows life. After a connection broke it lives for `RESUME_SECONDS`, in which the destination
+may reconnect. ABORT and an end on this side end it at once. Every way an offer ends passes through `end`, once. Its
+frames view the cache's own pages, so `on_end` waits until no connection sends them any more.
 """
 
 import hmac
 import math
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -22,9 +20,7 @@ from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.util import Deadline
 from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import Address
-from prfaas.wire.prefill import PrefillGrant, PrefillState, PrefillStatus
 from prfaas.wire.transfer import Hello, Manifest
-from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.net import DataStream
 from prfaas_transfer.send import Frame, SendState
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
@@ -42,80 +38,32 @@ UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
 
 
-class OfferedCache(Protocol):
-    """What an engine sees of one cache for another instance: it puts in what it computes."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    @property
-    def state(self) -> PrefillState: ...
-
-    def start_computing(self) -> None: ...
-
-    def put(self, frame: Frame) -> None: ...
-
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec."""
-        ...
-
-    def fail(self, message: str) -> None:
-        """Note that the prefill failed; its connections, or its lease, end it."""
-        ...
-
-
-class GrantCaches(Protocol):
-    """What an engine grants caches with."""
-
-    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[OfferedCache, PrefillGrant]:
-        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
-        ...
-
-
 class Offer:
     """One cache for another instance. The engine's thread fills it, the connections' threads empty it."""
 
     def __init__(
-        self,
-        subject: TransferSubject,
-        manifest: Manifest,
-        token: str,
-        *,
-        is_announced: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        self, subject: TransferSubject, manifest: Manifest, token: str, clock: Callable[[], float] = time.monotonic
     ):
         self.subject = subject
         self.manifest = manifest
         self.token = token
         self.send_state = SendState(manifest.address, self.note_life)
         self.log = TransferLog("send", subject, manifest.transfer_id)
-        self.first_lease_seconds = ANNOUNCED_SECONDS if is_announced else LEASE_SECONDS
-        self.lease = Deadline(self.first_lease_seconds, clock)
+        self.lease = Deadline(ANNOUNCED_SECONDS, clock)
         self._delivery = Deadline(math.inf, clock)  # Limit for a destination that takes only a byte now and then.
-        self.state: PrefillState = "waiting"
         self.streams: dict[int, DataStream] = {}
-        self.was_connected = False
         self.ended = False
         self._lock = threading.Lock()
-        self._held: list[Frame] | None = [] if is_announced else None
+        self._held: list[Frame] | None = []  # Until a destination says which rows it lacks.
         self._finished: tuple[float, bool] | None = None
 
-    @property
-    def connected(self) -> bool:
-        return bool(self.streams)
-
     def note_life(self) -> None:
-        self.lease.renew(LEASE_SECONDS if self.was_connected else self.first_lease_seconds)
-
-    def start_computing(self) -> None:
-        self.send_state.compute_started = time.monotonic()
-        self.log.mark("computing")
-        self.state = "computing"
+        self.lease.renew(LEASE_SECONDS if self.is_bound else ANNOUNCED_SECONDS)
 
     @property
-    def is_announced(self) -> bool:
-        """True until a destination says which rows it lacks."""
-        return self._held is not None
+    def is_bound(self) -> bool:
+        """True once a destination has come, whose cluster it belongs to from then on."""
+        return self._held is None
 
     def put(self, frame: Frame) -> None:
         with self._lock:
@@ -125,8 +73,8 @@ class Offer:
         self._put(frame)
 
     def start_at(self, peer: str, start_token: int) -> None:
-        """Begin an announced offer: its destination, of this cluster, has the rows before `start_token`. Raises
-        ProtocolError if there is nothing behind that token."""
+        """Begin to send: the destination, of this cluster, has the rows before `start_token`. Raises ProtocolError if
+        there is nothing behind that token."""
         with self._lock:
             if self._held is None:
                 return
@@ -143,7 +91,6 @@ class Offer:
 
     def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
-        self.state = "sending"
         self.log.mark("computed")
         with self._lock:
             if self._held is not None:
@@ -171,28 +118,6 @@ class Offer:
         return self._delivery.is_over or self.lease.is_over
 
 
-class Grants:
-    """Makes the grants of one source."""
-
-    def __init__(self) -> None:
-        # A restarted instance does not repeat the epochs of its former life.
-        self._epoch = secrets.randbits(48)
-        self._lock = threading.Lock()
-
-    def make(self, data_port: int, end_token: int) -> PrefillGrant:
-        with self._lock:
-            self._epoch += 1
-            epoch = self._epoch
-        return PrefillGrant(
-            transfer_id=secrets.token_hex(16),
-            token=secrets.token_urlsafe(24),
-            epoch=epoch,
-            data_port=data_port,
-            end_token=end_token,
-            expires_seconds=LEASE_SECONDS,
-        )
-
-
 def too_many(capacity: int) -> CapacityError:
     """Return the refusal of a further offer."""
     return CapacityError(f"{capacity} prefills are queued or undelivered already; try another instance")
@@ -204,13 +129,11 @@ class Offers:
 
     def __init__(
         self,
-        layout: CacheLayout,
         capacity: int,
         on_end: Callable[[int], None] = lambda _handle: None,
         counters: TransferCounters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._layout = layout
         self._capacity = capacity
         self._lock = threading.Lock()
         self._announced = threading.Condition(self._lock)
@@ -221,36 +144,26 @@ class Offers:
         self._on_end = on_end
         self._clock = clock
 
-    def open(self, subject: TransferSubject, grant: PrefillGrant, start_token: int) -> Offer:
-        """Open an offer that was granted. Raises as `announce`."""
-        address = Address(grant.transfer_id, grant.epoch)
-        manifest = self._layout.manifest(address, start_token, grant.end_token, is_prefix=subject.what == "prefix")
-        offer = self._add(Offer(subject, manifest, grant.token, clock=self._clock))
-        offer.log.mark("granted", tokens=grant.end_token, start_token=start_token)
-        return offer
-
     def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> Offer:
-        """Open an offer that both sides know from elsewhere: its destination says in HELLO what it lacks. Raises
+        """Open an offer, whose destination says in HELLO what it lacks. Raises
         CapacityError if too many are open, ProtocolError if this transfer was announced before for this rank, and
         PeerError if its destination has declined it."""
-        self._require_wanted(manifest, token)
-        offer = self._add(Offer(subject, manifest, token, is_announced=True, clock=self._clock))
-        offer.log.mark("granted", tokens=manifest.end_token)
+        offer = self._add(Offer(subject, manifest, token, self._clock))
+        offer.log.mark("announced", tokens=manifest.end_token)
         return offer
 
-    def _require_wanted(self, manifest: Manifest, token: str) -> None:
-        place = _place(manifest)
-        with self._lock:
-            epoch, known = self._declined.get(place, (-1, ""))
-            if epoch != manifest.epoch or not hmac.compare_digest(token.encode(), known.encode()):
-                return
+    def _require_wanted(self, offer: Offer) -> None:
+        place = _place(offer.manifest)
+        epoch, token = self._declined.get(place, (-1, ""))
+        if epoch == offer.manifest.epoch and hmac.compare_digest(offer.token.encode(), token.encode()):
             del self._declined[place]
             self._ended.append(place)
-        raise PeerError(f"transfer {manifest.transfer_id} is over: {UNWANTED}")
+            raise PeerError(f"transfer {offer.manifest.transfer_id} is over: {UNWANTED}")
 
     def _add(self, offer: Offer) -> Offer:
         place = _place(offer.manifest)
         with self._lock:
+            self._require_wanted(offer)
             if len(self._offers) >= self._capacity:
                 self._ended.append(place)  # else a destination that comes for it would wait in vain
                 raise too_many(self._capacity)
@@ -301,8 +214,8 @@ class Offers:
         known = offer is not None and hmac.compare_digest(offer.token.encode(), hello.token.encode())
         if offer is None or not known or offer.manifest.epoch != address.epoch:
             raise _unknown(address)
-        # An announced offer has no peer before its first HELLO; that one binds it (`start_at`).
-        if not offer.is_announced and offer.subject.peer != peer:
+        # An offer has no peer before its first HELLO; that one binds it (`start_at`).
+        if offer.is_bound and offer.subject.peer != peer:
             raise _unknown(address)
         return offer
 
@@ -331,35 +244,15 @@ class Offers:
         if released:
             self._on_end(offer.subject.handle)
 
-    def cancel(self, transfer_id: str) -> None:
-        with self._lock:
-            # Calls by id are those of our worker's API, whose engine is of one rank.
-            offer = self._offers.get((transfer_id, 0))
-        if offer is not None:
-            self.end(offer, "cancelled", UNWANTED)
-
     def expire(self) -> None:
         """End offers whose destination did not connect, reconnect, or show life in time."""
         with self._lock:
             late = [offer for offer in self._offers.values() if offer.is_late]
         for offer in late:
-            if offer.was_connected:
+            if offer.is_bound:
                 self.end(offer, "failed", "the destination was silent or slow for too long, or did not reconnect")
             else:
-                self.end(offer, "expired", f"no destination connected within {offer.first_lease_seconds:g} s")
-
-    def status(self, transfer_id: str) -> PrefillStatus | None:
-        with self._lock:
-            offer = self._offers.get((transfer_id, 0))
-        if offer is None:
-            return None
-        return PrefillStatus(
-            transfer_id=transfer_id,
-            request_id=offer.subject.request_id,
-            state=offer.state,
-            prompt_tokens=offer.manifest.end_token,
-            connected=offer.connected,
-        )
+                self.end(offer, "expired", f"no destination connected within {ANNOUNCED_SECONDS:g} s")
 
 
 def _place(manifest: Manifest) -> tuple[str, int]:
@@ -370,7 +263,6 @@ def _bind(offer: Offer, hello: Hello, peer: str, stream: DataStream) -> list[Dat
     """Bind a connection to an offer; return those that it takes over from."""
     offer.start_at(peer, hello.start_token)
     offer.send_state.queue.connect(hello.connection, hello.broken, hello.received)
-    offer.was_connected = True
     offer.note_life()
     stale = [other for number, other in offer.streams.items() if number in hello.broken]
     offer.streams[hello.connection] = stream

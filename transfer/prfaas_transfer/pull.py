@@ -152,7 +152,7 @@ class FetchContext(NamedTuple):
 
 
 class Pull:
-    """One transfer from one source; `run` is called once. `token` is from the grant; `state` is the received state.
+    """One transfer from one source; `run` is called once. `state` is the received state.
     `on_broken` is called with the number of breaks and the reason when another connection takes over."""
 
     def __init__(

@@ -6,12 +6,12 @@ before. It must stay that sequence's until no connection reads into it any more.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 from prfaas.errors import CapacityError, DamagedError, PeerError, ProtocolError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_HELLO_BYTES, Address, Codec, FrameHeader, Kind, verify
-from prfaas.wire.receive_ledger import CachePart, HiddenState, ReceiveLedger
+from prfaas.wire.receive_ledger import CachePart, ReceiveLedger
 from prfaas.wire.transfer import HEARTBEAT_SECONDS, NO_PROGRESS_SECONDS, Abort, LayerGroup, message_frame
 from prfaas_transfer.cache import DestinationCache
 from prfaas_transfer.compression import decode_into
@@ -37,7 +37,6 @@ class ReceiveState:
     ):
         self.ledger = ledger
         self.place = place
-        self.hidden = bytearray(4 * ledger.expected.hidden_size)  # fp32 [hidden_size]
         self.received = received
         self.source_silent_seconds = source_silent_seconds
         self.memory = memory
@@ -119,7 +118,8 @@ class ReceiveLoop:
         state = self._state
         state.start()
         part = state.ledger.claim(self._connection, header)
-        with self._memory(self._copied_bytes(header, part)), self._room(part) as room:
+        expected, place = state.ledger.expected, state.place
+        with self._memory(self._copied_bytes(header, part)), place.room_for(expected, part) as room:
             payload = [memoryview(bytearray(header.payload_bytes))] if header.codec else list(room)
             self._stream.receive_into(*payload, on_wait=self._wait)
             state.ledger.accept(header, payload, lambda: self._land(header, part, payload, room))
@@ -128,8 +128,6 @@ class ReceiveLoop:
 
     def _copied_bytes(self, header: FrameHeader, part: CachePart) -> int:
         """Memory that a frame takes outside the cache: a codec's payload, its planes, and the tensors made of them."""
-        if isinstance(part, HiddenState):
-            return 0
         tensors_bytes = header.payload_bytes
         if header.codec:
             tensors_bytes = items_of(header, group := self._state.ledger.expected.groups[part.group]) * group.nbytes
@@ -140,8 +138,6 @@ class ReceiveLoop:
     def _land(
         self, header: FrameHeader, part: CachePart, payload: Sequence[memoryview], room: Sequence[memoryview]
     ) -> None:
-        if isinstance(part, HiddenState):
-            return
         expected = self._state.ledger.expected
         if header.codec:
             group = expected.groups[part.group]
@@ -163,11 +159,6 @@ class ReceiveLoop:
             yield
         finally:
             self._state.memory.release(count_bytes)
-
-    def _room(self, part: CachePart) -> AbstractContextManager[Sequence[memoryview]]:
-        if isinstance(part, HiddenState):
-            return nullcontext([memoryview(self._state.hidden)])
-        return self._state.place.room_for(self._state.ledger.expected, part)
 
     def _wait(self, silent_seconds: float) -> None:
         """Send a heartbeat; raise if the source shows no life."""

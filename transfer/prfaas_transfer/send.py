@@ -114,7 +114,7 @@ class SendState:
         self.acknowledged = False
         self.codecs: dict[int, Codec] = {}  # By sequence number: a frame that is sent again is the same.
         self.stop = Stop()  # Set with the failure: ends the waits of connections on this side.
-        self.compute_started = time.monotonic()
+        self._announced_at = time.monotonic()
         self._prefill_seconds = 0.0
         self._is_exact = True
         self._paced_bytes = 0
@@ -180,7 +180,7 @@ class SendState:
     def account(self) -> Done:
         """The figures of all sent frames, and the time of the first."""
         first = self._first_sent if self._first_sent is not None else time.monotonic()
-        done = self.queue.done(self._prefill_seconds, first - self.compute_started)
+        done = self.queue.done(self._prefill_seconds, first - self._announced_at)
         return msgspec.structs.replace(done, is_exact=self._is_exact)
 
     def _wake_loops(self) -> None:
@@ -353,11 +353,11 @@ class SendLoop:
 
 
 def receive_message(
-    stream: DataStream, on_wait: OnWait = give_up, limit_bytes: int = MAX_HELLO_BYTES
+    stream: DataStream, on_wait: OnWait = give_up, limit_bytes: int = MAX_HELLO_BYTES, begun: bytes = b""
 ) -> tuple[FrameHeader, bytes]:
-    """Read one small frame, of `limit_bytes` at most. Raises UnreachableError if the connection broke or `on_wait`
-    raises it, ProtocolError for a damaged or other frame."""
-    header = receive_header(stream, on_wait)
+    """Read one small frame, of `limit_bytes` at most, whose first bytes may have been read before. Raises
+    UnreachableError if the connection broke or `on_wait` raises it, ProtocolError for a damaged or other frame."""
+    header = receive_header(stream, on_wait, begun)
     if header.payload_bytes > limit_bytes or header.kind in DATA_KINDS:
         raise ProtocolError(f"{header.describe()} of {header.payload_bytes} bytes where a message was due")
     payload = bytearray(header.payload_bytes)
@@ -366,11 +366,12 @@ def receive_message(
     return header, bytes(payload)
 
 
-def receive_header(stream: DataStream, on_wait: OnWait) -> FrameHeader:
+def receive_header(stream: DataStream, on_wait: OnWait, begun: bytes = b"") -> FrameHeader:
     """Read the next frame's header. Raises as `receive_message`."""
     raw = bytearray(HEADER_BYTES)
+    raw[: len(begun)] = begun
     try:
-        stream.receive_into(raw, on_wait=on_wait)
+        stream.receive_into(memoryview(raw)[len(begun) :], on_wait=on_wait)
         return parse_header(raw)
     except (DamagedError, UnreachableError) as error:  # an alert of TLS is shorter than a header
         if stream.peer is None and is_tls(raw):

@@ -4,28 +4,24 @@ The peer of a handshake is a stranger, who may send a byte now and then for ever
 runs in the connection's own thread, never in the thread that accepts.
 """
 
-import http.client
 import select
 import socket
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
 from prfaas.util import Deadline
 from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
 from prfaas_transfer.net import DataStream, ProvenPeer, TlsChannel, TlsStream, plain, tune
 
-TlsSocket = TypeVar("TlsSocket", ssl.SSLSocket, TlsChannel)
-
 # RFC 8446, 5.1 and 6: an alert record of 2 bytes, fatal, protocol_version.
 _ALERT_PROTOCOL_VERSION: Final = bytes([21, 3, 3, 0, 2, 2, 70])
 _DRAIN_BYTES: Final = 1 << 16
 HANDSHAKE_SECONDS: Final = 2.0
 CONNECT_SECONDS: Final = 1.5  # Long enough to lose and repeat one SYN.
-ANSWER_SECONDS: Final = 2.0  # The API answers from a process that computes nothing.
 
 
 def accept_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float) -> TlsStream:
@@ -33,7 +29,7 @@ def accept_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float
     without a valid certificate, ProtocolError for other protocols, UnreachableError after `seconds` or if it left."""
     contexts = credentials.now()
     channel = _handshake(sock, partial(TlsChannel, context=contexts.data, server_side=True), seconds)
-    return TlsStream(channel, _prove(channel, channel.tls, credentials, contexts))
+    return TlsStream(channel, _prove(channel, credentials, contexts))
 
 
 def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: float, expected_cluster: str) -> TlsStream:
@@ -43,19 +39,10 @@ def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: floa
     contexts = credentials.now()
     credentials.require_valid()
     channel = _handshake(sock, partial(TlsChannel, context=contexts.client, server_side=False), seconds)
-    return TlsStream(channel, _prove(channel, channel.tls, credentials, contexts, expected_cluster))
+    return TlsStream(channel, _prove(channel, credentials, contexts, expected_cluster))
 
 
-def connect_api(sock: socket.socket, credentials: PeerCredentials, seconds: float, cluster: str) -> ssl.SSLSocket:
-    """Do the client's handshake for a library that needs a socket. Raises as `connect_tls`."""
-    contexts = credentials.now()
-    credentials.require_valid()
-    tls = _handshake(sock, partial(contexts.client.wrap_socket, do_handshake_on_connect=False), seconds)
-    _prove(tls, tls, credentials, contexts, cluster)
-    return tls
-
-
-def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsSocket], seconds: float) -> TlsSocket:
+def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsChannel], seconds: float) -> TlsChannel:
     deadline = Deadline(seconds)
     try:
         tune(sock)
@@ -70,7 +57,7 @@ def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsSocket], 
     except OSError as error:
         reason = explain(error, "during the TLS handshake")
         if isinstance(reason, ProtocolError):
-            _tell_plain(sock if isinstance(tls, TlsChannel) else tls)
+            _tell_plain(sock)
         tls.close()
         raise reason from error
     return tls
@@ -79,13 +66,12 @@ def _handshake(sock: socket.socket, wrap: Callable[[socket.socket], TlsSocket], 
 def _tell_plain(sock: socket.socket) -> None:
     """Send a peer without TLS an alert, which OpenSSL does not; the peer's `is_tls` recognises it."""
     with suppress(OSError):
-        # An SSLSocket's own `recv` and `send` would go through TLS, which has failed.
-        socket.socket.recv(sock, _DRAIN_BYTES)  # closing with bytes unread would be a reset, which overtakes the alert
+        sock.recv(_DRAIN_BYTES)  # closing with bytes unread would be a reset, which overtakes the alert
     with suppress(OSError):
-        socket.socket.send(sock, _ALERT_PROTOCOL_VERSION)
+        sock.send(_ALERT_PROTOCOL_VERSION)
 
 
-def _step(tls: ssl.SSLSocket | TlsChannel, deadline: Deadline) -> bool:
+def _step(tls: TlsChannel, deadline: Deadline) -> bool:
     poller = select.poll()
     try:
         tls.do_handshake()
@@ -102,14 +88,10 @@ def _step(tls: ssl.SSLSocket | TlsChannel, deadline: Deadline) -> bool:
 
 
 def _prove(
-    connection: ssl.SSLSocket | TlsChannel,
-    tls: ssl.SSLSocket | ssl.SSLObject,
-    credentials: PeerCredentials,
-    contexts: Contexts,
-    expected_cluster: str = "",
+    channel: TlsChannel, credentials: PeerCredentials, contexts: Contexts, expected_cluster: str = ""
 ) -> ProvenPeer:
     try:
-        certificate = tls.getpeercert(binary_form=True) or b""
+        certificate = channel.tls.getpeercert(binary_form=True) or b""
         files = contexts.files
         peer = ProvenPeer(credentials.check(certificate), certificate, files.authorities, files.generation)
         if expected_cluster not in ("", peer.cluster):
@@ -118,7 +100,7 @@ def _prove(
                 "check the addresses in the routing table"
             )
     except PrfaasError:
-        connection.close()
+        channel.close()
         raise
     return peer
 
@@ -142,17 +124,6 @@ class PeerAuth:
         it may not: the peer may no longer trust the old ones."""
         return True
 
-    def http(self, sock: socket.socket, address: tuple[str, int], cluster: str) -> http.client.HTTPConnection:
-        """Return an HTTP connection over a connected socket; raises as `connect`."""
-        connection = http.client.HTTPConnection(*address)
-        connection.sock = self._api_socket(sock, cluster)
-        connection.sock.settimeout(ANSWER_SECONDS)
-        return connection
-
-    def _api_socket(self, sock: socket.socket, _cluster: str, /) -> socket.socket:
-        tune(sock)
-        return sock
-
 
 class TlsAuth(PeerAuth):
     """Inside TLS 1.3, with the current credentials."""
@@ -165,9 +136,6 @@ class TlsAuth(PeerAuth):
 
     def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
         return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
-
-    def _api_socket(self, sock: socket.socket, cluster: str, /) -> socket.socket:
-        return connect_api(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
 
     def check(self, stream: DataStream) -> None:
         if stream.peer is not None:

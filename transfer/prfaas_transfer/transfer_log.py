@@ -18,7 +18,7 @@ from prfaas.wire.frames import Codec
 
 log = logging.getLogger(__name__)
 
-TransferMark = Literal["granted", "computing", "connected", "first_byte", "computed"]
+TransferMark = Literal["announced", "connected", "first_byte", "computed"]
 _ENDS = {"send": "transfer sent", "receive": "transfer received"}
 
 
@@ -31,10 +31,10 @@ class TransferTotals(NamedTuple):
 
 
 class TransferLog:
-    """Starts when a source grants or a destination asks. Any thread may call."""
+    """Starts when a source announces or a destination asks. Any thread may call."""
 
-    def __init__(self, direction: Direction, subject: TransferSubject, transfer_id: str = ""):
-        self.transfer_id = transfer_id  # Empty until a destination knows it.
+    def __init__(self, direction: Direction, subject: TransferSubject, transfer_id: str):
+        self.transfer_id = transfer_id
         self.breaks = 0
         self._direction: Direction = direction
         self._subject = subject
@@ -94,7 +94,6 @@ class TransferLog:
             request_id=self._subject.request_id,
             transfer_id=self.transfer_id,
             trace_id=self._subject.trace.trace_id,
-            what=self._subject.what,
             peer=self._subject.peer,
             **fields,
         )

@@ -34,7 +34,7 @@ def _count(help_text: str, *names: str, low: int = 1, shown: str | bool = True) 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's configuration. `max_context_tokens`, `threads` and `step_tokens` 0 leave the choice to model, torch
-    and a measurement. `kv_events_port` and `profile_seconds` 0 mean none."""
+    and a measurement. `profile_seconds` 0 means none."""
 
     model_source: Annotated[
         str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model of the package.")
@@ -78,10 +78,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             help="Serve both ports inside TLS with DIR's tls.crt, tls.key and ca.crt; reread when they change.",
         ),
     ] = ""
-    kv_events_port: Annotated[
-        int,
-        port_option("Publish cache events over ZMQ here, replays on the next port; 0: only on the API port.", low=0),
-    ] = 0
     profile_seconds: Annotated[
         float,
         typer.Option(
@@ -127,8 +123,4 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     options = read_options(Options, "prfaas-worker", HELP, arguments)
     if options.api_port == options.data_port:
         refuse("prfaas-worker", f"--api-port and --data-port are both {options.api_port}; give two different ports")
-    events = options.kv_events_port
-    if events and {events, events + 1} & {options.api_port, options.data_port, 65536}:
-        text = f"--kv-events-port {events} needs itself and the next port for cache events; give another one"
-        refuse("prfaas-worker", text)
     return options

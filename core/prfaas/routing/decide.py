@@ -8,23 +8,26 @@ The incremental length counts what no cache holds, and the two states of the lin
     Scarce     l = l_total - l_hub                      a cache in the other cluster would have to cross the link
     Abundant   l = l_total - max(l_hub, l_offload)      it may cross
 
-Draining instances take nothing new, and an ejected one is left alone until its time is over. A datacenter that the
-policy forbids is never used; one that it prefers comes first, in the order given, then the cluster with the longest
-cached prefix, then the instance where the request costs least, by load and cache together (prfaas.routing.affinity).
-Where prices are in force they take the threshold's place: the request goes where it costs least, with what waits there
-(prfaas.routing.prices); where the hub has no prefill instance, its decode instance prefills. If another instance caches
-a longer prefix and fetching it is cheaper than computing it, the route names that instance.
-Instances inside TLS and plain ones do not talk to each other, nor do those of two engines, so only alike ones are
-paired. A decision never waits and never fails: that nothing can serve is an answer too.
+Draining instances take nothing new. An ejected one is left alone until its time is over, unless it is a request's last
+resort. A datacenter that the policy forbids is never used; one that it prefers comes first, in the order given, then
+the cluster with the longest cached prefix, then the instance where the request costs least, by load and cache together
+(prfaas.routing.affinity). Where prices are in force they take the threshold's place: the request goes where it costs
+least, with what waits there (prfaas.routing.prices); where the hub has no prefill instance, its decode instance
+prefills. If another instance caches a longer prefix and fetching it is cheaper than computing it, the route names that
+instance.
+Instances inside TLS and plain ones do not talk to each other, nor do those of two engines or of other draft layers, so
+only alike ones are paired. A decision never waits and never fails: that nothing can serve is an answer too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
+from prfaas.routing.drafts import drafts_fit
 from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
@@ -171,6 +174,18 @@ def decide_again(facts: RoutingFacts, failed: Route, leg: LegName, on_offload_fa
     return _with_prefix(facts, _local(facts, "OffloadFailed"))
 
 
+def decide_at_last(facts: RoutingFacts, failed: Set[str], choose: Callable[[RoutingFacts], Decision]) -> Decision:
+    """Decide where a request goes that `choose` refuses: to an ejected decode instance, which may be back early.
+
+    `failed` are the instances where the request itself failed last. Another one is more likely to live.
+    """
+    decodes = {one.name for one in facts.table.instances if one.role == "decode"}
+    ejected = {name: until for name, until in facts.ejected_until_seconds.items() if name not in decodes}
+    readmitted = replace(facts, ejected_until_seconds=ejected)
+    elsewhere = choose(replace(readmitted, tried=facts.tried | failed))
+    return elsewhere if isinstance(elsewhere, Route) else choose(readmitted)
+
+
 def incremental_tokens(facts: RoutingFacts, clusters: Iterable[Cluster]) -> int:
     """Return l, the tokens that no usable cache holds; `clusters` are those that may prefill this request."""
     cached_tokens = facts.cached_tokens.get(HUB, 0)
@@ -211,12 +226,14 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
     if not facts.profiles:
         return route
-    fetches = facts.cached_on and prefiller.record.fetches_prefixes
-    source = _prefix_source(facts, prefiller) if fetches else None
+    fetches = prefiller.record.fetches_prefixes and prefiller.engine not in facts.no_hand_off
+    source = _prefix_source(facts, prefiller) if facts.cached_on and fetches else None
     if route.work is None:
         lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)
         route = replace(route, work=own_work(facts.profiles.get(prefiller.name), lacking))
-    return replace(route, prefix=source) if source is not None else route
+    if source is None or facts.cached_on is None:
+        return route
+    return replace(route, prefix=source, prefix_tokens=facts.cached_on[source.name])
 
 
 def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
@@ -276,15 +293,27 @@ def _decode_for(facts: RoutingFacts, prefill: Instance | None) -> Instance | Non
     return cheapest(facts, [one for one in _usable(facts, "decode") if _can_talk(kind, _protocol(one))])
 
 
-def _protocol(instance: Instance) -> tuple[EngineName, bool, int]:
-    """Return what decides if two instances can talk: the engine, the use of TLS and how many ranks hold a part of a
-    cache."""
-    return instance.engine, instance.url.startswith("https:"), instance.rank_ports
+class _Protocol(NamedTuple):
+    """What decides if two instances can talk; `ranks` hold a part of a cache each."""
+
+    engine: EngineName
+    in_tls: bool
+    ranks: int
+    draft_layers: str
 
 
-def _can_talk(one: tuple[EngineName, bool, int], other: tuple[EngineName, bool, int]) -> bool:
-    """Return whether two instances share engine and use of TLS, and their ranks divide."""
-    return one[:2] == other[:2] and ranks_divide(one[2], other[2])
+def _protocol(instance: Instance) -> _Protocol:
+    in_tls = instance.url.startswith("https:")
+    return _Protocol(instance.engine, in_tls, instance.rank_ports, instance.draft_layers)
+
+
+def _can_talk(one: _Protocol, other: _Protocol) -> bool:
+    """Return whether two instances share engine and use of TLS, their ranks divide, and no draft layers differ."""
+    return one == other or (
+        one[:2] == other[:2]
+        and ranks_divide(one.ranks, other.ranks)
+        and drafts_fit(one.draft_layers, other.draft_layers)
+    )
 
 
 def _usable(facts: RoutingFacts, role: str) -> list[Instance]:

@@ -83,6 +83,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt that are not cached where it is prefilled."""
     prefix: Instance | None = None
     """The instance from which the prefill instance should fetch a longer prefix of the prompt."""
+    prefix_tokens: int = 0
+    """The length of that prefix, where the instance has a state."""
     work: Work | None = None
     """The work of the prefill for its instance, and with prices for its link; None: no profile is known."""
 

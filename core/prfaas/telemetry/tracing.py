@@ -40,6 +40,10 @@ class Span:
         if self._sdk is not None:
             self._sdk.set_attributes(_prefixed(attributes))
 
+    def rename(self, name: str) -> None:
+        if self._sdk is not None:
+            self._sdk.update_name(name)
+
     def event(self, name: str, at: float | None = None, **attributes: Attribute) -> None:
         """Add an event, now or at `at` in unix seconds."""
         if self._sdk is not None:

@@ -6,26 +6,21 @@ number of one call; all the engine's messages about that call carry it. Only tok
 
 import struct
 from collections.abc import Sequence
-from typing import BinaryIO, Final, Generic, Literal, NamedTuple, TypeVar
+from typing import BinaryIO, Final, Literal, NamedTuple
 
 import msgspec
 
 from prfaas.wire.frames import Buffer
-from prfaas.wire.kvevents import KvEvent
-from prfaas.wire.prefill import CacheRequest, PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
+from prfaas.wire.prefill import LegParams
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
 from prfaas.wire.trace import NO_TRACE, TraceContext
 
 FinishReason = Literal["stop", "length"]
 Direction = Literal["send", "receive"]
-Cached = Literal["prefill", "prefix"]
-"""The content of a transfer: a prefill that was computed for it, or a prefix from the cache."""
 TransferOutcome = Literal["delivered", "cancelled", "expired", "mismatched", "failed"]
 Role = Literal["prefill", "decode", "mixed"]
 ALL_CHOICES: Final = -1
-
-OfferedRequest = TypeVar("OfferedRequest", bound=CacheRequest)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -59,49 +54,32 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     max_tokens: int
     sampling: Sampling
     logprobs: int
-    prefill_url: str
-    """API address of the instance that prefills, empty to prefill here."""
     min_tokens: int = 0
     """No token that would end the answer is drawn before this many."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
     """Only prompts with the same salt share cached prefixes."""
-    prefix_url: str = ""
-    """API address of an instance that may have a longer prefix of the prompt cached than the prefill instance."""
     trace: TraceContext = NO_TRACE
-    prefill_cluster: str = ""
-    """The required cluster of the prefill instance, by its certificate; empty for any."""
-    prefix_cluster: str = ""
-    """The required cluster of the instance with the longer prefix; empty for any."""
     generated: list[int] = []
     """Tokens that another worker drew already; the generation continues after them. For a single choice only."""
     choice: int = 0
     """The first choice's number, from which its random numbers and its answers derive."""
+    leg: LegParams | None = None
+    """Another instance prefills at the same time, or has a prefix: that is fetched, or computed if it does not come."""
 
 
-class StartOffer(msgspec.Struct, Generic[OfferedRequest], frozen=True, array_like=True):
-    """Offer a cache to another instance. Answered by Granted or Failed."""
+class GiveCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute all but the last token of a prompt, for a destination that knows the transfer; or with `leg.tokens` give
+    so many tokens from the cache, and compute nothing. Answered by Announced at once, and by Started when that is done,
+    or not wanted any more; or by Failed. From then on a lease ends it."""
 
     handle: int
-    request: OfferedRequest
-    identity: str = ""
-    """The cluster in the caller's certificate; empty without TLS."""
+    request_id: str
+    token_ids: list[int]
+    leg: LegParams
+    cache_salt: str = ""
     trace: TraceContext = NO_TRACE
-
-    @property
-    def subject(self) -> "TransferSubject":
-        """The transfer's ids; its peer is the caller."""
-        what: Cached = "prefix" if isinstance(self.request, PrefixRequest) else "prefill"
-        return TransferSubject(self.handle, self.request.request_id, self.identity, self.trace, what)
-
-
-class StartPrefill(StartOffer[PrefillRequest], frozen=True, array_like=True, tag=True):
-    """Prefill for another instance."""
-
-
-class StartPrefix(StartOffer[PrefixRequest], frozen=True, array_like=True, tag=True):
-    """Give a cached prefix: more than `start_token` tokens, less than all. Answered by Granted, or by Failed (404)."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -131,37 +109,19 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
     choice: int = ALL_CHOICES
 
 
-class CancelPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Forget an undelivered prefill. No answer."""
-
-    transfer_id: str
-
-
-class AskPrefill(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Answered by PrefillAnswer."""
-
-    handle: int
-    transfer_id: str
-
-
 class AskStats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Answered by Stats."""
 
     handle: int
 
 
-ToEngine = (
-    Generate
-    | StartPrefill
-    | StartPrefix
-    | Cancel
-    | CancelPrefill
-    | AskPrefill
-    | AskStats
-    | ResetCache
-    | SetRole
-    | SetEgress
-)
+class LearnBytes(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Publish what a request taught: an encoded batch of the byte map (`prfaas.wire.kvevents`). No answer."""
+
+    payload: bytes
+
+
+ToEngine = Generate | GiveCache | Cancel | AskStats | ResetCache | SetRole | SetEgress | LearnBytes
 
 
 # engine -> front
@@ -195,6 +155,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     queue_seconds: float = 0.0
     transfer_id: str = ""
     """The transfer that brought the cache; empty without one."""
+    lost_transfer: str = ""
+    """The value of LOST_TRANSFER."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -215,27 +177,19 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The call is over: HTTP status, error code and a sentence, and the id of the failed transfer, if any."""
+    """The call is over: HTTP status, error code and a sentence."""
 
     handle: int
     status: int
     code: str
     message: str
-    transfer_id: str = ""
 
 
-class Granted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The prefill is queued, and this is its lease."""
-
-    handle: int
-    grant: PrefillGrant
-
-
-class PrefillAnswer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A prefill's status, None if there is no such undelivered prefill."""
+class Announced(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The cache of a GiveCache is offered up to this token, and its prompt is queued."""
 
     handle: int
-    status: PrefillStatus | None
+    end_token: int
 
 
 class CacheReset(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -297,22 +251,21 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class TransferSubject(NamedTuple):
-    """A transfer's ids: the front's handle and the request's id, the peer's cluster, and the kind of content."""
+    """A transfer's ids: the front's handle and the request's id, and the peer's cluster."""
 
     handle: int
     request_id: str
     peer: str = ""
     trace: TraceContext = NO_TRACE
-    what: Cached = "prefill"
 
 
 class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A transfer is over; sent once for each, before the messages about its request.
 
-    Belongs to no call: its own may be over. `transfer_id` is empty if nothing was granted, `reason` if it was
-    delivered. `began_at` is unix seconds; `marks` are seconds after it, in order: some of granted, computing,
-    connected, first_byte and computed. The transfer took `seconds`, `flow_seconds` of them since the first cache byte.
-    `payload_bytes` travelled, in frames through these `codecs`. The last count is that of its broken connections.
+    Belongs to no call: its own may be over. `reason` is empty if it was delivered. `began_at` is unix seconds; `marks`
+    are seconds after it, in order: some of announced, connected, first_byte and computed. The transfer took `seconds`,
+    `flow_seconds` of them since the first cache byte. `payload_bytes` travelled, in frames through these `codecs`. The
+    last count is that of its broken connections.
     """
 
     subject: TransferSubject
@@ -329,27 +282,19 @@ class TransferEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-class KvEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The changes of one step to the prefix cache, in order. Belongs to no call."""
-
-    events: list[KvEvent]
-
-
 ToFront = (
     Ready
     | StartFailed
     | Started
     | Tokens
     | Failed
-    | Granted
-    | PrefillAnswer
+    | Announced
     | Stats
     | CacheReset
     | RoleSet
     | EgressSet
     | Measured
     | TransferEnded
-    | KvEvents
 )
 
 LENGTH: Final = struct.Struct("!I")

@@ -19,7 +19,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC: Final = b"PFX2"
 MAX_DATA_BYTES: Final = 64 << 20
-"""Upper bound of a BLOCK, STATE or HIDDEN payload; larger token ranges travel in several frames."""
+"""Upper bound of a BLOCK or STATE payload; larger token ranges travel in several frames."""
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_HELLO_BYTES: Final = 64 << 10
 """Upper bound of the bytes that an unauthenticated peer can make us read."""
@@ -32,13 +32,12 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECK.size + _DIGEST.size
 
 
 class Kind(IntEnum):
-    """The content of a frame."""
+    """The content of a frame. 5 was a hidden state before version 3."""
 
     HELLO = 1
     WELCOME = 2
     BLOCK = 3
     STATE = 4
-    HIDDEN = 5
     DONE = 6
     KEEP_ALIVE = 7
     ABORT = 8
@@ -65,7 +64,7 @@ class Codec(IntEnum):
         return self is not Codec.INT8
 
 
-DATA_KINDS: Final = frozenset({Kind.BLOCK, Kind.STATE, Kind.HIDDEN})
+DATA_KINDS: Final = frozenset({Kind.BLOCK, Kind.STATE})
 """Kinds that carry cache: numbered by `sequence`, counted by DONE."""
 
 _MAX_PAYLOAD: Final = {
@@ -73,7 +72,6 @@ _MAX_PAYLOAD: Final = {
     Kind.WELCOME: MAX_MESSAGE_BYTES,
     Kind.BLOCK: MAX_DATA_BYTES,
     Kind.STATE: MAX_DATA_BYTES,
-    Kind.HIDDEN: MAX_DATA_BYTES,
     Kind.DONE: MAX_HELLO_BYTES,
     Kind.KEEP_ALIVE: 0,
     Kind.ABORT: MAX_HELLO_BYTES,

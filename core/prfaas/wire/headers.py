@@ -1,4 +1,4 @@
-"""HTTP headers between client, gateway and worker. The gateway never rewrites a body: it adds only headers.
+"""HTTP headers between client, gateway and worker.
 
 The gateway sets request headers for a decode worker. The decode worker sets response headers once the first token
 exists; the gateway relays them and adds its own decision.
@@ -15,20 +15,6 @@ DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 """Seconds from the request's arrival to its last byte. To a worker: the rest of them when the leg starts."""
 
 # gateway -> decode worker
-PREFILL_URL: Final = "x-prfaas-prefill-url"
-"""API address of the prefill instance, `http://host:port`. Absent: the decode worker prefills the prompt itself."""
-PREFIX_URL: Final = "x-prfaas-prefix-url"
-"""Likewise, of an instance with more of the prompt cached, to fetch it there; after a failure it is computed."""
-PREFIX_CLUSTER: Final = "x-prfaas-prefix-cluster"
-"""The required cluster of PREFIX_URL's instance, by its certificate."""
-
-RESUMABLE: Final = "x-prfaas-resumable-2"
-"""Requests a stream that another worker can resume, and fixes its seed and its time; see prfaas.wire.resume. On the
-answer: the stream is resumable, and this is the fingerprint of the model that began it. The number is that of the
-comments' form. A peer that knows another form ignores the header, and the stream has no comments.
-"""
-RESUME: Final = "x-prfaas-resume"
-"""Resumes an answer: this many first bytes of the body are the Resume document, the rest is the original body."""
 
 DATA_RANK: Final = "x-data-parallel-rank"
 """vLLM's own header, to an instance of several data-parallel ranks: the rank that serves the request."""
@@ -45,26 +31,27 @@ PREFILL_SECONDS: Final = "x-prfaas-prefill-seconds"
 TRANSFER_SECONDS: Final = "x-prfaas-transfer-seconds"
 """From the first to the last byte of cache received, seconds; 0 without a transfer."""
 FIRST_BYTE_SECONDS: Final = "x-prfaas-first-byte-seconds"
-"""From the start of the remote prefill's compute to its first cache byte sent, seconds; 0 without a transfer."""
+"""From the remote prefill's announcement to its first cache byte sent, seconds; 0 without a transfer."""
 
 TRANSFER_ID: Final = "x-prfaas-transfer-id"
-"""The transfer that brought the prefill, as 32 hex digits; several prompts' are separated by commas. Also on an error
-that ended one. Absent without a transfer."""
+"""The transfer that brought the prefill, as 32 hex digits; several prompts' are separated by commas. Absent without a
+transfer."""
+
+LOST_TRANSFER: Final = "x-prfaas-lost-transfer"
+"""The transfer of a hand-off whose cache did not come, so that the prompt was computed here; behind it UNREACHABLE if
+the source or the link to it died. Absent without one."""
+UNREACHABLE: Final = "unreachable"
 
 # gateway -> client
 DECISION: Final = "x-prfaas-decision"  # offload | local
 PREFILL_CLUSTER: Final = "x-prfaas-prefill-cluster"
-"""Where the prefill succeeded: a MemberCluster's name or hub. To the decode worker: PREFILL_URL's required cluster."""
+"""Where the prefill succeeded: a MemberCluster's name or hub."""
 PREFILL_INSTANCE: Final = "x-prfaas-prefill-instance"
 DECODE_INSTANCE: Final = "x-prfaas-decode-instance"
 OUTCOME: Final = "x-prfaas-outcome"  # ok | fallback (offload failed, prefilled locally)
 THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold that decided about this request
 
-# Error codes in an OpenAI-style error body that the gateway acts on.
-CODE_PREFILL_FAILED: Final = "prefill_failed"
-"""HTTP 502 from a decode worker: the prefill instance or the link failed before any token; safe to retry."""
-CODE_RESUME_REFUSED: Final = "resume_refused"
-"""HTTP 409 from a decode worker: it cannot resume this answer; another worker may, this one never will."""
+# Error codes in an OpenAI-style error body of a worker.
 CODE_OVERLOADED: Final = "overloaded"  # HTTP 503
 CODE_PREFIX_NOT_FOUND: Final = "prefix_not_found"
-"""HTTP 404 between workers: no longer prefix than the caller's is cached here."""
+"""HTTP 404 to a source's leg: no prefix of this length is cached here."""

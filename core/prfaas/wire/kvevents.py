@@ -1,4 +1,4 @@
-"""A worker's events about its prefix cache: vLLM's KV cache events, and our map from bytes to blocks.
+"""An engine's events about its prefix cache: vLLM's KV cache events, and our map from bytes to blocks.
 
 The layout is vLLM's (`vllm/distributed/kv_events.py`): an array (ts, events, data_parallel_rank), each event an array
 that begins with its kind, in msgpack. Newer vLLM writes maps with the kind under `type`, and may add fields at the end.
@@ -12,7 +12,7 @@ Routers without a tokenizer match bytes. A `ByteMapBatch` has its own topic. It 
 surely lies within a prefix of a request's canonical bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias, cast
 
 import msgspec
@@ -27,6 +27,10 @@ STATE_GROUP: Final = 1
 STATE_SPEC_KIND: Final = "mamba"
 """vLLM's word for every recurrent state."""
 
+EVENTS_PATH: Final = "/v1/kv-events"
+EVENTS_CONTENT_TYPE: Final = "application/x-prfaas-events"
+MAX_EVENTS_FRAME_BYTES: Final = 8 << 20
+"""Longest frame of a mover's stream: one step's events. Those of a prompt of a million tokens fit."""
 MEDIUM_DEVICE: Final = "GPU"
 MEDIUM_HOST: Final = "CPU"
 MEDIUM_DISK: Final = "STORAGE"
@@ -127,6 +131,16 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 def encode_events(batch: EventBatch) -> bytes:
     """Return a batch in the form that vLLM's consumers read."""
     return _ENCODER.encode(batch)
+
+
+def encode_event(event: KvEvent) -> bytes:
+    """Return one event for `join_events`."""
+    return _ENCODER.encode(event)
+
+
+def join_events(ts: float, events: Sequence[bytes]) -> bytes:
+    """Return a batch of encoded events, as `encode_events`."""
+    return _ENCODER.encode((ts, list(map(msgspec.Raw, events)), 0))
 
 
 def encode_byte_map(batch: ByteMapBatch) -> bytes:

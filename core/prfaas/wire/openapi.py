@@ -10,7 +10,7 @@ import msgspec
 
 from prfaas.wire import headers
 from prfaas.wire.preferences import MAX_DEADLINE_SECONDS, MIN_DEADLINE_SECONDS
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus, PrefixRequest
+from prfaas.wire.prefill import PrefillOffer, PrefillRequest
 
 Document = dict[str, Any]
 API_VERSION: Final = "1.0.0"
@@ -148,40 +148,31 @@ def gateway() -> Document:
 def prefill() -> Document:
     """Return the document of a worker's Prefill-as-a-Service API."""
     schemas = msgspec.json.schema_components(
-        [PrefillRequest, PrefixRequest, PrefillGrant, PrefillStatus], ref_template="#/components/schemas/{name}"
+        [PrefillRequest, PrefillOffer], ref_template="#/components/schemas/{name}"
     )[1]
     refusals = {
         "400": "The body is not valid, or asks for what no prompt of this model can be",
         "401": "The caller has no certificate of this installation",
-        "404": "The model is not served here, or there is no such prefill",
+        "404": "The model is not served here",
+        "409": "A transfer of this name is open here",
         "413": "The body is too long",
         "503": "This instance is full, or ends; another one may serve",
     }
 
-    def asking(operation: str, kind: str, missing: str) -> Document:
-        grant = {"description": "A lease on the result", "content": _json(_ref("PrefillGrant"))}
-        return {
-            "operationId": operation,
-            "requestBody": {"required": True, "content": _json(_ref(kind))},
-            "responses": {"201": grant} | _refusals(refusals | {"404": missing}),
-        }
-
-    lease = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    status = {"description": "It is not delivered yet", "content": _json(_ref("PrefillStatus"))}
-    gone = {"404": "It was delivered, cancelled or expired"}
+    begun = {
+        "description": "The cache is offered. The body comes at once, and ends when all is computed; closing cancels",
+        "content": _json(_ref("PrefillOffer")),
+    }
     return _document(
         "prfaas Prefill-as-a-Service",
         {
-            "/v1/prefills": {"post": asking("createPrefill", "PrefillRequest", refusals["404"])},
-            "/v1/prefixes": {"post": asking("createPrefix", "PrefixRequest", "No more than the caller has is cached")},
-            "/v1/prefills/{id}": {
-                "parameters": [lease],
-                "get": {"operationId": "readPrefill", "responses": {"200": status} | _refusals(gone)},
-                "delete": {
-                    "operationId": "cancelPrefill",
-                    "responses": {"204": {"description": "It is forgotten, also when it was gone already"}},
-                },
-            },
+            "/v1/prefills": {
+                "post": {
+                    "operationId": "createPrefill",
+                    "requestBody": {"required": True, "content": _json(_ref("PrefillRequest"))},
+                    "responses": {"201": begun} | _refusals(refusals),
+                }
+            }
         },
         schemas,
         {"clusterCertificate": {"type": "mutualTLS"}},

@@ -1,63 +1,89 @@
-"""Bodies of the Prefill-as-a-Service API, which a worker serves beside the OpenAI endpoints.
+"""What the two instances of a hand-off are told: legs of one request, and the Prefill-as-a-Service API.
 
-    POST   /v1/prefills        PrefillRequest -> 201 PrefillGrant
-    POST   /v1/prefixes        PrefixRequest -> 201 PrefillGrant, or 404 when nothing longer than what the caller has
-                               is cached here
-    GET    /v1/prefills/{id}   -> PrefillStatus
-    DELETE /v1/prefills/{id}   -> 204, also when it is gone already
+The gateway names a transfer and sends both legs of a request at once, on the same OpenAI route, with `LegParams` in
+`kv_transfer_params.prfaas`. The source offers the cache of the prompt's first tokens, its *goal*, and computes exactly
+that far. The destination fetches it from the source's data port, and computes the rest itself, at least the last token.
+An engine has one rule for goals, so both sides know the goal without asking.
 
-The grant is a lease: whoever holds it connects to the data port in time and presents the token; see transfer.py.
+A *prefix* that another instance has cached crosses in the same way. The gateway names its length, by its index of all
+caches, and an engine has one rule for goals of these, too. Our worker gives exactly that, or nothing; vLLM computes
+what it lacks.
+
+`POST /v1/prefills` is the same source's leg for callers with token ids: a PrefillRequest, answered at once by 201 and a
+PrefillOffer. They connect to the data port in time and present the token; see transfer.py.
 """
 
-from typing import Annotated, Literal
+import hashlib
+import secrets
+import uuid
+from array import array
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-PrefillState = Literal["waiting", "computing", "sending"]
+MAX_TENSOR_RANKS: Final = 64
+DIGEST_CHARS: Final = 32
+EPOCH_BITS: Final = 48
+TOKEN_BYTES: Final = 32
+# 253: the longest name in DNS (RFC 1035 allows 255 bytes with its lengths).
+_Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 
-class CacheRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt whose cache is wanted; the common fields of the two requests for one."""
+class LegParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway, or a buyer of prefills, tells one leg of the transfer that it names. The token is a secret, and
+    never logged. `host`, `port` and `cluster` are those of the source's data port. `ranks` are the other instance's
+    tensor-parallel ranks; 0: as many as here. With `tokens` the source has so many of a prefix; 0: it computes the
+    prompt. A source that computes may have a `prefix` to fetch first, as that transfer's destination; a prefix of that
+    is ignored.
+
+    Anybody who reaches an engine's port may send it. So all of it fits into one message to the mover, and into a
+    frame's header.
+    """
+
+    role: Literal["source", "destination"]
+    transfer_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    token: _Word
+    host: _Word = ""
+    port: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    cluster: _Word = ""
+    ranks: Annotated[int, Meta(ge=0, le=MAX_TENSOR_RANKS)] = 0
+    tokens: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    prefix: "LegParams | None" = None
+
+
+def new_transfer() -> dict[str, Any]:
+    """Return the fields of both legs' LegParams that name a transfer, which no other one has."""
+    return {
+        "transfer_id": uuid.uuid4().hex,
+        "epoch": secrets.randbits(EPOCH_BITS),
+        "token": secrets.token_urlsafe(TOKEN_BYTES),
+    }
+
+
+def token_digest(ids: list[int]) -> str:
+    """Return a digest of a prompt's tokens before its goal.
+
+    Each side makes token ids of a prompt by its own tokenizer and chat template, which may add the day's date. A cache
+    of other tokens has the same shape if they are as many.
+    """
+    return hashlib.sha256(array("I", ids)).hexdigest()[:DIGEST_CHARS]
+
+
+class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt to prefill for a caller that names the transfer. Only prompts with the same `cache_salt` share cached
+    prefixes."""
 
     request_id: str
     model: str
     token_ids: list[int]
-    start_token: int = 0
+    leg: LegParams
     cache_salt: str = ""
 
 
-class PrefillRequest(CacheRequest, frozen=True, kw_only=True):
-    """A prompt to prefill. The caller already has the attention rows before `start_token`, and they are not sent.
+class PrefillOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of a prompt's tokens before `end_token` is offered at `data_port`, on the host that answers."""
 
-    Only prompts with the same `cache_salt` share cached prefixes. `prefix_url` names an instance that may have a longer
-    prefix cached; that instance must prove that it belongs to `prefix_cluster`, empty for any.
-    """
-
-    prefix_url: str = ""
-    prefix_cluster: str = ""
-
-
-class PrefixRequest(CacheRequest, frozen=True, kw_only=True):
-    """A prompt whose cached prefix is wanted: rows from `start_token` on, and the states at its end."""
-
-
-class PrefillGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """The place to fetch the result from, its end token, and the lease's end. The token is a secret, never logged."""
-
-    transfer_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
-    token: str
-    epoch: Annotated[int, Meta(ge=0, lt=1 << 62)]
-    data_port: Annotated[int, Meta(ge=1, le=65535)]
+    data_port: Annotated[int, Meta(ge=1, le=65_535)]
     end_token: Annotated[int, Meta(ge=1, lt=1 << 32)]
-    expires_seconds: int
-
-
-class PrefillStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill that is not delivered yet."""
-
-    transfer_id: str
-    request_id: str
-    state: PrefillState
-    prompt_tokens: int
-    connected: bool

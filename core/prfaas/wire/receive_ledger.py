@@ -8,8 +8,8 @@ claimed but not filled. Damage costs its connection only. Any other error raises
 good: nothing of it may be used. Completion is final too: later frames from the source cost their connection, not the
 arrived data. With a guard any thread may call; digests are computed outside of the guard.
 
-Invariant: `whole` is true only if every attention row, every linear state, the hidden state and DONE arrived once each,
-undamaged. All must be for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
+Invariant: `whole` is true only if every attention row, every linear state and DONE arrived once each, undamaged. All
+must be for this transfer, epoch and manifest. The source's digest over all frames must be ours too.
 """
 
 from bisect import bisect_right
@@ -25,7 +25,7 @@ from prfaas.wire.transfer import Abort, Done, Manifest, Ranges, as_ranges, decod
 
 NO_GUARD = nullcontext()
 """For one thread only."""
-_OF_THE_SOURCE: Final = frozenset({"format", "fingerprint", "groups", "hidden_size", "rank", "ranks"})
+_OF_THE_SOURCE: Final = frozenset({"format", "fingerprint", "groups", "rank", "ranks"})
 """Fields of a manifest that are the same in all transfers of a source."""
 _MAX_VALUE: Final = 200
 """Characters of a value in an error: a peer may have chosen them."""
@@ -47,11 +47,7 @@ class LayerState(NamedTuple):
     layer: int
 
 
-class HiddenState(NamedTuple):
-    """The hidden state, float32."""
-
-
-CachePart = LayerRows | LayerState | HiddenState
+CachePart = LayerRows | LayerState
 GroupLayer = tuple[int, int]  # group, layer
 
 
@@ -81,8 +77,8 @@ class ReceiveLedger:
         self._starts: dict[GroupLayer, list[int]] = {}
         self._ends: dict[GroupLayer, list[int]] = {}
         self._rows_left: dict[GroupLayer, int] = {}
-        self._states_left: set[LayerState | HiddenState] = {HiddenState()} if expected.hidden_size else set()
-        self._states_claimed: set[LayerState | HiddenState] = set()
+        self._states_left: set[LayerState] = set()
+        self._states_claimed: set[LayerState] = set()
         for index, group in enumerate(expected.groups):
             for layer in group.layers:
                 if group.kind == "linear":
@@ -121,7 +117,7 @@ class ReceiveLedger:
                     self._rows_left[group, layer] -= tokens
                     if self._rows_left[group, layer] == 0:
                         del self._rows_left[group, layer]
-                case LayerState() | HiddenState():
+                case LayerState():
                     self._states_left.remove(position)
             self._digests[header.sequence] = header.digest
             self.is_exact &= Codec(header.codec).is_exact
@@ -208,11 +204,9 @@ class ReceiveLedger:
 
     def _missing(self) -> str:
         """Return a text about missing parts, empty if nothing is missing."""
-        states = self._states_left - {HiddenState()}
         parts = [
             f"rows of {len(self._rows_left)} attention layers" if self._rows_left else "",
-            f"{len(states)} linear states" if states else "",
-            "the hidden state" if HiddenState() in self._states_left else "",
+            f"{len(self._states_left)} linear states" if self._states_left else "",
             "" if self.done else "DONE",
         ]
         return ", ".join(part for part in parts if part)
@@ -230,12 +224,7 @@ class ReceiveLedger:
             case Kind.BLOCK:
                 return self._claim_rows(header)
             case Kind.STATE:
-                position = LayerState(*self._position(header, "linear"))
-                return self._claim_state(header, position, self.expected.groups[header.group].nbytes)
-            case Kind.HIDDEN if not self.expected.hidden_size:
-                raise ProtocolError(f"{header.describe()}: a prefix has none")
-            case Kind.HIDDEN:
-                return self._claim_state(header, HiddenState(), self.expected.hidden_size * 4)
+                return self._claim_state(header)
             case _:
                 raise ProtocolError(f"{header.describe()} carries no cache")
 
@@ -258,8 +247,9 @@ class ReceiveLedger:
         ends.insert(at, end)
         return LayerRows(*position, header.start_token, header.tokens)
 
-    def _claim_state(self, header: FrameHeader, position: LayerState | HiddenState, nbytes: int) -> CachePart:
-        self._require_size(header, nbytes)
+    def _claim_state(self, header: FrameHeader) -> LayerState:
+        position = LayerState(*self._position(header, "linear"))
+        self._require_size(header, self.expected.groups[header.group].nbytes)
         if position in self._states_claimed:
             raise ProtocolError(f"{header.describe()} was sent before")
         self._states_claimed.add(position)
@@ -270,7 +260,7 @@ class ReceiveLedger:
             case LayerRows(group, layer, start_token, _):
                 at = self._starts[group, layer].index(start_token)
                 del self._starts[group, layer][at], self._ends[group, layer][at]
-            case LayerState() | HiddenState():
+            case LayerState():
                 self._states_claimed.remove(position)
 
     def _position(self, header: FrameHeader, kind: str) -> GroupLayer:

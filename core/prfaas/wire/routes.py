@@ -27,11 +27,12 @@ OnOffloadFailure = Literal["PrefillLocally", "Reject"]
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One worker pod. `url` is its API address.
 
-    A worker of ours announces its data port for each transfer. vLLM with our connector cannot, so `data_port` names it.
+    Engines with our mover give caches and cache events at `data_port`. The others publish their events at the same
+    host, at the ports in `prfaas.names`.
 
     A `convertible` one changes its role while it runs. Our worker hears of it from the gateway; vLLM serves both roles.
     All others know theirs from their start. `engine` selects its protocol; only instances of the same engine serve a
-    request together. vLLM and SGLang publish their cache events at the same host, at the ports in `prfaas.names`.
+    request together.
     """
 
     name: str
@@ -47,6 +48,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Data-parallel ranks of the engine; each has a cache and cache events of its own."""
     rank_ports: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Data ports of each of these ranks, one a GPU, from `data_port` on."""
+    draft_layers: str = ""
+    """The method whose layers draft tokens, `none`, or empty if that is not known."""
 
     @property
     def record(self) -> EngineRecord:

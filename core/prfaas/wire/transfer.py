@@ -1,12 +1,11 @@
 """Messages of source and destination at the data port: how a hybrid cache crosses between two instances.
 
-The *source* has a cache and a data port; the *destination* got a grant over HTTP (prefill.py), and connects.
+The *source* has a cache and a data port; the *destination* learned the transfer over HTTP (prefill.py), and connects.
 
     destination    HELLO      versions, codecs, token, number of this connection, what arrived already (after a break)
     source         WELCOME    the version, and the manifest: fingerprint, tokens, groups with names, axes, types
                    BLOCK      rows of one attention layer for one token range, sent while the source still computes
                    STATE      all tensors of one linear layer after the last token
-                   HIDDEN     the last normed hidden state, float32: the destination samples the first token from it
                    DONE       how many frames, how many bytes, the digest over all, and the source's timings
     both           KEEP_ALIVE nothing to send at the moment (source); the cache is still wanted (destination)
                    ABORT      this transfer is over, and why
@@ -28,7 +27,9 @@ from msgspec import Meta
 from prfaas.util import decode_json
 from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
-VERSION: Final = 2
+VERSION: Final = 3
+MAX_TOKEN_CHARS: Final = 253
+"""A source keeps the tokens of who declines what it does not know yet."""
 KEEP_ALIVE_SECONDS: Final = 0.2
 """Longest silence of a source on an open data connection."""
 HEARTBEAT_SECONDS: Final = 1.0
@@ -84,20 +85,18 @@ class LayerGroup(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a transfer: rows of tokens `start_token` up to (excluding) `end_token`, and all states there; and
-    the hidden state of the last token, unless `hidden_size` is 0: then it is a prefix instead of a prompt. Of an engine
-    with several ranks, each has its own transfer: `rank` of `ranks` holds a part of every tensor. `prompt` is a
-    digest of the tokens before `end_token`, where the two sides made token ids of a prompt by themselves.
+    """The content of a transfer: rows of tokens `start_token` up to (excluding) `end_token`, and all states there. Of
+    an engine with several ranks, each has its own transfer: `rank` of `ranks` holds a part of every tensor. `prompt` is
+    a digest of the tokens before `end_token`, since the two sides make token ids of a prompt by themselves.
     """
 
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     fingerprint: str
     transfer_id: str
     epoch: int
     start_token: int
     end_token: int
     groups: tuple[LayerGroup, ...]
-    hidden_size: int
     rank: int = 0
     ranks: int = 1
     prompt: str = ""
@@ -115,7 +114,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def nbytes(self) -> int:
         """Cache bytes, before any codec."""
-        found = 4 * self.hidden_size
+        found = 0
         for group in self.groups:
             if group.kind == "linear":
                 found += len(group.layers) * group.nbytes
@@ -130,13 +129,13 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     `connection` numbers the connections of this transfer. Frames that were sent on one of the `broken` and are not
     among `received` were lost; the destination does not read from those connections any more. `start_token`, `rank`
-    and `ranks` say what the destination wants of a transfer that no grant described. One that `declines` wants nothing:
+    and `ranks` say what the destination wants of the transfer. One that `declines` wants nothing:
     the source answers ABORT, and need not keep the cache.
     """
 
     versions: tuple[int, ...] = (VERSION,)
     codecs: tuple[int, ...] = (0,)
-    token: str
+    token: Annotated[str, Meta(max_length=MAX_TOKEN_CHARS)]
     connection: int = 0
     broken: tuple[int, ...] = ()
     received: Ranges = ()
@@ -155,7 +154,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """The source's account of a transfer: data frames and their payload bytes as sent, the digest over all of them,
-    compute time, compute start to first cache byte sent, and whether it stands on nothing that a codec has changed.
+    compute time, announcement to first cache byte sent, and whether it stands on nothing that a codec has changed.
     """
 
     frames: int

@@ -20,6 +20,7 @@ from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName, Instance
+from prfaas.wire.streams import STREAM_FIELD
 from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.stream import ResumeLog
@@ -30,7 +31,21 @@ ERROR_EVENT: Final = b'data: {"error"'
 _ONE: Final = msgspec.Raw(b"1")
 _FALSE: Final = msgspec.Raw(b"false")
 # Engines answer 400 to stream_options without a stream, and to more min_tokens than max_tokens, which is one here.
-_OF_DECODING: Final = ("stream_options", "min_tokens", "return_token_ids")
+_OF_DECODING: Final = frozenset(
+    {
+        "stream_options",
+        "min_tokens",
+        "return_token_ids",
+        STREAM_FIELD,
+        "n",
+        "best_of",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "echo",
+    }
+)
+"""Fields that concern answers alone. An instance that answers nothing would check them all the same."""
 _NULL: Final = msgspec.Raw(b"null")
 _BATCH: Final = re.compile(rb'\s*\[\s*["\[]')
 _DIVISIBLE: Final = {
@@ -77,7 +92,7 @@ class Attempt:
     may_recompute: bool
     """Whether the decode instance may compute the prompt itself after a failed prefill leg."""
     log: ResumeLog | None = None
-    """The log of its answer, of engines that do not announce it in a header."""
+    """The log of its answer; None: no other instance could continue it."""
     transfer_id: str = ""
     """The transfer that the gateway itself named."""
 
@@ -100,6 +115,8 @@ class Leg(NamedTuple):
     headers: Mapping[str, str] = {}
     path: str = ""
     """Empty: the request's own."""
+    awaits_piece: bool = True
+    """Whether its answer begins with a stream's first piece: other engines than ours send headers before that."""
 
 
 def plain_headers(request: GatewayRequest) -> dict[str, str]:
@@ -115,7 +132,9 @@ async def call(upstream: Upstream, request: GatewayRequest, attempt: Attempt, le
     rank = {headers.DATA_RANK: str(attempt.ranks[leg.instance.name])} if leg.instance.name in attempt.ranks else {}
     try:
         sent = {**plain_headers(request), **rank, **leg.headers}
-        answer = await upstream.post(leg.instance, leg.path or request.path, sent, leg.body, await_piece=True)
+        answer = await upstream.post(
+            leg.instance, leg.path or request.path, sent, leg.body, await_piece=leg.awaits_piece
+        )
     except UnreachableError as error:
         raise LegFailedError(str(error), leg=leg.name, eject=True) from error
     if answer.status >= 500 and (leg.name == "prefill" or answer.status == 503):
@@ -137,10 +156,10 @@ async def call_both(
 ) -> Answer:
     """Run two legs at once; return the answer of the decode leg, or a prefill instance's refusal of the request.
 
-    Raises LegFailedError if either fails; the other leg is aborted. With `may_recompute` the decode instance goes on
-    without a prefill instance that died, and `lost_prefill` tells of it.
+    Raises LegFailedError if either fails; the other leg is aborted. With `may_recompute` the decode instance continues
+    without a prefill instance that died or whose cache did not come, and `lost_prefill` returns that failure.
     """
-    filling = asyncio.create_task(_to_its_end(upstream, request, attempt, prefill))
+    filling = asyncio.create_task(call_to_its_end(upstream, request, attempt, prefill))
     decoding = asyncio.create_task(call(upstream, request, attempt, decode))
     try:
         await asyncio.wait({filling, decoding}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,14 +168,19 @@ async def call_both(
             if refusal is not None:
                 await _drop(decoding, filling)
                 return refusal
-        return _Tied(await decoding, filling, may_recompute=may_recompute)
+        answer = _Tied(await decoding, filling, may_recompute=may_recompute)
     except BaseException:
         await _drop(decoding, filling)
         raise
+    if (failure := answer.lost_cache) is not None and not may_recompute:
+        answer.close()
+        raise failure
+    return answer
 
 
-async def _to_its_end(upstream: Upstream, request: GatewayRequest, attempt: Attempt, leg: Leg) -> Answer | None:
-    """Run a prefill leg; return None after success, else its refusal of the request."""
+async def call_to_its_end(upstream: Upstream, request: GatewayRequest, attempt: Attempt, leg: Leg) -> Answer | None:
+    """Run a leg whose answer nobody reads; return None after success, else its refusal of the request. Raises as
+    `call`."""
     answer = await call(upstream, request, attempt, leg)
     try:
         if answer.body is None:
@@ -204,11 +228,21 @@ class _Tied(Answer):
 
     @property
     def lost_prefill(self) -> LegFailedError | None:
-        """The failure of a prefill leg that has ended."""
-        if not self._filling.done() or self._filling.cancelled():
+        """The failure of a prefill leg that has ended, or whose cache did not come."""
+        if self._filling.done() and not self._filling.cancelled():
+            error = self._filling.exception()
+            if isinstance(error, LegFailedError):
+                return error
+        return self.lost_cache
+
+    @property
+    def lost_cache(self) -> LegFailedError | None:
+        """The failure of a data path, which only the decode instance sees."""
+        lost = self.headers.get(headers.LOST_TRANSFER, "")
+        if not lost:
             return None
-        error = self._filling.exception()
-        return error if isinstance(error, LegFailedError) else None
+        is_unreachable = lost.endswith(headers.UNREACHABLE)
+        return LegFailedError("its cache did not come to the decode instance", leg="prefill", eject=is_unreachable)
 
     def _prefill_ended(self, filling: asyncio.Task[Answer | None]) -> None:
         """Cut the answer off after a failed prefill: the decode leg would wait for its cache for ever."""
@@ -235,7 +269,12 @@ def check_begun(answer: Answer, *, with_prefill: bool) -> Answer:
 
 def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:
     """Return a body of these fields; fields in `added` replace those of the same name."""
-    return msgspec.json.encode({**fields, **{name: _raw(value) for name, value in added.items()}})
+    return msgspec.json.encode(added_to(fields, added))
+
+
+def added_to(fields: Fields, added: Mapping[str, Any]) -> Fields:
+    """Return fields with those in `added`, which replace those of the same name."""
+    return {**fields, **{name: msgspec.Raw(msgspec.json.encode(value)) for name, value in added.items()}}
 
 
 def for_prefill(fields: Fields, added: Mapping[str, Any], answer_limit: str = "max_tokens") -> bytes:
@@ -254,9 +293,12 @@ def without_hand_off(request: GatewayRequest) -> Set[EngineName]:
     Most engines take one hand-off a request. So several prompts or answers, beams, and log probabilities of the prompt
     need the whole prompt where it is decoded. Tools of the server's own lead to several prompts, too.
     """
+    is_batch = request.has_every_field and (prompts(request.fields) or 1) > 1
     is_whole = request.has_every_field and _needs_whole_prompt(request)
     return {
-        name for name, one in ENGINES.items() if request.path not in one.hand_offs or (is_whole and one.is_one_sequence)
+        name
+        for name, one in ENGINES.items()
+        if request.path not in one.hand_offs or (is_whole and one.is_one_sequence) or (is_batch and one.is_one_prompt)
     }
 
 
@@ -288,10 +330,6 @@ def prompts(fields: Fields) -> int | None:
     if not _is_batch(fields):
         return None
     return len(msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw]))
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
 
 
 def bootstrap_host(instance: Instance) -> str:

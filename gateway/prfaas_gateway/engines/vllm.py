@@ -1,8 +1,6 @@
 """The protocols of vLLM instances with our connector, NixlConnector or MooncakeConnector.
 
-Our connector gets both legs at once. The gateway names the transfer for each attempt anew: an id, an epoch and a token,
-and to the decode instance the place of the source. If the source dies, the decode instance computes the prompt itself,
-so its answer continues. If the source refuses, only the gateway knows, and aborts the decode leg.
+Our connector gets both legs at once (hand_off.py).
 
 NixlConnector runs two legs one after the other; the decode instance pulls the cache.
 
@@ -19,19 +17,19 @@ a failure and at intervals.
 
 import asyncio
 import random
-import secrets
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 
 from prfaas.errors import UNREADABLE, UnreachableError
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance
+from prfaas_gateway.engines.hand_off import call_legs
 from prfaas_gateway.engines.shared import (
     Attempt,
     Leg,
@@ -50,8 +48,6 @@ from prfaas_gateway.upstream import Answer, Upstream
 KNOWN_SECONDS: Final = 30.0
 ANSWER_SECONDS: Final = 5.0
 ANSWER_BYTES: Final = 64 * 1024
-EPOCH_BITS: Final = 48
-TOKEN_BYTES: Final = 32
 ASKS_FOR_CACHE: Final = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -60,6 +56,21 @@ ASKS_FOR_CACHE: Final = {
     "remote_host": None,
     "remote_port": None,
 }
+
+
+class VllmPrfaasEngine:
+    def __init__(self, upstream: Upstream):
+        self._upstream = upstream
+
+    async def open(self, request: GatewayRequest, attempt: Attempt) -> Answer:
+        route, vllm_call = attempt.route, await prepare(self._upstream, request, attempt)
+        leg = partial(Leg, "decode", route.decode, path=vllm_call.path)
+        if route.prefill is None and route.prefix is None:
+            answer = await call(self._upstream, request, attempt, leg(vllm_call.body))
+        else:
+            limit = vllm_call.answer_limit
+            answer = await call_legs(self._upstream, request, attempt, vllm_call.fields, limit, leg)
+        return check_begun(answer, with_prefill=route.prefill is not None)
 
 
 class _VllmEngine(ABC):
@@ -77,40 +88,6 @@ class _VllmEngine(ABC):
     async def _offloaded(
         self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
     ) -> Answer: ...
-
-
-class VllmPrfaasEngine(_VllmEngine):
-    async def _offloaded(
-        self, prefill: Instance, request: GatewayRequest, attempt: Attempt, vllm_call: VllmCall
-    ) -> Answer:
-        decode = attempt.route.decode
-        transfer = {
-            "transfer_id": uuid.uuid4().hex,
-            "epoch": secrets.randbits(EPOCH_BITS),
-            "token": secrets.token_urlsafe(TOKEN_BYTES),
-        }
-        place = {
-            "host": urlsplit(prefill.url).hostname,
-            "port": prefill.data_port + attempt.ranks.get(prefill.name, 0) * prefill.rank_ports,
-            "cluster": prefill.cluster,
-        }
-        attempt.transfer_id = transfer["transfer_id"]
-        source = {"role": "source", **transfer}
-        if prefill.rank_ports != decode.rank_ports:  # each learns how many tensor-parallel ranks the other has
-            source["ranks"], place["ranks"] = decode.rank_ports, prefill.rank_ports
-        # Without `do_remote_decode` vLLM refuses a Messages request whose thinking budget exceeds its one token.
-        source_params = {"do_remote_decode": True, "prfaas": source}
-        filled = for_prefill(vllm_call.fields, _params(source_params), vllm_call.answer_limit)
-        decoded = with_fields(vllm_call.fields, _params({"prfaas": {"role": "destination", **transfer, **place}}))
-        answer = await call_both(
-            self._upstream,
-            request,
-            attempt,
-            Leg("prefill", prefill, filled, path=vllm_call.path),
-            Leg("decode", decode, decoded, path=vllm_call.path),
-            may_recompute=attempt.may_recompute,
-        )
-        return check_begun(answer, with_prefill=True)
 
 
 class _Prefilled(msgspec.Struct):

@@ -13,6 +13,7 @@ from prfaas.errors import UNREADABLE, BadInputError, UnreachableError
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.context import read_context
 from prfaas_gateway.engines.shared import Attempt, LegFailedError, plain_headers, with_fields
+from prfaas_gateway.engines.token_log import TokenLog, can_resume
 from prfaas_gateway.engines.vllm_resume import (
     CONTEXT_TOKENS,
     CUT_CHARACTER,
@@ -23,7 +24,6 @@ from prfaas_gateway.engines.vllm_resume import (
     stops_of,
     without_last,
 )
-from prfaas_gateway.engines.vllm_stream import VllmStreamLog, can_resume
 from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Upstream
 
@@ -48,7 +48,7 @@ async def prepare(upstream: Upstream, request: GatewayRequest, attempt: Attempt)
     Raises LegFailedError if that instance cannot go on.
     """
     log = attempt.broken
-    if isinstance(log, VllmStreamLog) and (answered := log.answered) is not None:
+    if isinstance(log, TokenLog) and (answered := log.answered) is not None:
         try:
             return await _go_on(_Asking(upstream, attempt.route.decode, request), log, answered)
         except BadInputError as error:
@@ -58,7 +58,7 @@ async def prepare(upstream: Upstream, request: GatewayRequest, attempt: Attempt)
     if not can_resume(request.path, fields):
         return VllmCall(request.path, fields, request.body, request.api.answer_limit)
     if log is None:
-        attempt.log = VllmStreamLog(request.path, fields)
+        attempt.log = TokenLog(request.path, fields)
     fields = {**fields, "return_token_ids": msgspec.Raw(b"true")}
     return VllmCall(request.path, fields, with_fields(fields, {}))
 
@@ -105,7 +105,7 @@ class _Text(msgspec.Struct):
     prompt: str
 
 
-async def _go_on(asking: _Asking, log: VllmStreamLog, answered: SentAnswer) -> VllmCall:
+async def _go_on(asking: _Asking, log: TokenLog, answered: SentAnswer) -> VllmCall:
     """Return the request for the rest of an answer; tell the log. Raises BadInputError if there can be none."""
     cut, text = await _last_text(asking, answered, stops_of(log.fields).seen_characters)
     if cut and log.shows_ids:

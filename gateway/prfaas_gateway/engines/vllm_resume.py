@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from prfaas.errors import BadInputError
-from prfaas.wire.resume import DONE
+from prfaas_gateway.openai import DONE
 from prfaas_gateway.request import Fields
 
 CONTEXT_TOKENS: Final = 8
@@ -69,11 +69,11 @@ class SentAnswer(NamedTuple):
 
     @property
     def prompt_ids(self) -> list[int]:
-        return _numbers(self.prompt)
+        return numbers(self.prompt)
 
     @property
     def sent_ids(self) -> list[int]:
-        return _numbers(self.sent)
+        return numbers(self.sent)
 
 
 class Stops(NamedTuple):
@@ -174,7 +174,7 @@ def without_last(sent: bytes, count: int) -> bytes:
     return sent
 
 
-def _numbers(ids: bytes) -> list[int]:
+def numbers(ids: bytes) -> list[int]:
     return [int(one) for one in ids.split(b",")] if ids else []
 
 
@@ -295,12 +295,17 @@ class AnswerWriter:
         return usage + DONE
 
 
-def _head_of(event: bytes) -> dict[str, Any]:
-    """Return what all chunks of a stream have in common."""
+def chunk_of(event: bytes) -> dict[str, Any]:
+    """Read the first event of a stream. Raises BadInputError for one that is no chunk."""
     try:
-        chunk = msgspec.json.decode(event.removeprefix(b"data: "), type=dict[str, Any])
+        return msgspec.json.decode(event.removeprefix(b"data: "), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInputError(f"a stream begins with an event that is no chunk: {error}") from error
+
+
+def _head_of(event: bytes) -> dict[str, Any]:
+    """Return what all chunks of a stream have in common."""
+    chunk = chunk_of(event)
     return {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
 
 

@@ -43,6 +43,16 @@ class EventStream(Protocol):
         """Batches and snapshots applied, and gaps met, so far."""
         ...
 
+    @property
+    def cache_losses(self) -> int:
+        """How often the instance lost its whole cache."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole cache of the instance is known."""
+        ...
+
     def portions(self) -> AsyncGenerator[Iterator[None], None]:
         """Follow one connection to its end; yield after each applied portion.
 
@@ -55,6 +65,8 @@ class CacheEvents:
     def __init__(self, index: InstanceIndex):
         self.emptied = 0
         """How often the instance's cache became empty."""
+        self.left_out = 0
+        """Blocks of which only the existence is known."""
         self._index = index
         self._attention_group: int | None = None
         self._state_groups: set[int | None] = set()
@@ -62,6 +74,11 @@ class CacheEvents:
     def forget(self) -> None:
         self._index.clear()
         self._attention_group, self._state_groups = None, set()
+
+    def clear(self) -> None:
+        """Note that the instance has nothing cached."""
+        self._index.tree.clear()
+        self.left_out = 0
 
     def take(self, payload: bytes) -> Iterator[None]:
         """Apply a batch portion by portion. Raises ProtocolError for an unreadable batch."""
@@ -74,7 +91,7 @@ class CacheEvents:
                 case BlockRemoved():
                     yield from self._removed(event)
                 case AllBlocksCleared():
-                    self._index.tree.clear()
+                    self.clear()
                     self.emptied += 1
 
     def _stored(self, event: BlockStored) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Follows cache events of vLLM and SGLang over ZMQ.
+"""Follows cache events of engines without our mover over ZMQ, and applies those of all engines but our worker.
 
     PUB      [topic, number as 8 bytes big-endian, payload] for each step that changed the cache
     ROUTER   request: a number; answer: [.., number, payload] for each batch from there on, then the number -1
@@ -66,8 +66,11 @@ class ForeignEventStream:
 
     @property
     def cache_losses(self) -> int:
-        """How often the instance lost its whole cache."""
         return self.reader.lives + self._events.emptied
+
+    @property
+    def is_whole(self) -> bool:
+        return self.reader.is_whole
 
     async def portions(self) -> AsyncGenerator[Iterator[None], None]:
         reader = self.reader
@@ -243,8 +246,6 @@ class ForeignEvents(CacheEvents):
 
     def __init__(self, index: InstanceIndex):
         super().__init__(index)
-        self.left_out = 0
-        """Blocks of which only the existence is known."""
         self._chains = array("Q")  # by the tree's number of a block: the chained hash of the tokens up to its end
         self._early: dict[int, int] = {}  # states that arrived before their blocks in this batch: key to medium
         self._groups: set[int] = set()  # those reported so far, of all kinds

@@ -1,10 +1,11 @@
 """Follows the caches of all instances in the routing table, and finds each request's cached prefixes.
 
-Our workers' events map their blocks to prompts. vLLM and SGLang report blocks of tokens, which match prompts of token
-ids only. vLLM gives the token ids of long texts (`tokenizer`). For other texts, and for instances without events, the
-gateway matches the prompts that it sent before. These expire after a while, and at once when an instance loses its
-cache. An instance's part of the index is forgotten when the instance leaves the table, changes its address, or
-restarts. It stays while the instance is unreachable, since ejections keep requests away.
+Engines with our mover are followed at its port, the others over ZMQ. Our workers' events map their blocks to prompts.
+vLLM and SGLang report blocks of tokens, which match prompts of token ids only. vLLM gives the token ids of long texts
+(`tokenizer`). For other texts, for instances without events, and where events were lost, the gateway matches the
+prompts that it sent before. These expire after a while, and at once when an instance loses its cache. An instance's
+part of the index is forgotten when the instance leaves the table, changes its address, or restarts. It stays while the
+instance is unreachable, since ejections keep requests away.
 
 A data-parallel rank of an engine has its own cache. So each rank is followed and matched as an instance would be.
 """
@@ -30,7 +31,7 @@ from prfaas.wire.profile import Profile, read_profile
 from prfaas.wire.routes import Instance, RoutingTable, rank_name, takes_rank
 from prfaas_gateway.kv.cache_events import EventStream, NoStreamError
 from prfaas_gateway.kv.foreign_events import ForeignEventStream
-from prfaas_gateway.kv.own_events import OwnEventStream
+from prfaas_gateway.kv.mover_events import MoverEventStream
 from prfaas_gateway.kv.tokenizer import EngineTokenizer, PromptTokens, may_tokenize
 from prfaas_gateway.metrics import GatewayMetrics
 from prfaas_gateway.request import GatewayRequest, PromptFacts
@@ -123,9 +124,11 @@ class KvManager:
                 sent_bytes = sent.match(chain, now_seconds)
                 matched_tokens = max(matched_tokens, total_tokens * sent_bytes // max(1, len(chain.data)))
             if matched_tokens:
-                found[name] = matched_tokens
-        # The last token of a prompt is always computed, whatever is cached.
-        found = {name: min(tokens, total_tokens - 1) for name, tokens in found.items()}
+                found[name] = max(matched_tokens, found.get(name, 0))
+        # The last token of a prompt is always computed, whatever is cached. Beyond a length that is only estimated an
+        # instance may have cached more, and this is where it has a state.
+        if is_exact:
+            found = {name: min(tokens, total_tokens - 1) for name, tokens in found.items()}
         divided = [one for one in table.instances if one.ranks > 1]
         on_ranks = {
             one.name: tuple(found.pop(InstancePart(one, rank).name, 0) for rank in range(one.ranks)) for one in divided
@@ -144,7 +147,7 @@ class KvManager:
         followed = [
             follower.instance
             for name, (follower, _) in self._followers.items()
-            if isinstance(follower.stream, ForeignEventStream) and self.index[name].bytes
+            if not follower.instance.record.maps_bytes and self.index[name].bytes
         ]
         if not followed:
             return None
@@ -159,11 +162,11 @@ class KvManager:
         chains: dict[int, ByteChain] = {}
         matches: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
-            if isinstance(follower.stream, ForeignEventStream) and follower.state == "followed":
+            if not follower.instance.record.maps_bytes and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
-                matches[name] = self.index[name].match_tokens(chain), follower.stream.reader.is_whole
+                matches[name] = self.index[name].match_tokens(chain), follower.stream.is_whole
         return matches
 
     def note_placed(self, prompt: PromptFacts, route: Route, ranks: Mapping[str, int]) -> None:
@@ -197,10 +200,11 @@ class KvManager:
     def _begin(self, part: InstancePart) -> None:
         index = self.index[part.name]
         index.clear()
-        if part.instance.record.events == "Api":
-            stream = OwnEventStream(part.instance, index, self._upstream)
+        if part.instance.record.events == "Mover":
+            stream = MoverEventStream(part.instance, part.rank, index, self._upstream)
         else:
             stream = ForeignEventStream(part.instance, index, part.rank)
+        if not part.instance.record.maps_bytes:
             self._sent[part.name] = SentPrompts(self._state.clock())
         follower = Follower(part, stream, self._upstream, self._duty_cycle, self._apply_news)
         self._followers[part.name] = follower, asyncio.create_task(follower.run())
@@ -221,11 +225,11 @@ class KvManager:
         for counter, old, new in zip(counters, follower.counted, stream.tally, strict=True):
             counter.inc(new - old)
         follower.counted = stream.tally
-        if isinstance(stream, ForeignEventStream):
+        if not follower.instance.record.maps_bytes:
             if follower.cache_losses != stream.cache_losses:
                 follower.cache_losses = stream.cache_losses
                 self._sent[name] = SentPrompts(self._state.clock())
-        elif follower.state == "silent":
+        elif follower.state == "silent" or not stream.is_whole:
             self._sent.setdefault(name, SentPrompts(self._state.clock()))
         elif follower.state == "followed":
             self._sent.pop(name, None)
@@ -248,14 +252,14 @@ def _read_prompt(request: GatewayRequest, values: Mapping[str, Any]) -> tuple[di
 
 
 def _parts(instance: Instance) -> list[InstancePart]:
-    """Return the parts of an instance to follow; at its API's port it has one event stream."""
-    return [InstancePart(instance, rank) for rank in range(1 if instance.record.events == "Api" else instance.ranks)]
+    return [InstancePart(instance, rank) for rank in range(instance.ranks)]
 
 
 def _is_same(known: InstancePart, followed: InstancePart) -> bool:
     """Return whether a part of a new table publishes at the same place as before."""
     one, other = known.instance, followed.instance
-    return (one.url, one.engine, one.ranks) == (other.url, other.engine, other.ranks)
+    places = [(each.url, each.data_port, each.rank_ports, each.engine, each.ranks) for each in (one, other)]
+    return places[0] == places[1]
 
 
 def _cached_on(instance: Instance, by_rank: Sequence[int]) -> int:

@@ -101,7 +101,7 @@ def test_only_waits_in_vain_are_late(error: BaseException, when: str, late: bool
     assert is_late(error, when) is late
 
 
-SCRIPTS = {"device_caches.py", "kda_caches.py", "rank_caches.py"}
+SCRIPTS = {"device_caches.py", "kda_caches.py", "rank_caches.py", "runner_calls.py"}
 """They run in vLLM's environment, which has no pytest."""
 
 

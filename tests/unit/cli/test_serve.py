@@ -70,7 +70,7 @@ def placed(settings: Settings, tokens: int, update: ThresholdUpdate | None) -> s
 
 
 def used(settings: Settings) -> ThresholdUpdate:
-    return update_of(settings, prices_of(settings, HOME, AWAY), "")
+    return update_of(settings, "", prices=prices_of(settings, HOME, AWAY))
 
 
 def test_by_prices_a_prompt_goes_where_it_is_prefilled_sooner():
@@ -86,7 +86,7 @@ def test_by_a_threshold_only_the_length_decides_and_no_measured_prefill_is_neede
 
 @pytest.mark.parametrize("settings", [SETTINGS, FIXED])
 def test_a_service_that_cannot_serve_gets_nothing(settings):
-    assert placed(settings, 100_000, update_of(settings, (), "no answer")) == "local"
+    assert placed(settings, 100_000, update_of(settings, "no answer", is_used=False)) == "local"
 
 
 def test_before_anything_is_known_no_price_is_guessed():
@@ -111,6 +111,22 @@ def test_the_table_is_one_that_a_gateway_reads():
     table = routing_table(SETTINGS)
     assert decode(msgspec.json.encode(table)) == table
     assert table.on_offload_failure == "PrefillLocally"
+
+
+VLLM = msgspec.structs.replace(FIXED, model_source="", decode_url="http://127.0.0.1:9000", service_data_port=7001)
+
+
+def test_beside_a_vllm_only_a_gateway_runs_and_both_sides_are_reached_as_vllm():
+    assert list(commands(VLLM, Path("r"), Path("c"))) == ["gateway"]
+    local, service = routing_table(VLLM).instances
+    assert (local.engine, local.url, service.engine, service.data_port) == (
+        "vllm-prfaas",
+        "http://127.0.0.1:9000",
+        "vllm-prfaas",
+        7001,
+    )
+    assert [one.engine for one in routing_table(SETTINGS).instances] == ["prfaas", "prfaas"]
+    assert placed(VLLM, 501, update_of(VLLM, "it serves the model")) == "offload", "no price is needed"
 
 
 def test_the_worker_gets_our_flags_and_then_the_users():
@@ -149,6 +165,15 @@ def test_the_command_of_the_page_says_all_that_is_needed(monkeypatch):
         (["--service-cluster", "hub"], "--service-cluster 'hub' is ours"),
         (["--model", "/"], "--model '/' has no name of its own; give --model-name"),
         (["--link-mbps", "0"], "'--link-mbps'"),
+        (["--decode-url", "http://127.0.0.1:9000"], "give either --model, for a worker that this command runs, or"),
+        (["--model", ""], "give either --model"),
+        (["--model", "", "--decode-url", "http://a:1", "--", "--role", "mixed"], "to take --role mixed; give"),
+        (["--model", "", "--decode-url", "http://a:1"], "give --threshold-tokens"),
+        (["--model", "", "--decode-url", "http://a:1", "--threshold-tokens", "9"], "has no name of its own"),
+        (
+            ["--model", "", "--decode-url", "http://a", "--threshold-tokens", "9", "--model-name", "m"],
+            "--decode-url 'http://a' is not of the form",
+        ),
     ],
 )
 def test_a_wrong_flag_is_refused_by_name_and_fix(flags, words):
@@ -209,7 +234,7 @@ class Peers(Caller):
     """Answers in place of the worker, the service and the gateway."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, ProfileAnswer | PeerError] = {SETTINGS.worker_url: HOME}
+        self.answers: dict[str, Any] = {SETTINGS.worker_url: HOME}
         self.called: set[tuple[str, str, str]] = set()
         self.taken: list[ThresholdUpdate] = []
 
@@ -252,3 +277,15 @@ def test_reports_a_silent_gateway_once_and_each_peer_must_show_its_own_cluster(c
         ("GET", f"{SETTINGS.service_url}/v1/profile", "service"),
         ("PUT", "unix:control.sock/threshold", ""),
     }
+
+
+def test_a_vllm_is_asked_for_its_model_and_left_out_while_it_serves_another(capsys):
+    peers = Peers()
+    rounds = follow_service(VLLM, peers, Path("control.sock"))
+    for names in (["kimi"], ["other"], [], ["kimi"]):
+        peers.answers[VLLM.service_url] = {"object": "list", "data": [{"id": name} for name in names]}
+        next(rounds)
+    assert [len(one.offload_clusters) for one in peers.taken] == [1, 0, 0, 1]
+    assert "it serves the model 'other', not 'kimi'" in capsys.readouterr().err
+    assert ("GET", f"{VLLM.service_url}/v1/models", "service") in peers.called
+    assert not any(VLLM.decode_url in url for _, url, _ in peers.called), "it has no profile"

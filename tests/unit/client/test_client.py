@@ -161,7 +161,7 @@ async def test_waits_for_nothing_beyond_the_deadline(server, either):
         (401, "invalid_api_key", RequestError),
         (404, "model_not_found", RequestError),
         (500, "internal_error", PeerError),
-        (502, "prefill_failed", PeerError),
+        (502, "engine_failed", PeerError),
         (504, "deadline_exceeded", DeadlinePassedError),
     ],
 )

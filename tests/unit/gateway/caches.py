@@ -1,10 +1,11 @@
-"""Workers of the tests' world that publish caches by HTTP, as ours do, and what shows that a gateway read them."""
+"""Workers of the tests' world that publish caches by HTTP, as movers do, and what shows that a gateway read them."""
 
 import asyncio
 import hashlib
 import json
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -23,6 +24,8 @@ from prfaas.wire.kvevents import (
     state_stored,
 )
 
+from .conftest import Seen, Worker
+
 CONTENT_TYPE = "application/x-prfaas-events"
 QUICK = {"fixed_seconds": 0.0, "token_seconds": 0.01, "squared_seconds": 0.0, "samples": 9, "max_tokens": 99}
 
@@ -31,6 +34,16 @@ def body_of(seed: str, length: int = 4096) -> bytes:
     """A completion of so many bytes; one byte is a token to the workers here."""
     text = "".join(hashlib.sha256(f"{seed}{n}".encode()).hexdigest() for n in range(length // 64 + 1))[:length]
     return json.dumps({"model": "m", "prompt": text}).encode()
+
+
+def leg_of(one: Seen) -> dict[str, Any]:
+    """Return what a request says of a transfer."""
+    return json.loads(one.body).get("kv_transfer_params", {}).get("prfaas", {})
+
+
+def served(*workers: Worker) -> list[Seen]:
+    """Return the requests that workers answer to clients: all but those for a prefix."""
+    return [one for worker in workers for one in worker.seen if leg_of(one).get("role") != "source"]
 
 
 def frame(topic: str, seq: int, payload: bytes) -> bytes:
@@ -45,17 +58,17 @@ def hello(epoch: str = "e1") -> bytes:
 def holding(*bodies: bytes) -> bytes:
     """Frames of an instance that has these prompts cached, with a state at the end of each."""
     frames = [hello()]
-    for seq, body in enumerate(bodies):
+    for number, body in enumerate(bodies):
         canonical = canonical_completion(json.loads(body))
         data = canonical.data
         names = [hashlib.sha256(data[:end]).digest() for end in range(64, len(data) + 1, 64)]
         events = [attention_stored(names, None, [0] * 64 * len(names), "mla_attention")]
         events.append(state_stored(names[-1], names[-2], [0] * 64))
-        frames.append(frame("kv@x@m", seq, encode_events(EventBatch(0.0, events))))
+        frames.append(frame("kv", 2 * number, encode_events(EventBatch(0.0, events))))
         pairs = [
             ByteBlock(one, names[4 * at + 2], 64 * (4 * at + 3)) for at, one in enumerate(byte_hashes(*canonical[:2]))
         ]
-        frames.append(frame("bytes@x@m", seq, encode_byte_map(ByteMapBatch(0.0, pairs))))
+        frames.append(frame("bytes", 2 * number + 1, encode_byte_map(ByteMapBatch(0.0, pairs))))
     return b"".join(frames)
 
 

@@ -36,7 +36,11 @@ class Seen(NamedTuple):
 
 
 async def answer(_request: web.Request, body: bytes) -> web.StreamResponse:
-    """Answer like a worker whose model takes 4 bytes a token."""
+    """Answer like a worker whose model takes 4 bytes a token of what the client sent."""
+    if b"kv_transfer_params" in body:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        del fields["kv_transfer_params"]
+        body = msgspec.json.encode(fields)
     reported = {headers.PROMPT_TOKENS: str(len(body) // 4), "x-extra": "kept"}
     return web.json_response({"object": "chat.completion"}, headers=reported)
 
@@ -70,6 +74,11 @@ class Worker:
     @property
     def port(self) -> int:
         return self.runner.addresses[0][1]
+
+    @property
+    def data_port(self) -> int:
+        """Its cache events are asked for here, too."""
+        return self.port
 
     async def wait_aborted(self) -> None:
         await eventually_async(self.aborted.is_set, f"a caller of worker {self.name} leaves early")
@@ -146,7 +155,10 @@ class World:
         workers = self.workers.items()
         fields = {
             "clusters": (Cluster(name="eu", capacity_mbps=100, utilisation_query="vector(0)"),),
-            "instances": tuple(make_instance(name, url=one.url, engine=engine) for name, one in workers),
+            # A stand-in answers at one port for the API and for the mover.
+            "instances": tuple(
+                make_instance(name, url=one.url, engine=engine, data_port=one.data_port) for name, one in workers
+            ),
         }
         return self._write(make_table(**(fields | table)))
 

@@ -2,25 +2,20 @@
 
 import asyncio
 import json
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import (
-    COMMENT,
-    DONE,
-    ResumableHeader,
-    Resume,
-    TokenEntry,
-    comment,
-    decode_resume,
-    split_comments,
-)
+from prfaas.wire.streams import STREAM_FIELD, StreamParams
+from prfaas_gateway.openai import DONE
 
 FINGERPRINT = "f"
 TOKENS = 12
 """Of each choice: token i of choice c is 100 * c + i, and spells "c.i "."""
 CHOICES = 2
+BODY = b'{"model":"m","stream":true,"messages":[],"n":2}'
 
 
 def text_of(choice: int) -> str:
@@ -28,27 +23,30 @@ def text_of(choice: int) -> str:
     return "".join(f"{choice}.{number} " for number in range(TOKENS))
 
 
-def speak(resume: Resume, fixed: ResumableHeader, tokens: int = TOKENS) -> bytes:
-    """Return the stream from where `resume` stands, as one worker sends it; an event tells up to three tokens."""
-    stream = b""
-    sent = {choice: len(one.token_ids) for choice, one in resume.choices.items()}
-    for number in range(0, tokens, 3):
+def speak(stream: StreamParams, *, with_ids: bool = True) -> bytes:
+    """Return the stream from where the client is, as a worker sends it; an event names up to three tokens."""
+    events = b""
+    for number in range(0, TOKENS, 3):
         for choice in range(CHOICES):
-            have = sent.get(choice, 0)
-            if choice in resume.choices and resume.choices[choice].reason:
-                continue
-            new = range(max(have, number), min(number + 3, tokens))
-            if not new:
-                continue
-            text = "".join(f"{choice}.{one} " for one in new)
-            reason = "stop" if new[-1] == tokens - 1 else None
-            event = {"created": fixed.created, "index": choice, "text": text, "reason": reason}
-            # Two events for one comment: neither may go to the client without the other.
-            for part in (text[:2], text[2:]):
-                stream += b"data: " + json.dumps(event | {"text": part}).encode() + b"\n\n"
-            characters = sum(len(f"{choice}.{one} ") for one in range(new[-1] + 1))
-            stream += comment([TokenEntry(choice, characters, [100 * choice + one for one in new], reason or "")])
-    return stream + DONE
+            have = len(stream.drawn.get(choice, ()))
+            new = range(max(have, number), number + 3)
+            if choice not in stream.ended and new:
+                events += _event(stream.created, choice, new, with_ids=with_ids)
+    return events + DONE
+
+
+def _event(created: int, choice: int, new: range, *, with_ids: bool) -> bytes:
+    said: dict[str, Any] = {"index": choice, "delta": {"content": "".join(f"{choice}.{one} " for one in new)}}
+    said["finish_reason"] = "stop" if new[-1] == TOKENS - 1 else None
+    said["token_ids"] = [100 * choice + one for one in new] if with_ids else None
+    body = {"created": created, "choices": [said]} | ({} if new[0] else {"system_fingerprint": FINGERPRINT})
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def stream_of(body: bytes) -> StreamParams:
+    """Return what the gateway says of a stream."""
+    fields = json.loads(body)
+    return msgspec.convert(fields[STREAM_FIELD], StreamParams, str_keys=True)
 
 
 class Speaker:
@@ -61,32 +59,21 @@ class Speaker:
 
     """
 
-    cached_tokens = "7"
-    resumable = headers.RESUMABLE
-    opening = COMMENT
+    with_ids = True
 
     def __init__(self, dies_at: int | None = None, how: str = "resets", last_words: bytes = b""):
         self.dies_at = dies_at
         self.how = how
         self.last_words = last_words
-        self.resumes: list[Resume | None] = []
+        self.streams: list[StreamParams] = []
 
     async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
-        size = int(request.headers.get(headers.RESUME, "0"))
-        resume = decode_resume(body[:size]) if size else None
-        self.resumes.append(resume)
-        assert resume is None or resume.fingerprint == FINGERPRINT
-        fixed = request.headers.get(self.resumable)
-        if fixed is None and resume is not None:
-            error = {"message": f"{headers.RESUME} needs {self.resumable}", "type": "invalid_request_error"}
-            return web.json_response({"error": error}, status=400)
-        stream = speak(resume or Resume(FINGERPRINT, 0, {}), ResumableHeader.read(fixed) if fixed else FIXED)
-        stream = stream.replace(COMMENT, self.opening) if fixed else split_comments(stream)[0]
-        fields = {"Content-Type": "text/event-stream", headers.CACHED_TOKENS: self.cached_tokens}
-        fields |= {self.resumable: FINGERPRINT} if fixed else {}
-        response = web.StreamResponse(headers=fields)
+        stream = stream_of(body)
+        self.streams.append(stream)
+        assert stream.model == (FINGERPRINT if stream.continues else "")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", headers.CACHED_TOKENS: "7"})
         await response.prepare(request)
-        await response.write(stream[: self.dies_at])
+        await response.write(speak(stream, with_ids=self.with_ids)[: self.dies_at])
         if self.dies_at is not None:
             await self._die(request, response)
         return response
@@ -103,13 +90,6 @@ class Speaker:
             request.transport.close()
 
 
-class EarlierSpeaker(Speaker):
-    """A worker of an earlier version: its header has another name, and its comments another form."""
-
-    resumable = "x-prfaas-resumable"
-    opening = b": t "
-
-
 def read(body: bytes) -> dict[int, str]:
     """Return what a client read of each choice; raises where an event is damaged, stands twice, or is none."""
     texts: dict[int, str] = {}
@@ -118,14 +98,15 @@ def read(body: bytes) -> dict[int, str]:
     assert last == b"data: [DONE]", body
     for event in events:
         reply = json.loads(event.removeprefix(b"data: "))
+        (choice,) = reply["choices"]
+        assert choice["token_ids"] is None, "the ids are for the gateway"
         heads.add(reply["created"])
-        texts[reply["index"]] = texts.get(reply["index"], "") + reply["text"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["delta"]["content"]
     assert len(heads) == 1
     return texts
 
 
 WHOLE = {choice: text_of(choice) for choice in range(CHOICES)}
-FIXED = ResumableHeader(1, 1_700_000_000)
-STREAM = speak(Resume(FINGERPRINT, 0, {}), FIXED)
+STREAM = speak(StreamParams(seed=1, created=1_795_425_279))
 LENGTH = len(STREAM)
 AFTER_AN_EVENT = STREAM.index(b"\n\n", LENGTH // 2) + 2

@@ -73,6 +73,16 @@ async def test_a_full_instance_gets_no_request_while_another_serves(world, short
     assert not world.state.ejections.until_seconds
 
 
+async def test_where_the_living_are_full_no_ejected_instance_is_tried(world, short):
+    await world.start("d0", "d1")
+    world.state.clock = lambda: 100.0
+    world.workers["d0"].reply = full
+    world.state.ejections.failed("d1", 100.0)
+    assert [(await world.post(short)).status for _ in range(3)] == [429] * 3
+    assert len(world.workers["d0"].seen) == 1
+    assert not world.workers["d1"].seen
+
+
 EU = Cluster(name="eu", datacenter="eu-west", capacity_mbps=100, utilisation_query="vector(0)")
 
 

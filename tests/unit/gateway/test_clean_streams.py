@@ -1,9 +1,11 @@
-"""Proves that a client gets the API's own events and nothing else, however a stream is cut on its way, and wherever its
-worker dies. The streams are those of our worker's own writer and recorded ones of vLLM.
+"""Proves that a client gets the events that it asked for and nothing else, however a stream is cut on its way, and
+wherever its worker dies. The streams are those of our worker's own writer and recorded ones of vLLM.
 """
 
 import json
-from collections.abc import Callable
+import re
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,29 +15,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.wire.engine import TokenLogprob, Tokens
-from prfaas.wire.resume import COMMENT, CUT, DONE, read_comments
-from prfaas_gateway.engines.vllm_stream import VllmStreamLog
-from prfaas_gateway.stream import ResumeLog, StreamLog
+from prfaas.wire.streams import STREAM_FIELD
+from prfaas_gateway.engines.token_log import DrawnLog, TokenLog
+from prfaas_gateway.engines.vllm_resume import numbers
+from prfaas_gateway.openai import DONE
+from prfaas_gateway.request import Fields, read_fields
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front.openai_in import RequestReader
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, ResponseFormatter, usage_body
-from prfaas_worker.front.resume import TokenComments
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
-from .speaker import FIXED, LENGTH, STREAM, WHOLE, read, speak
+from .speaker import BODY, LENGTH, STREAM, WHOLE, read, speak
 
 TINY = load_tokenizer(model_directory("builtin:kimi-linear-tiny"))
 SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=500, max_choices=8)
 WITHOUT_TEXT = 262
 RECORDED = json.loads((Path(__file__).parent / "vllm_streams.json").read_text())
-ODD = COMMENT + b"0 1 5" + CUT + b"\r\n: t 0 1 5;\n\n" + DONE + '}"\u2028é日😀'.encode()
+ODD = b'"token_ids":[7],"finish_reason":"stop"\r\n: t 0 1 5;\n\n' + DONE + '}"\u2028é日😀'.encode()
+FIXED = {"seed": 1, "created": 1_795_425_279}
 
 
 class Case(NamedTuple):
     """A stream of a worker, and what its client is to get."""
 
-    make_log: Callable[[], ResumeLog]
+    make_log: Callable[[], TokenLog]
     stream: bytes
     shown: bytes
 
@@ -50,23 +54,31 @@ class Case(NamedTuple):
         return passed
 
 
+def fields_of(body: bytes) -> Fields:
+    return read_fields(body, every=True)[1]
+
+
 def written(*writes: list[Tokens], chat: bool = False, **fields) -> Case:
     """Return the stream of a worker whose engine says this, each list in one write."""
     body = {"model": "tiny", "stream": True, "max_tokens": 200} | fields
     body |= {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    named, plain = (_stream(writes, body | more, chat) for more in ({STREAM_FIELD: FIXED}, {}))
+    shown = re.sub(rb'"created":\d+', f'"created":{FIXED["created"]}'.encode(), plain)
+    if WITHOUT_TEXT in writes[-2][0].token_ids:  # so many of them that two events have no text
+        shown = re.sub(rb'"token_ids":\[[0-9,]*\]', b'"token_ids":null', named)
+        assert shown.count(b"\n\n") == plain.count(b"\n\n") + 2
+    return Case(lambda: DrawnLog(path, fields_of(msgspec.json.encode(body))), named, shown)
+
+
+def _stream(writes: Sequence[list[Tokens]], body: dict, chat: bool) -> bytes:
     reader = RequestReader(SERVED, TINY)
     job = (reader.chat_job if chat else reader.completion_job)(msgspec.json.encode(body))
     choices = [ChoiceDetokenizer(index, job, TINY) for index in range(job.choices)]
-    formatter, comments = ResponseFormatter(job, "tiny", TINY, 1_700_000_000), TokenComments(None)
-    stream = shown = b""
-    usage = usage_body(job.prompt_tokens, 7, 0)
-    for write in writes:
-        pieces = [choices[one.choice].piece(one) for one in write]
-        events = [formatter.event(piece, usage if job.has_continuous_usage else None) for piece in pieces]
-        stream += comments.add(pieces, events)
-        shown += b"".join(events)
-    end = (formatter.usage_event(usage) if job.has_usage else b"") + DONE
-    return Case(lambda: StreamLog("f", 0), stream + end, shown + end)
+    formatter, usage = ResponseFormatter(job, SERVED, TINY), usage_body(job.prompt_tokens, 7, 0)
+    pieces = [choices[one.choice].piece(one) for write in writes for one in write]
+    events = [formatter.event(piece, usage if job.has_continuous_usage else None) for piece in pieces]
+    return b"".join(events) + (formatter.usage_event(usage) if job.has_usage else b"") + DONE
 
 
 def say(token_ids: bytes | list[int], choice: int = 0, reason: str | None = None, **more) -> Tokens:
@@ -101,7 +113,7 @@ CASES = {
 
 def recorded(name: str) -> Case:
     asked, plain = ("".join(f"{one}\n\n" for one in RECORDED[each]["stream"]) for each in (f"{name}-ids", name))
-    return Case(lambda: VllmStreamLog(RECORDED[name]["path"], {}), asked.encode(), plain.encode())
+    return Case(lambda: TokenLog(RECORDED[name]["path"], {}), asked.encode(), plain.encode())
 
 
 CASES |= {f"vLLM, {name}": recorded(name) for name in RECORDED if not name.endswith("-ids")}
@@ -160,12 +172,18 @@ def test_every_reader_reads_the_same_events(case: Case):
     assert all(json.loads(event)["object"] for event in events[:-1])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "vLLM" not in name])
-def test_a_stream_with_its_comments_would_fail_a_reader(name: str):
-    case = CASES[name]
-    assert events_by_the_standard(case.stream) == events_by_the_standard(case.shown)
-    with pytest.raises(json.JSONDecodeError):
-        events_by_empty_lines(case.stream)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_log_knows_the_tokens_of_every_choice(case: Case):
+    log = case.make_log()
+    log.take(case.stream)
+    log.worker_died()
+    named: dict[int, list[int]] = {}
+    for event in events_by_the_standard(case.stream)[:-1]:
+        for choice in json.loads(event)["choices"]:
+            named[choice["index"]] = named.get(choice["index"], []) + (choice.get("token_ids") or [])
+    assert {choice: numbers(bytes(ids)) for choice, ids in log._sent.items()} == named
+    assert any(named.values())
+    assert log._ended == named.keys()
 
 
 def test_odd_text_is_text():
@@ -173,16 +191,30 @@ def test_odd_text_is_text():
     assert "".join(event["choices"][0]["text"] for event in events).encode() == ODD
 
 
-def test_no_comment_names_the_tokens_that_a_stop_string_cut_off():
-    entries = list(read_comments(STOPPED.stream))
-    named = bytes(token for entry in entries for token in entry.token_ids)
-    assert named.rstrip(b"\0") == b"pub "
-    assert (len(named), entries[-1].reason) == (len("pub SECRET tail"), "stop")
-
-
 def test_a_stream_whose_worker_dies_anywhere_shows_its_events_only():
     for place in range(LENGTH):
-        log = StreamLog("f", 0)
+        log = DrawnLog("/v1/chat/completions", fields_of(BODY))
         shown = log.take(STREAM[:place])
         log.worker_died()
-        assert read(shown + log.take(speak(log.resume(), FIXED))) == WHOLE, f"died after byte {place}"
+        rest = speak(msgspec.structs.replace(log.asks[STREAM_FIELD], created=FIXED["created"]))
+        assert read(shown + log.take(rest)) == WHOLE, f"died after byte {place}"
+
+
+@pytest.mark.parametrize(("options", "ending"), [({}, b"data: [DONE]\n\n"), ({"include_usage": True}, b"")])
+def test_a_stream_that_broke_behind_its_last_token_needs_no_worker_but_for_its_usage(options, ending: bytes):
+    log = DrawnLog("/v1/completions", fields_of(msgspec.json.encode({"model": "m", "stream_options": options})))
+    log.take(b'data: {"choices":[{"index":0,"text":"x","finish_reason":"stop","token_ids":[7]}]}\n\n')
+    log.worker_died()
+    assert log.ending() == ending
+
+
+def test_a_log_of_a_long_stream_keeps_the_ids_and_no_event():
+    log = DrawnLog("/v1/completions", {})
+    event = b'data: {"choices":[{"index":0,"text":"' + 200 * b"x" + b'","token_ids":[70000]}]}\n\n'
+    tracemalloc.start()
+    for _ in range(20_000):
+        log.take(bytes(bytearray(event)))
+    size_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size_bytes < 15 * 20_000 < len(event) * 20_000 / 10
+    assert log.sent_tokens == 20_000

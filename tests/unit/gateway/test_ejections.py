@@ -29,6 +29,17 @@ def test_after_an_ejection_one_request_tries_while_others_still_go_elsewhere():
     assert ejections.until_seconds == {}
 
 
+def test_a_last_resort_that_fails_neither_shortens_nor_lengthens_an_ejection():
+    ejections = Ejections(1, 8)
+    ejections.failed("d0", 10.0)
+    ejections.starting("d0", 10.5)
+    assert ejections.until_seconds == {"d0": 11.0}
+    ejections.failed("d0", 10.6)
+    assert ejections.until_seconds == {"d0": 11.0}
+    ejections.succeeded("d0")
+    assert ejections.until_seconds == {}
+
+
 def test_a_try_that_never_reports_back_leaves_the_instance_open_again():
     ejections = Ejections(1, 8)
     ejections.failed("d0", 10.0)

@@ -1,43 +1,51 @@
 """Proves that no failure before the first byte reaches a client while another instance can serve."""
 
 import asyncio
-from itertools import islice
+import json
+from itertools import count, islice
 
 import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
 
-from .conftest import QUICK
+from .conftest import QUICK, answer
 
 
-async def prefill_failed(_request, _body):
-    body = {
-        "error": {"message": "no prefill", "type": "server_error", "param": None, "code": headers.CODE_PREFILL_FAILED}
-    }
-    return web.json_response(body, status=502)
+async def fails(_request, _body):
+    return web.json_response({"error": {"message": "broken", "code": "engine_failed"}}, status=500)
 
 
-def without_remote_prefill(reply):
-    """Fail requests that name a prefill instance, serve the others."""
+async def waits_for_its_cache(request, body):
+    """Serve what is prefilled here; a destination's cache does not come."""
+    if b"kv_transfer_params" in body:
+        await asyncio.Event().wait()
+    return await answer(request, body)
 
-    async def either(request, body):
-        if headers.PREFILL_URL in request.headers:
-            return await prefill_failed(request, body)
-        return await reply(request, body)
 
-    return either
+def loses_its_cache(lost: str):
+    """Make an instance that computes what should have come from another one."""
+
+    async def reply(request, body):
+        got = await answer(request, body)
+        if b"kv_transfer_params" in body:
+            got.headers[headers.LOST_TRANSFER] = lost
+        return got
+
+    return reply
+
+
+async def start_with_broken_source(world, source: str, **table):
+    await world.start("d0", source, **table)
+    world.workers["d0"].reply, world.workers[source].reply = waits_for_its_cache, fails
 
 
 async def test_a_failed_offload_falls_back_to_the_hub(world, long):
-    await world.start("d0", "x0")
-    worker = world.workers["d0"]
-    worker.reply = without_remote_prefill(worker.reply)
+    await start_with_broken_source(world, "x0")
     got = await world.post(long)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.DECISION]) == (200, "fallback", "offload")
     assert (got.headers[headers.PREFILL_CLUSTER], got.headers[headers.PREFILL_INSTANCE]) == ("hub", "d0")
-    assert [one.headers.get(headers.PREFILL_URL) for one in worker.seen] == [world.workers["x0"].url, None]
-    assert [one.body for one in worker.seen] == [long, long]
+    assert world.workers["d0"].seen[-1].body == long
     assert (world.state.counters.offloaded, world.state.counters.failed_offloads, world.state.counters.local) == (
         1,
         1,
@@ -48,43 +56,55 @@ async def test_a_failed_offload_falls_back_to_the_hub(world, long):
 
 async def test_a_failed_offload_uses_a_local_prefill_instance_where_there_is_one(world, long):
     await world.start("d0", "p0", "x0")
-    worker = world.workers["d0"]
-    serve = worker.reply
 
     async def reply(request, body):
-        remote = request.headers.get(headers.PREFILL_URL) == world.workers["x0"].url
-        return await (prefill_failed if remote else serve)(request, body)
+        params = json.loads(body).get("kv_transfer_params", {}).get("prfaas", {})
+        return await (waits_for_its_cache if params.get("cluster") == "eu" else answer)(request, body)
 
-    worker.reply = reply
+    world.workers["d0"].reply, world.workers["x0"].reply = reply, fails
     got = await world.post(long)
     assert (got.status, got.headers[headers.PREFILL_INSTANCE], got.headers[headers.OUTCOME]) == (200, "p0", "fallback")
 
 
 async def test_a_policy_that_rejects_failed_offloads_forwards_the_failure(world, long):
-    await world.start("d0", "x0", on_offload_failure="Reject")
-    world.workers["d0"].reply = prefill_failed
+    await start_with_broken_source(world, "x0", on_offload_failure="Reject")
     got = await world.post(long)
-    assert (got.status, got.json["error"]["code"]) == (502, headers.CODE_PREFILL_FAILED)
+    assert (got.status, got.json["error"]["code"]) == (500, "engine_failed")
     assert headers.OUTCOME not in got.headers
-    assert len(world.workers["d0"].seen) == 1
     assert await world.metric('prfaas_gateway_requests_total{decision="offload",outcome="rejected"}') == 1
 
 
+@pytest.mark.parametrize(
+    ("lost", "then"), [(f"{'0' * 32} {headers.UNREACHABLE}", ("local", 1)), ("0" * 32, ("offload", 2))]
+)
+async def test_a_cache_that_does_not_come_is_a_failed_offload_of_a_request_that_is_served(world, long, lost, then):
+    await world.start("d0", "x0")
+    world.workers["d0"].reply = loses_its_cache(lost)
+    got = await world.post(long)
+    assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "fallback", "d0")
+    assert (len(world.workers["d0"].seen), world.state.counters.failed_offloads) == (1, 1)
+    again = await world.post(long)  # at once: no second attempt over a link that died
+    assert (again.headers[headers.DECISION], len(world.workers["x0"].seen)) == then
+
+
+async def test_a_policy_that_rejects_failed_offloads_refuses_a_cache_that_does_not_come(world, long):
+    await world.start("d0", "x0", on_offload_failure="Reject")
+    world.workers["d0"].reply = loses_its_cache("0" * 32)
+    got = await world.post(long)
+    assert (got.status, got.json["error"]["code"], len(world.workers["d0"].seen)) == (503, "overloaded", 1)
+
+
 async def test_a_failed_local_prefill_instance_is_not_a_fallback(world, short):
-    await world.start("d0", "p0")
-    worker = world.workers["d0"]
-    worker.reply = without_remote_prefill(worker.reply)
+    await start_with_broken_source(world, "p0")
     got = await world.post(short)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "ok", "d0")
 
 
 async def test_a_prefill_instance_that_failed_gets_no_request_for_a_while(world, long):
-    await world.start("d0", "x0")
-    worker = world.workers["d0"]
-    worker.reply = without_remote_prefill(worker.reply)
+    await start_with_broken_source(world, "x0")
     await world.post(long)
     got = await world.post(long)  # at once: no second attempt over the link
-    assert (got.status, got.headers[headers.DECISION], len(worker.seen)) == (200, "local", 3)
+    assert (got.status, got.headers[headers.DECISION], len(world.workers["x0"].seen)) == (200, "local", 1)
 
 
 @pytest.mark.parametrize("death", ["refuses", "resets", "hangs up"])
@@ -227,6 +247,58 @@ async def test_the_only_worker_that_breaks_long_after_its_request_is_waited_for(
     assert len(worker.seen) == 2
 
 
+PATIENT = QUICK._replace(eject_seconds=60, eject_max_seconds=60)
+
+
+async def breaks(request, _body):
+    request.transport.abort()
+    return web.Response()
+
+
+def eject(world, *names):
+    for name in names:
+        world.state.ejections.failed(name, world.state.clock())
+
+
+async def test_a_worker_that_is_back_before_its_ejection_ends_serves_where_there_is_no_other(world, short):
+    await world.start("d0", limits=PATIENT)
+    eject(world, "d0")
+    assert (await world.post(short)).status == 200
+    assert not world.state.ejections.until_seconds
+
+
+async def test_a_request_that_failed_tries_an_ejected_worker_rather_than_the_one_that_it_failed_at(world, short):
+    await world.start("d0", "d1", limits=PATIENT)
+    world.workers["d0"].reply = breaks
+    for number in range(6):
+        world.state.ejections.succeeded("d0")
+        eject(world, "d1")
+        got = await world.post(short, headers={headers.REQUEST_ID: f"request-{number}"})
+        assert (got.status, got.headers.get(headers.DECODE_INSTANCE)) == (200, "d1")
+    assert len(world.workers["d0"].seen) == 6
+
+
+async def test_a_request_tries_only_one_ejected_worker_before_it_is_refused(world, short):
+    await world.start("d0", "d1", "d2", limits=PATIENT)
+    for worker in world.workers.values():
+        worker.reply = breaks
+    eject(world, *world.workers)
+    for number in (1, 2):
+        assert (await world.post(short)).status == 503
+        assert sum(len(worker.seen) for worker in world.workers.values()) == number
+
+
+async def test_after_its_last_resort_a_request_waits_no_second_time(world, short):
+    limits = QUICK._replace(hold_seconds=80, poll_seconds=0.001, eject_seconds=120, eject_max_seconds=120)
+    await world.start("d0", limits=limits)
+    world.workers["d0"].reply = breaks
+    ticks = count()
+    world.state.clock = lambda: float(next(ticks))  # a second passes with every look at it
+    eject(world, "d0")
+    assert (await world.post(short)).status == 503
+    assert len(world.workers["d0"].seen) == 1, "it waited until the ejection had ended"
+
+
 async def test_after_its_last_attempt_a_request_waits_for_no_instance(world, short):
     await world.start("d0", limits=QUICK._replace(attempts=1, hold_seconds=60, eject_seconds=60, eject_max_seconds=60))
     await world.workers["d0"].stop()
@@ -238,11 +310,6 @@ async def test_after_its_last_attempt_a_request_waits_for_no_instance(world, sho
 async def test_all_failures_of_a_request_share_the_time_that_it_waits_for_an_instance(world, short):
     await world.start("d0", limits=QUICK._replace(hold_seconds=1.3, eject_seconds=1.0, eject_max_seconds=1.0))
     worker = world.workers["d0"]
-
-    async def breaks(request, _body):
-        request.transport.abort()
-        return web.Response()
-
     worker.reply = breaks
     assert (await world.post(short)).status == 503
-    assert len(worker.seen) == 2, "the second wait was too short for the ejection to end"
+    assert len(worker.seen) == 3, "the second wait was too short for the ejection to end, and its last resort failed"

@@ -3,18 +3,33 @@ fetching from, and that no peer's stream, however broken, reaches further than w
 """
 
 import asyncio
+import json
 import struct
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 from aiohttp import web
 from tests.waiting import eventually_async
 
 from prfaas.names import HUB
-from prfaas.wire import headers
 from prfaas.wire.kvevents import EventBatch, encode_events
 
-from .caches import CONTENT_TYPE, QUICK, body_of, frame, hello, holding, served_by, start, telling, until_metric
+from .caches import (
+    CONTENT_TYPE,
+    QUICK,
+    body_of,
+    frame,
+    hello,
+    holding,
+    leg_of,
+    served,
+    served_by,
+    start,
+    telling,
+    until_metric,
+)
+from .publisher import Vllm
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("_quick_pauses")]
 
@@ -29,6 +44,19 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(wor
     assert await served_by(world, mine) == {"d0"}
     assert await served_by(world, theirs) == {"d1"}
     assert await served_by(world, new) == {"d0", "d1", "d2"}
+
+
+async def test_vllm_with_a_mover_is_matched_by_token_ids(world):
+    engine = Vllm()
+    mine, theirs = ([n * step % 50_000 for n in range(960)] for step in (7, 11))
+    caches = {
+        name: telling(hello() + frame("kv", 0, engine.batch(*engine.stored(tokens))))
+        for name, tokens in (("d0", mine), ("d1", theirs))
+    }
+    await start(world, caches, tokens=100_000, engine="vllm-prfaas")
+    await until_metric(world, "prfaas_gateway_kv_batches_total", 2)
+    for tokens, name in ((mine, "d0"), (theirs, "d1")):
+        assert await served_by(world, json.dumps({"model": "m", "prompt": tokens}).encode()) == {name}
 
 
 async def test_an_instance_that_leaves_is_forgotten_and_one_that_comes_is_followed(world):
@@ -59,7 +87,7 @@ async def test_a_lost_connection_is_made_again_and_continues_where_it_was(world)
 
     await start(world, {"d0": cache, "d1": telling(hello())}, tokens=5000)
     await eventually_async(lambda: len(requests) > 1, "the gateway asks again")
-    assert requests == ["", "from=1&bytes_from=1&epoch=e1"]
+    assert requests == ["", "from=2&epoch=e1"]
     assert await served_by(world, mine) == {"d0"}
 
 
@@ -77,6 +105,15 @@ async def test_instances_that_tell_nothing_are_judged_by_what_was_sent_to_them(w
     assert await served_by(world, body_of("one")) == {first}
     assert await served_by(world, body_of("one", 8000)) == {first}
     assert await world.metric("prfaas_gateway_kv_matched_tokens_total") > 0
+
+
+async def test_an_instance_of_which_events_were_lost_is_judged_by_what_was_sent_to_it_too(world):
+    mine = body_of("mine")
+    lost = frame("prfaas.snapshot", 0, msgspec.msgpack.encode({"seq": 7, "batches": 0, "is_whole": False}))
+    await start(world, {"d0": telling(hello() + lost), "d1": telling(hello() + lost)}, tokens=5000)
+    await until_metric(world, 'prfaas_gateway_kv_instances{state="followed"}', 2)
+    (first,) = await served_by(world, mine, 1)
+    assert await served_by(world, mine) == {first}
 
 
 async def test_instances_that_cannot_tell_now_are_not_judged(world):
@@ -100,25 +137,28 @@ async def test_a_prefill_learns_of_an_instance_that_has_more_where_that_is_known
 
     owner.reply = other.reply = held
     asking = [asyncio.create_task(world.post(mine, "/v1/completions")) for _ in range(20)]
-    await eventually_async(lambda: len(owner.seen) + len(other.seen) == 20, "20 requests arrive")
+    await eventually_async(lambda: len(served(owner, other)) == 20, "20 requests arrive")
+    if profile:
+        await eventually_async(lambda: len(owner.seen) == 20, "a prefix is asked for by each of the other's requests")
     gate.set()
     assert {(await one).status for one in asking} == {200}
     assert owner.seen, "the first ones went where the prompt is"
-    urls = [one.headers.get(headers.PREFIX_URL) for one in other.seen]
-    assert urls == [owner.url if profile else None] * len(urls) != []
-    assert not any(headers.PREFIX_URL in one.headers for one in owner.seen)
-    assert await world.metric("prfaas_gateway_kv_prefixes_total") == (len(urls) if profile else 0)
-    if profile:
-        assert other.seen[0].headers[headers.PREFIX_CLUSTER] == HUB
+    given, fetched = ([leg for one in seen if (leg := leg_of(one))] for seen in (owner.seen, other.seen))
+    assert other.seen
+    assert len(fetched) == (len(other.seen) if profile else 0)
+    assert {leg["transfer_id"] for leg in fetched} == {leg["transfer_id"] for leg in given}
+    assert {(leg["role"], leg["tokens"]) for leg in given} == ({("source", 4096)} if profile else set())
+    assert {(leg["role"], leg["tokens"], leg["cluster"]) for leg in fetched} <= {("destination", 4096, HUB)}
+    assert await world.metric("prfaas_gateway_kv_prefixes_total") == len(fetched)
 
 
 HOSTILE = {
     "an endless frame": struct.pack("!I", 0xFFFFFFFF) + b"x" * 100_000,
     "a frame of nonsense": struct.pack("!I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
-    "no greeting": frame("kv@d0@m", 0, b""),
-    "a gap": hello() + frame("kv@d0@m", 77, encode_events(EventBatch(0.0, []))),
+    "no greeting": frame("kv", 0, b""),
+    "a gap": hello() + frame("kv", 77, encode_events(EventBatch(0.0, []))),
     "half a frame": hello() + struct.pack("!I", 100) + b"x",
-    "deep nesting": hello() + frame("kv@d0@m", 0, b"\x91" * 100_000),
+    "deep nesting": hello() + frame("kv", 0, b"\x91" * 100_000),
 }
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tables import make_instance
 
 from prfaas.errors import ProtocolError
 from prfaas.kvindex.index import InstanceIndex
@@ -23,10 +24,10 @@ from prfaas.wire.kvevents import (
     encode_byte_map,
     encode_events,
 )
-from prfaas_gateway.kv.cache_events import LARGEST_BLOCK_TOKENS
-from prfaas_gateway.kv.own_events import OwnEventReader
+from prfaas_gateway.kv.cache_events import LARGEST_BLOCK_TOKENS, CacheEvents
+from prfaas_gateway.kv.mover_events import MoverEventReader, address_of
 
-KV, BYTES = "kv@pod@m", "bytes@pod@m"
+KV, BYTES = "kv", "bytes"
 
 
 def name(number: int) -> bytes:
@@ -50,7 +51,7 @@ class Peer:
 
     def __init__(self, max_blocks: int = 1000):
         self.index = InstanceIndex(max_blocks, 1000)
-        self.reading = OwnEventReader(self.index)
+        self.reading = MoverEventReader(self.index, CacheEvents(self.index))
 
     def say(self, topic: str, seq: int, payload: bytes) -> None:
         for _ in self.reading.take(topic, seq, payload):
@@ -62,7 +63,7 @@ class Peer:
     def greet(self, epoch: str = "e1") -> str:
         """Connect anew; return the path of the request."""
         path = self.reading.path
-        self.tell("hello", epoch=epoch, instance="pod", model="m", topics={})
+        self.tell("hello", epoch=epoch, first_seq=0, next_seq=9)
         return path
 
     def events(self, seq: int, *events: KvEvent) -> None:
@@ -112,10 +113,10 @@ def test_windows_further_groups_and_other_sizes_are_left_out(peer):
 def test_a_reader_continues_where_it_was_and_takes_nothing_twice(peer):
     assert Peer().greet() == "/v1/kv-events"
     peer.events(0, stored(1, 2))
-    peer.teach(0, (7, 1))
-    peer.events(1, stored(3, 4))
-    assert peer.greet() == "/v1/kv-events?from=2&bytes_from=1&epoch=e1"
-    peer.events(1, AllBlocksCleared())
+    peer.teach(1, (7, 1))
+    peer.events(2, stored(3, 4))
+    assert peer.greet() == "/v1/kv-events?from=3&epoch=e1"
+    peer.events(2, AllBlocksCleared())
     assert peer.match(4) == 4
 
 
@@ -123,31 +124,30 @@ def test_a_gap_is_an_error_and_the_reader_requests_what_is_missing(peer):
     peer.events(0, stored(1, 2))
     with pytest.raises(ProtocolError, match="batch 2 came instead of batch 1"):
         peer.events(2, stored(3, 4))
-    assert peer.greet() == "/v1/kv-events?from=1&bytes_from=0&epoch=e1"
-    with pytest.raises(ProtocolError):
-        peer.tell("gap", topic=KV, from_seq=1, to_seq=5)
-    assert peer.reading.gaps == 2
+    assert peer.greet() == "/v1/kv-events?from=1&epoch=e1"
+    assert peer.reading.gaps == 1
 
 
-def test_a_snapshot_takes_the_place_of_all_that_was_known_of_its_topic(peer):
+def test_a_snapshot_takes_the_place_of_all_that_was_known(peer):
     peer.events(0, stored(1, 9))
-    peer.teach(0, (7, 1))
-    peer.tell("snapshot", topic=KV, seq=40, batches=2)
-    assert len(peer.index.tree) == 0
-    assert len(peer.index.bytes) == 1
-    peer.events(40, AllBlocksCleared(), stored(1, 2))
-    peer.events(40, stored(3, 3))
+    peer.teach(1, (7, 1))
+    peer.tell("snapshot", seq=40, batches=2, is_whole=True)
+    assert (len(peer.index.tree), len(peer.index.bytes)) == (0, 0)
+    peer.events(40, stored(1, 3))
+    peer.teach(40, (8, 2))
     peer.events(41, stored(4, 4))
-    assert peer.match(4) == 4
-    peer.tell("snapshot", topic=BYTES, seq=6, batches=0)
-    peer.teach(7, (8, 2))
-    assert (peer.index.bytes.get(7), peer.index.bytes.get(8)) == (None, key_of(name(2)))
-    assert peer.reading.snapshots == 2
+    assert (peer.match(4), peer.index.bytes.get(8)) == (4, key_of(name(2)))
+    assert (peer.reading.is_whole, peer.reading.snapshots) == (True, 1)
+    peer.tell("snapshot", seq=50, batches=0, is_whole=False)
+    peer.events(51, stored(1, 1))
+    assert (len(peer.index.tree), peer.reading.is_whole) == (1, False), (
+        "its mover began after its engine's first events"
+    )
 
 
 def test_a_reader_cut_off_within_a_snapshot_requests_another(peer):
     peer.events(0, stored(1, 9))
-    peer.tell("snapshot", topic=KV, seq=40, batches=2)
+    peer.tell("snapshot", seq=40, batches=2, is_whole=True)
     peer.events(40, stored(1, 2))
     kv = int(peer.greet().partition("from=")[2].partition("&")[0])
     assert kv > 1 << 60, "a number that no log has"
@@ -157,11 +157,18 @@ def test_a_reader_cut_off_within_a_snapshot_requests_another(peer):
 
 def test_a_new_life_of_the_instance_voids_all_that_was_known(peer):
     peer.events(0, stored(1, 9), stored(4, 4, 1, "mamba"))
-    peer.teach(0, (7, 1))
+    peer.teach(1, (7, 1))
     peer.greet("e2")
     assert (len(peer.index.tree), len(peer.index.bytes)) == (0, 0)
+    assert peer.reading.lives == 1
     peer.events(0, stored(1, 3, 5, "full_attention"))
     assert peer.match(3) == 3, "this model may have no states"
+
+
+@pytest.mark.parametrize(("host", "rank", "port"), [("10.0.0.1", 0, 9001), ("[fd00::1]", 2, 9009)])
+def test_a_rank_is_followed_at_its_first_data_port(host, rank, port):
+    instance = make_instance("d0", url=f"https://{host}:8000", ranks=3, data_port=9001, rank_ports=4)
+    assert address_of(instance, rank) == f"https://{host}:{port}"
 
 
 NONSENSE = [
@@ -170,7 +177,7 @@ NONSENSE = [
     (BYTES, msgspec.msgpack.encode({"ts": 0, "blocks": [{"byte_hash": "x"}]})),
     ("prfaas.hello", msgspec.msgpack.encode({"epoch": "&from=0"})),
     ("prfaas.hello", msgspec.msgpack.encode({"epoch": "x" * 65})),
-    ("prfaas.snapshot", msgspec.msgpack.encode({"topic": KV, "seq": "x"})),
+    ("prfaas.snapshot", msgspec.msgpack.encode({"seq": 1, "batches": -1, "is_whole": True})),
 ]
 
 
@@ -197,11 +204,11 @@ def test_huge_batches_and_snapshots_stay_within_the_share():
     assert steps >= 10, "others run in between"
     assert (len(peer.index.tree), peer.index.tree.refused_blocks) == (100, 9900)
     assert peer.match(100) == 100, "the beginnings are kept"
-    peer.tell("snapshot", topic=KV, seq=1 << 62, batches=1 << 62)
+    peer.tell("snapshot", seq=1 << 62, batches=1 << 62, is_whole=True)
     for _ in range(3):
         peer.events(1 << 62, *(stored(n, n, 9, "mamba") for n in range(1, 500)))
     assert len(peer.index.tree) <= 100
-    peer.teach(0, *((number, 1) for number in range(50_000)))
+    peer.teach(1 << 62, *((number, 1) for number in range(50_000)))
     assert len(peer.index.bytes) <= 2 * 500 + 1024
 
 

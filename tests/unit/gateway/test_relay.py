@@ -11,7 +11,6 @@ from aiohttp import web
 from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas.wire import headers
-from prfaas.wire.resume import ResumableHeader
 from prfaas_gateway.limits import Limits
 
 pytestmark = pytest.mark.system
@@ -97,8 +96,6 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     sent = {
         "X-PrfaaS-Prefill-URL": "http://127.0.0.1:1",
         "x-prfaas-anything": "1",
-        headers.RESUMABLE: "mine",
-        headers.RESUME: "7",
         "Authorization": "Bearer secret",
         "TE": "trailers",
     }
@@ -112,7 +109,6 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     got = dict(world.workers["d0"].seen[0].headers)
     request_id = got.pop("x-request-id")
     assert len(request_id) == 32
-    ResumableHeader.read(got.pop(headers.RESUMABLE))  # raises where it is what the client sent
     assert got == {
         "host": world.workers["d0"].url.removeprefix("http://"),
         "accept": "*/*",
@@ -177,8 +173,9 @@ async def test_the_answer_says_what_was_decided(world, short, long):
     )
     assert (got[headers.DECODE_INSTANCE], got[headers.OUTCOME], got[headers.THRESHOLD_TOKENS]) == ("d0", "ok", "1000")
     assert (got[headers.PROMPT_TOKENS], got["x-extra"]) == ("10000", "kept")
-    sent = [one.headers.get(headers.PREFILL_URL) for one in world.workers["d0"].seen]
-    assert sent == [world.workers["p0"].url, world.workers["x0"].url]
+    sent = [json.loads(one.body)["kv_transfer_params"]["prfaas"] for one in world.workers["d0"].seen]
+    assert [one["cluster"] for one in sent] == ["hub", "eu"]
+    assert [len(world.workers[name].seen) for name in ("p0", "x0")] == [1, 1]
 
 
 async def test_a_client_that_leaves_while_it_waits_aborts_the_worker(world, short):
@@ -208,8 +205,20 @@ async def test_a_client_that_leaves_a_stream_aborts_the_worker(world):
     await settled(world)
 
 
+@pytest.mark.parametrize(("last", "outcome"), [(b"data: 1\n\n", "aborted"), (b"data: 1\n\ndata: [DONE]\n\n", "ok")])
+async def test_a_client_that_leaves_behind_the_last_event_has_its_answer(world, last: bytes, outcome: str):
+    await world.start("d0", limits=Limits(idle_seconds=600))
+    world.workers["d0"].reply = streaming(last, gate=asyncio.Event())
+    response = await world.client.post(world.url + "/v1/chat/completions", data=b'{"model":"m","stream":true}')
+    assert await response.content.readany() == last
+    response.close()
+    await world.workers["d0"].wait_aborted()
+    await settled(world)
+    assert await world.metric(f'prfaas_gateway_requests_total{{decision="local",outcome="{outcome}"}}') == 1
+
+
 async def test_a_client_that_stops_reading_is_cut_off_and_the_worker_aborted(world):
-    await world.start("d0", limits=world_limits(idle_seconds=0.2))
+    await world.start("d0", limits=world_limits(idle_seconds=0.2, stall_seconds=0.2))
 
     async def flood(request, _body):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -249,6 +258,7 @@ async def settled(world) -> None:
 )
 async def test_a_stream_that_breaks_off_ends_with_an_error_event(world, pieces):
     await world.start("d0")
+    world.change_instances(engine="dynamo")  # its streams are relayed as they come, since they cannot continue
     world.workers["d0"].reply = streaming(*pieces, die=True)
     got = await world.post(b'{"model":"m","stream":true}')
     first, event, end = got.body.split(b"\n\n")
@@ -269,7 +279,7 @@ async def test_another_format_that_breaks_off_is_cut_short_for_the_client_too(wo
 
 
 async def test_a_worker_that_falls_silent_ends_the_stream(world):
-    await world.start("d0", limits=world_limits(idle_seconds=0.1))
+    await world.start("d0", limits=world_limits(idle_seconds=0.1, stall_seconds=0.1))
     world.workers["d0"].reply = streaming(b"data: 1\n\n", gate=asyncio.Event())
     got = await world.post(b'{"model":"m","stream":true}')
     assert b"stream_broken" in got.body

@@ -14,7 +14,7 @@ from tests.waiting import eventually_async
 
 from prfaas.wire import headers
 
-from .caches import CONTENT_TYPE, QUICK, body_of, hello, holding, start, telling, until_metric
+from .caches import CONTENT_TYPE, QUICK, body_of, hello, holding, leg_of, served, start, telling, until_metric
 from .conftest import World, answer
 
 pytestmark = pytest.mark.system
@@ -109,7 +109,7 @@ async def test_a_second_instance_gets_a_prefix_that_is_too_hot_for_one(world):
     first, second = world.workers["d0"], world.workers["d1"]
 
     async def held(request: web.Request, body: bytes) -> web.StreamResponse:
-        if request.headers.get(headers.PREFIX_URL) == first.url and request.url.port == second.port:
+        if request.url.port == second.port and leg_of(second.seen[-1]):
             arrived.set()
         await gate.wait()
         return await answer(request, body)
@@ -120,16 +120,16 @@ async def test_a_second_instance_gets_a_prefix_that_is_too_hot_for_one(world):
     asking = [asyncio.create_task(world.post(one, "/v1/completions")) for one in bodies]
     try:
         await until_metric(world, PAIRS, 32)
-        seen = len(first.seen), len(second.seen)
+        seen = len(served(first)), len(served(second))
         assert min(seen) > 0
         asking += [asyncio.create_task(world.post(one, "/v1/completions")) for one in bodies]
-        await eventually_async(lambda: len(first.seen) + len(second.seen) == 40, "40 requests arrive")
+        await eventually_async(lambda: len(served(first, second)) == 40, "40 requests arrive")
     finally:
         gate.set()
         assert {(await one).status for one in asking} == {200}
-    assert len(first.seen) > seen[0], "the first still serves it"
-    assert len(second.seen) > seen[1], "and so does the second"
-    later = [one.headers.get(headers.PREFIX_URL) for one in (*first.seen[seen[0] :], *second.seen[seen[1] :])]
-    assert set(later) == {None}, "no instance has to fetch it"
+    later = [*served(first)[seen[0] :], *served(second)[seen[1] :]]
+    assert len(served(first)) > seen[0], "the first still serves it"
+    assert len(served(second)) > seen[1], "and so does the second"
+    assert not any(map(leg_of, later)), "no instance has to fetch it"
     idle = [await world.post(hot, "/v1/completions", headers={headers.REQUEST_ID: f"{n}" * 8}) for n in range(12)]
     assert {one.headers[headers.DECODE_INSTANCE] for one in idle} == {"d0", "d1"}

@@ -10,13 +10,12 @@ import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas.wire.resume import DONE, split_comments
 from prfaas_gateway import state
+from prfaas_gateway.openai import DONE
 
 from .conftest import QUICK
-from .speaker import AFTER_AN_EVENT, LENGTH, STREAM, WHOLE, EarlierSpeaker, Speaker, read
+from .speaker import AFTER_AN_EVENT, BODY, FINGERPRINT, LENGTH, TOKENS, WHOLE, Speaker, read, stream_of
 
-BODY = b'{"model":"m","stream":true,"messages":[]}'
 SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.2)
 
 
@@ -60,35 +59,32 @@ async def test_a_stream_continues_without_a_seam_wherever_its_worker_dies(world,
         world.workers["d0"].reply = Dying(world, place, how)
         got = await world.post(BODY)
         assert (got.status, read(got.body)) == (200, WHOLE), f"died after byte {place}: {got.body!r}"
-    assert len(second.resumes) == len(world.workers["d0"].seen)
-    assert None not in second.resumes
+    assert len(second.streams) == len(world.workers["d0"].seen) - 2, "two lacked [DONE] alone"
 
 
-@pytest.mark.parametrize("cached_tokens", ["7", "", "many"])
-async def test_what_resume_needs_stays_between_gateway_and_worker(world, cached_tokens):
-    await begun_on(world, "d0")
-    speaker = world.workers["d0"].reply = Speaker()
-    speaker.cached_tokens = cached_tokens
-    got = await world.post(BODY)
-    assert read(got.body) == WHOLE
-    assert not {headers.RESUMABLE, headers.RESUME} & {name.lower() for name in got.headers}
-
-
-async def test_the_next_worker_gets_the_same_body_and_headers_as_the_first(world):
+async def test_the_next_worker_gets_the_same_request_and_what_the_client_has(world):
     await begun_on(world, "d0", "d1")
     world.workers["d0"].reply = Dying(world, LENGTH // 2)
-    second = world.workers["d1"].reply = Speaker()
+    world.workers["d1"].reply = Speaker()
     await world.post(BODY)
     (first,), (then,) = world.workers["d0"].seen, world.workers["d1"].seen
-    size = int(then.headers[headers.RESUME])
-    assert (then.path, then.body[size:]) == (first.path, BODY)
-    for name in (headers.RESUMABLE, headers.REQUEST_ID):
-        assert then.headers[name] == first.headers[name]
-    (resume,) = second.resumes
-    assert resume is not None
-    assert resume.cached_tokens == 7, "usage continues with what the first one counted"
-    assert resume.choices[0].token_ids == list(range(len(resume.choices[0].token_ids)))
-    assert sum(len(one.token_ids) for one in resume.choices.values()) > 2
+    assert then.path == first.path
+    assert then.headers[headers.REQUEST_ID] == first.headers[headers.REQUEST_ID]
+    asked, began, stream = json.loads(then.body), stream_of(first.body), stream_of(then.body)
+    assert {name: asked[name] for name in json.loads(BODY)} == json.loads(BODY)
+    assert (stream.seed, stream.created, stream.model) == (began.seed, began.created, FINGERPRINT)
+    assert not began.continues
+    assert 2 < len(stream.drawn[0]) < TOKENS
+    for choice, token_ids in stream.drawn.items():
+        assert token_ids == [100 * choice + number for number in range(len(token_ids))]
+
+
+async def test_a_choice_that_has_ended_is_not_asked_for(world):
+    await begun_on(world, "d0", "d1")
+    world.workers["d0"].reply = Dying(world, LENGTH - len(DONE) - 5)
+    second = world.workers["d1"].reply = Speaker()
+    assert read((await world.post(BODY)).body) == WHOLE
+    assert second.streams[0].ended == (0,)
 
 
 async def test_a_resumed_request_is_counted_as_one(world):
@@ -98,8 +94,8 @@ async def test_a_resumed_request_is_counted_as_one(world):
     await world.post(BODY)
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="resumed"}') == 1
     assert await world.metric("prfaas_gateway_resumes_total") == 1
-    assert second.resumes[0] is not None
-    assert await world.metric("prfaas_gateway_resumed_tokens_total") == second.resumes[0].sent_tokens
+    drawn = sum(map(len, second.streams[0].drawn.values()))
+    assert await world.metric("prfaas_gateway_resumed_tokens_total") == drawn > 0
     assert "d0" in world.state.ejections.until_seconds
     assert world.state.in_flight == 0
 
@@ -115,36 +111,17 @@ async def test_an_engine_of_others_gets_no_resume(world):
     assert not world.workers["d1"].seen
 
 
-class EarlierDying(EarlierSpeaker, Dying):
-    """A worker of an earlier version that dies."""
-
-
-async def test_a_stream_of_an_earlier_worker_is_clean_and_does_not_continue(world):
+async def test_a_worker_that_names_no_tokens_ends_with_an_error(world):
     await begun_on(world, "d0", "d1")
-    world.workers["d0"].reply = EarlierSpeaker()
-    assert read((await world.post(BODY)).body) == WHOLE
-    world.workers["d0"].reply = EarlierDying(world, LENGTH // 3)
-    world.workers["d1"].reply = Speaker()
-    got = await world.post(BODY)
-    shown, _, _ = got.body.partition(b'data: {"error"')
+    for dies_at in (None, LENGTH // 3):
+        only(world, "d0")
+        world.workers["d0"].reply = Dying(world, dies_at)
+        world.workers["d0"].reply.with_ids = False
+        got = await world.post(BODY)
+        if dies_at is None:
+            assert read(got.body) == WHOLE
     assert broken(got.body)["code"] == "stream_broken"
-    assert split_comments(STREAM)[0].startswith(shown.rstrip(b"\n"))
     assert not world.workers["d1"].seen
-
-
-async def test_an_earlier_worker_does_not_continue_a_stream_and_another_does(world):
-    await begun_on(world, "d0", "d1", "d2")
-    world.workers["d0"].reply = Dying(world, LENGTH // 2)
-    earlier = EarlierSpeaker()
-    replies = iter((earlier, Speaker()))
-
-    async def next_reply(request, body):
-        return await next(replies)(request, body)
-
-    world.workers["d1"].reply = world.workers["d2"].reply = next_reply
-    assert read((await world.post(BODY)).body) == WHOLE
-    assert {len(world.workers[name].seen) for name in ("d1", "d2")} == {1}
-    assert earlier.resumes != [None], "it was asked to continue"
 
 
 @pytest.mark.system
@@ -162,7 +139,7 @@ async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_
 
     class Twice(Dying):
         async def __call__(self, request, body):
-            self.dies_at = None if headers.RESUME in request.headers else LENGTH // 2
+            self.dies_at = None if stream_of(body).continues else LENGTH // 2
             return await super().__call__(request, body)
 
     world.workers["d0"].reply = Twice(world)
@@ -180,7 +157,7 @@ async def test_a_stream_waits_for_an_instance_that_comes_back(world):
 
     class Once(Speaker):
         async def __call__(self, request, body):
-            self.dies_at = None if headers.RESUME in request.headers else LENGTH // 2
+            self.dies_at = None if stream_of(body).continues else LENGTH // 2
             response = await super().__call__(request, body)
             died.set()
             return response
@@ -199,7 +176,7 @@ async def test_where_no_worker_can_resume_the_client_gets_an_error_in_time(world
     seen = world.workers["d0"].seen
 
     async def first_only(request, body):
-        if headers.RESUME in request.headers:
+        if stream_of(body).continues:
             return web.json_response({"error": {"message": "full", "code": headers.CODE_OVERLOADED}}, status=503)
         return await Speaker(LENGTH // 2, "ends")(request, body)
 
@@ -210,13 +187,21 @@ async def test_where_no_worker_can_resume_the_client_gets_an_error_in_time(world
     assert await world.metric('prfaas_gateway_requests_total{decision="local",outcome="failed"}') == 1
 
 
+async def test_a_broken_stream_tries_no_ejected_worker(world):
+    await world.start("d0", "d1", limits=SOON._replace(eject_seconds=60, eject_max_seconds=60))
+    world.state.ejections.failed("d1", world.state.clock())
+    world.workers["d0"].reply = Speaker(LENGTH // 2)
+    world.workers["d1"].reply = Speaker()
+    assert broken((await world.post(BODY)).body)["code"] == "stream_broken"
+    assert not world.workers["d1"].seen
+
+
 async def test_an_instance_that_refuses_is_not_tried_again_and_another_resumes(world):
     await begun_on(world, "d0", "d1", "d2")
     world.workers["d0"].reply = Dying(world, LENGTH // 2)
 
     async def refuse(_request, _body):
-        body = {"error": {"message": "another model", "code": headers.CODE_RESUME_REFUSED}}
-        return web.json_response(body, status=409)
+        return web.json_response({"error": {"message": "another model", "code": "stream_refused"}}, status=409)
 
     resumes = []
 
@@ -264,7 +249,7 @@ async def test_a_client_that_leaves_aborts_the_worker_that_took_over(world):
     world.workers["d0"].reply = Dying(world, LENGTH // 3)
     going_on = world.workers["d1"].reply = Speaker(LENGTH // 3, "stalls")
     response = await world.client.post(world.url + "/v1/chat/completions", data=BODY)
-    while not going_on.resumes:
+    while not going_on.streams:
         await response.content.readany()
     response.close()
     await world.workers["d1"].wait_aborted()

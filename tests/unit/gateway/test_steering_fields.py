@@ -19,7 +19,7 @@ def body(**fields: Any) -> bytes:
 def test_no_record_loses_a_field_that_steers():
     """A matter of security: they are listed here once more."""
     assert {
-        *("kv_transfer_params", "ec_transfer_params", "disaggregated_params"),
+        *("kv_transfer_params", "ec_transfer_params", "disaggregated_params", "prfaas_stream"),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
         *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
     } == STEERING_FIELDS

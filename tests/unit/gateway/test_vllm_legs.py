@@ -3,15 +3,21 @@
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from tests.waiting import eventually_async
 
 from prfaas.names import HUB
+from prfaas.routing.decide import decide
+from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName
+from prfaas_gateway import attempts
 
 from .conftest import answer
 
@@ -69,6 +75,117 @@ async def test_both_legs_learn_how_many_tensor_parallel_ranks_the_other_has_wher
     assert (await post(world)).status == 200
     assert params(world, "x0")[0]["ranks"] == 4
     assert params(world, "d0")[0]["ranks"] == 2
+
+
+@pytest.fixture
+def prefix_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have every route decode at d0, and name an instance that has a prefix of 4096 tokens."""
+
+    def name(instance: str) -> None:
+        def with_prefix(facts: RoutingFacts) -> Decision:
+            found = decide(facts)
+            named = {one.name: one for one in facts.table.instances}
+            assert not isinstance(found, Refusal)
+            return replace(found, decode=named["d0"], prefix=named[instance], prefix_tokens=4096)
+
+        monkeypatch.setattr(attempts, "decide", with_prefix)
+
+    return name
+
+
+@pytest.mark.parametrize("engine", ["prfaas", "vllm-prfaas"])
+async def test_a_prefix_is_a_transfer_of_its_own_with_its_goal(world, prefix_at, engine: EngineName):
+    await start(world, engine, names=("d0", "d1"))
+    prefix_at("d1")
+    assert (await post(world, stream=True)).status == 200
+    (source,), (destination,) = params(world, "d1"), params(world, "d0")
+    transfer = {name: source[name] for name in ("transfer_id", "epoch", "token")} | {"tokens": 4096}
+    assert source == {"role": "source", **transfer}
+    assert destination == {"role": "destination", **transfer, "host": "127.0.0.1", "port": 9123, "cluster": HUB}
+    (sent,) = (json.loads(one.body) for one in world.workers["d1"].seen)
+    assert (sent["max_tokens"], sent["stream"], sent["prompt"]) == (1, False, REQUEST["prompt"])
+
+
+@pytest.mark.parametrize("engine", ["prfaas", "vllm-prfaas"])
+async def test_the_prefill_instance_of_an_offload_learns_both_transfers(world, prefix_at, engine: EngineName):
+    await start(world, engine)
+    prefix_at("d0")  # the decode instance itself may have it
+    assert (await post(world)).status == 200
+    given, destination = sorted(params(world, "d0"), key=lambda leg: leg["role"], reverse=True)
+    (computed,) = params(world, "x0")
+    prefix = computed.pop("prefix")
+    assert (prefix["role"], prefix["transfer_id"], prefix["tokens"]) == ("destination", given["transfer_id"], 4096)
+    assert (computed["role"], computed["transfer_id"]) == ("source", destination["transfer_id"])
+    assert given["transfer_id"] != destination["transfer_id"]
+    assert "tokens" not in computed | destination
+
+
+@pytest.mark.parametrize("gives", [True, False])
+async def test_a_decode_instance_that_gives_a_prefix_decodes_on_the_rank_that_has_it(world, gives: bool):
+    await start(world)
+    world.change_instances(ranks=2)
+    named = {one.name: one for one in world.state.table.instances}
+    route = Route(
+        kind="offload",
+        reason="AboveThreshold",
+        incremental_tokens=9000,
+        decode=named["d0"],
+        prefill=named["x0"],
+        prefix=named["d0"] if gives else None,
+        prefix_tokens=512,
+    )
+    chosen = set()
+    with ExitStack() as busy:
+        for number in range(8):  # rank 1 soon has more to do than the prefix saves
+            load = busy.enter_context(world.state.occupied(route, {"d0": (0, 512)}, f"{number}"))
+            chosen.add(load.ranks["d0"])
+    assert chosen == ({1} if gives else {0, 1})
+
+
+@pytest.mark.parametrize("how", ["refuses", "fails", "is gone", "says nothing"])
+async def test_a_source_of_a_prefix_that_gives_none_costs_the_answer_nothing(world, prefix_at, caplog, how: str):
+    caplog.set_level("INFO")
+    await start(world, names=("d0", "d1"))
+    prefix_at("d1")
+
+    async def gives_none(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        if how == "says nothing":
+            await asyncio.Event().wait()
+        return web.json_response({}, status=404 if how == "refuses" else 500)
+
+    def has_failed() -> bool:
+        return "d1 gives no prefix" in caplog.text or (how == "says nothing" and bool(world.workers["d1"].seen))
+
+    async def later(request: web.Request, body: bytes) -> web.StreamResponse:
+        await eventually_async(has_failed, "the source gives none")
+        return await answer(request, body)
+
+    world.workers["d0"].reply, world.workers["d1"].reply = later, gives_none
+    if how == "is gone":
+        await world.workers["d1"].stop()
+    got = await post(world)
+    assert (got.status, got.headers[headers.OUTCOME]) == (200, "ok")
+    assert not world.state.is_ejected("d1")
+    if how == "says nothing":
+        await world.workers["d1"].wait_aborted()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_of_the_instance_beside_a_prefix_is_its_own(world, prefix_at, stream: bool):
+    await start(world, names=("d0", "d1"))
+    prefix_at("d1")
+
+    async def fails(request: web.Request, _body: bytes) -> web.StreamResponse:
+        if not stream:
+            return web.json_response({}, status=500)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'data: {"error": {"message": "broken", "code": 500}}\n\ndata: [DONE]\n\n')
+        return response
+
+    world.workers["d0"].reply = fails
+    assert (await post(world, stream=stream)).status == (200 if stream else 500), "served elsewhere, and as it is"
+    assert (world.state.is_ejected("d0"), len(world.workers["d0"].seen)) == (stream, 1)
 
 
 async def test_every_attempt_is_a_new_transfer(world):
@@ -298,6 +415,23 @@ async def test_one_prompt_with_one_answer_is_offloaded(world, fields):
 
 
 async def test_a_batch_still_goes_to_engines_that_can_split_it(world):
-    await start(world, "prfaas")
+    await start(world, "sglang")
     got = await post(world, prompt=["x" * 8000, "y"])
     assert (got.status, got.headers[headers.DECISION]) == (200, "offload")
+
+
+ONE_PROMPT = [
+    ({"prompt": ["x" * 8000, "y"]}, "local"),
+    ({"prompt": ["x" * 8000]}, "offload"),
+    ({"prompt": [[7] * 8000]}, "offload"),
+    ({"n": 3, "logprobs": 2}, "offload"),
+]
+
+
+@pytest.mark.parametrize(("more", "decision"), ONE_PROMPT)
+async def test_our_worker_hands_over_one_prompt_with_any_number_of_answers(world, more, decision):
+    await start(world, "prfaas")
+    got = await post(world, **more)
+    assert (got.status, got.headers[headers.DECISION]) == (200, decision)
+    sent = [json.loads(one.body) for name in world.workers if name != "d0" for one in world.workers[name].seen]
+    assert not any({"n", "logprobs"} & set(one) for one in sent), "a source would check them, and answers nothing"

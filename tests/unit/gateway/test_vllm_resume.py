@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 from tests.waiting import eventually_async
 
-from prfaas.wire.resume import DONE
-from prfaas_gateway.engines.vllm_stream import VllmStreamLog, can_resume
+from prfaas_gateway.engines.token_log import TokenLog, can_resume
+from prfaas_gateway.openai import DONE
 from prfaas_gateway.request import read_fields
 
 from .conftest import QUICK
@@ -142,7 +142,7 @@ def test_the_stand_in_speaks_as_the_recorded_vllm_does(name):
 def test_a_client_that_asks_for_no_ids_gets_what_vllm_would_send_it_byte_for_byte(name, cut):
     recorded = RECORDED[name + "-ids"]
     stream = b"".join(one.encode() + b"\n\n" for one in recorded["stream"])
-    log = VllmStreamLog(recorded["path"], {})
+    log = TokenLog(recorded["path"], {})
     got = b"".join(log.take(stream[at : at + cut]) for at in range(0, len(stream), cut))
     assert got == b"".join(one.encode() + b"\n\n" for one in RECORDED[name]["stream"])
     assert log.is_whole
@@ -154,7 +154,7 @@ def test_a_client_that_asks_for_no_ids_gets_what_vllm_would_send_it_byte_for_byt
 def test_the_ids_of_a_long_prompt_are_kept_once():
     prompt = ",".join(map(str, range(100_000)))
     event = '{"id":"c","choices":[{"index":0,"text":"x","prompt_token_ids":[%s],"token_ids":[5]}]}'
-    log = VllmStreamLog("/v1/completions", {})
+    log = TokenLog("/v1/completions", {})
     log.take(f"data: {event % prompt}\n\n".encode())
     kept = [value for value in vars(log).values() if isinstance(value, bytes | bytearray) and len(value) > 1000]
     assert [one.decode() for one in kept] == [prompt]

@@ -74,14 +74,17 @@ class Vllm:
             await asyncio.sleep(0)
             request.transport.close()
 
+    def tokens_behind(self, ids: list[int], limit: int) -> list[int]:
+        whole = list((PROMPT + ANSWER).encode())
+        assert whole[: len(ids)] == ids, "these are no ids of the prompt and its answer"
+        return whole[len(ids) :][:limit]
+
     def events(self, path: str, fields: dict) -> Iterator[str]:
         is_chat = "chat" in path
         prompt = fields["prompt"] if not is_chat else PROMPT
         ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
-        whole = list((PROMPT + ANSWER).encode())
-        assert whole[: len(ids)] == ids, "these are no ids of the prompt and its answer"
         limit = fields.get("max_completion_tokens") or fields.get("max_tokens") or (4096 if is_chat else 16)
-        answer = whole[len(ids) :][:limit]
+        answer = self.tokens_behind(ids, limit)
         ended = "length" if len(answer) == limit else "stop"
         options = fields.get("stream_options") or {}
         usage = {"prompt_tokens": len(ids), "total_tokens": 0, "completion_tokens": 0}

@@ -1,6 +1,6 @@
-"""Proves the API port inside TLS, on the event loop that workers run: who needs a certificate for what, that the
-engine hears whose it was, that a change of certificates and authorities holds from the next connection on and fails no
-request, and that strangers who never finish a handshake are cut off.
+"""Proves the API port inside TLS, on the event loop that workers run: who needs a certificate for what, that a change
+of certificates and authorities holds from the next connection on and fails no request, and that strangers who never
+finish a handshake are cut off.
 """
 
 import asyncio
@@ -21,10 +21,9 @@ from aiohttp import web
 import prfaas_worker.assets
 from prfaas import identity
 from prfaas.ports import free_ports
-from prfaas.wire.engine import LENGTH, Granted, StartPrefill, decode_for_engine, encode_batch
-from prfaas.wire.prefill import PrefillGrant
+from prfaas.wire.engine import LENGTH, Announced, GiveCache, Started, decode_for_engine, encode_batch
+from prfaas.wire.prefill import PrefillOffer, new_transfer
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_transfer.tls import TlsAuth
 from prfaas_worker.front import auth
 from prfaas_worker.front.auth import OPEN_PATHS, open_api_port
 from prfaas_worker.front.engine_client import EngineClient
@@ -40,28 +39,29 @@ pytestmark = pytest.mark.system
 SECONDS = 10.0
 CREATED = datetime.datetime.now(datetime.UTC)
 SERVED = ServedModel(model_name="tiny", fingerprint="", vocab_size=264, max_context=1000, max_choices=8)
-PREFILL = ("POST", "/v1/prefills", {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3]})
-GRANT = PrefillGrant(transfer_id="0" * 32, token="t", epoch=1, data_port=8001, end_token=3, expires_seconds=10)
+LEG = {"role": "source", **new_transfer()}
+PREFILL = ("POST", "/v1/prefills", {"request_id": "r", "model": "tiny", "token_ids": [1, 2, 3], "leg": LEG})
 
 
 class Port(NamedTuple):
     """A running API port, and the requests that its engine got."""
 
     address: tuple[str, int]
-    requests: list[StartPrefill]
+    requests: list[GiveCache]
     app: web.Application
 
 
-async def play_engine(sock: socket.socket, requests: list[StartPrefill]) -> None:
-    """Grant every prefill, until the front goes away."""
+async def play_engine(sock: socket.socket, requests: list[GiveCache]) -> None:
+    """Serve every prefill, until the front goes away."""
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
         while True:
             (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             for message in decode_for_engine(await reader.readexactly(length)):
-                if isinstance(message, StartPrefill):
+                if isinstance(message, GiveCache):
                     requests.append(message)
-                    writer.write(encode_batch([Granted(message.handle, GRANT)]))
+                    started = Started(message.handle, 0, 0, 0.0, 0.0, 0.0)
+                    writer.write(encode_batch([Announced(message.handle, 2), started]))
     except asyncio.IncompleteReadError:
         writer.close()
 
@@ -70,7 +70,7 @@ async def serve(directory: Path, started: Callable[[Port], None], stop: threadin
     (port,) = free_ports(1)
     flags = ["--model-source", "x", "--model-name", "tiny", "--api-port", str(port), "--tls-dir", str(directory)]
     ours, theirs = socket.socketpair()
-    requests: list[StartPrefill] = []
+    requests: list[GiveCache] = []
     engine = asyncio.create_task(play_engine(theirs, requests))
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
@@ -130,13 +130,12 @@ class Calls:
         """Connect with a certificate, or as a client that has none."""
         sock = socket.create_connection(self.port.address, SECONDS)
         if credentials is not None:
-            connection = TlsAuth(credentials).http(sock, self.port.address, "")
-            connection.sock.settimeout(SECONDS)
+            context = credentials.now().client
         else:
-            bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
-            connection = http.client.HTTPConnection(*self.port.address)
-            connection.sock = bare.wrap_socket(sock)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        connection = http.client.HTTPConnection(*self.port.address)
+        connection.sock = context.wrap_socket(sock)
         self.open.append(connection)
         return connection
 
@@ -167,10 +166,11 @@ def calls(port: Port) -> Iterator[Calls]:
         connection.close()
 
 
-def test_the_engine_hears_which_cluster_asks_for_a_prefill(calls: Calls, eu: PeerCredentials):
+def test_a_caller_with_a_certificate_of_a_cluster_may_buy_a_prefill(calls: Calls, eu: PeerCredentials):
     status, body = calls.once(eu, *PREFILL)
-    assert (status, msgspec.json.decode(body, type=PrefillGrant)) == (201, GRANT)
-    assert [message.identity for message in calls.port.requests] == ["eu"]
+    offer = PrefillOffer(data_port=8001, end_token=2)
+    assert (status, msgspec.json.decode(body, type=PrefillOffer)) == (201, offer)
+    assert [message.leg.token for message in calls.port.requests] == [LEG["token"]]
 
 
 def test_clients_and_probes_need_no_certificate(calls: Calls):
@@ -187,7 +187,7 @@ def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
         for route in calls.port.app.router.routes()
         if route.resource.canonical not in OPEN_PATHS
     }
-    wanted = {("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset"), ("GET", "/v1/kv-events")}
+    wanted = {("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset")}
     assert wanted < closed
     for method, path in sorted(closed):
         status, body = calls.once(None, method, path, {})
@@ -254,7 +254,6 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
             thread.join(SECONDS)
         next(running, None)
     assert set(served) == {201}
-    assert {message.identity for message in port.requests} == {"eu"}
 
 
 def test_a_kept_connection_is_checked_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):

@@ -32,7 +32,7 @@ def test_slices_of_one_transfer_cross_apart_between_the_movers_that_hold_them(st
     for rank in range(2):
         source, destination = sources[rank % len(sources)], destinations[rank % len(destinations)]
         destination.fetch(source, source.offer(**whole | {"slice": CacheSlice(rank, 2, GROUPS)}))
-    ended = {destination.take_ended_fetch() for destination in destinations * (2 // len(destinations))}
+    ended = [destination.take_ended_fetch() for destination in destinations * (2 // len(destinations))]
     assert {(one.key, one.reason) for one in ended} == {(f"{whole['transfer_id']}/{rank}", "") for rank in range(2)}
     sent = {(key[-2:], part): found for source in sources for (key, part), found in source.parts.items()}
     landed = {(key[-2:], part): found for one in destinations for (key, part), found in one.landed.items()}
@@ -78,7 +78,8 @@ def test_a_cache_of_pages_crosses_bit_by_bit_from_where_the_destination_wants_it
         if not part.tokens or part.start_token >= start_token
     }
     assert destination.landed == wanted
-    assert ended.received_bytes == sum(map(len, wanted.values()))
+    assert ended.fetched is not None
+    assert ended.fetched.received_bytes == sum(map(len, wanted.values()))
 
 
 @pytest.mark.parametrize("asks_first", [False, True], ids=["has it all", "asks and thinks again"])
@@ -116,15 +117,6 @@ def test_a_source_that_is_late_hears_that_its_cache_is_not_wanted(pair):
     third = source.offer()
     destination.fetch(source, third)
     assert source.take_ended_offer() == third.transfer_id, "a stranger has declined the other one"
-
-
-def test_a_wrong_token_or_epoch_opens_no_cache(pair):
-    source, destination = pair
-    message = source.announce()
-    for wrong in ({"token": "other"}, {"epoch": message.epoch + 1}):
-        destination.fetch(source, message, **wrong)
-        assert "no prefill" in destination.take_ended_fetch().reason
-    assert destination.landed == {}
 
 
 def test_an_impossible_host_name_ends_a_fetch_at_once(pair):

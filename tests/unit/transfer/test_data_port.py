@@ -23,12 +23,12 @@ from .layout import GROUPS, TOKENS
 pytestmark = pytest.mark.system
 
 ADDRESS = Address("a" * 32, 7)
-LAYOUT = CacheLayout("f", GROUPS, 0)
+LAYOUT = CacheLayout("f", GROUPS)
 
 
 @pytest.fixture
 def offers() -> Offers:
-    return Offers(LAYOUT, 1)
+    return Offers(1)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def connect(offers: Offers) -> Iterator[Callable[[float], socket.socket]]:
 
 
 def announce(offers: Offers) -> Offer:
-    manifest = LAYOUT.manifest(ADDRESS, 0, TOKENS, is_prefix=True)
+    manifest = LAYOUT.manifest(ADDRESS, 0, TOKENS)
     return offers.announce(TransferSubject(3, "request"), manifest, "token")
 
 

@@ -1,5 +1,7 @@
 """Offers that both sides know from elsewhere: what a destination may say of them, and when."""
 
+import json
+from contextlib import nullcontext
 from typing import cast
 
 import pytest
@@ -7,9 +9,8 @@ from tests.clocks import Clock
 
 from prfaas.errors import CapacityError, PeerError, ProtocolError
 from prfaas.wire.engine import TransferSubject
-from prfaas.wire.frames import Address
-from prfaas.wire.prefill import PrefillGrant
-from prfaas.wire.transfer import Hello
+from prfaas.wire.frames import Address, FrameHeader, Kind
+from prfaas.wire.transfer import MAX_TOKEN_CHARS, Hello, decode_message
 from prfaas_transfer import leases
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.leases import Offer, Offers
@@ -18,7 +19,7 @@ from prfaas_transfer.net import DataStream
 from .layout import GROUPS, TOKENS
 
 ADDRESS = Address("a" * 32, 7)
-LAYOUT = CacheLayout("f", GROUPS, 0)
+LAYOUT = CacheLayout("f", GROUPS)
 STREAM = cast(DataStream, None)
 
 
@@ -27,7 +28,7 @@ class OffersOnAClock(Offers):
 
     def __init__(self) -> None:
         self.clock, self.ended = Clock(), list[int]()
-        super().__init__(LAYOUT, 1, self.ended.append, clock=self.clock)
+        super().__init__(1, self.ended.append, clock=self.clock)
 
     def pass_seconds(self, seconds: float) -> None:
         self.clock.seconds += seconds
@@ -48,35 +49,20 @@ def offers() -> OffersOnAClock:
 
 
 def announce(offers: Offers, address: Address = ADDRESS) -> Offer:
-    manifest = LAYOUT.manifest(address, 0, TOKENS, is_prefix=True)
+    manifest = LAYOUT.manifest(address, 0, TOKENS)
     return offers.announce(TransferSubject(3, "request"), manifest, "token")
 
 
-def grant(offers: Offers) -> Offer:
-    terms = PrefillGrant(
-        transfer_id=ADDRESS.transfer_id,
-        token="token",
-        epoch=ADDRESS.epoch,
-        data_port=1,
-        end_token=TOKENS,
-        expires_seconds=leases.LEASE_SECONDS,
-    )
-    return offers.open(TransferSubject(3, "request", "hub"), terms, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "lease_seconds"), [(grant, leases.LEASE_SECONDS), (announce, leases.ANNOUNCED_SECONDS)]
-)
-def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(offers, make, lease_seconds):
-    make(offers)
-    offers.pass_seconds(lease_seconds)
+def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(offers):
+    announce(offers)
+    offers.pass_seconds(leases.ANNOUNCED_SECONDS)
     assert offers.ended == []
     offers.pass_seconds(0.1)
     assert (offers.ended, offers.outcomes) == ([3], {"expired": 1})
 
 
 def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(offers):
-    offer = grant(offers)
+    offer = announce(offers)
     offers.connect(ADDRESS, make_hello(), "hub", STREAM)
     for _ in range(3):
         offers.pass_seconds(leases.LEASE_SECONDS - 0.1)
@@ -91,7 +77,7 @@ def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_sta
 
 
 def test_a_destination_may_return_during_the_resume_time_and_not_later(offers):
-    offer = grant(offers)
+    offer = announce(offers)
     for connection in range(3):
         offers.connect(ADDRESS, make_hello(connection=connection), "hub", STREAM)
         offers.disconnect(offer, connection)
@@ -104,7 +90,7 @@ def test_a_destination_may_return_during_the_resume_time_and_not_later(offers):
 
 
 def test_a_destination_that_lives_and_takes_only_a_byte_now_and_then_is_dropped_after_the_computation(offers):
-    offer = grant(offers)
+    offer = announce(offers)
     offers.connect(ADDRESS, make_hello(), "hub", STREAM)
     offers.pass_seconds(leases.LEASE_SECONDS)
     offer.finish_computing(0.0)
@@ -134,7 +120,7 @@ def test_an_announced_cache_belongs_to_the_cluster_that_connected_first(offers):
 
 
 def test_a_transfer_is_announced_once_and_not_beyond_what_may_be_open():
-    several = Offers(CacheLayout("f", GROUPS, 0), 2)
+    several = Offers(2)
     announce(several)
     with pytest.raises(ProtocolError, match=f"transfer {ADDRESS.transfer_id} was announced before"):
         announce(several)
@@ -181,6 +167,15 @@ def test_so_many_early_declines_are_remembered_and_no_more(offers):
     announce(offers, Address(f"{0:032x}", 7))
     with pytest.raises(PeerError, match="is over"):
         announce(offers, Address(f"{1:032x}", 7))
+
+
+def test_a_token_that_nobody_could_keep_is_no_hello():
+    """A thousand of them are remembered, of whoever comes."""
+    for chars in (MAX_TOKEN_CHARS, MAX_TOKEN_CHARS + 1):
+        payload = json.dumps({"token": "x" * chars}).encode()
+        header = FrameHeader(Kind.HELLO, ADDRESS, len(payload))
+        with nullcontext() if chars == MAX_TOKEN_CHARS else pytest.raises(ProtocolError, match="token"):
+            assert decode_message(header, payload, Hello).token == "x" * chars
 
 
 def test_a_destination_of_a_cache_that_is_one_too_many_hears_so_without_a_wait(offers):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas.wire.engine import TransferEnded, TransferSubject, read_body
+from prfaas.wire.engine import TransferEnded, read_body
+from prfaas_transfer.events.log import EventLog
 from prfaas_transfer.leases import Offer
 from prfaas_transfer.mover.__main__ import FULL, Mover
 from prfaas_transfer.mover.messages import (
@@ -24,7 +25,6 @@ from prfaas_transfer.mover.messages import (
     EndedFetch,
     EndedOffer,
     FetchCache,
-    OfferCache,
     decode_from_mover,
 )
 from prfaas_transfer.mover.shared import SharedCache, SharedMemory
@@ -47,7 +47,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def mover(ends: tuple[socket.socket, socket.socket]) -> Mover:
     """A mover in this process."""
     options = make_options()
-    return Mover(options, ends[1], mmap.mmap(-1, options.slots * options.slot_bytes))
+    return Mover(options, ends[1], mmap.mmap(-1, options.slots * options.slot_bytes), EventLog())
 
 
 def read_messages(ends: tuple[socket.socket, socket.socket], count: int) -> list[object]:
@@ -55,20 +55,16 @@ def read_messages(ends: tuple[socket.socket, socket.socket], count: int) -> list
         return [decode_from_mover(read_body(reader)) for _ in range(count)]
 
 
-def test_an_announced_cache_waits_from_its_latest_part_on_for_a_destination_that_has_not_come_yet(mover):
-    first, second = make_announcement(), make_announcement()
-    granted = OfferCache(TransferSubject(1, "r"), second.transfer_id, second.epoch, second.token, 0, TOKENS)
-    for message in (first, granted):
-        mover.handle(message)
-        offer = mover._open._open[message.transfer_id]
-        offer.lease.renew(5)
-        mover.handle(ComputedParts(message.transfer_id, []))
-        assert (offer.lease.left_seconds > 5) == (message is first)
-    offer = mover._open._open[first.transfer_id]
+def test_a_cache_waits_from_its_latest_part_on_for_a_destination_that_has_not_come_yet(mover):
+    message = make_announcement()
+    mover.handle(message)
+    offer = mover._open._open[message.transfer_id]
+    offer.lease.renew(5)
+    mover.handle(ComputedParts(message.transfer_id, []))
+    assert offer.lease.left_seconds > 5
     offer.start_at("", 0)
-    offer.was_connected = True
     offer.lease.renew(5)  # its last connection broke
-    mover.handle(ComputedParts(first.transfer_id, []))
+    mover.handle(ComputedParts(message.transfer_id, []))
     assert offer.lease.left_seconds <= 5
 
 

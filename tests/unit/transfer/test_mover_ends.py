@@ -48,8 +48,8 @@ def test_a_mover_that_is_closed_while_it_starts_again_does_not_stay(start_engine
     start = engine.mover._start
     started: list[Any] = []
 
-    def start_and_close(theirs: socket.socket) -> Any:
-        started.append(start(theirs))
+    def start_and_close(*ends: socket.socket) -> Any:
+        started.append(start(*ends))
         engine.mover.close()
         return started[0]
 
@@ -108,6 +108,29 @@ def test_a_fetch_that_ended_with_its_mover_is_not_made_by_the_next(pair):
     assert len(destination.landed) == landed
 
 
+def test_no_copy_outlives_its_mover(start_engine, monkeypatch):
+    """It would answer the next mover's copy of the same number, or write into that one's slot."""
+    source, destination = start_engine(copy_threads=2), start_engine()
+    copies, may_end, load = threading.Event(), threading.Event(), source.load
+
+    def load_late(*copy: Any) -> None:
+        copies.set()
+        may_end.wait(PATIENCE_SECONDS)
+        load(*copy)
+
+    monkeypatch.setattr(source, "load", load_late)
+    killed, message = source.mover_pid, source.offer()
+    destination.fetch(source, message)
+    assert copies.wait(PATIENCE_SECONDS)
+    os.kill(killed, signal.SIGKILL)
+    assert destination.take_ended_fetch().reason
+    time.sleep(1.5)  # another mover starts after a second
+    assert (source.mover_pid, source.ended_offers.empty()) == (killed, True)
+    may_end.set()
+    assert source.take_ended_offer() == message.transfer_id
+    eventually(lambda: source.mover_pid != killed and source.mover.is_running, "another mover took over")
+
+
 def test_a_mover_that_hangs_is_replaced_before_its_engine_hangs_too(start_engine, monkeypatch):
     monkeypatch.setattr("prfaas_transfer.mover.client.SEND_SECONDS", 1)
     source = start_engine()
@@ -128,15 +151,6 @@ def test_a_mover_that_hangs_is_replaced_before_its_engine_hangs_too(start_engine
     assert not is_held_up, "a step waits for a mover that reads nothing"
     assert source.take_ended_offer() == message.transfer_id
     eventually(lambda: source.mover_pid != hanging, "another mover took over")
-
-
-def test_a_destination_whose_mover_dies_hears_so_at_once(pair):
-    source, destination = pair
-    message = source.announce()
-    destination.fetch(source, message)
-    time.sleep(0.3)
-    os.kill(destination.mover_pid, signal.SIGKILL)
-    assert destination.take_ended_fetch() == EndedFetch(message.key, "the mover ended with status -9")
 
 
 def test_a_mover_that_cannot_start_again_says_why_and_is_tried_until_it_can(start_engine, caplog):
@@ -217,7 +231,7 @@ def test_a_closed_mover_leaves_no_process_thread_or_descriptor():
     process = engine.mover._process
     assert process is not None
     assert is_followed()
-    assert count_descriptors() == before + 3, "the socket, the memory, and the one that its mapping keeps"
+    assert count_descriptors() == before + 4, "the sockets, the memory, and the one that its mapping keeps"
     engine.mover.close()
     assert_freed(lambda: not is_followed(), "no thread follows a mover")
     assert process.poll() is not None

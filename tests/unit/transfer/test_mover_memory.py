@@ -23,7 +23,7 @@ pytestmark = pytest.mark.system
 
 SLOT_BYTES = 4096
 PAGE_BYTES = GROUPS[1].nbytes
-MANIFEST = CacheLayout("f", GROUPS, 0).manifest(Address("a" * 32, 1), 0, PAGE_TOKENS, is_prefix=True)
+MANIFEST = CacheLayout("f", GROUPS).manifest(Address("a" * 32, 1), 0, PAGE_TOKENS)
 PAGE = FrameHeader(Kind.BLOCK, MANIFEST.address, PAGE_BYTES, group=1, layer=1, start_token=0, tokens=PAGE_TOKENS)
 ROWS = LayerRows(1, 1, 0, PAGE_TOKENS)
 

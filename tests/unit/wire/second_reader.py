@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import xxhash
 import zstandard
 
-HELLO, WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, ABORT, ACK, FREED = range(1, 11)
+HELLO, WELCOME, BLOCK, STATE, _, DONE, KEEP_ALIVE, ABORT, ACK, FREED = range(1, 11)
 KIB, MIB = 1 << 10, 1 << 20
 LIMITS = {
-    HELLO: 64 * KIB, WELCOME: MIB, BLOCK: 64 * MIB, STATE: 64 * MIB, HIDDEN: 64 * MIB, DONE: 64 * KIB,
+    HELLO: 64 * KIB, WELCOME: MIB, BLOCK: 64 * MIB, STATE: 64 * MIB, DONE: 64 * KIB,
     KEEP_ALIVE: 0, ABORT: 64 * KIB, ACK: 0, FREED: 0,
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -47,7 +47,6 @@ class Cache(NamedTuple):
     manifest: dict[str, Any]
     rows: dict[tuple[int, str], bytes]
     states: dict[tuple[int, str], bytes]
-    hidden: bytes
 
 
 def frames_of(stream: bytes) -> list[Frame]:
@@ -81,12 +80,12 @@ def read(*streams: bytes) -> Cache:
     """Return what a whole transfer brought over these connections."""
     frames = [frame for stream in streams for frame in frames_of(stream)]
     manifest = the_same([json.loads(frame.payload)["manifest"] for frame in frames if frame.kind == WELCOME])
-    refuse(all(json.loads(frame.payload)["version"] == 2 for frame in frames if frame.kind == WELCOME), "version")
-    refuse(manifest["format"] == 2, "format")
+    refuse(all(json.loads(frame.payload)["version"] == 3 for frame in frames if frame.kind == WELCOME), "version")
+    refuse(manifest["format"] == 3, "format")
     for frame in frames:
         refuse((frame.transfer_id, frame.epoch) == (manifest["transfer_id"], manifest["epoch"]), "another transfer")
-        refuse(frame.kind in (WELCOME, BLOCK, STATE, HIDDEN, DONE, KEEP_ALIVE, FREED), "not from a source")
-    data = sorted((frame for frame in frames if frame.kind in (BLOCK, STATE, HIDDEN)), key=lambda frame: frame.sequence)
+        refuse(frame.kind in (WELCOME, BLOCK, STATE, DONE, KEEP_ALIVE, FREED), "not from a source")
+    data = sorted((frame for frame in frames if frame.kind in (BLOCK, STATE)), key=lambda frame: frame.sequence)
     done = the_same([json.loads(frame.payload) for frame in frames if frame.kind == DONE])
     refuse([frame.sequence for frame in data] == list(range(done["frames"])), "sequence")
     refuse(sum(len(frame.payload) for frame in data) == done["payload_bytes"], "bytes")
@@ -100,14 +99,8 @@ def placed(manifest: dict[str, Any], data: list[Frame]) -> Cache:
     rows: dict[tuple[int, str], bytearray] = {}
     covered: dict[int, set[int]] = {}
     states: dict[tuple[int, str], bytes] = {}
-    hidden = b""
     start, end = manifest["start_token"], manifest["end_token"]
     for frame in data:
-        if frame.kind == HIDDEN:
-            refuse(frame.codec == 0, "codec")
-            refuse(not hidden and len(frame.payload) == 4 * manifest["hidden_size"], "hidden")
-            hidden = frame.payload
-            continue
         group = manifest["groups"][frame.group]
         refuse(frame.layer in group["layers"], "layer")
         refuse(group["kind"] == ("attention" if frame.kind == BLOCK else "linear"), "kind of group")
@@ -135,8 +128,7 @@ def placed(manifest: dict[str, Any], data: list[Frame]) -> Cache:
                 refuse(len(covered.get(layer, ())) == end - start, "rows are missing")
             else:
                 refuse(all((layer, tensor["name"]) in states for tensor in group["tensors"]), "a state is missing")
-    refuse(len(hidden) == 4 * manifest["hidden_size"], "hidden")
-    return Cache(manifest, {place: bytes(found) for place, found in rows.items()}, states, hidden)
+    return Cache(manifest, {place: bytes(found) for place, found in rows.items()}, states)
 
 
 def decoded(frame: Frame, tensors: list[dict[str, Any]]) -> bytes:

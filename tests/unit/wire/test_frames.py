@@ -39,7 +39,7 @@ ADDRESS = Address("0123456789abcdef" * 2, 7)
 
 headers = st.builds(
     FrameHeader,
-    kind=st.sampled_from([Kind.BLOCK, Kind.STATE, Kind.HIDDEN]),
+    kind=st.sampled_from([Kind.BLOCK, Kind.STATE]),
     address=st.builds(Address, st.binary(min_size=16, max_size=16).map(bytes.hex), st.integers(0, 2**64 - 1)),
     payload_bytes=st.integers(0, MAX_DATA_BYTES),
     group=st.integers(0, 2**16 - 1),
@@ -99,7 +99,6 @@ def test_random_bytes_are_never_a_frame(raw: bytes):
     [
         (Kind.BLOCK, MAX_DATA_BYTES),
         (Kind.STATE, MAX_DATA_BYTES),
-        (Kind.HIDDEN, MAX_DATA_BYTES),
         (Kind.HELLO, MAX_HELLO_BYTES),
         (Kind.WELCOME, MAX_MESSAGE_BYTES),
         (Kind.DONE, MAX_HELLO_BYTES),
@@ -121,6 +120,7 @@ def test_a_payload_beyond_the_limit_of_its_kind_is_refused_before_it_is_read(kin
         (FrameHeader(Kind.BLOCK, ADDRESS, 0, flags=1), "unknown flags"),
         (FrameHeader(Kind.BLOCK, ADDRESS, 0, flags=0x8001), "unknown flags"),
         (FrameHeader(0, ADDRESS, 0), "unknown kind"),  # type: ignore[arg-type]
+        (FrameHeader(5, ADDRESS, 0), "unknown kind"),  # type: ignore[arg-type]  # version 2's hidden state
         (FrameHeader(200, ADDRESS, 0), "unknown kind"),  # type: ignore[arg-type]
     ],
 )
@@ -143,11 +143,10 @@ def test_messages_come_back_as_they_were():
         start_token=3,
         end_token=9,
         groups=(LayerGroup("attention", (3,), (TensorLayout("latent", ("token", "row"), (64,), "float32"),)),),
-        hidden_size=128,
     )
     messages: list[tuple[Kind, msgspec.Struct]] = [
         (Kind.HELLO, Hello(token="secret", connection=3, broken=(1, 2), received=((0, 5), (7, 8)))),
-        (Kind.WELCOME, Welcome(version=2, manifest=manifest)),
+        (Kind.WELCOME, Welcome(version=3, manifest=manifest)),
         (Kind.DONE, Done(frames=3, payload_bytes=5, digest="0" * 32, prefill_seconds=0.5, first_byte_seconds=0.125)),
         (Kind.ABORT, Abort("out of memory")),
     ]

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from prfaas.wire import openapi
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillStatus
+from prfaas.wire.prefill import PrefillOffer, PrefillRequest
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = {"gateway": openapi.gateway, "prefill": openapi.prefill}
@@ -58,5 +58,5 @@ def test_the_gateways_routes_are_those_of_the_document():
 def test_the_examples_of_the_page_are_read_by_the_types():
     blocks = [block for block in re.findall(r"(?:^    .*\n)+", PAGE, re.MULTILINE) if "{" in block]
     bodies = [re.search(r"{.*}", block, re.DOTALL).group(0) for block in blocks]
-    for body, kind in zip(bodies, (PrefillRequest, PrefillGrant, PrefillStatus), strict=True):
+    for body, kind in zip(bodies, (PrefillRequest, PrefillOffer), strict=True):
         assert msgspec.json.decode(body, type=kind)

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from prfaas.errors import DamagedError, MismatchError, PeerError, ProtocolError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, MAX_DATA_BYTES, FrameHeader, Kind, parse_header
-from prfaas.wire.receive_ledger import HiddenState, LayerRows, LayerState, ReceiveLedger
+from prfaas.wire.receive_ledger import LayerRows, LayerState, ReceiveLedger
 from prfaas.wire.transfer import Abort, message_frame
 
 from .wire_bench import (
-    HIDDEN_BYTES,
     MANIFEST,
     ROW_BYTES,
     STATE_BYTES,
@@ -27,7 +26,6 @@ from .wire_bench import (
     data_frame,
     done_of,
     header_of,
-    hidden,
     sent,
     state,
 )
@@ -85,7 +83,7 @@ def test_a_frame_left_out_is_named_as_missing(transfer: Sent, data: st.DataObjec
     destination = Receiver()
     destination.take_all(frame for frame in transfer.frames if frame is not lost)
     assert not destination.ledger.whole
-    with pytest.raises(ProtocolError, match=r"without (rows|\d linear|the hidden|DONE).*not used"):
+    with pytest.raises(ProtocolError, match=r"without (rows|\d linear|DONE).*not used"):
         destination.ledger.require_whole()
 
 
@@ -182,7 +180,6 @@ def test_a_frame_of_another_epoch_or_transfer_is_refused(at: int, changes: dict[
     ("field", "value"),
     [
         ("fingerprint", "b" * 64),
-        ("hidden_size", 5),
         ("start_token", 0),
         ("end_token", 12),
         ("epoch", 42),
@@ -198,7 +195,7 @@ def test_a_manifest_that_differs_in_any_field_is_refused_and_the_field_named(fie
     destination = Receiver()
     with pytest.raises(ProtocolError, match=f"manifest field {field}") as refused:
         destination.ledger.require_manifest(msgspec.structs.replace(MANIFEST, **{field: value}))
-    is_a_mismatch = field in ("fingerprint", "hidden_size", "groups", "rank", "ranks")
+    is_a_mismatch = field in ("fingerprint", "groups", "rank", "ranks")
     assert isinstance(refused.value, MismatchError) == is_a_mismatch
     with pytest.raises(ProtocolError, match="after an error"):
         destination.take(COMPLETE.frames[0])
@@ -246,8 +243,7 @@ def test_a_tensor_that_is_not_ours_in_name_axes_type_or_shape_is_refused(changes
         (data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, 1, 2), bytes(22)), "no such linear group"),
         (data_frame(FrameHeader(Kind.BLOCK, MANIFEST.address, 0, 1, 2, 5, 1), bytes(7)), "the manifest says 6"),
         (state(0, bytes(21)), "the manifest says 22"),
-        (hidden(bytes(20)), "the manifest says 16"),
-        (data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, codec=1), bytes(9)), "has codec 1"),
+        (data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, codec=1), bytes(9)), "has codec 1"),
         (message_frame(Kind.HELLO, MANIFEST.address), "no place here"),
         (message_frame(Kind.WELCOME, MANIFEST.address), "no place here"),
         (message_frame(Kind.FREED, MANIFEST.address), "no place here"),
@@ -317,8 +313,8 @@ def test_a_source_that_gives_up_is_quoted():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"payload_bytes": 1}, "the source counted 7 of 1$"),
-        ({"frames": 6}, "the source counted 6 of"),
+        ({"payload_bytes": 1}, "the source counted 6 of 1$"),
+        ({"frames": 5}, "the source counted 5 of"),
         ({"digest": "0" * 32}, "digest over all frames"),
     ],
 )
@@ -344,24 +340,15 @@ def test_the_account_may_come_again_after_a_break_and_may_not_change():
         destination.take(message_frame(Kind.DONE, MANIFEST.address, other))
 
 
-@pytest.mark.parametrize(
-    ("changes", "kinds"),
-    [
-        ({"start_token": 11}, {Kind.STATE, Kind.HIDDEN}),  # the destination has every row
-        ({"hidden_size": 0}, {Kind.BLOCK, Kind.STATE}),  # a prefix, from which nothing is sampled
-    ],
-)
-def test_a_transfer_without_rows_or_without_a_hidden_state_needs_the_rest_only(
-    changes: dict[str, object], kinds: set[Kind]
-):
-    frames = [frame for frame in COMPLETE.frames if header_of(frame).kind in kinds]
+def test_a_destination_that_has_every_row_needs_the_states_only():
+    frames = [frame for frame in COMPLETE.frames if header_of(frame).kind == Kind.STATE]
     frames = [
         data_frame(header_of(frame)._replace(sequence=at), frame[HEADER_BYTES:]) for at, frame in enumerate(frames)
     ]
-    destination = Receiver(msgspec.structs.replace(MANIFEST, **changes))
+    destination = Receiver(msgspec.structs.replace(MANIFEST, start_token=MANIFEST.end_token))
     destination.take_all([*frames, message_frame(Kind.DONE, MANIFEST.address, done_of(frames))])
     assert destination.ledger.require_whole().frames == len(frames)
-    refused = next(frame for frame in COMPLETE.frames if is_data(frame) and header_of(frame).kind not in kinds)
+    refused = next(frame for frame in COMPLETE.frames if header_of(frame).kind == Kind.BLOCK)
     with pytest.raises(ProtocolError):
         destination.take(data_frame(header_of(refused)._replace(sequence=99), refused[HEADER_BYTES:]))
 
@@ -372,7 +359,6 @@ def test_an_agreed_codec_makes_a_payload_smaller_and_never_empty():
         [
             (FrameHeader(Kind.BLOCK, MANIFEST.address, 1, 1, 2, 5, 1), LayerRows(1, 2, 5, 1)),
             (FrameHeader(Kind.STATE, MANIFEST.address, STATE_BYTES - 1, 0, 1), LayerState(0, 1)),
-            (FrameHeader(Kind.HIDDEN, MANIFEST.address, HIDDEN_BYTES - 1), HiddenState()),
         ]
     ):
         assert ledger.claim(0, header._replace(codec=1, sequence=number)) == place

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from prfaas.errors import DamagedError, UnreachableError
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal, whole_digest
-from prfaas.wire.receive_ledger import CachePart, HiddenState, LayerRows, LayerState, ReceiveLedger
+from prfaas.wire.receive_ledger import CachePart, LayerRows, LayerState, ReceiveLedger
 from prfaas.wire.transfer import Done, LayerGroup, Manifest, TensorLayout, message_frame
 
 MANIFEST = Manifest(
@@ -27,11 +27,9 @@ MANIFEST = Manifest(
         ),
         LayerGroup("attention", (2, 3), (TensorLayout("latent", ("token", "row"), (3,), "bfloat16"),)),
     ),
-    hidden_size=4,
 )
 ROW_BYTES = 6
 STATE_BYTES = 22
-HIDDEN_BYTES = 16
 
 
 class Sent(NamedTuple):
@@ -59,10 +57,6 @@ def state(layer: int, payload: bytes, sequence: int = 0) -> bytes:
     return data_frame(FrameHeader(Kind.STATE, MANIFEST.address, 0, 0, layer, sequence=sequence), payload)
 
 
-def hidden(payload: bytes, sequence: int = 0) -> bytes:
-    return data_frame(FrameHeader(Kind.HIDDEN, MANIFEST.address, 0, sequence=sequence), payload)
-
-
 def done_of(frames: Iterable[bytes]) -> Done:
     """The account of these data frames."""
     headers = sorted((header_of(frame) for frame in frames), key=lambda header: header.sequence)
@@ -87,8 +81,6 @@ def sent(seed: int, cuts: list[int]) -> Sent:
     for layer in (0, 1):
         memory[layer] = rng.randbytes(STATE_BYTES)
         frames.append(state(layer, memory[layer], next(sequence)))
-    memory["hidden"] = rng.randbytes(HIDDEN_BYTES)
-    frames.append(hidden(memory["hidden"], next(sequence)))
     done = message_frame(Kind.DONE, MANIFEST.address, done_of(frames))
     return Sent([*frames, message_frame(Kind.KEEP_ALIVE, MANIFEST.address), done], memory)
 
@@ -136,5 +128,3 @@ class Receiver:
                 self.memory |= rows_at(layer, start, payload)
             case LayerState(_, layer):
                 self.memory[layer] = payload
-            case HiddenState():
-                self.memory["hidden"] = payload

@@ -17,8 +17,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from prfaas.names import WORKER_DATA_PORT
 from prfaas.processes import ends_with_us
-from prfaas.wire.engine import LENGTH, KvEvents, ToEngine, ToFront, decode_for_engine, encode_batch
+from prfaas.wire.engine import LENGTH, ToEngine, ToFront, decode_for_engine, encode_batch
+from prfaas.wire.prefill import new_transfer
 from prfaas_worker.engine import schedule
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
@@ -34,6 +36,8 @@ START_SECONDS = 300.0  # `import torch` on a busy machine
 
 class Worker:
     """A running prfaas-worker."""
+
+    data_port = WORKER_DATA_PORT
 
     def __init__(self, log: Path, *flags: str):
         self.host = next(_ADDRESSES)
@@ -94,7 +98,7 @@ class Worker:
 
 
 @contextmanager
-def _launcher(directory: Path) -> Iterator[Callable[..., Worker]]:
+def launched(directory: Path) -> Iterator[Callable[..., Worker]]:
     workers: list[Worker] = []
 
     def launch(name: str, *flags: str) -> Worker:
@@ -111,7 +115,7 @@ def _launcher(directory: Path) -> Iterator[Callable[..., Worker]]:
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     """Start workers for one test."""
-    with _launcher(tmp_path) as launch:
+    with launched(tmp_path) as launch:
         yield launch
 
 
@@ -120,7 +124,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Wor
     """A prefill and a decode worker that all tests share and none may break. Their steps are equally long: measured
     ones may differ, and then two answers differ in the last bits."""
     equal = ("--step-tokens", "2048")
-    with _launcher(tmp_path_factory.mktemp("pair")) as launch:
+    with launched(tmp_path_factory.mktemp("pair")) as launch:
         pair = launch("prefill", "--role", "prefill", *equal), launch("decode", "--role", "decode", *equal)
         asyncio.run(_all_ready(*pair))
         yield pair
@@ -150,18 +154,38 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession):
         self.session = session
 
-    async def complete(self, worker: Worker, via: Worker | str | None = None, **fields: Any) -> aiohttp.ClientResponse:
-        """POST /v1/completions with greedy defaults; `via` prefills. The body is read."""
-        async with self.open(worker, via, **fields) as answer:
+    async def complete(
+        self, worker: Worker, via: Worker | str | None = None, cluster: str = "", **fields: Any
+    ) -> aiohttp.ClientResponse:
+        """POST /v1/completions with greedy defaults, and read the body. `via` prefills, a worker or the host of a relay
+        before one, of this cluster."""
+        if via is None:
+            return await self._read(worker.url, fields)
+        transfer, host = new_transfer(), via.host if isinstance(via, Worker) else via
+        prompt = {name: fields[name] for name in ("prompt", "cache_salt") if name in fields}
+        source = {"prfaas": {"role": "source", **transfer}}
+        destination = {"prfaas": {"role": "destination", **transfer, "host": host, "port": 8001, "cluster": cluster}}
+        url = f"{worker.url.partition(':')[0]}://{host}:8000"
+        filling = asyncio.ensure_future(self._read(url, {**prompt, "max_tokens": 1, "kv_transfer_params": source}))
+        try:
+            answer = await self._read(worker.url, {**fields, "kv_transfer_params": destination})
+            await asyncio.wait([filling])
+            return answer
+        finally:
+            filling.cancel()
+
+    async def _read(self, url: str, fields: dict[str, Any]) -> aiohttp.ClientResponse:
+        async with self._post(url, fields) as answer:
             await answer.read()
             return answer
 
-    def open(self, worker: Worker, via: Worker | str | None = None, **fields: Any) -> Any:
-        """Begin the same request; its body is the caller's to read."""
-        url = via.url if isinstance(via, Worker) else via
-        extra = {"x-prfaas-prefill-url": url} if url else {}
+    def open(self, worker: Worker, **fields: Any) -> Any:
+        """Begin the same request, without a hand-off; its body is the caller's to read."""
+        return self._post(worker.url, fields)
+
+    def _post(self, url: str, fields: dict[str, Any]) -> Any:
         body = {"model": "tiny", "prompt": "def main(", "max_tokens": 8, "temperature": 0} | fields
-        return self.session.post(f"{worker.url}/v1/completions", json=body, headers=extra)
+        return self.session.post(f"{url}/v1/completions", json=body)
 
     async def status(self, worker: Worker, path: str) -> int:
         """Return the HTTP status of a GET."""
@@ -212,8 +236,6 @@ async def client() -> AsyncIterator[Client]:
 class Front:
     """A front, HTTP and all, whose engine is played by the test at the other end of the socket."""
 
-    events_port = 5557
-
     def __init__(self, host: str, serving: FrontState, engine: socket.socket):
         self.host = host
         self.url = f"http://{host}:8000"
@@ -229,13 +251,6 @@ class Front:
         length = LENGTH.unpack(await self._read(LENGTH.size))[0]
         (message,) = decode_for_engine(await self._read(length))
         return message
-
-    async def change_cache(self, *events: Any) -> None:
-        """Say as the engine that its cache changed, and wait until the front has published it."""
-        published = asyncio.create_task(self.serving.events.wait(10))
-        await asyncio.sleep(0)
-        await self.say(KvEvents(list(events)))
-        assert await published
 
     async def _read(self, size: int) -> bytes:
         data = b""
@@ -255,7 +270,7 @@ async def front() -> AsyncIterator[Front]:
     theirs.setblocking(False)
     client = await EngineClient.connect(ours)
     reading = asyncio.create_task(client.run())
-    serving = FrontState(parse([*flags, "--kv-events-port", str(Front.events_port)]), client)
+    serving = FrontState(parse(flags), client)
     runner = web.AppRunner(build_app(serving), handler_cancellation=True, access_log=None, shutdown_timeout=1)
     await runner.setup()
     await web.TCPSite(runner, host, 8000).start()

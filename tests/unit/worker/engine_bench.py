@@ -6,24 +6,26 @@ from typing import Any
 
 import torch
 
-from prfaas.wire.engine import Generate, Sampling, ToFront, Tokens
-from prfaas.wire.transfer import Done
+from prfaas.wire.engine import Generate, GiveCache, Sampling, ToFront, Tokens, TransferSubject
+from prfaas.wire.frames import Address
+from prfaas.wire.prefill import LegParams
+from prfaas.wire.transfer import Done, Manifest
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.fetch import Fetched
+from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
+from prfaas_transfer.mover.messages import Fetched
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
+from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.engine.sequences import Event, OfferEnded, Sequence
+from prfaas_worker.engine.sequences import Event, OfferEnded, PrefillOffered, Sequence, goal_of
 from prfaas_worker.models.base import Batch, Chunk, Model
 from prfaas_worker.models.solo import Solo
 
-from .granted_offers import GrantedOffers
-
+NAMED: dict[str, Any] = {"transfer_id": "a" * 32, "epoch": 7, "token": "secret"}
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 TRAFFIC = unlimited()
 
@@ -49,10 +51,8 @@ class Parrot:
 class FetchByHand:
     """A fetch whose end the test decides."""
 
-    transfer_id = ""
-
-    def __init__(self, sequence: Sequence, is_prefix: bool):
-        self.sequence, self.is_prefix = sequence, is_prefix
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
         self.cancelled = False
 
     def start(self, on_end: Any) -> None:
@@ -62,18 +62,37 @@ class FetchByHand:
         self.cancelled = True
 
 
+class OfferInReach(Offer):
+    """An offer that an engine can end without a mover."""
+
+    offers: Offers
+
+    def cancel(self) -> None:
+        self.offers.end(self, "cancelled")
+
+
+class OffersInReach(Offers):
+    """The offers of an engine without a mover."""
+
+    def announce(self, subject: TransferSubject, manifest: Manifest, token: str) -> OfferInReach:
+        offer = self._add(OfferInReach(subject, manifest, token))
+        offer.offers = self
+        return offer
+
+
 class Bench:
     """An engine that is stepped by hand."""
 
     def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
         self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
+        self.declined: list[tuple[int, str]] = []
         self.memory = CacheMemory(
             CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
         )
-        layout = CacheLayout("f" * 64, layer_groups(model.layers), getattr(model, "hidden_size", 16))
+        self.layout = CacheLayout("f" * 64, layer_groups(model.layers))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.offers = GrantedOffers(layout, 1, max_running, lambda handle: inbox.put(OfferEnded(handle)))
+        self.offers = OffersInReach(max_running, lambda handle: inbox.put(OfferEnded(handle)))
         runner, cache = Runner(model, self.memory), HybridCache(self.memory)
         fetcher: Any = self
         self.engine = EngineLoop(
@@ -81,7 +100,8 @@ class Bench:
             runner=runner,
             cache=cache,
             kv_events=[],
-            remote=RemoteCaches(runner, cache, self.offers, fetcher, inbox.put),
+            publish=lambda _batch: None,
+            remote=RemoteCaches(runner, cache, fetcher, inbox.put),
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.sent.extend,
             role="mixed",
@@ -89,15 +109,27 @@ class Bench:
         )
         self._handles = itertools.count(1)
 
-    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> Any:
-        self.fetches.append(FetchByHand(sequence, is_prefix))
+    def prepare(self, sequence: Sequence) -> Any:
+        self.fetches.append(FetchByHand(sequence))
         return self.fetches[-1]
+
+    def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
+        self.declined.append((message.handle, leg.transfer_id))
 
     def ask(self, prompt: bytes | list[int], **fields: Any) -> int:
         handle = next(self._handles)
-        known = {"choices": 1, "max_tokens": 6, "sampling": GREEDY, "logprobs": -1, "prefill_url": ""}
+        known = {"choices": 1, "max_tokens": 6, "sampling": GREEDY, "logprobs": -1}
         self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=list(prompt), **(known | fields)))
         return handle
+
+    def give(self, prompt: bytes, handle: int = 500, **leg: Any) -> OfferInReach:
+        """Have the engine give the cache of a prompt to a destination."""
+        message = GiveCache(handle, "r", list(prompt), LegParams(role="source", **NAMED | leg))
+        goal = goal_of(prompt, message.leg)
+        manifest = self.layout.manifest(Address(message.leg.transfer_id, 7), 0, goal)
+        offer = self.offers.announce(TransferSubject(handle, "r"), manifest, "secret")
+        self.engine.inbox.put(PrefillOffered(message, offer))
+        return offer
 
     def step(self) -> bool:
         busy = self.engine.step(wait=False)
@@ -138,20 +170,10 @@ def generate(model: Model, prompt: bytes, count: int) -> list[int]:
     return tokens
 
 
-def fetched(model: Model, sequence: Sequence) -> Fetched:
-    """What a fetch would bring: the prompt prefilled into the sequence's memory."""
-    tokens = torch.tensor(sequence.token_ids)
-    start = sequence.computed_tokens
-    with torch.inference_mode():
-        (hidden,) = model.forward(Batch(tokens[start:], (Chunk(sequence.held.slot, start, len(tokens) - start),)))
-    done = Done(frames=1, payload_bytes=7, digest="", prefill_seconds=0.5, first_byte_seconds=0.125)
-    return Fetched(len(tokens), bytearray(bytes_of(hidden.contiguous())), done, 7, 0.25)
-
-
 def prefix_fetched(model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True) -> Fetched:
     """What the fetch of a cached prefix would bring: the first tokens prefilled into the sequence's memory."""
     start = sequence.computed_tokens
     chunk = torch.tensor(sequence.token_ids[start:tokens])
     with torch.inference_mode():
         model.forward(Batch(chunk, (Chunk(sequence.held.slot, start, len(chunk)),)))
-    return Fetched(tokens, bytearray(), Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)
+    return Fetched(tokens, Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)

@@ -161,10 +161,10 @@ async def test_describes_how_to_request_prefills(client, pair):
 
 async def test_the_openapi_document_is_kept(pair, tmp_path):
     document = copy.deepcopy(openapi.prefill())
-    tokens = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}, "minItems": 1, "maxItems": 9}
-    for kind in ("PrefillRequest", "PrefixRequest"):
-        properties = document["components"]["schemas"][kind]["properties"]
-        properties |= {"model": {"const": "tiny"}, "token_ids": tokens, "start_token": {"const": 0}}
+    tokens = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}, "minItems": 2, "maxItems": 9}
+    schemas = document["components"]["schemas"]
+    schemas["PrefillRequest"]["properties"] |= {"model": {"const": "tiny"}, "token_ids": tokens}
+    schemas["LegParams"]["properties"] |= {"role": {"const": "source"}, "prefix": {"type": "null"}}
     # The model knows more tokens than these; and 7.0, an integer to JSON Schema, is none here.
     without = ("negative_data_rejection", "positive_data_acceptance")
     await asyncio.to_thread(keeps_its_word, document, pair[0].url, tmp_path, without=without)

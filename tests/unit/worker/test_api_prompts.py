@@ -33,16 +33,6 @@ async def test_several_prompts_are_answered_as_each_alone_numbered_across(client
         assert answer["usage"][name] == sum(one["usage"][name] for one in singles)
 
 
-async def test_one_bad_prompt_of_several_refuses_them_all_and_frees_everything(client, pair):
-    async with client.session.post(
-        f"{pair[1].url}/v1/completions",
-        json={"model": "tiny", "prompt": ["a", "b"]},
-        headers={"x-prfaas-prefill-url": "http://127.255.255.254:9"},
-    ) as answer:
-        assert answer.status == 502
-    await client.eventually(pair[1], prfaas_requests_running=0, prfaas_requests_waiting=0)
-
-
 async def test_an_echo_stands_before_the_answer(client, pair):
     body = SAMPLED | {"prompt": "def f(", "n": 2}
     plain = await post(client, pair[1], "/v1/completions", body)

@@ -2,11 +2,10 @@
 
 import pytest
 
-from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel, Failed, Sampling, Started
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, fetched, generate
+from .engine_bench import Bench, generate
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("small_chunks")]
 
@@ -79,49 +78,4 @@ def test_a_request_that_cannot_be_drawn_fails_alone(model: Model):
     assert (failed[wrong].status, failed[wrong].code) == (400, "invalid_request")
     assert "token 999" in failed[wrong].message
     assert bench.tokens(fine) == generate(model, b"def f(", 6)
-    bench.assert_nothing_is_held()
-
-
-def test_a_fetched_prompt_continues_as_a_local_one(model: Model):
-    bench = Bench(model)
-    prompt = b"import sys\n"
-    handle = bench.ask(prompt, prefill_url="http://127.0.0.1:1")
-    bench.run()
-    (fetch,) = bench.fetches
-    assert bench.sent == []
-    assert bench.engine.stats.requests_running == 1
-    fetch.on_end(fetched(model, fetch.sequence))
-    bench.run()
-    started = bench.sent[0]
-    assert isinstance(started, Started)
-    assert started == Started(handle, 0, 7, 0.5, 0.25, 0.125, started.queue_seconds)
-    assert bench.tokens(handle) == generate(model, prompt, 6)
-    assert bench.engine.stats.prompt_tokens == 0
-    bench.assert_nothing_is_held()
-
-
-def test_a_failed_fetch_is_a_502_and_frees_the_memory(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x", prefill_url="http://127.0.0.1:1")
-    bench.run()
-    error: PrfaasError = PeerError("the link is down")
-    bench.fetches[0].on_end(error)
-    bench.run()
-    assert bench.sent == [Failed(handle, 502, "prefill_failed", "the link is down")]
-    assert bench.engine.requests.get(handle) is None
-    bench.assert_nothing_is_held()
-
-
-def test_a_cancelled_fetch_keeps_its_memory_until_its_thread_has_ended(model: Model):
-    bench = Bench(model)
-    handle = bench.ask(b"x", prefill_url="http://127.0.0.1:1")
-    bench.run()
-    bench.engine.inbox.put(Cancel(handle))
-    bench.run()
-    (fetch,) = bench.fetches
-    assert fetch.cancelled
-    assert bench.engine.cache.stats().used_pages == 1, "the thread may still write into it"
-    fetch.on_end(fetched(model, fetch.sequence))
-    bench.run()
-    assert bench.sent == []
     bench.assert_nothing_is_held()

@@ -8,15 +8,18 @@ import pytest
 
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.wire.engine import Cancel
-from prfaas_transfer.fetch import Fetched
+from prfaas.wire.prefill import LegParams
+from prfaas_transfer.mover.messages import Fetched
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, FetchByHand, Parrot, fetched, prefix_fetched
+from .engine_bench import NAMED, Bench, FetchByHand, Parrot, prefix_fetched
 
 pytestmark = pytest.mark.system
 
 CANCELS = 10_000
+PREFIX = LegParams(role="destination", **NAMED, tokens=192)
+WHOLE = LegParams(role="destination", **NAMED)
 STAGES = {
     "arriving",
     "queued",
@@ -40,7 +43,7 @@ def stage(bench: Bench, handle: int) -> str:
     if Phase.JOINING in phases:
         return "joining"
     if Phase.FETCHING in phases:
-        return "fetching a prefix" if request.prefix_source[0] else "fetching"
+        return "fetching" if request.is_remote else "fetching a prefix"
     if Phase.WAITING in phases:
         return "queued" if request.queue_seconds is None else "preempted"
     if not request.started:
@@ -62,12 +65,12 @@ class Crowd(Bench):
     def arrive(self) -> None:
         number = self.chance.randrange
         prompt = bytes([number(40)]) * (1 + number(240))
-        fields: dict[str, Any] = {"choices": 1 + number(3), "max_tokens": 1 + number(200)}
+        fields: dict[str, Any] = {"choices": 1 + number(3), "max_tokens": 1 + number(200 if number(3) else 4)}
         if number(4) == 0:
-            fields["prefill_url"] = "http://127.0.0.1:1"
-        if number(3) == 0:
+            fields["leg"] = WHOLE
+        elif number(3) == 0:
             prompt = bytes([40 + number(30)]) * 200 if number(3) == 0 else self.last
-            fields["prefix_url"], self.last = "http://127.0.0.1:2", prompt
+            fields["leg"], self.last = PREFIX, prompt
         self.alive.append(self.ask(prompt, **fields))
 
     def others_go_on(self) -> None:
@@ -80,11 +83,10 @@ class Crowd(Bench):
         """What becomes of a fetch."""
         if self.chance.randrange(2):
             return PeerError("gone")
-        if not fetch.is_prefix:
-            return fetched(self.model, fetch.sequence)
-        tokens = range(fetch.sequence.computed_tokens + 64, len(fetch.sequence.token_ids), 64)
+        leg, goal = fetch.sequence.request.open_leg, len(fetch.sequence.token_ids) - 1
+        assert leg is not None
         is_exact = self.chance.randrange(3) > 0
-        return prefix_fetched(self.model, fetch.sequence, self.chance.choice(tokens), is_exact=is_exact)
+        return prefix_fetched(self.model, fetch.sequence, leg.tokens or goal, is_exact=is_exact)
 
     def step(self) -> bool:
         self.seen.update(self.alive)

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 
 from prfaas.wire.engine import Sampling
+from prfaas.wire.prefill import LegParams
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, Parrot, fetched
+from .engine_bench import NAMED, Bench, Parrot, prefix_fetched
 
 SAMPLED = Sampling(1.0, 1.0, 0, 42)
 PROMPT = b"def f(x):\n    return" * 8
+LEG = LegParams(role="destination", **NAMED)
 
 
 @pytest.fixture
@@ -84,13 +86,10 @@ def test_a_choice_that_waited_starts_from_its_prompts_state_and_computes_nothing
 
 def test_choices_of_a_prompt_that_was_prefilled_elsewhere_compute_none_of_it_here(model: Model):
     bench = Bench(model, max_running=4)
-    single, handle = (
-        bench.ask(PROMPT, choices=count, max_tokens=12, sampling=SAMPLED, prefill_url="http://127.0.0.1:1")
-        for count in (1, 6)
-    )
+    single, handle = (bench.ask(PROMPT, choices=count, max_tokens=12, sampling=SAMPLED, leg=LEG) for count in (1, 6))
     bench.run()
     for fetch in bench.fetches:
-        fetch.on_end(fetched(model, fetch.sequence))
+        fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
     bench.run()
     assert bench.engine.stats.prompt_tokens == 0
     assert bench.tokens(handle, 0) == bench.tokens(single)

@@ -1,5 +1,6 @@
-"""Prefixes from other instances, in an engine that is stepped by hand: what comes is used as if it had been cached,
-what does not come costs only time, what many want is fetched once, and what is lossy stays with its receiver.
+"""Prefixes of other instances, in engines that are stepped by hand: what comes is used as if it had been cached, what
+does not come costs only time, what many want is fetched once, and what is lossy stays with its receiver. And an
+instance gives what it has, where that takes nothing from those that compute here.
 """
 
 from typing import Any
@@ -7,15 +8,14 @@ from typing import Any
 import pytest
 
 from prfaas.errors import PeerError
-from prfaas.wire.engine import Cancel, Started, StartPrefill
-from prfaas.wire.prefill import PrefillRequest
-from prfaas_transfer.fetch import AbsentError
-from prfaas_worker.engine.sequences import Phase, PrefillOffered
+from prfaas.wire.engine import Cancel, Failed, Started
+from prfaas.wire.frames import Kind
+from prfaas.wire.prefill import LegParams
+from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models.base import Model
 
-from .engine_bench import Bench, FetchByHand, generate, prefix_fetched
+from .engine_bench import NAMED, Bench, FetchByHand, generate, prefix_fetched
 
-URL = "http://127.0.0.1:1"
 SHARED = (b"You are a careful assistant that answers in Python. " * 5)[:192]
 
 
@@ -23,8 +23,12 @@ def prompt_of(tail: bytes) -> bytes:
     return SHARED + tail + b" and so on until the end"
 
 
-def ask(bench: Bench, prompt: bytes, **fields: Any) -> int:
-    return bench.ask(prompt, **{"prefix_url": URL} | fields)
+def leg_of(tokens: int = len(SHARED)) -> LegParams:
+    return LegParams(role="destination", **NAMED, host="127.0.0.1", port=1, tokens=tokens)
+
+
+def ask(bench: Bench, prompt: bytes, tokens: int = len(SHARED), **fields: Any) -> int:
+    return bench.ask(prompt, **{"leg": leg_of(tokens)} | fields)
 
 
 def bring(model: Model, fetch: FetchByHand, tokens: int = len(SHARED), *, is_exact: bool = True) -> None:
@@ -35,17 +39,26 @@ def find_started(bench: Bench, handle: int) -> Started:
     return next(one for one in bench.sent if isinstance(one, Started) and one.handle == handle)
 
 
+def refusals(bench: Bench) -> list[tuple[int, int, str]]:
+    return [(one.handle, one.status, one.code) for one in bench.sent if isinstance(one, Failed)]
+
+
 def outcomes(bench: Bench) -> dict[str, int]:
     return dict(bench.engine.stats.prefixes)
 
 
+def teach(bench: Bench, prompt: bytes) -> None:
+    """Let an engine serve a prompt, so that its states and rows are cached."""
+    bench.ask(prompt, max_tokens=1)
+    bench.run()
+
+
 def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
-    bench, prompt = Bench(model), prompt_of(b"first")
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
     expected = generate(model, prompt, 6)
     handle = ask(bench, prompt)
     bench.step()
     (fetch,) = bench.fetches
-    assert fetch.is_prefix
     assert fetch.sequence.phase is Phase.FETCHING
     assert not bench.step(), "nothing is computed meanwhile"
     bring(model, fetch)
@@ -56,127 +69,82 @@ def test_a_fetched_prefix_is_used_and_only_the_rest_is_computed(model: Model):
     message = find_started(bench, handle)
     assert (message.cached_tokens, message.kv_bytes, message.transfer_seconds) == (len(SHARED), 7, 0.25)
     assert outcomes(bench) == {"fetched": 1}
+    again = bench.ask(prompt + b", and a second turn")
+    bench.run()
+    assert find_started(bench, again).cached_tokens > len(SHARED), "what was computed behind it is kept, too"
     bench.assert_nothing_is_held()
 
 
-def test_fetches_nothing_that_cannot_be_more_than_is_cached(model: Model):
+def test_a_prefix_that_is_here_or_leaves_no_token_is_not_fetched(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first")
-    bench.ask(prompt)
-    bench.run()
-    again = ask(bench, prompt)
-    short = ask(bench, b"less than a block")
+    teach(bench, prompt)
+    again, whole, longer = ask(bench, prompt), ask(bench, b"z" * 128, 128), ask(bench, b"z" * 100, 128)
     bench.run()
     assert bench.fetches == []
+    assert bench.declined == [(again, NAMED["transfer_id"])]
     assert find_started(bench, again).cached_tokens == len(prompt) // 64 * 64
-    assert find_started(bench, short).cached_tokens == 0
+    assert [find_started(bench, one).cached_tokens for one in (whole, longer)] == [0, 0]
 
 
-@pytest.mark.parametrize("error", [PeerError("gone"), AbsentError("nothing")])
-def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, error: PeerError):
+def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, caplog: pytest.LogCaptureFixture):
     bench, prompt = Bench(model), prompt_of(b"first")
     expected = generate(model, prompt, 6)
     handle = ask(bench, prompt)
     bench.step()
     (fetch,) = bench.fetches
     bench.memory.slots[fetch.sequence.held.slot].fill_(0x3C)  # some of the states had come
-    fetch.on_end(error)
+    fetch.on_end(PeerError("gone"))
     bench.run()
     assert bench.tokens(handle) == expected
     assert len(bench.fetches) == 1, "it is not fetched again"
     assert find_started(bench, handle).cached_tokens == 0
-    assert outcomes(bench) == {"absent" if isinstance(error, AbsentError) else "failed": 1}
-    bench.assert_nothing_is_held()
-
-
-def test_many_that_want_the_same_make_one_transfer(model: Model):
-    bench, prompt = Bench(model, max_running=8, max_waiting=8), prompt_of(b"first")
-    expected = generate(model, prompt, 6)
-    handles = [ask(bench, prompt) for _ in range(6)]
-    bench.step()
-    assert len(bench.fetches) == 1
-    assert bench.engine.cache.free_slots == 7, "who waits holds nothing"
-    bring(model, bench.fetches[0])
-    bench.run()
-    assert len(bench.fetches) == 1
-    assert [bench.tokens(handle) for handle in handles] == [expected] * 6
-    assert bench.engine.stats.prompt_tokens == 6 * (len(prompt) - len(SHARED))
-    assert outcomes(bench) == {"fetched": 1, "joined": 5}
+    assert outcomes(bench) == {"failed": 1}
+    assert "its cache did not come: gone" in caplog.text
     bench.assert_nothing_is_held()
 
 
 def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
     bench = Bench(model, max_waiting=8)
-    prompts = [prompt_of(tail) for tail in (b"one", b"two", b"three", b"four")]
+    prompts = [prompt_of(tail) for tail in (b"one", b"two", b"two", b"four")]
     handles = [ask(bench, prompt) for prompt in prompts]
     bench.step()
-    bring(model, bench.fetches[0])
-    bench.step()
-    # What they have in common is cached now, and none of it is longer than that: none is fetched again.
-    for fetch in bench.fetches[1:]:
-        assert fetch.sequence.computed_tokens == len(SHARED)
-        fetch.on_end(AbsentError("nothing longer"))
-    bench.run()
-    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6) for prompt in prompts]
-    assert outcomes(bench)["fetched"] == 1
-    assert bench.engine.stats.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
-
-
-def test_requests_that_waited_in_vain_fetch_once(model: Model):
-    """Two conversations that begin alike: what came for one is of no use to the other."""
-    bench = Bench(model)
-    one, other = SHARED[:64] + b"a" * 200, SHARED[:64] + b"b" * 200
-    handles = [ask(bench, one), ask(bench, other), ask(bench, other)]
-    bench.step()
     assert len(bench.fetches) == 1
-    bring(model, bench.fetches[0], 256)
-    bench.step()
-    bench.step()
-    assert len(bench.fetches) == 2, "the two others ask once"
-    bring(model, bench.fetches[1], 192)
+    assert [handle for handle, _ in bench.declined] == handles[1:], "their sources need not wait"
+    assert bench.engine.cache.free_slots == 7, "who waits holds nothing"
+    bring(model, bench.fetches[0])
     bench.run()
-    assert [bench.tokens(handle) for handle in handles] == [
-        generate(model, prompt, 6) for prompt in (one, other, other)
-    ]
-    assert outcomes(bench) == {"fetched": 2, "joined": 3}
+    assert len(bench.fetches) == 1
+    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6) for prompt in prompts]
+    assert outcomes(bench) == {"fetched": 1, "joined": 3}
+    assert bench.engine.stats.prompt_tokens == sum(map(len, prompts)) - 4 * len(SHARED)
     bench.assert_nothing_is_held()
 
 
-def test_strangers_and_other_sources_are_not_waited_for(model: Model):
+def test_strangers_and_prefixes_of_other_lengths_are_not_waited_for(model: Model):
     bench = Bench(model, max_waiting=4)
     ask(bench, prompt_of(b"first"))
-    ask(bench, prompt_of(b"first"), prefix_url="http://127.0.0.1:2")
+    ask(bench, prompt_of(b"first"), 128)
     ask(bench, b"x" * 200)
     ask(bench, prompt_of(b"first"), cache_salt="another tenant")
     bench.step()
     assert len(bench.fetches) == 4
 
 
-def test_a_source_that_fails_one_is_not_tried_by_those_that_waited(model: Model):
+@pytest.mark.parametrize("leaves", [False, True])
+def test_those_that_waited_in_vain_compute(model: Model, leaves: bool):
     bench, prompt = Bench(model), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()
+    if leaves:
+        bench.engine.inbox.put(Cancel(handles.pop(0)))
+        bench.step()
+        assert bench.fetches[0].cancelled
+        assert bench.engine.cache.free_slots == 7, "its memory may still be written to"
     bench.fetches[0].on_end(PeerError("gone"))
     bench.run()
     assert len(bench.fetches) == 1
-    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6)] * 3
-    bench.assert_nothing_is_held()
-
-
-def test_another_request_fetches_when_the_first_leaves(model: Model):
-    bench, prompt = Bench(model), prompt_of(b"first")
-    handles = [ask(bench, prompt) for _ in range(3)]
-    bench.step()
-    bench.engine.inbox.put(Cancel(handles[0]))
-    bench.step()
-    assert bench.fetches[0].cancelled
-    assert bench.engine.cache.free_slots == 7, "its memory may still be written to"
-    bench.fetches[0].on_end(PeerError("cancelled"))
-    bench.step()
-    assert len(bench.fetches) == 2
-    bring(model, bench.fetches[1])
-    bench.run()
-    assert [bench.tokens(handle) for handle in handles[1:]] == [generate(model, prompt, 6)] * 2
-    assert outcomes(bench) == {"cancelled": 1, "fetched": 1, "joined": 3}
+    assert [bench.tokens(handle) for handle in handles] == [generate(model, prompt, 6)] * len(handles)
+    assert outcomes(bench) == {"cancelled" if leaves else "failed": 1, "joined": 2}
     bench.assert_nothing_is_held()
 
 
@@ -210,39 +178,141 @@ def test_a_request_that_frees_its_memory_computes_lossy_rows_again(model: Model)
     assert bench.engine.cache.cached_tokens(sequence.chain.hashes, 1000) >= len(SHARED), "it is exact now"
 
 
-def test_a_prefill_for_another_instance_takes_a_prefix_too_and_its_end_frees_it(model: Model):
-    bench, prompt = Bench(model), list(prompt_of(b"first"))
-    body = PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL)
-    for handle, ends_early in ((1, False), (2, True)):
-        bench.engine.cache.reset()
-        message = StartPrefill(handle, body)
-        offer, _ = bench.offers.grant(message.subject, 0, len(prompt))
-        bench.engine.inbox.put(PrefillOffered(message, offer))
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_an_instance_that_prefills_for_another_fetches_a_prefix_first(model: Model, ends_early: bool):
+    bench, prompt = Bench(model), prompt_of(b"first")
+    offer = bench.give(prompt, prefix=leg_of())
+    bench.step()
+    (fetch,) = bench.fetches
+    if ends_early:
+        bench.offers.end(offer, "cancelled")
         bench.step()
-        fetch = bench.fetches[-1]
-        if ends_early:
-            bench.offers.end(offer, "cancelled")
-            bench.step()
-            assert fetch.cancelled
-            fetch.on_end(PeerError("cancelled"))
-            bench.step()
-        else:
-            bring(model, fetch)
-            bench.run()
-            assert bench.engine.stats.prompt_tokens == len(prompt) - len(SHARED)
-            assert offer.send_state.queue.queued_bytes > 0
-            bench.offers.end(offer, "delivered")
-            bench.step()
-        bench.assert_nothing_is_held()
+        assert fetch.cancelled
+        fetch.on_end(PeerError("cancelled"))
+    else:
+        bring(model, fetch)
+        bench.run()
+        assert bench.engine.stats.prompt_tokens == len(prompt) - 1 - len(SHARED)
+        assert rows_of(offer) == len(prompt) - 1, "of the prefix, too"
+        bench.offers.end(offer, "delivered")
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def rows_of(offer: Any) -> int:
+    """Return the tokens of which one layer's rows were put."""
+    frames = [frame.header for frame in offer._held or () if frame.header.kind == Kind.BLOCK]
+    layer = frames[0].layer
+    return sum(header.tokens for header in frames if header.layer == layer)
 
 
 def test_marks_what_a_prefill_computes_on_lossy_rows(model: Model):
-    bench, prompt = Bench(model), list(prompt_of(b"first"))
-    message = StartPrefill(1, PrefillRequest(request_id="r", model="tiny", token_ids=prompt, prefix_url=URL))
-    offer, _ = bench.offers.grant(message.subject, 0, len(prompt))
-    bench.engine.inbox.put(PrefillOffered(message, offer))
+    bench = Bench(model)
+    offer = bench.give(prompt_of(b"first"), prefix=leg_of())
     bench.step()
     bring(model, bench.fetches[0], is_exact=False)
     bench.run()
-    assert not offer.send_state._is_exact
+    assert offer._finished is not None
+    assert offer._finished[1] is False
     assert bench.engine.cache.stats().cached_pages == 0
+
+
+def test_a_source_gives_the_prefix_that_it_has_and_computes_nothing(model: Model):
+    bench = Bench(model)
+    teach(bench, SHARED + b"x")
+    computed = bench.engine.stats.prompt_tokens
+    offer = bench.give(prompt_of(b"first"), tokens=len(SHARED))
+    bench.run()
+    assert (rows_of(offer), bench.engine.stats.prompt_tokens) == (len(SHARED), computed)
+    assert offer._finished is not None
+    assert not [one for one in bench.sent if isinstance(one, Started) and one.handle == 500]
+    bench.offers.end(offer, "delivered")
+    bench.run()
+    assert find_started(bench, 500).cached_tokens == len(SHARED)
+    bench.assert_nothing_is_held()
+
+
+def test_a_given_prefix_that_nobody_fetches_is_free_when_its_caller_leaves(model: Model):
+    bench = Bench(model)
+    teach(bench, SHARED + b"x")
+    bench.give(prompt_of(b"first"), tokens=len(SHARED))
+    bench.run()
+    bench.engine.inbox.put(Cancel(500))
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 100])
+def test_a_source_without_a_state_where_the_prefix_ends_refuses(model: Model, tokens: int):
+    bench = Bench(model)
+    teach(bench, SHARED + b"x")
+    offer = bench.give(prompt_of(b"first"), tokens=tokens)
+    bench.run()
+    assert refusals(bench) == [(500, 404, "prefix_not_found")]
+    assert offer.send_state.failure == f"no prefix of {tokens} tokens of this prompt is cached here"
+    bench.offers.end(offer, "failed")
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_given_prefixes_take_a_quarter_of_the_slots(model: Model):
+    bench = Bench(model, max_running=8)
+    teach(bench, SHARED + b"x")
+    legs = [{"handle": number, "transfer_id": f"{number:032x}", "tokens": len(SHARED)} for number in range(501, 505)]
+    offers = [bench.give(prompt_of(b"first"), **leg) for leg in legs[:3]]
+    bench.run()
+    assert refusals(bench) == [(503, 503, "overloaded")]
+    bench.offers.end(offers[0], "delivered")
+    offers.append(bench.give(prompt_of(b"first"), **legs[3]))
+    bench.run()
+    assert len(refusals(bench)) == 1, "one more may be given"
+    for offer in offers[1:]:
+        bench.offers.end(offer, "failed")
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_given_prefix_takes_no_slot_of_a_request_that_waits(model: Model):
+    bench = Bench(model, max_running=2)
+    teach(bench, SHARED + b"x")
+    handles = [bench.ask(bytes([number]) * 40, max_tokens=3) for number in (1, 2)]
+    offer = bench.give(prompt_of(b"first"), tokens=len(SHARED))
+    bench.run()
+    assert refusals(bench) == [(500, 503, "overloaded")]
+    assert [len(bench.tokens(handle)) for handle in handles] == [3, 3]
+    bench.offers.end(offer, "failed")
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_given_prefix_takes_no_promised_slot(model: Model):
+    bench = Bench(model, max_running=2)
+    teach(bench, SHARED + b"x")
+    handle = bench.ask(b"some prompt", choices=3, max_tokens=3)
+    bench.engine._handle_events(wait=False)
+    bench.engine._admit(next(bench.engine.requests.sequences()))  # one slot is free, for its next choice
+    offer = bench.give(prompt_of(b"first"), tokens=len(SHARED))
+    bench.step()
+    assert refusals(bench) == [(500, 503, "overloaded")]
+    bench.offers.end(offer, "failed")
+    bench.run()
+    assert len(bench.tokens(handle, 2)) == 3
+    bench.assert_nothing_is_held()
+
+
+def test_a_given_prefix_takes_no_page_that_a_stream_needs_next(model: Model):
+    bench = Bench(model, num_pages=5)
+    teach(bench, b"x" * 65)  # a block, and a state
+    bench.ask(b"y" * 60, max_tokens=30, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    taken = bench.engine.cache.open((), 64 * (bench.engine.cache.free_pages - 1), 0)
+    assert taken is not None
+    offer = bench.give(b"x" * 70, tokens=64)
+    bench.step()
+    bench.engine.cache.close(taken.lease)
+    ((_, status, _),) = refusals(bench)
+    assert status in (404, 503)
+    bench.offers.end(offer, "failed")
+    bench.run()
+    bench.assert_nothing_is_held()

@@ -14,12 +14,11 @@ import msgspec
 import pytest
 import xxhash
 
-from prfaas.wire.engine import Generate, Ready
+from prfaas.wire.engine import Generate, LearnBytes, Ready
+from prfaas.wire.kvevents import ByteBlock, decode_byte_map
 from prfaas_worker.front.generate import INLINE_MAP_BYTES
 from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
-
-from .test_events import Reader
 
 pytestmark = pytest.mark.system
 
@@ -37,28 +36,14 @@ async def loaded(front):
     return front
 
 
-async def ask(client, front, path: str, body: dict[str, Any]) -> Generate:
-    """Send a request and leave, once the engine has heard of it."""
+async def ask(client, front, path: str, body: dict[str, Any]) -> tuple[Generate, list[ByteBlock]]:
+    """Send a request and leave, once the engine has heard of it; return also the pairs that it is to publish."""
     asking = asyncio.create_task(client.session.post(f"{front.url}{path}", json=body).__aenter__())
-    message = await front.hear()
+    message, taught = await front.hear(), await front.hear()
     assert isinstance(message, Generate)
-    while front.serving.events.byte_map.next_seq == 0:
-        assert not asking.done()
-        await front.serving.events.wait(5)
+    assert isinstance(taught, LearnBytes)
     asking.cancel()
-    return message
-
-
-async def learned(front) -> list[dict[str, Any]]:
-    """The published pairs, read as a router reads them."""
-
-    def run() -> list[dict[str, Any]]:
-        reader = Reader(front.host)
-        blocks = next(payload["blocks"] for topic, _, payload in reader if topic == "bytes@pod-1@tiny")
-        reader.close()
-        return blocks
-
-    return await asyncio.to_thread(run)
+    return message, decode_byte_map(taught.payload).blocks
 
 
 def token_names(token_ids: list[int], salt: str = "") -> list[bytes]:
@@ -87,34 +72,34 @@ def byte_names(kind: str, data: bytes, salt: str = "") -> list[int]:
 async def test_a_completion_teaches_what_follows_from_its_bytes(client, loaded, length, salt):
     text = "".join(chr(97 + n * n % 26) for n in range(length))
     body = {"model": "tiny", "prompt": text, "max_tokens": 1} | ({"cache_salt": salt} if salt else {})
-    message = await ask(client, loaded, "/v1/completions", body)
-    found = await learned(loaded)
+    message, found = await ask(client, loaded, "/v1/completions", body)
     bytes_of, blocks = byte_names("text", text.encode(), salt), token_names(message.token_ids, salt)
-    assert [pair["byte_hash"] for pair in found] == bytes_of
+    assert [pair.byte_hash for pair in found] == bytes_of
     for cut, pair in enumerate(found, 1):
-        assert pair["block_hash"] == blocks[pair["tokens"] // 64 - 1]
+        assert pair.block_hash == blocks[pair.tokens // 64 - 1]
         # One token a byte, and one before the text: 256 bytes surely hold four blocks but for the one at the cut.
-        assert 256 * cut - 64 <= pair["tokens"] <= 256 * cut
+        assert 256 * cut - 64 <= pair.tokens <= 256 * cut
 
 
 async def test_a_chat_teaches_tokens_of_its_contents(client, loaded):
     text = 'A line with "quotes".\n' * 60
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
-    message = await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages})
-    found, blocks = await learned(loaded), token_names(message.token_ids)
+    message, found = await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages})
+    blocks = token_names(message.token_ids)
     assert len(found) > 3
     for pair in found:
-        assert pair["block_hash"] == blocks[pair["tokens"] // 64 - 1]
+        assert pair.block_hash == blocks[pair.tokens // 64 - 1]
     escaped = sum(json.dumps(text).count(mark) for mark in ("\\n", '\\"'))
-    assert found[-1]["tokens"] >= len(text) - escaped - 256
+    assert found[-1].tokens >= len(text) - escaped - 256
 
 
 async def test_byte_blocks_before_the_first_block_of_tokens_are_taught_too(client, loaded):
     """Otherwise a reader could not distinguish them from those of no request."""
     variables = {"chat_template_kwargs": {"unused": "x" * 800}}
     messages = [{"role": "user", "content": "What is there? " * 40}]
-    await ask(client, loaded, "/v1/chat/completions", {"model": "tiny", "messages": messages} | variables)
-    tokens = [pair["tokens"] for pair in await learned(loaded)]
+    body = {"model": "tiny", "messages": messages} | variables
+    _, found = await ask(client, loaded, "/v1/chat/completions", body)
+    tokens = [pair.tokens for pair in found]
     assert tokens == sorted(tokens)
     assert tokens[0] == 0
     assert tokens[-1] > 0

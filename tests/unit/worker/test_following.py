@@ -4,7 +4,6 @@ shows.
 """
 
 import asyncio
-import json
 import os
 import re
 import secrets
@@ -20,18 +19,23 @@ import aiohttp
 import pytest
 
 from prfaas.names import HUB
+from prfaas.wire.frames import Address
+from prfaas.wire.prefill import new_transfer
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas_transfer.pull import Connections, SourceAddress, decline
+from prfaas_transfer.tls import PeerAuth
 
 from ...waiting import eventually, eventually_async
 from .collector import Collector, Span
-from .conftest import Worker, _all_ready, _launcher
-from .relays import relayed
+from .conftest import Worker, _all_ready, launched
+from .transfer_proxy import Proxy, at_frame, cut
 
 pytestmark = pytest.mark.system
 
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
 REMOTE = ["prefill.remote", "transfer", "prefill"]
+Leg = dict[str, Any]
 
 
 class System(NamedTuple):
@@ -51,7 +55,7 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """All of it, traced and talkative."""
     directory = tmp_path_factory.mktemp("following")
     wanted = {"OTEL_BSP_SCHEDULE_DELAY": "50", "PRFAAS_LOG_LEVEL": "DEBUG"}
-    with Collector() as collector, pytest.MonkeyPatch.context() as patch, _launcher(directory) as launch:
+    with Collector() as collector, pytest.MonkeyPatch.context() as patch, launched(directory) as launch:
         for name, value in (wanted | {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}).items():
             patch.setenv(name, value)
         prefill, decode = launch("p0", "--role", "prefill"), launch("d0", "--role", "decode")
@@ -90,15 +94,23 @@ def _port(log: Path) -> int:
     return int(found[1])
 
 
-async def ask(url: str, prompt: str = PROMPT, /, **headers: str) -> tuple[int, dict[str, str]]:
+async def ask(url: str, prompt: str = PROMPT, leg: Leg | None = None, /, **headers: str) -> tuple[int, dict[str, str]]:
     """Complete a prompt that is not cached, in a trace of the client's; returns status and headers."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "cache_salt": secrets.token_hex(8)}
+    if leg is not None:
+        body |= {"cache_salt": leg["transfer_id"], "kv_transfer_params": {"prfaas": leg}}
     async with (
         aiohttp.ClientSession() as session,
         session.post(url + "/v1/completions", json=body, headers=headers) as answer,
     ):
         text = await answer.text()
         return answer.status, {"body": text} | {name.lower(): value for name, value in answer.headers.items()}
+
+
+def legs_to(host: str, port: int = 8001) -> tuple[Leg, Leg]:
+    """Name a transfer; return the legs of its source, at this place, and of its destination."""
+    transfer = new_transfer()
+    return {"role": "source", **transfer}, {"role": "destination", **transfer, "host": host, "port": port}
 
 
 def trace_context() -> tuple[str, str, dict[str, str]]:
@@ -170,53 +182,52 @@ async def test_the_debug_log_has_the_steps_of_a_transfer(system):
     transfer_id = headers["x-prfaas-transfer-id"]
     await wait_for_lines(system.prefill.log, 1, transfer_id=transfer_id)
     steps = {line["words"] for line in lines(system.prefill.log, transfer_id=transfer_id) if line["level"] == "DEBUG"}
-    assert steps == {"transfer granted", "transfer computing", "transfer connected", "transfer computed"}
-    (granted,) = (line for line in lines(system.decode.log, transfer_id=transfer_id) if line["level"] == "DEBUG")
-    assert (granted["words"], granted["tokens"]) == ("transfer granted", str(len(PROMPT) + 1))
+    assert steps == {"transfer announced", "transfer connected", "transfer computed"}
 
 
 async def test_no_log_holds_the_token_that_opens_a_transfer(system):
-    url = f"{system.prefill.url}/v1/prefills"
+    leg, _ = legs_to(system.prefill.host)
     async with aiohttp.ClientSession() as session:
-        body = {"request_id": "secretive", "model": "tiny", "token_ids": [1, 2, 3]}
-        async with session.post(url, json=body) as answer:
-            grant = await answer.json()
-        async with session.delete(f"{url}/{grant['transfer_id']}"):
-            pass
+        body = {"request_id": "secretive", "model": "tiny", "token_ids": [1, 2, 3], "leg": leg}
+        async with session.post(f"{system.prefill.url}/v1/prefills", json=body) as answer:
+            assert (answer.status, await answer.json()) == (201, {"data_port": 8001, "end_token": 2})
+    source, address = SourceAddress(system.prefill.host, 8001), Address(leg["transfer_id"], leg["epoch"])
+    await asyncio.to_thread(decline, Connections(PeerAuth()), source, leg["token"], address)
     (end,) = await wait_for_lines(system.prefill.log, 1, request_id="secretive")
-    assert (end["words"], end["outcome"], end["transfer_id"]) == ("transfer sent", "cancelled", grant["transfer_id"])
-    assert not any(grant["token"] in log.read_text() for log in system.logs.values())
+    assert (end["words"], end["outcome"], end["transfer_id"]) == ("transfer sent", "cancelled", leg["transfer_id"])
+    assert not any(leg["token"] in log.read_text() for log in system.logs.values())
 
 
 async def test_a_clients_trace_has_the_spans_of_gateway_decode_and_prefill_below_it(system):
     trace_id, root, context = trace_context()
     _, headers = await ask(system.gateway_url, **context)
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", "decode", *REMOTE)
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", "decode", "source", *REMOTE)
     assert tree(spans, root) == {
         ("request", "prfaas-gateway", "client"),
         ("decode", "prfaas-worker", "request"),
         ("prefill.remote", "prfaas-worker", "decode"),
         ("transfer", "prfaas-worker", "prefill.remote"),
-        ("prefill", "prfaas-worker", "prefill.remote"),
+        ("source", "prfaas-worker", "request"),
+        ("prefill", "prfaas-worker", "source"),
     }
     by_name = {span.name: span for span in spans}
-    assert {span.attributes.get("transfer_id") for span in spans if span.name != "decode"} == {
-        headers["x-prfaas-transfer-id"]
-    }
+    named = {span.attributes.get("transfer_id") for span in spans if span.name not in ("decode", "source")}
+    assert named == {headers["x-prfaas-transfer-id"]}
     assert {name: span.instance for name, span in by_name.items() if span.instance} == {
         "decode": "d0",
         "prefill.remote": "d0",
         "transfer": "d0",
+        "source": "p0",
         "prefill": "p0",
     }
-    assert [span.error for span in spans] == [None] * 5
+    assert [span.error for span in spans] == [None] * 6
     request, transfer, prefill = (by_name[name] for name in ("request", "transfer", "prefill"))
     assert request.attributes["threshold_tokens"] == THRESHOLD_TOKENS
     assert {request.attributes[name] for name in ("pool", "cluster", "outcome")} == {"far", "eu", "ok"}
     assert transfer.attributes["bytes"] == int(headers["x-prfaas-kv-bytes"]) > 0
     assert transfer.attributes["codecs"]
     assert transfer.attributes["mbps"] > 0
-    assert sorted(prefill.events) == ["computed", "computing", "connected", "delivered", "first_byte", "granted"]
+    assert sorted(prefill.events) == ["announced", "computed", "connected", "delivered", "first_byte"]
     for span in spans:  # one machine, one clock
         assert request.began <= span.began <= span.ended, span
     assert transfer.ended <= by_name["prefill.remote"].ended <= by_name["decode"].ended <= request.ended
@@ -242,8 +253,11 @@ async def test_a_prompt_below_the_threshold_is_prefilled_in_one_span_and_moves_n
 async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(system, client):
     trace_id, _, context = trace_context()
     before = [await client.metrics(worker) for worker in (system.prefill, system.decode)]
-    async with relayed(system.prefill, cut_after=100_000) as url:
-        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
+    with Proxy((system.prefill.host, 8001), at_frame(3, cut)) as proxy:
+        source, destination = legs_to(*proxy.address)
+        _, (status, headers) = await asyncio.gather(
+            ask(system.prefill.url, PROMPT, source, **context), ask(system.decode.url, PROMPT, destination, **context)
+        )
     assert status == 200, headers
     ends: list[int] = []
     for log in (system.prefill.log, system.decode.log):
@@ -254,7 +268,7 @@ async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(s
     sent, received = ends  # one, and on a machine that stood still another
     assert sent >= 1
     assert received >= 1
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", *REMOTE)
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "source", *REMOTE)
     assert {span.name: span.attributes["breaks"] for span in spans if "breaks" in span.attributes} == {
         "transfer": received,
         "prefill": sent,
@@ -268,62 +282,56 @@ async def test_a_connection_that_breaks_shows_on_both_sides_and_in_the_metrics(s
         assert moved == int(headers["x-prfaas-kv-bytes"])
 
 
-async def test_a_transfer_that_fails_is_an_error_with_its_reason_everywhere(system):
+async def test_a_transfer_that_fails_costs_time_only_and_says_why_everywhere(system):
     trace_id, _, context = trace_context()
-    async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
-        status, headers = await ask(system.decode.url, **context, **{"x-prfaas-prefill-url": url})
-    assert status == 502
+    _, leg = legs_to(system.prefill.host)  # its source never hears of it
+    status, headers = await ask(system.decode.url, PROMPT, leg, **context)
+    assert (status, headers["x-prfaas-lost-transfer"]) == (200, leg["transfer_id"])
     spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "prefill.remote", "transfer")
-    assert all("refused with HTTP 404" in (span.error or "") for span in spans), spans
-    assert "refused with HTTP 404" in json.loads(headers["body"])["error"]["message"]
+    reasons = {span.name: span.error for span in spans}
+    reason = f"no prefill {leg['transfer_id']} with this token and epoch: ended, expired or foreign"
+    assert reasons == {"decode": None, "prefill.remote": None, "transfer": reason}
     (end,) = await wait_for_lines(system.decode.log, 1, trace_id=trace_id)
-    assert (end["level"], end["outcome"]) == ("WARNING", "failed")
-    assert "refused with HTTP 404" in end["reason"]
+    assert (end["level"], end["outcome"], end["reason"]) == ("WARNING", "failed", reason)
 
 
-async def test_a_source_that_gives_up_is_named_on_its_own_side_too(system):
+async def test_a_source_whose_caller_leaves_is_named_on_both_sides(system):
     trace_id, _, context = trace_context()
-    headers = context | {"x-prfaas-prefill-url": system.prefill.url}
-    request = asyncio.ensure_future(ask(system.decode.url, PROMPT * 12, **headers))
-    granted = await eventually_async(
+    source, destination = legs_to(system.prefill.host)
+    filling = asyncio.ensure_future(ask(system.prefill.url, PROMPT * 12, source, **context))
+    answering = asyncio.ensure_future(ask(system.decode.url, PROMPT * 12, destination, **context))
+    await eventually_async(
         lambda: [line for line in lines(system.prefill.log, trace_id=trace_id) if "connection" in line],
         "the destination is connected",
         poll=0.005,
     )
-    transfer_id = granted[0]["transfer_id"]
-    async with aiohttp.ClientSession() as session:
-        await session.delete(f"{system.prefill.url}/v1/prefills/{transfer_id}")
-    status, headers = await request
-    assert (status, headers.get("x-prfaas-transfer-id")) == (502, transfer_id)
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", *REMOTE)
+    filling.cancel()
+    status, headers = await answering
+    assert (status, headers["x-prfaas-lost-transfer"]) == (200, destination["transfer_id"])
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "decode", "source", *REMOTE)
     reasons = {span.name: span.error for span in spans}
-    assert reasons["prefill"] == "the destination does not want it any more"
-    assert "the prefill was cancelled" in (reasons["transfer"] or ""), reasons
-    assert {span.attributes.get("transfer_id") for span in spans} == {transfer_id}
+    reason = "its caller left before the prompt was computed"
+    assert reasons["prefill"] == reason
+    assert reason in (reasons["transfer"] or ""), reasons
 
 
 async def test_a_request_that_falls_back_is_served_and_names_what_failed(system):
     trace_id, headers = "", dict[str, str]()
-    async with relayed(system.prefill, api=(b"/v1/prefills", b"/v1/prefuse_")) as url:
-        with routed(system, url):
+    with routed(system, "http://127.0.0.1:9"):
 
-            async def falls_back() -> bool:
-                nonlocal trace_id, headers
-                trace_id, _, context = trace_context()
-                _, headers = await ask(system.gateway_url, **context)
-                return headers.get("x-prfaas-outcome") == "fallback"
+        async def falls_back() -> bool:
+            nonlocal trace_id, headers
+            trace_id, _, context = trace_context()
+            _, headers = await ask(system.gateway_url, **context)
+            return headers.get("x-prfaas-outcome") == "fallback"
 
-            await eventually_async(falls_back, "the gateway follows its file", poll=0.1)
-    legs = ["decode", "prefill.remote", "transfer", "decode", "prefill.local"]
-    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", *legs)
-    failed = {span.name for span in spans if span.error is not None}
-    assert failed == {"decode", "prefill.remote", "transfer"}
-    assert sum(span.error is not None for span in spans) == 3, "the second decode leg is well, and the request too"
+        await eventually_async(falls_back, "the gateway follows its file", poll=0.1)
+    spans = await asyncio.to_thread(system.collector.trace, trace_id, "request", "decode", "prefill.remote", "transfer")
     (request,) = (span for span in spans if span.name == "request")
-    assert (request.attributes["outcome"], request.events) == ("fallback", ["leg failed"])
+    assert (request.attributes["outcome"], request.events, request.error) == ("fallback", ["leg failed"], None)
     (leg, end) = await wait_for_lines(system.gateway_log, 2, request_id=headers["x-request-id"])
     assert (leg["level"], leg["words"], leg["leg"], leg["instance"]) == ("WARNING", "leg failed", "prefill", "p0")
-    assert "refused with HTTP 404" in leg["reason"]
+    assert "127.0.0.1:9" in leg["reason"]
     assert (end["words"], end["outcome"]) == ("request", "fallback")
     await offloads(system)
 

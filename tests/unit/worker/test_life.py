@@ -87,3 +87,19 @@ async def test_ctrl_c_while_the_engine_loads_ends_both_without_a_traceback(launc
     assert await worker.exit_code() == 0
     assert ended(engine)
     assert "Traceback" not in worker.log.read_text()
+
+
+async def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(client, pair, launch):
+    worker = await launch("drained").ready()
+    async with client.open(worker, max_tokens=300, stream=True, n=8, temperature=2) as answer:
+        events = client.events(answer)
+        await anext(events)
+        worker.process.send_signal(signal.SIGTERM)
+        await client.until_status(worker, "/readyz", 503)
+        assert await client.status(worker, "/healthz") == 200
+        refused = await client.complete(worker)
+        assert (refused.status, (await refused.json())["error"]["code"]) == (503, "overloaded")
+        last = [event async for event in events][-2:]
+    assert last[1] == "[DONE]"
+    assert last[0]["choices"][0]["finish_reason"] in ("length", "stop")
+    assert await worker.exit_code() == 0

@@ -52,7 +52,7 @@ STATS = Stats(
     egress_mbps=800,
     memory_bytes=1 << 20,
     memory_limit_bytes=256 << 20,
-    prefixes=(("absent", 2), ("fetched", 3)),
+    prefixes=(("failed", 2), ("fetched", 3)),
     prefix_tokens=1920,
 )
 

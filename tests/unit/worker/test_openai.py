@@ -39,7 +39,7 @@ def chat(**fields: Any) -> Job:
 def test_a_bare_completion_gets_the_apis_defaults():
     job = completion(seed=5)
     sampling = Sampling(1.0, 1.0, 0, 5)
-    assert job.prompts == [Generate(0, "", [256, *b"hello"], 1, 16, sampling, logprobs=-1, prefill_url="")]
+    assert job.prompts == [Generate(0, "", [256, *b"hello"], 1, 16, sampling, logprobs=-1)]
     assert not job.is_chat
     assert (job.choices, job.stop, job.echoes) == (1, [], [""])
     assert (job.body.stream, job.has_usage, job.has_continuous_usage) == (None, False, False)
@@ -86,7 +86,6 @@ def test_every_served_field_arrives():
         max_tokens=7,
         sampling=sampling,
         logprobs=2,
-        prefill_url="",
         min_tokens=2,
         ignore_eos=True,
         stop_token_ids=(7, 8),
@@ -340,7 +339,6 @@ def test_both_built_in_models_take_what_agents_send(name: str):
         ({"max_token": 4}, "max_token", "max_tokens"),
         ({"stopp": None}, "stopp", "stop"),
         ({"foo": 1}, "foo", None),
-        ({"kv_transfer_params": {}}, "kv_transfer_params", None),
         ({"stream_options": {"foo": 1}}, "stream_options.foo", None),
         ({"stream_options": {"include_usages": True}}, "stream_options.include_usages", "include_usage"),
     ],

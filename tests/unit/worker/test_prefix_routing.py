@@ -24,7 +24,7 @@ from prfaas_gateway.server import serving
 
 from ...waiting import eventually_async
 from .conftest import Client, Worker
-from .test_two_workers import text_of
+from .prompts import text_of
 
 pytestmark = pytest.mark.system
 

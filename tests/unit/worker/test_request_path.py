@@ -163,7 +163,7 @@ async def test_an_offloaded_request_enters_few_files(launch, profiled: Profiled,
     for way in (
         "prfaas_gateway/dispatch",
         "front/generate",
-        "front/prefills",
+        "engine/remote",
         "engine/loop",
         "transfer/send",
         "transfer/pull",

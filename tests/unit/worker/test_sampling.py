@@ -19,7 +19,7 @@ MODEL = Outputs(VOCAB, (2,))
 
 def request(sampling: Sampling, **fields: object) -> Generate:
     common = {"handle": 1, "request_id": "r", "token_ids": PROMPT, "choices": 1, "max_tokens": 99}
-    return Generate(**{**common, "sampling": sampling, "logprobs": -1, "prefill_url": "", **fields})
+    return Generate(**{**common, "sampling": sampling, "logprobs": -1, **fields})
 
 
 def greedy(**fields: object) -> Generate:

@@ -23,7 +23,7 @@ from prfaas.processes import ends_with_us
 from ...waiting import eventually_async
 from ..tls.mounts import Mount
 from .conftest import START_SECONDS, Client, Worker
-from .test_two_workers import text_of
+from .prompts import text_of
 
 pytestmark = pytest.mark.system
 

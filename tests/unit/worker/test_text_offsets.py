@@ -67,7 +67,7 @@ def logprobs(parts: list[list[int]], **fields: Any) -> tuple[dict[str, Any], lis
     """The whole answer's choice, and a stream's choices, for tokens that come in these parts."""
     body = {"model": "tiny", "prompt": "x", "logprobs": 0, "max_tokens": 50} | fields
     job = RequestReader(SERVED, TINY).completion_job(msgspec.json.encode(body))
-    choice, answers = ChoiceDetokenizer(0, job, TINY), ResponseFormatter(job, "tiny", TINY)
+    choice, answers = ChoiceDetokenizer(0, job, TINY), ResponseFormatter(job, SERVED, TINY)
     pieces = []
     for number, part in enumerate(parts):
         reason = "length" if number == len(parts) - 1 else None
@@ -76,6 +76,19 @@ def logprobs(parts: list[list[int]], **fields: Any) -> tuple[dict[str, Any], lis
             break
     events = b"".join(answers.event(piece, None) for piece in pieces).split(b"\n\n")[:-1]
     return answers.whole_choice(pieces), [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+
+
+def test_tokens_without_text_are_named_after_a_while_in_a_stream_that_may_continue():
+    """To a gateway, a stream without events is one of a dead worker."""
+    events = []
+    for more in ({}, {"prfaas_stream": {"seed": 1, "created": 1}}):
+        job = RequestReader(SERVED, TINY).completion_job(msgspec.json.encode({"model": "tiny", "prompt": "x"} | more))
+        choice, answers = ChoiceDetokenizer(0, job, TINY), ResponseFormatter(job, SERVED, TINY)
+        pieces = [choice.piece(Tokens(1, 0, [one], [], None)) for one in [*b"ab", *[EOT] * 70]]
+        events.append([answers.event(piece, None) for piece in pieces])
+    assert [sum(map(bool, some)) for some in events] == [2, 4]
+    named = [json.loads(one[6:])["choices"][0]["token_ids"] for one in events[1] if one]
+    assert [len(ids) for ids in named] == [1, 1, 32, 32]
 
 
 def test_a_stream_counts_on_where_it_was():

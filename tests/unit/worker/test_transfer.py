@@ -9,16 +9,14 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from prfaas.errors import PeerError
 from prfaas.wire.frames import Address, Kind
-from prfaas.wire.transfer import Abort, message_frame
+from prfaas.wire.transfer import VERSION, Abort, message_frame
+from prfaas_transfer import data_port as data_port_module
 from prfaas_transfer.pull import Connections
 from prfaas_transfer.tls import PeerAuth
-from prfaas_worker.cache.memory import bytes_of
 
 from ...waiting import eventually
 from .transfer_bench import (
-    HIDDEN,
     LARGE,
     SMALL,
     Port,
@@ -55,33 +53,32 @@ def port(only_port: Port) -> Iterator[Port]:
 def test_a_cache_arrives_bit_for_bit_whether_the_destination_comes_early_or_late(
     port: Port, connect_first: bool, staged: bool
 ):
-    offer, grant = port.grant()
+    offer, leg = port.announce()
     cache = through_staging(SMALL.filled()) if staged else SMALL.filled()
     if not connect_first:
         compute(SMALL, offer, cache)
-    taking = port.take(offer, grant, staged=staged)
+    taking = port.take(leg, staged=staged)
     if connect_first:
-        eventually(lambda: offer.connected, "the destination is connected")
+        eventually(lambda: offer.streams, "the destination is connected")
         compute(SMALL, offer, cache)
     done = taking.whole()
     assert_same_bits(SMALL, taking.place, cache)
-    assert bytes(taking.state.hidden) == bytes(bytes_of(HIDDEN))
     assert done.prefill_seconds == 0.25
     assert taking.ledger.received_bytes == done.payload_bytes == SMALL.nbytes
     assert port.ends()
-    assert port.offers.status(grant.transfer_id) is None
+    assert not port.offers.is_open(leg.transfer_id, 0)
     assert taking.close() == 1
     port.assert_ended_once(delivered=1)
 
 
 def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
     port = Port(LARGE)
-    offer, grant = port.grant()
+    offer, leg = port.announce()
     cache = LARGE.filled()
-    taking = port.take(offer, grant)
+    taking = port.take(leg)
     eventually(lambda: len(offer.streams) == 4, "four connections")
     compute(LARGE, offer, cache, step=64)
-    assert taking.whole().frames == 10 * 2 + 1 + 1
+    assert taking.whole().frames == 10 * 2 + 1
     assert_same_bits(LARGE, taking.place, cache)
     assert port.ends()
     assert taking.close() == 4, "all four wait for the next transfer"
@@ -89,21 +86,21 @@ def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
 
 
 def test_silence_is_filled_with_keep_alives(port: Port):
-    _, grant = port.grant()
-    with closing(connect(port, hello(grant))) as sock:
+    offer, leg = port.announce()
+    with closing(connect(port, hello(leg))) as sock:
         sock.settimeout(0.9)  # a destination gives up after 1.0 s
         found = [header.kind for header, _ in itertools.islice(frames(sock), 4)]
         assert found == [Kind.WELCOME, *[Kind.KEEP_ALIVE] * 3]
-    port.offers.cancel(grant.transfer_id)
+    port.cancel(offer)
     assert port.ends()
 
 
 def test_a_connection_serves_one_transfer_after_another(port: Port):
     connections, names = Connections(PeerAuth()), set()
     for handle in range(3):
-        offer, grant = port.grant(handle)
+        offer, leg = port.announce(handle)
         compute(SMALL, offer, SMALL.filled())
-        taking = port.take(offer, grant, connections=connections)
+        taking = port.take(leg, connections=connections)
         taking.whole()
         assert port.ends(handle)
         eventually(lambda: "fetch-data" not in transfer_threads(), "no destination receives")
@@ -119,49 +116,46 @@ def test_a_connection_serves_one_transfer_after_another(port: Port):
 
 @pytest.mark.parametrize("wrong", ["token", "epoch", "transfer"])
 def test_a_stranger_gets_one_answer_whatever_is_wrong_and_harms_nothing(port: Port, wrong: str):
-    _, grant = port.grant()
+    offer, leg = port.announce()
     changes: dict[str, object] = {
-        "token": {"token": grant.token[:-1]},
-        "epoch": {"epoch": grant.epoch + 1},
+        "token": {"token": leg.token[:-1]},
+        "epoch": {"epoch": leg.epoch + 1},
         "transfer": {"transfer_id": "0" * 32},
     }[wrong]
-    with closing(connect(port, hello(msgspec.structs.replace(grant, **changes)))) as sock:
+    with closing(connect(port, hello(msgspec.structs.replace(leg, **changes)))) as sock:
         ((header, payload),) = frames(sock)
     assert header.kind == Kind.ABORT
     message = payload.decode()
     assert "with this token and epoch: ended, expired or foreign" in message
-    assert grant.token not in message
-    status = port.offers.status(grant.transfer_id)
-    assert status is not None
-    assert not status.connected
-    port.offers.cancel(grant.transfer_id)
+    assert leg.token not in message
+    assert port.offers.is_open(leg.transfer_id, 0)
+    assert not offer.streams
+    port.cancel(offer)
     assert port.ends()
 
 
-def test_a_destination_of_another_version_gets_the_reason(port: Port):
-    _, grant = port.grant()
-    with closing(connect(port, hello(grant, versions=(1, 77)))) as sock:
-        ((_, payload),) = frames(sock)
-    assert "speaks versions" in msgspec.json.decode(payload, type=Abort).message
-    port.offers.cancel(grant.transfer_id)
+@pytest.mark.parametrize("source_version", [VERSION, VERSION - 1])
+def test_instances_of_different_versions_refuse_each_other_in_one_sentence(
+    port: Port, source_version: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(data_port_module, "VERSION", source_version)
+    offer, leg = port.announce()
+    if source_version == VERSION:
+        with closing(connect(port, hello(leg, versions=(VERSION - 1,)))) as sock:
+            ((_, payload),) = frames(sock)
+        found, theirs = msgspec.json.decode(payload, type=Abort).message, VERSION - 1
+    else:
+        found, theirs = str(port.take(leg).failure()), VERSION
+    assert found == f"HELLO speaks versions ({theirs},), this instance {source_version}: upgrade one side"
+    port.cancel(offer)
     assert port.ends()
-
-
-def test_an_error_of_the_engine_reaches_the_destination(port: Port):
-    offer, grant = port.grant()
-    offer.fail("out of room")
-    error = port.take(offer, grant).failure()
-    assert isinstance(error, PeerError)
-    assert "out of room" in str(error)
-    assert port.ends()
-    port.assert_ended_once(failed=1)
 
 
 def test_a_destination_that_gives_up_ends_the_offer_at_once(port: Port):
-    offer, grant = port.grant(5)
-    with closing(connect(port, hello(grant))) as sock:
+    offer, leg = port.announce(5)
+    with closing(connect(port, hello(leg))) as sock:
         assert kinds(sock, 1) == [Kind.WELCOME]
-        sock.sendall(message_frame(Kind.ABORT, address_of(grant), Abort("no room here")))
+        sock.sendall(message_frame(Kind.ABORT, address_of(leg), Abort("no room here")))
         assert port.ends(5)
     put_chunk(SMALL, offer, SMALL.filled(), 0, SMALL.tokens)  # the engine has not heard yet: nothing is kept
     assert offer.send_state.queue.queued_bytes == 0
@@ -169,32 +163,30 @@ def test_a_destination_that_gives_up_ends_the_offer_at_once(port: Port):
 
 
 def test_an_acknowledgement_of_another_epoch_is_none(port: Port):
-    offer, grant = port.grant(start_token=SMALL.tokens - 1)
-    offer.start_computing()
+    offer, leg = port.announce()
     offer.finish_computing(0.0)
-    with closing(connect(port, hello(grant))) as sock:
+    with closing(connect(port, hello(leg))) as sock:
         assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
-        sock.sendall(message_frame(Kind.ACK, Address(grant.transfer_id, grant.epoch + 1)))
+        sock.sendall(message_frame(Kind.ACK, Address(leg.transfer_id, leg.epoch + 1)))
         assert port.ends()
     port.assert_ended_once(failed=1)
 
 
 def test_an_acknowledgement_frees_the_source_even_if_the_destination_then_leaves(port: Port):
-    offer, grant = port.grant(start_token=SMALL.tokens - 1)
-    offer.start_computing()
+    offer, leg = port.announce()
     offer.finish_computing(0.0)
-    with closing(connect(port, hello(grant))) as sock:
+    with closing(connect(port, hello(leg))) as sock:
         assert kinds(sock, 2) == [Kind.WELCOME, Kind.DONE]
-        sock.sendall(message_frame(Kind.ACK, address_of(grant)))
+        sock.sendall(message_frame(Kind.ACK, address_of(leg)))
     assert port.ends()
     port.assert_ended_once(delivered=1)
 
 
 def test_nothing_is_acknowledged_before_it_was_sent(port: Port):
-    offer, grant = port.grant()
-    with closing(connect(port, hello(grant))) as sock:
+    offer, leg = port.announce()
+    with closing(connect(port, hello(leg))) as sock:
         assert kinds(sock, 1) == [Kind.WELCOME]
-        sock.sendall(message_frame(Kind.ACK, address_of(grant)))
+        sock.sendall(message_frame(Kind.ACK, address_of(leg)))
         assert Kind.FREED not in kinds(sock)
     assert port.ends()
     assert offer.ended

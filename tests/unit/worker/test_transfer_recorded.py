@@ -17,12 +17,12 @@ from prfaas.wire.receive_ledger import ReceiveLedger
 from prfaas.wire.transfer import VERSION, Done, Welcome
 from prfaas_transfer.compression import Packer, decode
 from prfaas_worker.cache.memory import bytes_of
-from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, hidden_frame, state_frames
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, state_frames
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 from ..wire import second_reader
 from ..wire.second_reader import Cache, RefusedError
-from .transfer_bench import HIDDEN, LARGE, TRAFFIC, Model, Port, compute, connect, frames, hello
+from .transfer_bench import LARGE, TRAFFIC, Model, Port, compute, connect, frames, hello
 
 pytestmark = pytest.mark.system
 
@@ -73,16 +73,16 @@ def numbers() -> CachePlace:
 
 def spoken(port: Port, model: Model, place: CachePlace, start_token: int, codecs: tuple[int, ...] = (0,)) -> bytes:
     """What a source says on a transfer's only connection, from WELCOME to DONE, KEEP_ALIVEs left out."""
-    offer, grant = port.grant(start_token=start_token)
+    offer, leg = port.announce()
     compute(model, offer, place, step=STEP)
     stream = b""
-    with closing(connect(port, hello(grant, codecs=codecs))) as sock:
+    with closing(connect(port, hello(leg, codecs=codecs, start_token=start_token))) as sock:
         for header, payload in frames(sock):
             if header.kind != Kind.KEEP_ALIVE:
                 stream += seal(header, [payload]).header + payload
             if header.kind == Kind.DONE:
                 break
-    port.offers.cancel(grant.transfer_id)
+    port.cancel(offer)
     return stream
 
 
@@ -108,7 +108,6 @@ def assert_cache(found: Cache, model: Model, place: CachePlace, start_token: int
             states[layer, tensor.name] = bytes(bytes_of(held.contiguous()))
     assert found.rows == rows
     assert found.states == states
-    assert found.hidden == bytes(bytes_of(HIDDEN))
 
 
 def test_the_second_reader_gets_every_bit_of_the_recorded_transfer():
@@ -184,7 +183,6 @@ def test_what_was_recorded_is_what_is_sent_today_unless_the_version_changed():
             to_send += block_frames(manifest, place, layer, span)
             if span[1] == MODEL.tokens:
                 to_send += state_frames(manifest, place, layer)
-    to_send.append(hidden_frame(manifest, HIDDEN))
     today = []
     for sequence, frame in enumerate(to_send):
         with frame.load(frame.header) as loaded:

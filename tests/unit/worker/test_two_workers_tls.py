@@ -5,6 +5,7 @@ replaced, and a peer of another cluster than was named gives nothing.
 import asyncio
 import datetime
 import itertools
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
@@ -12,16 +13,13 @@ import aiohttp
 import pytest
 
 from prfaas import identity
-from prfaas.errors import PeerError
 from prfaas.identity import KeyPair
+from prfaas.wire.prefill import new_transfer
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_transfer.fetch import SourceApi
-from prfaas_transfer.tls import TlsAuth
 
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
-from .test_prefixes import difference, fetches
-from .test_two_workers import IDLE, choices, text_of
+from .prompts import IDLE, choices, text_of
 
 pytestmark = pytest.mark.system
 
@@ -67,34 +65,34 @@ async def _all_ready(made: list[Secure]) -> None:
     await asyncio.gather(*(one.worker.ready() for one in made))
 
 
+class Gateway(Client):
+    """Calls with the present certificate of the hub."""
+
+    def __init__(self, session: aiohttp.ClientSession, credentials: PeerCredentials):
+        super().__init__(session)
+        self._credentials = credentials
+
+    def _post(self, url: str, fields: dict[str, Any]) -> Any:
+        body = {"model": "tiny", "max_tokens": 6, "temperature": 0, "logprobs": 3} | fields
+        return self.session.post(f"{url}/v1/completions", json=body, ssl=self._credentials.now().client)
+
+
 @pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    """A user: has no certificate, and checks none."""
-    connector = aiohttp.TCPConnector(ssl=False)
+async def client(secure) -> AsyncIterator[Gateway]:
+    connector = aiohttp.TCPConnector(ssl=False, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
-        yield Client(session)
-
-
-async def ask(client: Client, worker: Worker, headers: dict[str, str], **fields: Any) -> aiohttp.ClientResponse:
-    body = {"model": "tiny", "max_tokens": 6, "temperature": 0, "logprobs": 3} | fields
-    async with client.session.post(f"{worker.url}/v1/completions", json=body, headers=headers) as answer:
-        await answer.read()
-        return answer
+        yield Gateway(session, PeerCredentials(secure[1].mount.path))
 
 
 async def logprobs(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     return (await choices(answer))[0]["logprobs"]
 
 
-def prefilled_by(one: Secure) -> dict[str, str]:
-    return {"x-prfaas-prefill-url": one.worker.url, "x-prfaas-prefill-cluster": one.cluster}
-
-
 async def test_certificates_and_their_authority_are_replaced_under_load_and_no_request_fails(client, secure):
     eu, hub = secure
     # Not 0: that text lies where two experts are about as likely, and another batch may choose the other one.
     prompts = [text_of(700, seed=seed) for seed in (1, 2, 3)]
-    wanted = [await logprobs(await ask(client, hub.worker, {}, prompt=prompt)) for prompt in prompts]
+    wanted = [await logprobs(await client.complete(hub.worker, prompt=prompt)) for prompt in prompts]
     before, served, stop = (await client.metrics(eu.worker)).get(SENT, 0.0), itertools.count(), asyncio.Event()
     done = [0]
 
@@ -103,7 +101,7 @@ async def test_certificates_and_their_authority_are_replaced_under_load_and_no_r
             number = next(served)
             # Salted, since the decode instance would not ask for rows that it has.
             fields = {"prompt": prompts[number % len(prompts)], "cache_salt": f"rotation {number}"}
-            answer = await ask(client, hub.worker, prefilled_by(eu), **fields)
+            answer = await client.complete(hub.worker, eu.worker, eu.cluster, **fields)
             assert answer.status == 200, await answer.text()
             found = await logprobs(answer)
             assert found["tokens"] == wanted[number % len(prompts)]["tokens"]
@@ -148,50 +146,29 @@ def assert_refused_with(former: KeyPair, eu: Secure, hub: Secure) -> None:
     for one in (eu, hub):
         path = one.mount.path.parent / f"{one.cluster}-of-old"
         old = Mount(path).put(identity.issue(former, "hub", identity.valid_for(NOW, 5)), FIRST, SECOND)
-        with pytest.raises(PeerError):
-            call(PeerCredentials(old.path), one.worker.url)
+        with pytest.raises(OSError):  # noqa: PT011  # of TLS, or of a connection that was reset
+            call(PeerCredentials(old.path), one.worker.host)
 
 
-def call(credentials: PeerCredentials, url: str) -> int:
-    return SourceApi(url, "", TlsAuth(credentials)).call("GET", "/v1/role", b"", lambda _sock: None)[0]
+def call(credentials: PeerCredentials, host: str) -> bytes:
+    connected = socket.create_connection((host, 8000), 10)
+    with connected as sock, credentials.now().client.wrap_socket(sock) as tls:
+        tls.sendall(b"GET /v1/role HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        return tls.recv(12)
 
 
-def by_prefix(one: Secure, cluster: str) -> dict[str, str]:
-    return {"x-prfaas-prefix-url": one.worker.url, "x-prfaas-prefix-cluster": cluster}
-
-
-@pytest.mark.parametrize(("cluster", "cached"), [("eu", 1024), ("", 1024), ("hub", 0), ("elsewhere", 0)])
-async def test_a_prefix_comes_from_the_cluster_that_was_named_or_is_computed(client, secure, cluster: str, cached: int):
+async def test_an_instance_of_another_cluster_than_was_named_gives_nothing(client, secure):
     eu, hub = secure
-    prompt, salt = text_of(1050, seed=31), f"from {cluster}"
-    wanted = await logprobs(await ask(client, eu.worker, {}, prompt=prompt, cache_salt=salt))
-    before = await client.metrics(hub.worker)
-    answer = await ask(client, hub.worker, by_prefix(eu, cluster), prompt=prompt, cache_salt=salt)
-    assert (await logprobs(answer))["tokens"] == wanted["tokens"]
-    assert int(answer.headers["x-prfaas-cached-tokens"]) == cached
-    assert await difference(client, hub.worker, before, fetches("fetched" if cached else "failed")) == 1
-
-
-@pytest.mark.parametrize(("cluster", "outcome"), [("hub", "fetched"), ("eu", "failed")])
-async def test_an_instance_that_prefills_holds_its_source_of_prefixes_to_the_same(
-    client, secure, cluster: str, outcome: str
-):
-    eu, hub = secure
-    # The source is the asking instance itself: it need not be a third.
-    prompt, salt = text_of(1050, seed=32), f"held to {cluster}"
-    wanted = await logprobs(await ask(client, hub.worker, {}, prompt=prompt, cache_salt=salt))
-    before = await client.metrics(eu.worker)
-    headers = prefilled_by(eu) | by_prefix(hub, cluster)
-    answer = await ask(client, hub.worker, headers, prompt=prompt + "?", cache_salt=salt)
-    assert len((await logprobs(answer))["tokens"]) == len(wanted["tokens"])
-    assert await difference(client, eu.worker, before, fetches(outcome)) == 1
-
-
-async def test_an_instance_that_prefills_must_be_of_the_cluster_that_was_named(client, secure):
-    eu, hub = secure
-    answer = await ask(client, hub.worker, prefilled_by(eu) | {"x-prfaas-prefill-cluster": "us"}, prompt="def f(")
-    body = await answer.json()
-    assert (answer.status, body["error"]["code"]) == (502, "prefill_failed")
-    assert "'us' was expected" in body["error"]["message"]
+    answer = await client.complete(hub.worker, eu.worker, "us", prompt=text_of(300, seed=4))
+    assert (answer.status, answer.headers["x-prfaas-kv-bytes"]) == (200, "0")
+    assert "'us' was expected" in hub.worker.log.read_text()
     await client.eventually(hub.worker, **IDLE)
-    await client.eventually(eu.worker, **IDLE)
+
+
+async def test_a_leg_of_a_caller_without_a_certificate_is_refused(client, secure):
+    eu, _ = secure
+    params = {"prfaas": {"role": "source", **new_transfer()}}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "kv_transfer_params": params}
+    async with client.session.post(f"{eu.worker.url}/v1/completions", json=body) as answer:
+        found = (await answer.json())["error"]
+    assert (answer.status, found["code"], found["param"]) == (401, "client_certificate_required", "kv_transfer_params")

@@ -11,37 +11,28 @@ from typing import Any, NamedTuple
 import torch
 
 from prfaas.errors import PrfaasError
-from prfaas.wire.engine import StartPrefill
+from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_header
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest
+from prfaas.wire.prefill import LegParams, new_transfer
 from prfaas.wire.receive_ledger import ReceiveLedger
-from prfaas.wire.transfer import Done, Hello, message_frame
+from prfaas.wire.transfer import Done, Hello, Manifest, message_frame
 from prfaas_transfer import pull
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.compression import DECODABLE
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.leases import Offer
+from prfaas_transfer.leases import UNWANTED, Offer, Offers
 from prfaas_transfer.limits import Traffic, unlimited
 from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
 from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import PeerAuth
 from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import (
-    CachePlace,
-    Staging,
-    block_frames,
-    hidden_frame,
-    layer_groups,
-    state_frames,
-)
+from prfaas_worker.cache.transfer_frames import CachePlace, Staging, block_frames, layer_groups, state_frames
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 from ...waiting import PATIENCE_SECONDS, NotInTime, eventually, take_next
-from .granted_offers import GrantedOffers
 
 FINGERPRINT = "f" * 64
-HIDDEN = torch.arange(16, dtype=torch.float32)
 LINEAR = LayerSpec(
     state=(
         TensorSpec("recurrent", ("head", "key", "value"), (2, 4, 4), "float32"),
@@ -64,11 +55,11 @@ class Model(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a prompt's cache with its hidden state."""
+        """Bytes of a prompt's cache."""
         groups = layer_groups(self.layers)
         rows = sum(len(group.layers) * group.nbytes for group in groups if group.kind == "attention")
         states = sum(len(group.layers) * group.nbytes for group in groups if group.kind == "linear")
-        return rows * self.tokens + states + 4 * len(HIDDEN)
+        return rows * self.tokens + states
 
     def reserved(self, *pages: int) -> CachePlace:
         """Separate memory with room for one sequence, in these pages or in order."""
@@ -124,16 +115,9 @@ def assert_same_bits(model: Model, found: CachePlace, wanted: CachePlace, start_
         assert torch.equal(ours, other)
 
 
-def start_prefill(tokens: int, handle: int = 1, start_token: int = 0) -> StartPrefill:
-    """What a front tells the engine of a prefill for another instance."""
-    return StartPrefill(
-        handle, PrefillRequest(request_id="r", model="tiny", token_ids=[0] * tokens, start_token=start_token)
-    )
-
-
 def layout_of(model: Model) -> CacheLayout:
     """What both ends of a transfer agree on."""
-    return CacheLayout(FINGERPRINT, layer_groups(model.layers), len(HIDDEN))
+    return CacheLayout(FINGERPRINT, layer_groups(model.layers))
 
 
 class Port:
@@ -145,7 +129,7 @@ class Port:
         self.layout = layout_of(model)
         self.address: tuple[str, int] = listener.getsockname()
         self.on_end: Callable[[int], None] = lambda _handle: None
-        self.offers = GrantedOffers(self.layout, self.address[1], capacity, self._ended)
+        self.offers = Offers(capacity, self._ended)
         DataPort(listener, self.offers, traffic or TRAFFIC)
         self.takings: list[Taking] = []
         self.renew()
@@ -155,8 +139,8 @@ class Port:
 
     def renew(self) -> None:
         """Start with fresh counters and no history; threads of a port live as long as the process."""
-        for transfer_id, _ in list(self.offers._offers):  # a test that failed left them
-            self.offers.cancel(transfer_id)
+        for offer in list(self.offers._offers.values()):  # a test that failed left them
+            self.cancel(offer)
         self.offers.counters = TransferCounters()
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.on_end = self.ended.put
@@ -166,18 +150,23 @@ class Port:
         while self.takings:
             self.takings.pop().close()
 
-    def take(self, offer: Offer, grant: PrefillGrant, **how: Any) -> "Taking":
+    def cancel(self, offer: Offer) -> None:
+        """End an offer that nobody wants."""
+        self.offers.end(offer, "cancelled", UNWANTED)
+
+    def take(self, leg: LegParams, **how: Any) -> "Taking":
         """Start a destination; see Taking."""
-        self.takings.append(Taking(self, offer, grant, **how))
+        self.takings.append(Taking(self, leg, **how))
         return self.takings[-1]
 
     def outcomes(self) -> dict[str, int]:
         return {outcome: count for _, outcome, count in self.offers.counters.snapshot()[0]}
 
-    def grant(self, handle: int = 1, start_token: int = 0) -> tuple[Offer, PrefillGrant]:
-        return self.offers.grant(
-            start_prefill(self.model.tokens, handle, start_token).subject, start_token, self.model.tokens
-        )
+    def announce(self, handle: int = 1) -> tuple[Offer, LegParams]:
+        """Offer a prompt's cache, and return what its destination knows of the transfer."""
+        leg = LegParams(role="destination", host="127.0.0.1", port=self.address[1], **new_transfer())
+        manifest = manifest_of(self.model, leg)
+        return self.offers.announce(TransferSubject(handle, "r"), manifest, leg.token), leg
 
     def ends(self, handle: int = 1) -> bool:
         """Whether the offer with this handle is the next that ends."""
@@ -202,10 +191,8 @@ def put_chunk(model: Model, offer: Offer, cache: CachePlace, start: int, end: in
 
 def compute(model: Model, offer: Offer, cache: CachePlace, step: int = 300) -> None:
     """Put what an engine puts for a whole prompt."""
-    offer.start_computing()
     for start in range(0, model.tokens, step):
         put_chunk(model, offer, cache, start, min(model.tokens, start + step))
-    offer.put(hidden_frame(offer.manifest, HIDDEN))
     offer.finish_computing(0.25)
 
 
@@ -215,8 +202,7 @@ class Taking:
     def __init__(
         self,
         port: Port,
-        offer: Offer,
-        grant: PrefillGrant,
+        leg: LegParams,
         *,
         at: tuple[str, int] | None = None,
         connections: Connections | None = None,
@@ -231,11 +217,11 @@ class Taking:
         place = place or port.model.reserved()
         self.place = through_staging(place) if staged else place
         self.counters = TransferCounters()
-        self.ledger = ReceiveLedger(offer.manifest, DECODABLE, guard=threading.Lock())
+        self.ledger = ReceiveLedger(manifest_of(port.model, leg), DECODABLE, guard=threading.Lock())
         silent_seconds = partial(self.connections.silent_seconds, self.source)
         self.state = ReceiveState(self.ledger, self.place, self.counters.count_received, silent_seconds, traffic.memory)
         shared = FetchContext(port.layout, self.connections, self.counters, traffic)
-        self.pull = Pull(shared, self.source, grant.token, self.state)
+        self.pull = Pull(shared, self.source, leg.token, self.state)
         self.error: PrfaasError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -274,12 +260,17 @@ class Taking:
             raise NotInTime("the destination hangs")
 
 
-def address_of(grant: PrefillGrant) -> Address:
-    return Address(grant.transfer_id, grant.epoch)
+def address_of(leg: LegParams) -> Address:
+    return Address(leg.transfer_id, leg.epoch)
 
 
-def hello(grant: PrefillGrant, **fields: object) -> bytes:
-    return message_frame(Kind.HELLO, address_of(grant), Hello(**({"token": grant.token} | fields)))  # type: ignore[arg-type]
+def manifest_of(model: Model, leg: LegParams) -> Manifest:
+    """What both ends expect to cross."""
+    return layout_of(model).manifest(address_of(leg), 0, model.tokens)
+
+
+def hello(leg: LegParams, **fields: object) -> bytes:
+    return message_frame(Kind.HELLO, address_of(leg), Hello(**({"token": leg.token} | fields)))  # type: ignore[arg-type]
 
 
 def connect(port: Port, first: bytes) -> socket.socket:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.wire.frames import HEADER_BYTES, FrameHeader, Kind, parse_header, seal
+from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 
 JOIN_SECONDS = 60.0
 
@@ -40,6 +40,22 @@ Change = Callable[[Seen], Sequence[bytes]]
 
 def as_it_is(seen: Seen) -> Sequence[bytes]:
     return [seen.raw]
+
+
+def at_frame(number: int, then: Callable[[Seen], Sequence[bytes]], kinds: frozenset[Kind] = DATA_KINDS) -> Change:
+    """Do something once, at this frame of these kinds."""
+    seen: list[Seen] = []
+
+    def change(frame: Seen) -> Sequence[bytes]:
+        if frame.header.kind in kinds:
+            seen.append(frame)
+        return then(frame) if frame.header.kind in kinds and len(seen) == number else [frame.raw]
+
+    return change
+
+
+def cut(_frame: Seen) -> Sequence[bytes]:
+    raise CutError
 
 
 class Proxy:

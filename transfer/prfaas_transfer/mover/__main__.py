@@ -1,4 +1,4 @@
-"""The mover's process: `python -m prfaas_transfer.mover SOCKET MEMORY OPTIONS`, descriptors and JSON.
+"""The mover's process: `python -m prfaas_transfer.mover SOCKET EVENTS MEMORY OPTIONS`, descriptors and JSON.
 
 Its engine starts it and tells it what to do (messages.py). It ends with the engine: when the socket closes.
 """
@@ -13,19 +13,16 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Protocol
+from contextlib import AbstractContextManager
+from typing import Final
 
 import msgspec
 
-from prfaas.errors import PeerError, PrfaasError
+from prfaas.errors import PrfaasError, UnreachableError
 from prfaas.telemetry.logs import configure_logs
 from prfaas.wire.engine import (
-    AskPrefill,
     AskStats,
-    CancelPrefill,
     EgressSet,
-    PrefillAnswer,
     SetEgress,
     Stats,
     TransferEnded,
@@ -35,12 +32,12 @@ from prfaas.wire.engine import (
     with_length,
 )
 from prfaas.wire.frames import Address, FrameHeader, Kind
-from prfaas.wire.prefill import PrefillGrant
-from prfaas.wire.transfer import Manifest
+from prfaas.wire.transfer import Done, Manifest
 from prfaas_transfer.cache import CacheLayout, EngineCache, MappedMemory, SharedPlace
 from prfaas_transfer.data_port import DataPort, listen
-from prfaas_transfer.fetch import AbsentError, Fetched, RemoteFetch, SourceApi
-from prfaas_transfer.leases import LEASE_SECONDS, Offer, Offers
+from prfaas_transfer.events.engine_socket import hear, hear_at
+from prfaas_transfer.events.log import EventLog
+from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import Traffic, traffic_of
 from prfaas_transfer.mover.messages import (
     MAX_REASON,
@@ -48,7 +45,6 @@ from prfaas_transfer.mover.messages import (
     AnnounceCache,
     CacheSlice,
     CancelFetch,
-    ComputedHidden,
     ComputedParts,
     CopyDone,
     CopyPart,
@@ -57,15 +53,13 @@ from prfaas_transfer.mover.messages import (
     EndedOffer,
     FailedCache,
     FetchCache,
+    Fetched,
     FinishCache,
     MoverCommand,
     MoverOptions,
     MoverReady,
     MoverRefused,
     MoverReport,
-    OfferCache,
-    RequestCache,
-    StartCache,
     decode_for_mover,
     encode,
 )
@@ -77,7 +71,7 @@ from prfaas_transfer.transfer_log import TransferCounters, TransferLog, Transfer
 
 log = logging.getLogger("prfaas.mover")
 
-OfferCommand = AnnounceCache | OfferCache | StartCache | ComputedParts | ComputedHidden | FinishCache | FailedCache
+OfferCommand = AnnounceCache | ComputedParts | FinishCache | FailedCache
 
 
 FULL: Final = "the mover has no room for another thread ({}): raise the container's limit on memory or processes"
@@ -113,21 +107,15 @@ class OpenOffers:
         self._layout, self._memory, self._say = layout, memory, say
         self._open: dict[str, Offer] = {}
         self._places: dict[str, SharedPlace] = {}
-        self._key_of: dict[int, str] = {}  # By handle.
+        self._key_of: dict[int, str] = {}  # By the number that an offer has here as its handle.
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def handle(self, message: OfferCommand, offers: Offers) -> None:
-        match message:
-            case AnnounceCache():
-                self._announce(message, offers)
-            case OfferCache():
-                grant = _grant(message)
-                key = message.transfer_id
-                self._add(message.subject, key, lambda: offers.open(message.subject, grant, message.start_token))
-            case _:
-                if (offer := self._open.get(message.key)) is not None:
-                    self._go_on(offer, message, offers)
+        if isinstance(message, AnnounceCache):
+            self._announce(message, offers)
+        elif (offer := self._open.get(message.key)) is not None:
+            self._go_on(offer, message, offers)
 
     def release(self, handle: int) -> None:
         """Tell the engine that nothing reads an offer's cache any more."""
@@ -138,49 +126,27 @@ class OpenOffers:
         self._say(EndedOffer(key))
 
     def _announce(self, message: AnnounceCache, offers: Offers) -> None:
-        subject = TransferSubject(next(self._numbers), message.request_id)
+        subject = TransferSubject(next(self._numbers), message.request_id, trace=message.trace)
         address = Address(message.transfer_id, message.epoch)
-
-        def announce() -> Offer:
-            layout = _sliced(self._layout, message.slice)
-            manifest = layout.manifest(address, 0, message.end_token, is_prefix=True, prompt=message.prompt)
-            return offers.announce(subject, manifest, message.token)
-
-        offer = self._add(subject, message.key, announce)
-        if offer is not None:
-            offer.start_computing()
-
-    def _add(self, subject: TransferSubject, key: str, make: Callable[[], Offer]) -> Offer | None:
+        manifest = _sliced(self._layout, message.slice).manifest(address, 0, message.end_token, message.prompt)
         try:
             with self._lock:  # a destination that waited may end the offer before it is noted here
-                self._key_of[subject.handle] = key
-                offer = self._open[key] = make()
+                self._key_of[subject.handle] = message.key
+                self._open[message.key] = offers.announce(subject, manifest, message.token)
         except PrfaasError as error:
             log.warning("cache of %s is not offered: %s", subject.request_id, error)
             self.release(subject.handle)
-            return None
-        return offer
 
-    def _go_on(
-        self,
-        offer: Offer,
-        message: StartCache | ComputedParts | ComputedHidden | FinishCache | FailedCache,
-        offers: Offers,
-    ) -> None:
+    def _go_on(self, offer: Offer, message: ComputedParts | FinishCache | FailedCache, offers: Offers) -> None:
         match message:
-            case StartCache():
-                offer.start_computing()
             case ComputedParts(_, parts, place):
                 # Only before the first HELLO: one whose destination came and was lost has RESUME_SECONDS, however long
                 # the prompt.
-                if offer.is_announced:
+                if not offer.is_bound:
                     offer.note_life()  # a destination may come until a while after the last part
                 if place is not None:
                     self._places[message.key] = place
                 self._put(message.key, offer, parts)
-            case ComputedHidden(_, hidden):
-                header = FrameHeader(Kind.HIDDEN, offer.manifest.address, len(hidden))
-                offer.put(Frame(header, lambda *_: nullcontext((memoryview(hidden),))))
             case FinishCache(_, prefill_seconds, is_exact):
                 offer.finish_computing(prefill_seconds, is_exact=is_exact)
             case FailedCache(_, reason, at_once):
@@ -208,70 +174,34 @@ class OpenOffers:
         return Frame(header, load, memory.held_bytes, group.tensors, items)
 
 
-def _grant(message: OfferCache) -> PrefillGrant:
-    return PrefillGrant(
-        transfer_id=message.transfer_id,
-        token=message.token,
-        epoch=message.epoch,
-        data_port=0,  # the destination has it from the engine
-        end_token=message.end_token,
-        expires_seconds=LEASE_SECONDS,
-    )
-
-
-class RunningFetch(Protocol):
-    """A fetch under way."""
-
-    def cancel(self) -> None: ...
-
-
 class Pulls:
     """All fetches under way, by the engine's names. Calls come from one thread; each fetch has its own threads."""
 
     def __init__(self, context: FetchContext, memory: EngineCache, say: Callable[[MoverReport], None]):
         self._context, self._memory, self._say = context, memory, say
-        self._running: dict[str, RunningFetch] = {}
+        self._running: dict[str, Pull] = {}
 
     def fetch(self, message: FetchCache) -> None:
         """Start a fetch, which `cancel` finds from now on."""
-        subject = TransferSubject(0, message.request_id, message.cluster)
+        subject = TransferSubject(0, message.request_id, message.cluster, message.trace)
         record = TransferLog("receive", subject, message.transfer_id)
         address = Address(message.transfer_id, message.epoch)
         expected = _sliced(self._context.layout, message.slice).manifest(
-            address, message.start_token, message.end_token, is_prefix=True, prompt=message.prompt
+            address, message.start_token, message.end_token, message.prompt
         )
         source = SourceAddress(message.host, message.port, message.cluster)
-        cache = self._memory.cache(message.key, None)
+        cache = self._memory.cache(message.key, message.place)
         pull = open_pull(self._context, source, message.token, expected, cache, record.record_break)
         self._running[message.key] = pull
         try:
             threading.Thread(target=self._run, args=(message, pull, record), name="fetch", daemon=True).start()
         except RuntimeError as error:  # no thread is left, and this one serves all others
-            self._end(message.key, "", PeerError(FULL.format(error)))
-
-    def request(self, message: RequestCache) -> None:
-        """Start a fetch that asks for its grant first; `cancel` finds it from now on."""
-        wanted = message.wanted
-        source = SourceApi(message.url, message.cluster, self._context.traffic.auth, wanted.trace)
-        cache = self._memory.cache(message.key, message.place)
-        fetch = RemoteFetch(wanted.handle, wanted.request, source, cache, self._context)
-        self._running[message.key] = fetch
-        try:
-            fetch.start(lambda result: self._end(message.key, fetch.transfer_id, result))
-        except RuntimeError as error:
-            self._end(message.key, "", PeerError(FULL.format(error)))
+            del self._running[message.key]
+            self._say(EndedFetch(message.key, FULL.format(error)))
 
     def cancel(self, key: str) -> None:
         if (running := self._running.get(key)) is not None:
             running.cancel()
-
-    def _end(self, key: str, transfer_id: str, result: Fetched | PrfaasError) -> None:
-        del self._running[key]
-        if isinstance(result, Fetched):
-            self._say(EndedFetch(key, "", result.received_bytes, result.transfer_seconds, transfer_id, fetched=result))
-        else:
-            is_absent = isinstance(result, AbsentError)
-            self._say(EndedFetch(key, str(result)[:MAX_REASON], transfer_id=transfer_id, is_absent=is_absent))
 
     def begin_decline(self, message: DeclineCache) -> None:
         try:
@@ -291,13 +221,15 @@ class Pulls:
 
     def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
         """Run a fetch to its end, in its own thread."""
-        key, reason = message.key, ""
+        key, reason, is_unreachable = message.key, "", False
         outcome: TransferOutcome = "delivered"
+        done: Done | None = None
         try:
             pull.run()
-            pull.state.ledger.require_whole()
+            done = pull.state.ledger.require_whole()
         except PrfaasError as error:
             reason, outcome = str(error)[:MAX_REASON], outcome_of(error)
+            is_unreachable = isinstance(error, UnreachableError)
         except Exception as error:  # a bug here must end this one request, never leave it waiting
             log.exception("fetch of %s", key)
             reason, outcome = repr(error)[:MAX_REASON], "failed"
@@ -307,7 +239,17 @@ class Pulls:
         if reason and pull.is_cancelled:
             outcome = "cancelled"
         self._context.counters.count_end(record.end(outcome, reason, totals))
-        self._say(EndedFetch(key, reason, state.ledger.received_bytes, state.seconds))
+        fetched = None
+        if done is not None:
+            fetched = Fetched(
+                tokens=message.end_token,
+                done=done,
+                received_bytes=totals.payload_bytes,
+                transfer_seconds=totals.flow_seconds,
+                is_exact=state.ledger.is_exact and done.is_exact,
+                transfer_id=message.transfer_id,
+            )
+        self._say(EndedFetch(key, reason, fetched, is_unreachable))
         if reason:
             self.decline(message)
 
@@ -315,21 +257,21 @@ class Pulls:
 class Mover:
     """All transfers of one engine process. Calls come from the thread that reads the engine's messages."""
 
-    def __init__(self, options: MoverOptions, sock: socket.socket, memory: mmap.mmap):
+    def __init__(self, options: MoverOptions, sock: socket.socket, memory: mmap.mmap, events: EventLog | None):
         outbox = ReportOutbox(sock)
         self.say = outbox.put
         self.traffic: Traffic = traffic_of(options, options.movers)
         engine_cache, self._copies = _engine_cache(options, memory, outbox.put)
         listener = listen(options.host, options.data_port)
         self.data_port: int = listener.getsockname()[1]
-        layout = CacheLayout(options.fingerprint, options.groups, options.hidden_size, options.rank, options.ranks)
+        layout = CacheLayout(options.fingerprint, options.groups, options.rank, options.ranks)
         self.metrics = MoverMetrics(options, self._stats)
         self.counters = TransferCounters(self._ended)
         self._open = OpenOffers(layout, engine_cache, outbox.put)
-        self._offers = Offers(layout, options.max_offers, self._open.release, self.counters)
+        self._offers = Offers(options.max_offers, self._open.release, self.counters)
         context = FetchContext(layout, Connections(self.traffic.auth), self.counters, self.traffic)
         self._pulls = Pulls(context, engine_cache, outbox.put)
-        DataPort(listener, self._offers, self.traffic, options.patience_seconds, self._copies.catch_up)
+        DataPort(listener, self._offers, self.traffic, options.patience_seconds, self._copies.catch_up, events)
         if options.metrics_port:
             first, port = options.mover == 0, options.metrics_port + options.mover
             others = range(port + 1, port + options.movers) if first else ()
@@ -341,16 +283,10 @@ class Mover:
                 self._copies.finish(message)
             case FetchCache():
                 self._pulls.fetch(message)
-            case RequestCache():
-                self._pulls.request(message)
             case CancelFetch(key):
                 self._pulls.cancel(key)
             case DeclineCache():
                 self._pulls.begin_decline(message)
-            case CancelPrefill(transfer_id):
-                self._offers.cancel(transfer_id)
-            case AskPrefill(handle, transfer_id):
-                self.say(PrefillAnswer(handle, self._offers.status(transfer_id)))
             case AskStats(handle):
                 self.say(msgspec.structs.replace(self._stats(), handle=handle))
             case SetEgress(handle, mbps):
@@ -405,11 +341,15 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the engine knows when its transfers are over
         signal.signal(ignored, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    options = msgspec.json.decode(sys.argv[3], type=MoverOptions)
+    options = msgspec.json.decode(sys.argv[4], type=MoverOptions)
     configure_logs(options.log_place, options.log_format)
-    memory = mmap.mmap(int(sys.argv[2]), options.memory_bytes)
+    memory = mmap.mmap(int(sys.argv[3]), options.memory_bytes)
+    events = EventLog()
+    hear(socket.socket(fileno=int(sys.argv[2])), events)
+    if options.events_path:
+        hear_at(options.events_path, events)
     try:
-        mover = Mover(options, sock, memory)
+        mover = Mover(options, sock, memory, events if options.has_events else None)
     except PrfaasError as error:
         sock.sendall(with_length(encode(MoverRefused(str(error)))))
         return

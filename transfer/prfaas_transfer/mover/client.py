@@ -22,25 +22,15 @@ import msgspec
 from prfaas.errors import ConfigError, PrfaasError, explained
 from prfaas.processes import ends_with_us
 from prfaas.util import backoff_seconds
-from prfaas.wire.engine import (
-    AskPrefill,
-    AskStats,
-    CancelPrefill,
-    EgressSet,
-    PrefillAnswer,
-    SetEgress,
-    Stats,
-    TransferEnded,
-    read_body,
-    with_length,
-)
+from prfaas.wire.engine import AskStats, EgressSet, SetEgress, Stats, TransferEnded, read_body, with_length
 from prfaas_transfer.cache import SharedPlace
+from prfaas_transfer.events.engine_socket import tell
+from prfaas_transfer.events.log import BatchLog
 from prfaas_transfer.mover.messages import (
     NO_MEMORY_STATUS,
     AnnounceCache,
     AskAnnounce,
     CancelFetch,
-    ComputedHidden,
     ComputedParts,
     CopyDone,
     CopyPart,
@@ -57,14 +47,11 @@ from prfaas_transfer.mover.messages import (
     MoverReady,
     MoverRefused,
     MoverReport,
-    OfferCache,
-    RequestCache,
-    StartCache,
     decode_from_mover,
     encode,
 )
 
-Question: TypeAlias = AskPrefill | AskStats | SetEgress
+Question: TypeAlias = AskStats | SetEgress
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +97,10 @@ class MoverClient:
     ):
         self._options, self._memory = options, memory
         self._on_offer_end, self._on_fetch_end, self._on_answer = on_offer_end, on_fetch_end, on_answer
-        self._copiers = ThreadPoolExecutor(threads, "mover-copy") if (threads := options.copy_threads) else None
+        self._copiers: ThreadPoolExecutor | None = None
         self._questions: dict[int, Question] = {}
         self._egress: SetEgress | None = None
+        self.events = BatchLog()  # Each mover hears all that it keeps, and what comes.
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._offers: set[str] = set()
@@ -140,19 +128,12 @@ class MoverClient:
     def is_running(self) -> bool:
         return self._socket is not None
 
-    def announce(self, message: AnnounceCache | OfferCache) -> None:
-        key = message.key if isinstance(message, AnnounceCache) else message.transfer_id
-        if not self._begin(self._offers, key, message):
-            self._end_offer(key)
-
-    def start(self, key: str) -> None:
-        self._send(StartCache(key))
+    def announce(self, message: AnnounceCache) -> None:
+        if not self._begin(self._offers, message.key, message):
+            self._end_offer(message.key)
 
     def put(self, key: str, parts: list[CopyPart], place: SharedPlace | None = None) -> None:
         self._send(ComputedParts(key, parts, place))
-
-    def put_hidden(self, key: str, hidden: bytes) -> None:
-        self._send(ComputedHidden(key, hidden))
 
     def finish(self, key: str, prefill_seconds: float, *, is_exact: bool = True) -> None:
         self._send(FinishCache(key, prefill_seconds, is_exact))
@@ -160,10 +141,7 @@ class MoverClient:
     def fail(self, key: str, reason: str, *, at_once: bool = True) -> None:
         self._send(FailedCache(key, reason, at_once))
 
-    def cancel_offer(self, transfer_id: str) -> None:
-        self._send(CancelPrefill(transfer_id))
-
-    def fetch(self, message: FetchCache | RequestCache) -> None:
+    def fetch(self, message: FetchCache) -> None:
         if not self._begin(self._fetches, message.key, message):
             self._end_fetch(EndedFetch(message.key, "the mover is not running"))
 
@@ -247,19 +225,35 @@ class MoverClient:
             os.close(self._descriptor)
 
     def _follow_one(self) -> str:
-        """Start a mover, and follow it to its end; return why there is none any more."""
-        ours, theirs = socket.socketpair()
+        """Start a mover, and follow it to its end, and that of the copies that it asked for; return why there is none
+        any more."""
+        threads = self._options.copy_threads
+        self._copiers = ThreadPoolExecutor(threads, "mover-copy") if threads else None
+        try:
+            return self._follow_process()
+        finally:
+            if self._copiers is not None:
+                # A copy that is late would answer the next mover's copy of its number, or write into its slot.
+                self._copiers.shutdown(cancel_futures=True)
+
+    def _follow_process(self) -> str:
+        try:
+            ours, theirs = socket.socketpair()
+            says, hears = socket.socketpair()
+            tell(says, self.events)
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is free
+            return f"the mover cannot be started: {error}"
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
-        with ours, ours.makefile("rb") as reader:
+        with ours, says, ours.makefile("rb") as reader:
             try:
                 # Our copy of the mover's end closes with the block: while any process has it open, a dead mover gives
                 # no end of file.
-                with theirs:
-                    process = self._process = self._start(theirs)
+                with theirs, hears:
+                    process = self._process = self._start(theirs, hears)
             except OSError as error:
                 return f"the mover cannot be started: {error}"
             with self._lock:
-                self._socket = ours
+                self._socket, self._asked = ours, []
                 if self._closed.is_set():  # before there was a socket
                     ours.shutdown(socket.SHUT_RDWR)
                 repeated = [*([self._egress] if self._egress else []), *self._questions.values()]
@@ -285,8 +279,8 @@ class MoverClient:
             return "the mover had no memory left: raise the container's limit, or give transfers less of it"
         return refusal or f"the mover ended with status {status}"
 
-    def _start(self, theirs: socket.socket) -> "subprocess.Popen[bytes]":
-        descriptors = (theirs.fileno(), self._descriptor)
+    def _start(self, theirs: socket.socket, hears: socket.socket) -> "subprocess.Popen[bytes]":
+        descriptors = (theirs.fileno(), hears.fileno(), self._descriptor)
         return subprocess.Popen(
             [
                 *ends_with_us(),
@@ -309,7 +303,7 @@ class MoverClient:
                 self._answer_or_wait(number)
             case TransferEnded():
                 self._on_answer(message)
-            case PrefillAnswer(handle) | Stats(handle) | EgressSet(handle):
+            case Stats(handle) | EgressSet(handle):
                 with self._lock:
                     answered = self._questions.pop(handle, None)
                 if answered is not None:

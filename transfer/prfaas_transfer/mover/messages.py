@@ -1,16 +1,17 @@
 """Messages between an engine and its mover: msgpack with its length before it, over a stream.
 
-    engine   AnnounceCache, or OfferCache         a cache for a destination that says what it lacks, or has said it
-             StartCache ComputedParts ComputedHidden FinishCache FailedCache CancelPrefill     the life of that cache
-             FetchCache, or RequestCache          a cache from a source whose data port is known, or asked for here
-             CancelFetch DeclineCache             it is not wanted, any more or at all
-             CopyDone                             a copy is done, or why it is not
-             AskPrefill AskStats SetEgress        questions of the engine's front, answered as it answers them
-    mover    MoverReady, or MoverRefused          the data port is open, or why it is not
-             CopyRequest                          move a part between the engine's memory and a slot
-             AskAnnounce                         say `CopyDone` once all that was said before is on its way
-             EndedOffer EndedFetch                nothing of it touches the engine's memory any more
-             TransferEnded                        a transfer's record, before either of these
+    engine   AnnounceCache                   a cache for a destination that says what it lacks
+             ComputedParts FinishCache       parts of it are there, or all
+             FailedCache                     the rest will not come, or is not wanted
+             FetchCache                      a cache from a source
+             CancelFetch DeclineCache        it is not wanted, any more or at all
+             CopyDone                        a copy is done, or why it is not
+             AskStats SetEgress              questions of the engine's front, answered as it answers them
+    mover    MoverReady, or MoverRefused     the data port is open, or why it is not
+             CopyRequest                     move a part between the engine's memory and a slot
+             AskAnnounce                     say `CopyDone` once all that was said before is on its way
+             EndedOffer EndedFetch           nothing of it touches the engine's memory any more
+             TransferEnded                   a transfer's record, before either of these
 
 The memory between the two is one of these:
 
@@ -25,22 +26,10 @@ import msgspec
 
 from prfaas.routing.compression import WireCodec
 from prfaas.telemetry.logs import LogFormat
-from prfaas.wire.engine import (
-    AskPrefill,
-    AskStats,
-    CancelPrefill,
-    EgressSet,
-    PrefillAnswer,
-    SetEgress,
-    StartPrefill,
-    StartPrefix,
-    Stats,
-    TransferEnded,
-    TransferSubject,
-)
-from prfaas.wire.transfer import LayerGroup
+from prfaas.wire.engine import AskStats, EgressSet, SetEgress, Stats, TransferEnded
+from prfaas.wire.trace import NO_TRACE, TraceContext
+from prfaas.wire.transfer import Done, LayerGroup
 from prfaas_transfer.cache import CacheMap, SharedPlace
-from prfaas_transfer.fetch import Fetched
 
 MAX_REASON: Final = 4096
 """Characters of a reason; a peer may have chosen them, and as many as it likes."""
@@ -57,8 +46,7 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     any kind, and this is number `mover`. Of each group so many ranks hold the same as `copies` says; without it no two
     do. With a `map` the shared memory is the engine's cache, else it has slots. A destination may come
     `patience_seconds` before the engine speaks of its transfer: the request has a home, too, and is served there in
-    time. The engine's end copies on its own thread, or on
-    `copy_threads` where a copy may wait.
+    time. The engine's end copies on its own thread, or on `copy_threads` where a copy may wait.
     """
 
     host: str
@@ -78,8 +66,11 @@ class MoverOptions(msgspec.Struct, frozen=True, kw_only=True):
     egress_file: str = ""
     transfer_memory_mib: int = 256
     wire_codec: WireCodec = "auto"
-    hidden_size: int = 0
     map: CacheMap | None = None
+    has_events: bool = True
+    """Whether the engine publishes its cache events by this mover."""
+    events_path: str = ""
+    """Where the engine's scheduler says its cache events, if it runs in another process; see engine_socket.py."""
     patience_seconds: float = 1.5
     max_offers: int = 1024
     copy_threads: int = 0
@@ -127,28 +118,12 @@ class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
     end_token: int
     prompt: str = ""
     slice: CacheSlice | None = None
+    trace: TraceContext = NO_TRACE
 
     @property
     def key(self) -> str:
         """The offer's name between an engine and its mover."""
         return keyed(self.transfer_id, self.slice)
-
-
-class OfferCache(_Message, frozen=True, array_like=True, tag=True):
-    """A cache was granted to a destination that has the rows before `start_token`."""
-
-    subject: TransferSubject
-    transfer_id: str
-    epoch: int
-    token: str
-    start_token: int
-    end_token: int
-
-
-class StartCache(_Message, frozen=True, array_like=True, tag=True):
-    """A granted cache begins to be computed. One that was announced begins at once."""
-
-    key: str
 
 
 class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
@@ -157,13 +132,6 @@ class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
     key: str
     parts: list[CopyPart]
     place: SharedPlace | None = None
-
-
-class ComputedHidden(_Message, frozen=True, array_like=True, tag=True):
-    """The last hidden state, fp32 [hidden_size]."""
-
-    key: str
-    hidden: bytes
 
 
 class FinishCache(_Message, frozen=True, array_like=True, tag=True):
@@ -195,27 +163,19 @@ class _AtSource(_Message, frozen=True, array_like=True, tag=True):
 
 
 class FetchCache(_AtSource, frozen=True, array_like=True, tag=True):
-    """Get the cache of this `prompt`, or a slice of it, from `start_token` on."""
+    """Get the cache of this `prompt`, or a slice of it, from `start_token` on; in a mapped cache into this place."""
 
     start_token: int
     end_token: int
     prompt: str = ""
     slice: CacheSlice | None = None
+    place: SharedPlace | None = None
+    trace: TraceContext = NO_TRACE
 
     @property
     def key(self) -> str:
         """The fetch's name between an engine and its mover."""
         return keyed(self.transfer_id, self.slice)
-
-
-class RequestCache(_Message, frozen=True, array_like=True, tag=True):
-    """Ask another instance's API for a cache, and get it into this place; `key` is the engine's name of the fetch."""
-
-    key: str
-    wanted: StartPrefill | StartPrefix
-    url: str
-    cluster: str
-    place: SharedPlace | None = None
 
 
 class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
@@ -270,49 +230,43 @@ class AskAnnounce(_Message, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class Fetched(NamedTuple):
+    """What a fetch brought: cached tokens, the source's figures, cache bytes, seconds from first to last data byte, and
+    if it is bit by bit the result of a prefill."""
+
+    tokens: int
+    done: Done
+    received_bytes: int
+    transfer_seconds: float
+    is_exact: bool = True
+    transfer_id: str = ""
+
+
 class EndedFetch(_Message, frozen=True, array_like=True, tag=True):
-    """A fetch ended: everything landed, or the reason why not. A `RequestCache` that was granted has a transfer. What
-    it `fetched` is there if it ended well; `is_absent` says that the other instance has nothing longer than ours."""
+    """A fetch ended: everything landed, and was `fetched`, or the reason why not. `is_unreachable` if the source or the
+    link to it died."""
 
     key: str
-    reason: str
-    received_bytes: int = 0
-    seconds: float = 0.0
-    transfer_id: str = ""
+    reason: str = ""
     fetched: Fetched | None = None
-    is_absent: bool = False
+    is_unreachable: bool = False
 
 
 MoverCommand: TypeAlias = (
     AnnounceCache
-    | OfferCache
-    | StartCache
     | ComputedParts
-    | ComputedHidden
     | FinishCache
     | FailedCache
-    | CancelPrefill
     | FetchCache
-    | RequestCache
     | CancelFetch
     | DeclineCache
     | CopyDone
-    | AskPrefill
     | AskStats
     | SetEgress
 )
-MoverAnswer: TypeAlias = PrefillAnswer | Stats | EgressSet
+MoverAnswer: TypeAlias = Stats | EgressSet
 MoverReport: TypeAlias = (
-    MoverReady
-    | MoverRefused
-    | CopyRequest
-    | AskAnnounce
-    | EndedOffer
-    | EndedFetch
-    | TransferEnded
-    | PrefillAnswer
-    | Stats
-    | EgressSet
+    MoverReady | MoverRefused | CopyRequest | AskAnnounce | EndedOffer | EndedFetch | TransferEnded | Stats | EgressSet
 )
 
 

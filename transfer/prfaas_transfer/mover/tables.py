@@ -4,12 +4,11 @@ A cache crosses whole, or in slices for several ranks. Each of these is a messag
 its own. The memory of a cache stays its request's until all of them have ended, and no copy runs any more. Copies run
 on the threads of the mover's client, and whoever takes the memory away before waits for them.
 
-Nothing here knows what a cache is: an engine keeps in `cache` what its copies need. `on_news` is called, from any
-thread, when there may be something to take.
+Nothing here knows what a cache is: an engine keeps in `cache` what its copies need.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -62,8 +61,7 @@ E = TypeVar("E", bound=_Entry[Any])
 
 
 class _Table(Generic[E]):
-    def __init__(self, on_news: Callable[[], None]):
-        self._on_news = on_news
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._entries: dict[str, E] = {}  # By transfer.
 
@@ -86,8 +84,21 @@ class _Table(Generic[E]):
             with self._changed:
                 entry.copies -= 1
                 self._changed.notify_all()
-            if entry.is_free:
-                self._on_news()
+
+    def finish(self, key: str) -> E | None:
+        """Take out a cache that crossed whole and has ended, of an engine that hears of ends at once; wait for a copy
+        that runs. Return its entry, None if there is none."""
+        with self._changed:
+            entry = self._entries.get(transfer_of(key))
+            if entry is None:
+                return None
+            entry.open.discard(key)  # `copying` looks at this under the same lock, so no copy begins any more
+            self._changed.wait_for(lambda: not entry.copies)
+            del self._entries[transfer_of(key)]
+            return entry
+
+    def __contains__(self, transfer_id: str) -> bool:
+        return transfer_id in self._entries
 
     def _of(self, request_id: str) -> E | None:
         return next((entry for entry in self._entries.values() if entry.request_id == request_id), None)
@@ -128,7 +139,6 @@ class Sources(_Table[Source[T]], Generic[T]):
         """Note the end of an offer."""
         with self._changed:
             self._entries[transfer_of(key)].open.discard(key)
-        self._on_news()
 
     def take_sent(self, over: Set[str] = frozenset()) -> set[str]:
         """Note requests that are over; return, once, those whose memory nothing reads any more."""
@@ -168,8 +178,6 @@ class Fetches(_Table[Fetch[T]], Generic[T]):
         fetch = Fetch(request_id, cache, set(keys), reason=reason)
         with self._changed:
             self._entries[transfer_id] = fetch
-        if fetch.is_free:
-            self._on_news()
 
     @contextmanager
     def copying(self, key: str) -> Iterator[T]:
@@ -184,9 +192,7 @@ class Fetches(_Table[Fetch[T]], Generic[T]):
             fetch.open.discard(key)
             is_first = bool(reason) and not fetch.reason
             fetch.reason = fetch.reason or reason
-            in_vain = InVain(fetch.request_id, frozenset(fetch.open)) if is_first else None
-        self._on_news()
-        return in_vain
+            return InVain(fetch.request_id, frozenset(fetch.open)) if is_first else None
 
     def keys_of(self, request_ids: Set[str]) -> set[str]:
         """Return the keys of all fetches of these requests that have not ended."""

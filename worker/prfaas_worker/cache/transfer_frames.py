@@ -21,7 +21,7 @@ from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.transfer import LayerGroup, Manifest, TensorLayout
 from prfaas_transfer.cache import SharedPlace
 from prfaas_transfer.send import Frame
-from prfaas_worker.cache.memory import CacheMemory, bytes_of
+from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 
 BLOCK_BYTES = 4 << 20
@@ -191,10 +191,9 @@ def block_frames(
     step = max(1, min(BLOCK_BYTES // layout.nbytes, pages * place.memory.geometry.page_tokens))
     for start in range(max(span[0], manifest.start_token), span[1], step):
         tokens = min(step, span[1] - start)
-        rows = LayerRows(group, layer, start, tokens)
         where = {"group": group, "layer": layer, "start_token": start, "tokens": tokens}
         header = FrameHeader(Kind.BLOCK, manifest.address, tokens * layout.nbytes, **where)
-        yield _frame(header, place, layout, partial(_payload, manifest, place, rows, after))
+        yield _frame(header, place, layout, partial(_payload, manifest, place, after))
 
 
 def state_frames(manifest: Manifest, place: CachePlace, layer: int, after: DeviceMark | None = None) -> Iterator[Frame]:
@@ -202,35 +201,37 @@ def state_frames(manifest: Manifest, place: CachePlace, layer: int, after: Devic
     group = _group_of(manifest, layer, "linear")
     if group is not None:
         header = FrameHeader(Kind.STATE, manifest.address, manifest.groups[group].nbytes, group=group, layer=layer)
-        load = partial(_payload, manifest, place, LayerState(group, layer), after)
+        load = partial(_payload, manifest, place, after)
         yield _frame(header, place, manifest.groups[group], load)
 
 
 def prefix_frames(manifest: Manifest, place: CachePlace) -> Iterator[Frame]:
-    """Frames for all that a manifest without a hidden state covers, of a computed cache."""
+    """Frames for all that a manifest covers, of a computed cache."""
     mark = place.staging.mark() if place.staging else None
     for layer in range(len(place.memory.geometry.layers)):
         yield from block_frames(manifest, place, layer, (manifest.start_token, manifest.end_token), mark)
         yield from state_frames(manifest, place, layer, mark)
 
 
-def hidden_frame(manifest: Manifest, hidden: torch.Tensor) -> Frame:
-    """Return the frame of the last hidden state, fp32 [hidden_size]."""
-    payload = bytes_of(hidden.contiguous())
-    return Frame(FrameHeader(Kind.HIDDEN, manifest.address, len(payload)), lambda *_: nullcontext((payload,)))
-
-
 def _frame(
-    header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[], tuple[memoryview, ...]]
+    header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[FrameHeader], tuple[memoryview, ...]]
 ) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
     shared = None if copied_bytes else SharedPlace(place.slot, place.pages)
-    return Frame(header, lambda *_: nullcontext(load()), copied_bytes, layout.tensors, header.tokens or 1, shared)
+
+    def load_one(header: FrameHeader, _show_life: object = None) -> AbstractContextManager[tuple[memoryview, ...]]:
+        return nullcontext(load(header))
+
+    return Frame(header, load_one, copied_bytes, layout.tensors, header.tokens or 1, shared)
 
 
 def _payload(
-    manifest: Manifest, place: CachePlace, part: LayerRows | LayerState, after: DeviceMark | None
+    manifest: Manifest, place: CachePlace, after: DeviceMark | None, header: FrameHeader
 ) -> tuple[memoryview, ...]:
+    """Return a frame's payload, by its header: where a destination has the beginning of its rows, that is cut off."""
+    part: LayerRows | LayerState = LayerState(header.group, header.layer)
+    if header.kind == Kind.BLOCK:
+        part = LayerRows(header.group, header.layer, header.start_token, header.tokens)
     if place.staging is None:
         return _in_place(manifest, place, part)
     if after is None:

@@ -58,7 +58,7 @@ def assemble(model: Model, options: Options, outbox: Outbox) -> tuple[EngineLoop
     kv_events: list[KvEvent] = []
     cache = HybridCache(memory, on_event=kv_events.append, attention_kind=model.attention_kind)
     inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    layout = CacheLayout(model.fingerprint, layer_groups(model.layers), model.hidden_size)
+    layout = CacheLayout(model.fingerprint, layer_groups(model.layers))
     transfers = EngineTransfers(layout, memory, options, outbox.put, inbox.put)
     budgets = _measured_budgets(runner, cache, options)
     engine = EngineLoop(
@@ -66,7 +66,8 @@ def assemble(model: Model, options: Options, outbox: Outbox) -> tuple[EngineLoop
         runner=runner,
         cache=cache,
         kv_events=kv_events,
-        remote=RemoteCaches(runner, cache, transfers, Fetcher(runner, options.model_name, transfers), inbox.put),
+        publish=partial(transfers.publish, "kv"),
+        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put),
         profiler=_profiler(runner, cache, options, outbox, budgets[options.role].step_tokens),
         send=outbox.put,
         role=options.role,

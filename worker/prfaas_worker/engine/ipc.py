@@ -1,6 +1,6 @@
 """The engine's end of the unix socket to the front. One thread reads, one writes, so that the step loop does neither.
 
-The reading thread answers at once what needs no step. It grants leases and reports statistics while a long chunk
+The reading thread answers at once what needs no step. It opens offers and reports statistics while a long chunk
 computes. When the front closes its end, the process ends.
 """
 
@@ -12,21 +12,20 @@ import threading
 
 import msgspec
 
-from prfaas.errors import CapacityError
+from prfaas.errors import CapacityError, RequestError
 from prfaas.wire.engine import (
-    AskPrefill,
+    Announced,
     AskStats,
     Cancel,
-    CancelPrefill,
     Failed,
     Generate,
-    Granted,
+    GiveCache,
+    LearnBytes,
     Measured,
     ResetCache,
     SetEgress,
     SetRole,
-    StartPrefill,
-    StartPrefix,
+    Started,
     Stats,
     ToEngine,
     ToFront,
@@ -39,7 +38,7 @@ from prfaas.wire.profile import Profile
 from prfaas_transfer.mover.messages import MoverAnswer
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.remote import EngineTransfers
-from prfaas_worker.engine.sequences import PrefillOffered
+from prfaas_worker.engine.sequences import PrefillOffered, goal_of
 
 log = logging.getLogger(__name__)
 
@@ -80,28 +79,33 @@ class FrontMessages:
 
     def handle(self, message: ToEngine) -> None:
         match message:
-            case Generate() | StartPrefix() | Cancel() | ResetCache() | SetRole():
+            case Generate() | Cancel() | ResetCache() | SetRole():
                 self._engine.inbox.put(message)
-            case StartPrefill():
-                self._grant(message)
-            case CancelPrefill(transfer_id):
-                self._transfers.cancel(transfer_id)
-            case AskPrefill() | SetEgress() | AskStats():
+            case GiveCache():
+                self._announce(message)
+            case SetEgress() | AskStats():
                 self._transfers.ask(message)
+            case LearnBytes(payload):
+                self._transfers.publish("bytes", payload)
 
     def answer(self, answer: MoverAnswer) -> None:
         """Pass an answer of the mover's on."""
         self._outbox.put([self._with_ours(answer) if isinstance(answer, Stats) else answer])
 
-    def _grant(self, message: StartPrefill) -> None:
+    def _announce(self, message: GiveCache) -> None:
+        """Open a leg's offer at once, not between two steps: its destination comes at the same time."""
+        if not goal_of(message.token_ids, message.leg):  # nothing crosses
+            self._outbox.put([Announced(message.handle, 0), Started(message.handle, 0, 0, 0.0, 0.0, 0.0)])
+            return
         try:
-            request = message.request
-            offer, grant = self._transfers.grant(message.subject, request.start_token, len(request.token_ids))
+            offer = self._transfers.announce(message)
         except CapacityError as error:
             self._outbox.put([Failed(message.handle, 503, CODE_OVERLOADED, str(error))])
-            return
-        self._engine.inbox.put(PrefillOffered(message, offer))
-        self._outbox.put([Granted(message.handle, grant)])
+        except RequestError as error:
+            self._outbox.put([Failed(message.handle, error.status, error.code, str(error))])
+        else:
+            self._outbox.put([Announced(message.handle, offer.manifest.end_token)])
+            self._engine.inbox.put(PrefillOffered(message, offer))
 
     def _with_ours(self, theirs: Stats) -> Stats:
         """Add the engine's figures to the mover's."""

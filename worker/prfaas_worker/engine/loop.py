@@ -23,20 +23,19 @@ from prfaas.wire.engine import (
     Failed,
     FinishReason,
     Generate,
-    KvEvents,
+    GiveCache,
     ResetCache,
     Role,
     RoleSet,
     SetRole,
     Started,
-    StartPrefix,
     Stats,
     ToFront,
     Tokens,
 )
-from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFILL_FAILED
-from prfaas.wire.kvevents import KvEvent
-from prfaas_transfer.fetch import Fetched
+from prfaas.wire.headers import CODE_OVERLOADED
+from prfaas.wire.kvevents import EventBatch, KvEvent, encode_events
+from prfaas_transfer.mover.messages import Fetched
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
@@ -53,6 +52,7 @@ from prfaas_worker.engine.sequences import (
     Requests,
     Sequence,
     StoredPrompt,
+    goal_of,
 )
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
@@ -60,13 +60,15 @@ CODE_ENGINE_FAILED: Final = "engine_failed"
 
 @dataclass(kw_only=True, eq=False)
 class EngineLoop:
-    """Owns all requests, of which at most `max_waiting` wait. `kv_events` are the cache's since the last step. `stats`
-    are those after the last step, and replaced whole: any thread may read them."""
+    """Owns all requests, of which at most `max_waiting` wait. `kv_events` are the cache's since the last step, and
+    `publish` takes a batch of them. `stats` are those after the last step, and replaced whole: any thread may read
+    them."""
 
     inbox: queue.SimpleQueue[Event]
     runner: Runner
     cache: HybridCache
     kv_events: list[KvEvent]
+    publish: Callable[[bytes], None]
     remote: RemoteCaches
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
@@ -131,11 +133,9 @@ class EngineLoop:
             case Cancel():
                 self._cancel(event)
             case PrefillOffered(message, offer):
-                self._add(EngineRequest(message, offer))
-            case StartPrefix():
-                self._add(EngineRequest(event))
+                self._add_prefill(EngineRequest(message, offer), has_ended=offer.ended)
             case OfferEnded(handle):
-                self._end(handle)
+                self._end_offer(handle)
             case FetchEnded(handle, result):
                 self._finish_fetch(handle, result)
             case ResetCache(handle):
@@ -147,34 +147,57 @@ class EngineLoop:
     def _add_generation(self, message: Generate) -> None:
         if self.requests.counts()[False, True] >= self.max_waiting:
             text = f"{self.max_waiting} requests are waiting already; try another instance, or later"
-            self._messages.append(Failed(message.handle, 503, CODE_OVERLOADED, text))
+            self._refuse(message, Failed(message.handle, 503, CODE_OVERLOADED, text))
             return
         try:
             check_tokens(message, self._outputs.vocab_size)
         except RequestError as error:
-            self._messages.append(_failure(message.handle, error))
+            self._refuse(message, _failure(message.handle, error))
             return
         self._add(EngineRequest(message))
 
+    def _refuse(self, message: Generate, failure: Failed) -> None:
+        self._messages.append(failure)
+        self.remote.decline_leg(EngineRequest(message))
+
+    def _add_prefill(self, request: EngineRequest, *, has_ended: bool) -> None:
+        if not has_ended:
+            self._add(request)
+        elif request.is_owed_answer:  # its destination declined before it was here
+            self._answer_leg(request)
+
     def _add(self, request: EngineRequest) -> None:
-        prompt = request.prompt
+        prompt = request.message
         token_ids, choice = prompt.token_ids[:], 0
-        if request.is_generation:
+        if isinstance(prompt, GiveCache):
+            token_ids = token_ids[: goal_of(token_ids, prompt.leg)]
+        elif request.is_generation:
             token_ids, choice = token_ids + request.generate.generated, request.generate.choice
         chain = BlockChain(chain_root(self.runner.model.fingerprint, prompt.cache_salt))
         chain.extend(token_ids)
         sequence = Sequence(request, choice, token_ids, chain)
         request.sequences.append(sequence)
         self.requests[request.handle] = request
-        if isinstance(request.message, StartPrefix):
-            facts, promised_slots = self.requests.facts(self.cache), self.requests.promised_slots(self.cache)
-            self._messages.append(self.remote.offer_prefix(sequence, facts, promised_slots))
-            if sequence.lease is None:
-                self._end(request.handle)
+        if request.gives_prefix:
+            self._give_prefix(sequence)
+
+    def _give_prefix(self, sequence: Sequence) -> None:
+        """Give what is cached of a prompt, at once, or nothing. Its answer waits for the end of the offer: so a caller
+        that leaves, since nobody wants it any more, frees its memory."""
+        facts, slots = self.requests.facts(self.cache), self.requests.slots_to_give(self.cache)
+        refusal = self.remote.give_prefix(sequence, slots, len(facts.running))
+        if refusal is not None:
+            self._refuse_leg(sequence.request, refusal)
 
     def _cancel(self, message: Cancel) -> None:
         request = self.requests.get(message.handle)
-        if request is None or request.offer is not None:  # an offer's lease ends it
+        if request is None:
+            return
+        if request.offer is not None:  # an offer's lease ends it, unless its caller left before the answer
+            if request.is_owed_answer:
+                request.started = True
+                request.sequences[0].phase = Phase.ENDING
+                request.offer.cancel()
             return
         if message.choice == ALL_CHOICES:
             self._end(message.handle)
@@ -186,12 +209,18 @@ class EngineLoop:
         """Give a sequence memory and start it; False if there is too little memory."""
         if (stored := sequence.request.stored) is not None:
             return self._fork(sequence, stored)
-        if self.remote.join_prefix_fetch(sequence):
+        if self.remote.join_fetch(sequence):
             return True
         request, count = sequence.request, len(sequence.token_ids)
-        opened = self.cache.open(sequence.chain.hashes, count, count - 1, use_state=not request.is_remote)
+        if has_nearly_all := self._has_nearly_all(sequence):
+            most, use_state = count - 1, True
+        else:
+            most, use_state = sequence.most_cached_tokens, not request.is_remote
+        opened = self.cache.open(sequence.chain.hashes, count, most, use_state=use_state)
         if opened is None:
             return False
+        if has_nearly_all:
+            self.remote.decline_leg(request)
         sequence.lease, sequence.computed_tokens = opened.lease, opened.cached_tokens
         sequence.cuts, sequence.is_exact = opened.checkpoints, True
         if request.queue_seconds is None:
@@ -200,6 +229,34 @@ class EngineLoop:
         sequence.phase = Phase.RUNNING
         self.remote.start_fetch(sequence)
         return True
+
+    def _has_nearly_all(self, sequence: Sequence) -> bool:
+        """Return whether less than a block of a leg's cache is missing here. Then it is not fetched."""
+        request, chain = sequence.request, sequence.chain
+        if request.open_leg is None:
+            return False
+        cached_tokens = self.cache.cached_tokens(chain.hashes, len(sequence.token_ids) - 1)
+        goal = goal_of(request.message.token_ids, request.open_leg)
+        return cached_tokens > 0 and goal - cached_tokens < chain.block_tokens
+
+    def _end_offer(self, handle: int) -> None:
+        request = self.requests.get(handle)
+        if request is not None and request.is_owed_answer:  # its destination wants nothing, or is gone
+            self._answer_leg(request)
+        self._end(handle)
+
+    def _answer_leg(self, request: EngineRequest) -> None:
+        request.started = True
+        self._messages.append(_started(request))
+
+    def _refuse_leg(self, request: EngineRequest, refusal: Failed) -> None:
+        """Give nothing more of an offer, which ends when its destination has heard why."""
+        if request.is_owed_answer:
+            request.started = True
+            self._messages.append(refusal)
+        if request.offer is not None:
+            request.offer.fail(refusal.message)
+        request.sequences[0].phase = Phase.ENDING  # its frames may still be on their way out
 
     def _fork(self, sequence: Sequence, prompt: StoredPrompt) -> bool:
         """Let a choice go on from its computed prompt; False if there is too little memory."""
@@ -220,27 +277,10 @@ class EngineLoop:
             return
         # Choices are made of a computed prompt, so there is one while anything is fetched.
         (sequence,) = request.sequences
-        transfer_id = request.fetch.transfer_id if request.fetch else ""
         request.fetch = None
-        is_prefix = self.remote.finish_fetch(sequence, result)
+        self.remote.finish_fetch(sequence, result)
         if sequence.phase is Phase.ENDING:  # cancelled meanwhile
             self._end(handle)
-        elif is_prefix:
-            return
-        elif isinstance(result, PrfaasError):
-            self._end(handle)
-            self._messages.append(Failed(handle, 502, CODE_PREFILL_FAILED, str(result), transfer_id))
-        else:
-            self._start_fetched(sequence, result)
-
-    def _start_fetched(self, sequence: Sequence, result: Fetched) -> None:
-        """Draw the first tokens after a prompt that another instance prefilled."""
-        sequence.computed_tokens = len(sequence.token_ids)
-        sequence.phase, sequence.is_exact = Phase.RUNNING, result.is_exact
-        sequence.publish(self.cache)
-        sequence.request.prefill_seconds = result.done.prefill_seconds
-        hidden = torch.frombuffer(result.hidden, dtype=torch.float32).to(self.runner.model.device).unsqueeze(0)
-        self._draw(self._start_choices(sequence, result), self.runner.model.logits(hidden))
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.release(self.cache)
@@ -282,12 +322,14 @@ class EngineLoop:
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
             request.offer.finish_computing(request.prefill_seconds, is_exact=sequence.is_exact)
+            if request.is_owed_answer:
+                self._answer_leg(request)
             return []
         if request.started:
             return [(sequence, row)]
         return [(choice, row) for choice in self._start_choices(sequence)]
 
-    def _start_choices(self, sequence: Sequence, fetched: Fetched | None = None) -> list[Sequence]:
+    def _start_choices(self, sequence: Sequence) -> list[Sequence]:
         """Turn a computed prompt into a sequence for each choice. A choice without memory waits, and the prompt is
         stored for it."""
         request, generate = sequence.request, sequence.request.generate
@@ -303,7 +345,7 @@ class EngineLoop:
         for choice in request.sequences:
             choice.sampler = Sampler(generate, choice.index, self._outputs, generate.generated)
         request.started = True
-        self._messages.append(_started(request, fetched))
+        self._messages.append(_started(request))
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
@@ -337,11 +379,11 @@ class EngineLoop:
     def _abandon(self, work: StepWork, error: CapacityError) -> None:
         """Fail the prompts of a step that ran out of memory; preempt its decodes."""
         for request in {sequence.request.handle: sequence.request for sequence, _ in work.chunks}.values():
+            refusal = Failed(request.handle, 503, CODE_OVERLOADED, str(error))
             if request.offer is not None:
-                request.offer.fail(str(error))
-                request.sequences[0].phase = Phase.ENDING  # its frames may still be on their way out
+                self._refuse_leg(request, refusal)
             else:
-                self._messages.append(Failed(request.handle, 503, CODE_OVERLOADED, str(error)))
+                self._messages.append(refusal)
                 self._end(request.handle)
         for sequence in work.decodes:
             if sequence.lease is not None:  # else another choice of its request was among the prompts
@@ -355,6 +397,7 @@ class EngineLoop:
             request.fetch.cancel()
             request.sequences[0].phase = Phase.ENDING
             return
+        self.remote.decline_leg(request)
         for sequence in request.sequences[:]:
             self._end_sequence(sequence)
 
@@ -384,25 +427,25 @@ class EngineLoop:
             prefix_tokens=self.remote.prefix_tokens,
         )
         if self.kv_events:
-            # A copy: the cache goes on to fill this very list.
-            self._messages.append(KvEvents(self.kv_events[:]))
+            self.publish(encode_events(EventBatch(time.time(), self.kv_events, 0)))
             self.kv_events.clear()
         if self._messages:
             self.send(self._messages)
             self._messages = []
 
 
-def _started(request: EngineRequest, fetched: Fetched | None) -> Started:
-    cache = fetched or request.prefix
+def _started(request: EngineRequest) -> Started:
+    cache = request.prefix
     return Started(
         handle=request.handle,
         cached_tokens=request.cached_tokens,
         kv_bytes=cache.received_bytes if cache else 0,
         prefill_seconds=request.prefill_seconds,
         transfer_seconds=cache.transfer_seconds if cache else 0.0,
-        first_byte_seconds=fetched.done.first_byte_seconds if fetched else 0.0,
+        first_byte_seconds=cache.done.first_byte_seconds if cache else 0.0,
         queue_seconds=request.queue_seconds or 0.0,
         transfer_id=cache.transfer_id if cache else "",
+        lost_transfer=request.lost_transfer,
     )
 
 

@@ -1,113 +1,130 @@
 """Fetches prompts and cached prefixes from other instances, and offers them cached prefixes of ours.
 
-Another instance sends the whole cache of a prompt that is prefilled there, with its last hidden state. Or it sends a
-cached prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot. From then on they
+Another instance sends the cache of a prompt that is prefilled there, all but the last token's. Or it sends a cached
+prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot. From then on they
 are as if they had been cached here.
 
-A prefix is requested when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
-computed. The prefix that a fetch brings is not known beforehand, so requests for the same prefix are joined:
-
-- Two prompts with the same blocks want the same. The second waits, and the answer for the first is its answer, too.
-- Prompts with the same first blocks may, or may not, want the same. The second waits once, looks into the cache, and
-  asks for itself if that has nothing for it. So n prompts behind one system prompt make one transfer, and a prompt that
-  only begins like them loses a moment.
-
-A waiting sequence holds no memory, and waits no longer than the fetch of the other takes.
+A cache is fetched when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
+computed. Many prompts behind one system prompt come at once. Only the first one's transfer is used: the others tell
+their sources that they want nothing, wait, and find the prefix in the cache. A waiting sequence holds no memory, and
+waits no longer than the fetch of the other takes. If that fails, all of them compute.
 
 A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
-that compute here. So it takes no slot that a choice of a running request takes next, and no page that a decoding
-sequence may need next. It waits for neither: the other instance can compute, too.
+that compute here. So all of them take a quarter of the slots at most, and none that a request here takes next, and no
+page that a decoding sequence may need next. They wait for neither: the other instance can compute, too.
 
 The engine's mover moves the bytes, so that they never wait for the interpreter that computes. Offers and fetches look
 to the step loop as if they were here. When a mover dies its transfers fail, and another starts.
 """
 
+import logging
 import threading
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal
 
-from prfaas.errors import CapacityError, InternalError, PeerError, PrfaasError
+import msgspec
+
+from prfaas.errors import CapacityError, InternalError, PeerError, PrfaasError, RequestError, UnreachableError
 from prfaas.kvindex.blocks import BlockHash
-from prfaas.wire.engine import (
-    Direction,
-    Failed,
-    Granted,
-    StartPrefill,
-    StartPrefix,
-    ToFront,
-    TransferEnded,
-    TransferSubject,
-)
-from prfaas.wire.frames import Address, Kind
-from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND
-from prfaas.wire.prefill import PrefillGrant, PrefillRequest, PrefillState, PrefixRequest
+from prfaas.wire.engine import Direction, Failed, Generate, GiveCache, ToFront, TransferEnded, TransferSubject
+from prfaas.wire.frames import Address
+from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND, UNREACHABLE
+from prfaas.wire.prefill import LegParams, token_digest
 from prfaas.wire.transfer import Manifest
 from prfaas_transfer.cache import CacheLayout, SharedPlace
-from prfaas_transfer.fetch import AbsentError, CacheFetch, Fetched
-from prfaas_transfer.leases import GrantCaches, Grants, too_many
+from prfaas_transfer.leases import too_many
 from prfaas_transfer.mover.client import MoverClient, Question
-from prfaas_transfer.mover.messages import CopyPart, EndedFetch, MoverAnswer, OfferCache, RequestCache
+from prfaas_transfer.mover.messages import (
+    AnnounceCache,
+    CopyPart,
+    DeclineCache,
+    EndedFetch,
+    FetchCache,
+    Fetched,
+    MoverAnswer,
+)
+from prfaas_transfer.mover.tables import Fetches, Sources
 from prfaas_transfer.send import Frame
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import CachePlace, prefix_frames
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.engine.schedule import ScheduleFacts
-from prfaas_worker.engine.sequences import Event, FetchEnded, OfferEnded, Phase, Sequence
-from prfaas_worker.engine.shared import StagedCopies, mover_options, pin
+from prfaas_worker.engine.sequences import (
+    CacheFetch,
+    EngineRequest,
+    Event,
+    FetchEnded,
+    OfferEnded,
+    Phase,
+    Sequence,
+    goal_of,
+)
+from prfaas_worker.engine.shared import copy_in, copy_out, mover_options, pin
 from prfaas_worker.options import Options
 
-FetchOutcome = Literal["fetched", "absent", "failed", "cancelled", "joined"]
+log = logging.getLogger(__name__)
+
+_PrefixName = tuple[int, tuple[BlockHash, ...]]
+CODE_TRANSFER_OPEN: Final = "transfer_open"
+FetchOutcome = Literal["fetched", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
 
 
 class MovedOffer:
-    """One cache for another instance, which a mover sends."""
+    """One cache for another instance, which a mover sends. `frames` are those that it may ask to have copied, of a
+    cache that is not mapped."""
 
-    def __init__(self, transfers: "EngineTransfers", subject: TransferSubject, manifest: Manifest):
+    def __init__(self, mover: MoverClient, subject: TransferSubject, manifest: Manifest):
         self.subject, self.manifest = subject, manifest
-        self.state: PrefillState = "waiting"
-        self._transfers, self._mover = transfers, transfers.mover
+        self.ended = False
+        self.frames: dict[CopyPart, Frame] = {}
+        self._mover = mover
         self._is_placed = False
 
-    def start_computing(self) -> None:
-        self.state = "computing"
-        self._mover.start(self.manifest.transfer_id)
-
     def put(self, frame: Frame) -> None:
-        """Hand on a frame that is computed; only the hidden state's bytes travel with the message."""
+        """Hand on a frame that is computed."""
         transfer_id, header = self.manifest.transfer_id, frame.header
-        if header.kind == Kind.HIDDEN:
-            with frame.load(header) as payload:
-                self._mover.put_hidden(transfer_id, b"".join(payload))
-            return
         part = CopyPart(header.group, header.layer, header.start_token, header.tokens)
         place = None
         if frame.copied_bytes:
-            self._transfers.staged.add_frame(transfer_id, part, frame)
+            self.frames[part] = frame
         elif not self._is_placed:
             self._is_placed, place = True, frame.place
         self._mover.put(transfer_id, [part], place)
 
+    def find_frame(self, part: CopyPart) -> Frame:
+        """Return a frame, or the end of one where its destination has the beginning. Raises PeerError if none is."""
+        if (frame := self.frames.get(part)) is not None:
+            return frame
+        for (group, layer, start_token, tokens), whole in list(self.frames.items()):
+            if (group, layer) == part[:2] and start_token < part.start_token < start_token + tokens:
+                rest = whole.rest(part.start_token)
+                if rest is not None:
+                    return rest
+        raise PeerError(f"rows of layer {part.layer} from token {part.start_token} were not computed")
+
     def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        self.state = "sending"
         self._mover.finish(self.manifest.transfer_id, prefill_seconds, is_exact=is_exact)
 
     def fail(self, message: str) -> None:
         """Note that the prefill failed; its connections, or its lease, end it."""
         self._mover.fail(self.manifest.transfer_id, message, at_once=False)
 
+    def cancel(self) -> None:
+        """End it at once: nobody waits for it. Its memory comes back with its end."""
+        self._mover.fail(self.manifest.transfer_id, "its caller left before the prompt was computed")
+
 
 class MovedFetch:
     """One fetch into a sequence's memory, which a mover makes."""
 
-    def __init__(self, transfers: "EngineTransfers", request: RequestCache, place: CachePlace):
-        self.request, self.place = request, place
-        self.transfer_id = ""  # Empty until it has ended, and was granted.
+    def __init__(self, transfers: "EngineTransfers", request: FetchCache, subject: TransferSubject, place: CachePlace):
+        self.request, self.subject, self.place = request, subject, place
         self.on_end: Callable[[Fetched | PrfaasError], None] = lambda _result: None
+        self.is_refused = False
         self._transfers = transfers
 
     def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None:
@@ -115,7 +132,8 @@ class MovedFetch:
         self._transfers.start_fetch(self)
 
     def cancel(self) -> None:
-        self._transfers.mover.cancel_fetch(self.request.key)
+        if not self.is_refused:  # else this is the key of another request's fetch
+            self._transfers.mover.cancel_fetch(self.request.key)
 
 
 class EngineTransfers:
@@ -131,13 +149,12 @@ class EngineTransfers:
     ):
         self._layout, self._memory, self._options, self._post = layout, memory, options, post
         self.counters = TransferCounters(lambda transfer: say([transfer]))
-        self._copies = StagedCopies(layout) if memory.descriptor is None else None  # A mapped cache needs none.
         self._capacity = options.max_running + options.max_waiting
-        self._grants = Grants()
+        self._sources: Sources[MovedOffer] = Sources()
+        self._fetches: Fetches[MovedFetch] = Fetches()
         self._lock = threading.Lock()
-        self._handles: dict[str, int] = {}  # Of open offers, by transfer.
-        self._fetches: dict[str, MovedFetch] = {}
-        self._records: dict[tuple[Direction, int], TransferLog] = {}  # Reported if the mover dies.
+        # By the key that the mover knows, with what the front knows of them; reported if the mover dies.
+        self._records: dict[tuple[Direction, str], tuple[TransferLog, TransferSubject]] = {}
         self._client: MoverClient | None = None
         self._on_answer: Callable[[MoverAnswer], None] = lambda _answer: None
 
@@ -146,7 +163,7 @@ class EngineTransfers:
         self._on_answer = on_answer
         self._client = MoverClient(
             mover_options(self._options, self._layout, self._memory),
-            self._copies,
+            self if self._memory.descriptor is None else None,  # A mapped cache needs no copies.
             self._end_offer,
             self._end_fetch,
             self._answer,
@@ -156,83 +173,121 @@ class EngineTransfers:
             pin(self._client.shared)
 
     @property
-    def staged(self) -> StagedCopies:
-        if self._copies is None:
-            raise InternalError("a part of a mapped cache is to be copied")
-        return self._copies
-
-    @property
     def mover(self) -> MoverClient:
         if self._client is None:
             raise InternalError("no mover was started")
         return self._client
 
-    def grant(self, subject: TransferSubject, start_token: int, end_token: int) -> tuple[MovedOffer, PrefillGrant]:
-        """Open an offer of the rows from `start_token` up to `end_token`. Raises CapacityError if too many are open."""
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Publish a batch of the cache's events, or of the byte map."""
+        self.mover.events.append(topic, payload)
+
+    def announce(self, message: GiveCache) -> MovedOffer:
+        """Offer the cache of a prompt to the destination that the gateway sends. Raises CapacityError if too many are
+        open, RequestError if this transfer is open already."""
+        leg, goal = message.leg, goal_of(message.token_ids, message.leg)
+        subject = TransferSubject(message.handle, message.request_id, trace=message.trace)
+        manifest = self._layout.manifest(Address(leg.transfer_id, leg.epoch), 0, goal)
+        offer = MovedOffer(self.mover, subject, manifest)
+        self._add_offer(offer)
+        digest = token_digest(message.token_ids[:goal])
+        named = (leg.transfer_id, leg.epoch, leg.token, message.request_id)
+        self.mover.announce(AnnounceCache(*named, goal, digest, trace=message.trace))
+        return offer
+
+    def _add_offer(self, offer: MovedOffer) -> None:
+        transfer_id, subject = offer.manifest.transfer_id, offer.subject
         if not self.mover.is_running:
             raise CapacityError("the mover of this instance starts again; try another instance")
-        grant = self._grants.make(self._options.data_port, end_token)
-        address = Address(grant.transfer_id, grant.epoch)
-        manifest = self._layout.manifest(address, start_token, end_token, is_prefix=subject.what == "prefix")
         with self._lock:
-            if len(self._handles) >= self._capacity:
+            if len(self._sources) >= self._capacity:
                 raise too_many(self._capacity)
-            self._handles[grant.transfer_id] = subject.handle
-            self._records["send", subject.handle] = TransferLog("send", subject, grant.transfer_id)
-        offer = MovedOffer(self, subject, manifest)
-        self.mover.announce(OfferCache(subject, grant.transfer_id, grant.epoch, grant.token, start_token, end_token))
-        return offer, grant
-
-    def cancel(self, transfer_id: str) -> None:
-        self.mover.cancel_offer(transfer_id)
+            if transfer_id in self._sources:
+                text = f"transfer {transfer_id} is open here, for another request: name each transfer once"
+                raise RequestError(text, status=409, code=CODE_TRANSFER_OPEN)
+            self._sources.add(transfer_id, str(subject.handle), [transfer_id], offer)
+            self._records["send", transfer_id] = TransferLog("send", subject, transfer_id), subject
 
     def ask(self, question: Question) -> None:
         self.mover.ask(question)
 
-    def prepare_fetch(
-        self, wanted: StartPrefill | StartPrefix, url: str, cluster: str, place: CachePlace
+    def prepare_leg(
+        self, message: Generate | GiveCache, leg: LegParams, start_token: int, place: CachePlace
     ) -> MovedFetch:
-        """Make a fetch of what is wanted from the instance at `url`, which must be of this cluster."""
-        shared = None if place.staging else SharedPlace(place.slot, place.pages)
-        return MovedFetch(self, RequestCache(str(wanted.handle), wanted, url, cluster, shared), place)
+        """Make a fetch of a prompt's cache, from `start_token` on, from the source that the gateway named."""
+        goal, shared = goal_of(message.token_ids, leg), None if place.staging else SharedPlace(place.slot, place.pages)
+        request = FetchCache(
+            request_id=message.request_id,
+            transfer_id=leg.transfer_id,
+            epoch=leg.epoch,
+            token=leg.token,
+            host=leg.host,
+            port=leg.port,
+            cluster=leg.cluster,
+            start_token=start_token,
+            end_token=goal,
+            prompt=token_digest(message.token_ids[:goal]),
+            place=shared,
+            trace=message.trace,
+        )
+        subject = TransferSubject(message.handle, message.request_id, leg.cluster, message.trace)
+        return MovedFetch(self, request, subject, place)
+
+    def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
+        """Tell the source of a destination's leg that its cache is not wanted."""
+        at = (leg.host, leg.port, leg.cluster)
+        self.mover.decline(DeclineCache(message.request_id, leg.transfer_id, leg.epoch, leg.token, *at))
 
     def start_fetch(self, fetch: MovedFetch) -> None:
-        request = fetch.request
-        subject = request.wanted.subject._replace(peer=request.cluster)
+        key, subject = fetch.request.key, fetch.subject
         with self._lock:
-            self._fetches[request.key] = fetch
-            self._records["receive", subject.handle] = TransferLog("receive", subject)
-        if fetch.place.staging:
-            self.staged.add_place(request.key, fetch.place)
-        self.mover.fetch(request)
+            fetch.is_refused = key in self._fetches
+            if not fetch.is_refused:
+                self._fetches.add(key, str(subject.handle), [key], fetch)
+                self._records["receive", key] = TransferLog("receive", subject, key), subject
+        if fetch.is_refused:
+            fetch.on_end(PeerError(f"transfer {key} is being fetched here, for another request"))
+        else:
+            self.mover.fetch(fetch.request)
+
+    # The mover's client calls these.
+
+    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
+        with self._sources.copying(key) as offer:
+            copy_out(offer.find_frame(part), room)
+
+    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
+        with self._fetches.copying(key) as fetch:
+            copy_in(self._layout, fetch.place, part, received)
 
     def _end_offer(self, transfer_id: str) -> None:
-        if self._copies is not None:
-            self._copies.forget(transfer_id)
+        source = self._sources.finish(transfer_id)
+        if source is None:
+            return
         with self._lock:
-            handle = self._handles.pop(transfer_id)
-            record = self._records.pop(("send", handle), None)
+            record = self._records.pop(("send", transfer_id), None)
         # A mover reports a transfer's end before it releases the offer, so a record that is left is of one that died.
         if record is not None and not self.mover.is_running:
-            self._lose(record, "the mover ended")
-        self._post(OfferEnded(handle))
+            self._lose(record[0], "the mover ended")
+        source.cache.ended = True  # before the event: the step loop may not know of the offer yet
+        self._post(OfferEnded(source.cache.subject.handle))
 
     def _end_fetch(self, ended: EndedFetch) -> None:
-        if self._copies is not None:
-            self._copies.forget(ended.key)
+        entry = self._fetches.finish(ended.key)
+        if entry is None:
+            return
+        fetch = entry.cache
         with self._lock:
-            fetch = self._fetches.pop(ended.key)
-            handle = fetch.request.wanted.handle
-            record = self._records.pop(("receive", handle), None)
-        fetch.transfer_id = ended.transfer_id
+            record = self._records.pop(("receive", ended.key), None)
         result: Fetched | PrfaasError
         if ended.fetched is not None:
             result = ended.fetched
-        elif ended.is_absent:
-            result = AbsentError(ended.reason)
+        elif ended.is_unreachable:
+            result = UnreachableError(ended.reason)
         elif record is not None:  # the mover has not reported its end
-            self._lose(record, ended.reason)
-            result = PeerError(f"{fetch.request.wanted.subject.what} at {fetch.request.url} failed: {ended.reason}")
+            self._lose(record[0], ended.reason)
+            source = fetch.request
+            result = PeerError(f"the fetch from {source.host}:{source.port} failed: {ended.reason}")
         else:
             result = PeerError(ended.reason)
         fetch.on_end(result)
@@ -245,173 +300,138 @@ class EngineTransfers:
             self._on_answer(answer)
             return
         with self._lock:
-            self._records.pop((answer.direction, answer.subject.handle), None)
+            found = self._records.pop((answer.direction, answer.transfer_id), None)
+        if found is not None:
+            subject = found[1]._replace(peer=answer.subject.peer)
+            answer = msgspec.structs.replace(answer, subject=subject)
         self.counters.count_end(answer)
 
 
 @dataclass(frozen=True)
 class Fetcher:
     runner: Runner
-    model_name: str
     transfers: EngineTransfers
 
-    def prepare(self, sequence: Sequence, *, is_prefix: bool) -> CacheFetch:
-        request = sequence.request
-        prompt = {
-            "request_id": request.prompt.request_id,
-            "model": self.model_name,
-            "token_ids": sequence.token_ids[:],
-            "start_token": sequence.computed_tokens,
-            "cache_salt": request.prompt.cache_salt,
-        }
-        trace = request.message.trace
-        if is_prefix:
-            url, cluster = request.prefix_source
-            wanted = StartPrefix(request.handle, PrefixRequest(**prompt), trace=trace)
-        else:
-            generate = request.generate
-            url, cluster = generate.prefill_url, generate.prefill_cluster
-            body = PrefillRequest(**prompt, prefix_url=generate.prefix_url, prefix_cluster=generate.prefix_cluster)
-            wanted = StartPrefill(request.handle, body, trace=trace)
-        return self.transfers.prepare_fetch(wanted, url, cluster, self.runner.place(sequence.held))
+    def prepare(self, sequence: Sequence) -> CacheFetch:
+        message, leg = sequence.request.message, sequence.request.open_leg
+        if leg is None:
+            raise InternalError(f"{sequence} has nothing to fetch")
+        return self.transfers.prepare_leg(message, leg, sequence.computed_tokens, self.runner.place(sequence.held))
 
-
-class _PrefixFetch(NamedTuple):
-    """A fetch of a prefix under way: its source (address and cluster), its blocks, and the waiting sequences."""
-
-    source: tuple[str, str]
-    blocks: abc.Sequence[BlockHash]
-    waiting: list[Sequence]
+    def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
+        self.transfers.decline(message, leg)
 
 
 class RemoteCaches:
     """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
-    def __init__(
-        self, runner: Runner, cache: HybridCache, offers: GrantCaches, fetcher: Fetcher, post: Callable[[Event], None]
-    ):
-        self._runner, self._cache, self._offers = runner, cache, offers
+    def __init__(self, runner: Runner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None]):
+        self._runner, self._cache = runner, cache
         self._fetcher, self._post = fetcher, post
-        self._prefix_fetches: dict[int, _PrefixFetch] = {}  # by the handle of the request that fetches
+        self._waiting: dict[_PrefixName, list[Sequence]] = {}  # by the prefix that another sequence fetches
         self.outcomes: Counter[FetchOutcome] = Counter()
         self.prefix_tokens = 0  # Tokens of fetched prefixes.
 
-    def join_prefix_fetch(self, sequence: Sequence) -> bool:
-        """Let a sequence wait for another sequence's fetch; False if no fetch brings its prefix."""
-        request, blocks = sequence.request, _cacheable_blocks(sequence)
-        source = request.prefix_source
-        if not source[0]:
+    def join_fetch(self, sequence: Sequence) -> bool:
+        """Let a sequence wait for the prefix that another one fetches, instead of its own; False if none does."""
+        leg = sequence.request.open_leg
+        waiting = self._waiting.get(_prefix_name(sequence, leg)) if leg is not None and leg.tokens else None
+        if waiting is None:
             return False
-        known = self._cache.cached_tokens(blocks, len(sequence.token_ids)) // sequence.chain.block_tokens
-        if known == len(blocks):
-            return False
-        for fetch in self._prefix_fetches.values():
-            may_be_same = fetch.blocks[known : known + 1] == blocks[known : known + 1] and not request.has_joined
-            if fetch.source == source and (may_be_same or _are_same(fetch.blocks, blocks)):
-                request.has_joined = True
-                sequence.phase = Phase.JOINING
-                fetch.waiting.append(sequence)
-                self.outcomes["joined"] += 1
-                return True
-        return False
+        self.decline_leg(sequence.request)
+        sequence.phase = Phase.JOINING
+        waiting.append(sequence)
+        self.outcomes["joined"] += 1
+        return True
+
+    def decline_leg(self, request: EngineRequest) -> None:
+        """Tell the source of a leg that was not fetched, if there is one, that nobody wants its cache."""
+        if (leg := request.open_leg) is not None:
+            request.leg_done = True
+            self._fetcher.decline(request.message, leg)
 
     def start_fetch(self, sequence: Sequence) -> None:
         """Fetch what another instance may have of an admitted sequence, which is FETCHING until `finish_fetch`."""
-        request, blocks = sequence.request, _cacheable_blocks(sequence)
-        is_prefix = not request.is_remote
-        if is_prefix:
-            source = request.prefix_source
-            if not source[0] or sequence.computed_tokens >= len(blocks) * sequence.chain.block_tokens:
-                request.prefix_done = True
-                return
-            self._prefix_fetches[request.handle] = _PrefixFetch(source, blocks, [])
+        request, leg = sequence.request, sequence.request.open_leg
+        if leg is None:
+            return
+        if leg.tokens:
+            self._waiting[_prefix_name(sequence, leg)] = []
         sequence.phase, handle = Phase.FETCHING, request.handle
-        request.fetch = self._fetcher.prepare(sequence, is_prefix=is_prefix)
+        request.fetch = self._fetcher.prepare(sequence)
         request.fetch.start(lambda result: self._post(FetchEnded(handle, result)))
 
-    def finish_fetch(self, sequence: Sequence, result: Fetched | PrfaasError) -> bool:
-        """Continue after the fetch of a prefix; False if a whole prompt was fetched."""
-        fetch = self._prefix_fetches.pop(sequence.request.handle, None)
-        if fetch is None:
-            return False
-        outcome = _outcome(sequence, result)
-        self.outcomes[outcome] += 1
-        sequence.request.prefix_done = True
-        self._wake(fetch, outcome)
-        if isinstance(result, Fetched):
-            self.prefix_tokens += result.tokens - sequence.computed_tokens
-        if sequence.phase is Phase.ENDING:
-            return True
-        if isinstance(result, Fetched):
-            self._adopt_prefix(sequence, result)
+    def finish_fetch(self, sequence: Sequence, result: Fetched | PrfaasError) -> None:
+        """Continue after the fetch of a leg's cache."""
+        request, leg = sequence.request, sequence.request.open_leg
+        if leg is None:
+            raise InternalError(f"{sequence} has fetched nothing")
+        request.leg_done = True
+        if leg.tokens:
+            self._note_prefix(sequence, leg, result)
         else:
+            request.ran_alone = False
+            if isinstance(result, Fetched):  # it was computed for this request
+                request.prefill_seconds = result.done.prefill_seconds
+            else:
+                why = f" {UNREACHABLE}" if isinstance(result, UnreachableError) else ""
+                request.cached_tokens, request.lost_transfer = 0, leg.transfer_id + why
+        if sequence.phase is Phase.ENDING:
+            return
+        if isinstance(result, Fetched):
+            self._adopt(sequence, result)
+        else:
+            log.warning("%s is computed here, its cache did not come: %s", request.message.request_id, result)
             sequence.release(self._cache)  # its state may be half written
-        return True
 
-    def offer_prefix(self, sequence: Sequence, facts: ScheduleFacts[Sequence], promised_slots: int) -> Granted | Failed:
-        """Offer the longest cached prefix of a sequence's tokens to another instance; return the front's answer. A
-        granted sequence is DELIVERING until its offer ends. `facts` describes the other requests."""
-        request = sequence.request
-        message, handle = request.message, request.handle
-        if not isinstance(message, StartPrefix):
+    def give_prefix(self, sequence: Sequence, slots: int, running: int) -> Failed | None:
+        """Give the cache of a sequence's tokens, all of them, to another instance; or return why it cannot be given. A
+        given sequence is DELIVERING until its offer ends. So many `slots` may be given, and so many others run."""
+        request, handle, tokens = sequence.request, sequence.request.handle, len(sequence.token_ids)
+        offer = request.offer
+        if offer is None:
             raise InternalError(f"request {handle} asks for no prefix")
-        start_token = message.request.start_token
-        tokens = self._cache.cached_tokens(sequence.chain.hashes, len(sequence.token_ids) - 1)
-        if tokens <= start_token:
-            text = f"nothing longer than {start_token} tokens of this prompt is cached here"
+        if self._cache.cached_tokens(sequence.chain.hashes, tokens) < tokens:
+            text = f"no prefix of {tokens} tokens of this prompt is cached here"
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
-        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if facts.free_slots > promised_slots else None
+        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if slots > 0 else None
         if lease is None:
-            return _overloaded(handle, "all sequences of this instance are in use: no prefix can be given now")
-        if self._cache.free_pages < len(facts.running):
+            text = "all sequences of this instance are in use: no prefix can be given now"
+            return Failed(handle, 503, CODE_OVERLOADED, text)
+        if self._cache.free_pages < running:
             self._cache.close(lease)
-            return _overloaded(handle, "the cache of this instance is in use: no prefix can be given now")
-        try:
-            offer, grant = self._offers.grant(message.subject, start_token, tokens)
-        except CapacityError as error:
-            self._cache.close(lease)
-            return _overloaded(handle, str(error))
-        sequence.lease, sequence.phase, request.offer = lease, Phase.DELIVERING, offer
-        offer.start_computing()
+            text = "the cache of this instance is in use: no prefix can be given now"
+            return Failed(handle, 503, CODE_OVERLOADED, text)
+        sequence.lease, sequence.phase, request.cached_tokens = lease, Phase.DELIVERING, tokens
         for frame in prefix_frames(offer.manifest, self._runner.place(lease)):
             offer.put(frame)
         offer.finish_computing(0.0)
-        return Granted(handle, grant)
+        return None
 
-    def _wake(self, fetch: _PrefixFetch, outcome: FetchOutcome) -> None:
-        for waiter in fetch.waiting:
-            request = waiter.request
-            waiter.phase = Phase.WAITING
-            if outcome == "cancelled":
-                request.has_joined = False
-            elif outcome == "failed" or _are_same(fetch.blocks, _cacheable_blocks(waiter)):
-                request.prefix_done = True
+    def _note_prefix(self, sequence: Sequence, leg: LegParams, result: Fetched | PrfaasError) -> None:
+        """Count the fetch of a prefix, and let those go on that waited for it."""
+        self.outcomes[_outcome(sequence, result)] += 1
+        if isinstance(result, Fetched):
+            self.prefix_tokens += result.tokens - sequence.computed_tokens
+            sequence.request.cached_tokens = result.tokens
+        for waiter in self._waiting.pop(_prefix_name(sequence, leg)):
+            if waiter.phase is Phase.JOINING:
+                waiter.phase = Phase.WAITING
 
-    def _adopt_prefix(self, sequence: Sequence, prefix: Fetched) -> None:
-        sequence.request.prefix = prefix
-        sequence.computed_tokens, sequence.phase, sequence.is_exact = prefix.tokens, Phase.RUNNING, prefix.is_exact
+    def _adopt(self, sequence: Sequence, cache: Fetched) -> None:
+        sequence.request.prefix = cache
+        sequence.computed_tokens, sequence.phase, sequence.is_exact = cache.tokens, Phase.RUNNING, cache.is_exact
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
-        sequence.cuts = (prefix.tokens, *(cut for cut in sequence.cuts if cut > prefix.tokens))
-        sequence.request.cached_tokens = prefix.tokens
+        sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))
         sequence.publish(self._cache)
-
-
-def _overloaded(handle: int, text: str) -> Failed:
-    return Failed(handle, 503, CODE_OVERLOADED, text)
 
 
 def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> FetchOutcome:
     if sequence.phase is Phase.ENDING:
         return "cancelled"
-    if isinstance(result, AbsentError):
-        return "absent"
     return "failed" if isinstance(result, PrfaasError) else "fetched"
 
 
-def _cacheable_blocks(sequence: Sequence) -> abc.Sequence[BlockHash]:
-    """Return a prompt's cacheable blocks: all but the one with its last token."""
-    return sequence.chain.hashes[: (len(sequence.token_ids) - 1) // sequence.chain.block_tokens]
-
-
-def _are_same(some: abc.Sequence[BlockHash], others: abc.Sequence[BlockHash]) -> bool:
-    return len(some) == len(others) and some[-1:] == others[-1:]
+def _prefix_name(sequence: Sequence, leg: LegParams) -> _PrefixName:
+    """Return what two sequences have in common that want the same: the hash of the prefix's last block."""
+    return leg.tokens, tuple(sequence.chain.hashes[: leg.tokens // sequence.chain.block_tokens][-1:])

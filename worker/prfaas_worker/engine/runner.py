@@ -10,19 +10,11 @@ import torch
 from prfaas.errors import CapacityError, InternalError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Generate, Sampling
-from prfaas_transfer.leases import OfferedCache
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.cache.transfer_frames import (
-    CachePlace,
-    DeviceMark,
-    Staging,
-    block_frames,
-    hidden_frame,
-    state_frames,
-)
-from prfaas_worker.engine.sequences import EngineRequest, Sequence
+from prfaas_worker.cache.transfer_frames import CachePlace, DeviceMark, Staging, block_frames, state_frames
+from prfaas_worker.engine.sequences import EngineRequest, OfferedCache, Sequence
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
 _WARM_UP_TOKENS: Final = 64
@@ -74,11 +66,8 @@ class Runner:
                 raise
             raise CapacityError(f"no memory left to compute this step: {error}") from error
         seconds = time.monotonic() - started
-        for row, (sequence, tokens) in enumerate(work.chunks):
+        for sequence, _ in work.chunks:
             sequence.request.prefill_seconds += seconds
-            if sequence.request.offer is not None and tokens == sequence.remaining_tokens:
-                offer = sequence.request.offer
-                offer.put(hidden_frame(offer.manifest, hidden[row].cpu()))
         return StepResult(hidden, seconds)
 
     def _batch(self, work: StepWork) -> Batch:
@@ -107,17 +96,16 @@ class Runner:
         return on_layer
 
     def _export(self, sequence: Sequence, tokens: int) -> Export | None:
-        offer = sequence.request.offer
+        request, offer = sequence.request, sequence.request.offer
         if offer is None:
             return None
-        place = self.place(sequence.held)
-        if offer.state == "waiting":
-            offer.start_computing()
+        place, span = self.place(sequence.held), (sequence.computed_tokens, sequence.computed_tokens + tokens)
+        if request.offered_tokens < span[0]:
             # Cached rows are not computed again, but the other instance may lack them.
             mark = self._staging.mark() if self._staging else None
             for layer in range(len(self.model.layers)):
-                _send_rows(offer, place, layer, (0, sequence.computed_tokens), mark)
-        span = sequence.computed_tokens, sequence.computed_tokens + tokens
+                _send_rows(offer, place, layer, (request.offered_tokens, span[0]), mark)
+        request.offered_tokens = span[1]
         last = tokens == sequence.remaining_tokens
 
         def export(layer: int, mark: DeviceMark | None) -> None:
@@ -170,7 +158,7 @@ def _open(runner: Runner, cache: HybridCache, tokens: int) -> Sequence | None:
     if (opened := cache.open((), tokens, 0)) is None:
         return None
     token_ids = [place * _STRIDE % runner.model.vocab_size for place in range(tokens)]
-    message = Generate(0, "", token_ids, 1, 1, Sampling(0.0, 1.0, 0, 0), -1, "")
+    message = Generate(0, "", token_ids, 1, 1, Sampling(0.0, 1.0, 0, 0), -1)
     return Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
 
 

@@ -2,21 +2,69 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
-from prfaas.wire.engine import Cancel, Generate, ResetCache, SetRole, StartPrefill, StartPrefix
-from prfaas.wire.prefill import PrefillRequest, PrefixRequest
-from prfaas_transfer.fetch import CacheFetch, Fetched
-from prfaas_transfer.leases import OfferedCache
+from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, SetRole
+from prfaas.wire.prefill import LegParams
+from prfaas.wire.transfer import Manifest
+from prfaas_transfer.mover.messages import Fetched
+from prfaas_transfer.send import Frame
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
+
+
+def goal_of(token_ids: Sized, leg: LegParams | None = None) -> int:
+    """Return the tokens of a prompt whose cache crosses: those of the prefix that the gateway named, or all but the
+    last. A destination then has one token to compute, like any sequence that decodes, and draws from logits of its own.
+    Of a prefix that leaves no token nothing crosses."""
+    most = max(0, len(token_ids) - 1)
+    if leg is None or not leg.tokens:
+        return most
+    return leg.tokens if leg.tokens <= most else 0
+
+
+class OfferedCache(Protocol):
+    """One cache for another instance: the loop puts in what it computes."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing reads the cache any more."""
+        ...
+
+    def put(self, frame: Frame) -> None: ...
+
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
+        """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec."""
+        ...
+
+    def fail(self, message: str) -> None:
+        """Note that the prefill failed; its connections, or its lease, end it."""
+        ...
+
+    def cancel(self) -> None:
+        """End it at once: nobody waits for it."""
+        ...
+
+
+class CacheFetch(Protocol):
+    """A fetch of another instance's cache. `on_end(result or error)` is called once, from any thread; then nothing of
+    the fetch touches its memory."""
+
+    def start(self, on_end: Callable[[Fetched | PrfaasError], None]) -> None: ...
+
+    def cancel(self) -> None:
+        """End the fetch at once; its end is reported all the same."""
+        ...
 
 
 class Phase(Enum):
@@ -80,6 +128,14 @@ class Sequence:
     def generated_tokens(self) -> int:
         return len(self.token_ids) - self.request.prompt_tokens
 
+    @property
+    def most_cached_tokens(self) -> int:
+        """The tokens that may come from the cache. The last one is computed in any case: the next one is drawn from its
+        output. What is fetched of a whole prompt has one row at least.
+        """
+        leg = self.request.open_leg
+        return len(self.token_ids) - 1 if leg is None or leg.tokens else goal_of(self.request.message.token_ids) - 1
+
     def next_tokens(self, tokens: int) -> list[int]:
         return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
 
@@ -117,18 +173,19 @@ class EngineRequest:
     one sequence until the prompt is computed, then one for each choice that has not ended. While some of these have no
     memory, its prompt may be `stored`."""
 
-    message: Generate | StartPrefill | StartPrefix
+    message: Generate | GiveCache
     offer: OfferedCache | None = None
+    offered_tokens: int = 0  # Tokens whose rows were put into the offer.
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
-    started: bool = False
+    started: bool = False  # The front has its answer, or its first token.
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
     prefill_seconds: float = 0.0
     ran_alone: bool = True  # True if no other work shared the steps of its prompt: its time is a prefill's cost.
     cached_tokens: int = 0
-    prefix_done: bool = False  # True if no prefix is requested from other instances any more.
-    has_joined: bool = False  # True after it waited for another request's fetch of a prefix.
+    leg_done: bool = False  # True if the cache of its leg was fetched, will not come, or is not wanted.
+    lost_transfer: str = ""  # The header LOST_TRANSFER of its answer.
     prefix: Fetched | None = None
     stored: StoredPrompt | None = None
     handle: int = field(init=False)
@@ -136,11 +193,7 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         self.handle = self.message.handle
-        self.prompt_tokens = len(self.prompt.token_ids)
-
-    @property
-    def prompt(self) -> Generate | PrefillRequest | PrefixRequest:
-        return self.message if isinstance(self.message, Generate) else self.message.request
+        self.prompt_tokens = len(self.message.token_ids)
 
     @property
     def is_generation(self) -> bool:
@@ -155,17 +208,30 @@ class EngineRequest:
     @property
     def is_remote(self) -> bool:
         """True if another instance prefills its prompt, which is not here yet."""
-        return isinstance(self.message, Generate) and bool(self.message.prefill_url) and not self.started
+        return self.is_generation and (leg := self.open_leg) is not None and not leg.tokens
 
     @property
-    def prefix_source(self) -> tuple[str, str]:
-        """The address and cluster of the instance to ask for a longer prefix; empty for none."""
-        prompt = self.prompt
-        if self.prefix_done or isinstance(prompt, PrefixRequest):
-            return "", ""
-        if isinstance(prompt, Generate) and prompt.prefill_url:  # the instance that prefills asks for it
-            return "", ""
-        return prompt.prefix_url, prompt.prefix_cluster
+    def open_leg(self) -> LegParams | None:
+        """The leg of a destination whose cache was not fetched yet; None if there is nothing to fetch."""
+        if self.leg_done:
+            return None
+        # What is computed here ends with the last token, or for another instance with the last but one.
+        leg, most = self.message.leg, self.prompt_tokens - 1
+        wanted = most if leg is None else leg.tokens or most
+        if isinstance(self.message, GiveCache):
+            leg, most = self.message.leg.prefix, most - 1
+            wanted = 0 if leg is None else leg.tokens
+        return leg if leg is not None and 0 < wanted <= most else None
+
+    @property
+    def is_owed_answer(self) -> bool:
+        """True if the front waits for the end of a prefill for another instance."""
+        return isinstance(self.message, GiveCache) and not self.started
+
+    @property
+    def gives_prefix(self) -> bool:
+        """True if it gives another instance what is cached."""
+        return isinstance(self.message, GiveCache) and self.message.leg.tokens > 0
 
     @property
     def choices(self) -> int:
@@ -208,10 +274,14 @@ class Requests(dict[int, EngineRequest]):
         taken = sum(max(0, request.held_slots - 1) for request in self.values())
         return most_further_slots(cache.num_slots) - taken
 
-    def promised_slots(self, cache: HybridCache) -> int:
-        """Return how many slots further choices of running requests take next."""
-        wanted = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
-        return max(0, min(wanted, self.further_slots(cache)))
+    def slots_to_give(self, cache: HybridCache) -> int:
+        """Return how many more slots prefixes for other instances may have: a quarter of all together, and none that
+        the request of a caller takes next. They may be kept for as long as a destination's queue is."""
+        further = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
+        given = [one for request in self.values() if request.gives_prefix for one in request.sequences]
+        waiting = sum(one.phase is Phase.WAITING for one in self.sequences() if one not in given)
+        free_slots = cache.free_slots - waiting - max(0, min(further, self.further_slots(cache)))
+        return min(free_slots, max(1, cache.num_slots // 4) - sum(one.lease is not None for one in given))
 
     def drop_stored(self, cache: HybridCache) -> bool:
         """Release every stored prompt; False if there was none."""
@@ -236,8 +306,7 @@ def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
         return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
     # The other instance sends the state in any case, so cached pages count without one.
     use_state = not sequence.request.is_remote
-    # The last token is computed in any case: the next one is drawn from its output.
-    return cache.free_pages_for(sequence.chain.hashes, tokens, tokens - 1, use_state=use_state)
+    return cache.free_pages_for(sequence.chain.hashes, tokens, sequence.most_cached_tokens, use_state=use_state)
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
@@ -250,7 +319,7 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
 
 
 class PrefillOffered(NamedTuple):
-    message: StartPrefill
+    message: GiveCache
     offer: OfferedCache
 
 
@@ -267,4 +336,4 @@ class FetchEnded(NamedTuple):
     result: Fetched | PrfaasError
 
 
-Event = Generate | StartPrefix | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded
+Event = Generate | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded

@@ -1,12 +1,9 @@
 """What the engine and its mover share: the options, the map of a CPU's cache, the copies of an accelerator's."""
 
-import threading
-from collections import Counter
 from typing import Any, Final
 
 import torch
 
-from prfaas.errors import PeerError
 from prfaas.wire.frames import Address
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas_transfer.cache import CacheLayout, CacheMap
@@ -20,71 +17,26 @@ COPY_THREADS: Final = 4
 """Threads that copy between an accelerator and the mover's slots: each may wait for a step's work."""
 
 
-class StagedCopies:
-    """Copies between an accelerator's cache and the mover's slots, for open transfers. Any thread may call."""
+def copy_out(frame: Frame, room: memoryview) -> None:
+    """Copy a frame's payload from an accelerator's cache into a slot."""
+    with frame.load(frame.header) as payload:
+        at = 0
+        for piece in payload:  # torch copies without the interpreter's lock
+            target = torch.frombuffer(room[at : at + len(piece)], dtype=torch.uint8)
+            target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
+            at += len(piece)
 
-    def __init__(self, layout: CacheLayout):
-        # Of any transfer: only the groups count.
-        self._manifest = layout.manifest(Address("", 0), 0, 0, is_prefix=True)
-        self._changed = threading.Condition()
-        self._frames: dict[str, dict[CopyPart, Frame]] = {}
-        self._places: dict[str, CachePlace] = {}
-        self._running: Counter[str] = Counter()
 
-    def add_frame(self, transfer_id: str, part: CopyPart, frame: Frame) -> None:
-        with self._changed:
-            self._frames.setdefault(transfer_id, {})[part] = frame
-
-    def add_place(self, key: str, place: CachePlace) -> None:
-        with self._changed:
-            self._places[key] = place
-
-    def forget(self, key: str) -> None:
-        """Copy nothing of a transfer any more; wait for a copy that runs."""
-        with self._changed:
-            self._frames.pop(key, None)
-            self._places.pop(key, None)
-            self._changed.wait_for(lambda: not self._running[key])
-            del self._running[key]
-
-    def load(self, key: str, part: CopyPart, room: memoryview) -> None:
-        with self._changed:
-            frame = self._frames.get(key, {}).get(part)
-            if frame is None:
-                raise PeerError("the offer is over")
-            self._running[key] += 1
-        try:
-            with frame.load(frame.header) as payload:
-                at = 0
-                for piece in payload:  # torch copies without the interpreter's lock
-                    target = torch.frombuffer(room[at : at + len(piece)], dtype=torch.uint8)
-                    target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
-                    at += len(piece)
-        finally:
-            self._finish(key)
-
-    def land(self, key: str, part: CopyPart, received: memoryview) -> None:
-        with self._changed:
-            place = self._places.get(key)
-            if place is None:
-                raise PeerError("the fetch is over")
-            self._running[key] += 1
-        try:
-            tensors = self._manifest.groups[part.group].tensors
-            pieces, at = [], 0
-            for tensor in tensors:
-                end = at + (part.tokens or 1) * tensor.nbytes
-                pieces.append(received[at:end])
-                at = end
-            where = LayerRows(*part) if part.tokens else LayerState(part.group, part.layer)
-            place.land(self._manifest, where, pieces)
-        finally:
-            self._finish(key)
-
-    def _finish(self, key: str) -> None:
-        with self._changed:
-            self._running[key] -= 1
-            self._changed.notify_all()
+def copy_in(layout: CacheLayout, place: CachePlace, part: CopyPart, received: memoryview) -> None:
+    """Copy a received part from a slot into an accelerator's cache."""
+    pieces, at = [], 0
+    for tensor in layout.groups[part.group].tensors:
+        end = at + (part.tokens or 1) * tensor.nbytes
+        pieces.append(received[at:end])
+        at = end
+    where = LayerRows(*part) if part.tokens else LayerState(part.group, part.layer)
+    # Of any transfer: only the groups count.
+    place.land(layout.manifest(Address("", 0), 0, 0), where, pieces)
 
 
 def mover_options(options: Options, layout: CacheLayout, memory: CacheMemory) -> MoverOptions:
@@ -102,10 +54,7 @@ def mover_options(options: Options, layout: CacheLayout, memory: CacheMemory) ->
         egress_file=options.egress_file,
         transfer_memory_mib=options.transfer_memory_mib,
         wire_codec=options.wire_codec,
-        hidden_size=layout.hidden_size,
         map=_map_of(layout, memory) if is_mapped else None,
-        # A destination knows of a transfer by the engine's grant alone, and `catch_up` brings what of it is on its way.
-        patience_seconds=0.0,
         max_offers=options.max_running + options.max_waiting,
         copy_threads=0 if is_mapped else COPY_THREADS,
         log_place=f"{options.place} mover",

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from prfaas.errors import ConfigError, IdentityError, InternalError
+from prfaas.errors import ConfigError, IdentityError, InternalError, RequestError
 from prfaas.http_server import error_body
 from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.options import Options
@@ -40,8 +40,7 @@ OPEN_PATHS: Final = frozenset(
     }
 )
 """Paths for clients, probes and Prometheus, which have no certificates of ours."""
-CALLER_CLUSTER: Final = web.RequestKey("caller_cluster", str)
-"""The cluster of a request's certificate, empty if none was required."""
+CODE_NO_CERTIFICATE: Final = "client_certificate_required"
 
 
 def credentials_of(options: Options) -> PeerCredentials | None:
@@ -65,10 +64,9 @@ def require_certificates(credentials: PeerCredentials | None) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[CALLER_CLUSTER] = ""
         if credentials is not None and request.path not in OPEN_PATHS:
             try:
-                request[CALLER_CLUSTER] = _caller_cluster(request, credentials)
+                _check_caller(request, credentials)
             except IdentityError as error:
                 return _refusal(f"{request.method} {request.path}: {error}")
         return await handler(request)
@@ -76,18 +74,26 @@ def require_certificates(credentials: PeerCredentials | None) -> Middleware:
     return check
 
 
-def _caller_cluster(request: web.Request, credentials: PeerCredentials) -> str:
-    """Return the cluster of a request's certificate, checked now: its connection may be old."""
+def require_caller(request: web.Request, credentials: PeerCredentials, param: str) -> None:
+    """Raise RequestError for a field of a body that only instances and gateways may send."""
+    try:
+        _check_caller(request, credentials)
+    except IdentityError as error:
+        raise RequestError(f"{param}: {error}", status=401, code=CODE_NO_CERTIFICATE, param=param) from error
+
+
+def _check_caller(request: web.Request, credentials: PeerCredentials) -> None:
+    """Check a request's certificate now, since its connection may be old. Raises IdentityError."""
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
     if tls is None or not certificate:
         raise IdentityError("only instances may call this: use a client certificate of a cluster")
-    return credentials.check(certificate, tls.context.authorities)
+    credentials.check(certificate, tls.context.authorities)
 
 
 def _refusal(message: str) -> web.Response:
     """Refuse, and close the connection: the caller must connect again with a new certificate."""
-    body = error_body(message, status=401, code="client_certificate_required")
+    body = error_body(message, status=401, code=CODE_NO_CERTIFICATE)
     response = web.json_response(body=msgspec.json.encode(body), status=401)
     response.force_close()
     return response

@@ -9,15 +9,13 @@ from typing import Protocol, TypeVar
 from prfaas.errors import InternalError
 from prfaas.wire.engine import (
     LENGTH,
+    Announced,
     AskStats,
     CacheReset,
     Cancel,
     EgressSet,
     Failed,
-    Granted,
-    KvEvents,
     Measured,
-    PrefillAnswer,
     Ready,
     RoleSet,
     Started,
@@ -31,7 +29,7 @@ from prfaas.wire.engine import (
     encode_batch,
 )
 
-EngineAnswer = Started | Tokens | Failed | Granted | PrefillAnswer | Stats | CacheReset | RoleSet | EgressSet
+EngineAnswer = Announced | Started | Tokens | Failed | Stats | CacheReset | RoleSet | EgressSet
 Reply = TypeVar("Reply")
 
 
@@ -42,7 +40,6 @@ class EngineError(Exception):
         super().__init__(failed.message)
         self.status = failed.status
         self.code = failed.code
-        self.transfer_id = failed.transfer_id
         self.param: str | None = None
 
 
@@ -103,6 +100,13 @@ class EngineCall:
             raise EngineError(answer)
         return answer
 
+    async def expect(self, kind: type[Reply]) -> Reply:
+        """Wait for the next answer, which must be of this kind. Raises EngineError as `next`."""
+        answer = await self.next()
+        if not isinstance(answer, kind):
+            raise InternalError(f"the engine answered {type(answer).__name__} where {kind.__name__} was due")
+        return answer
+
     async def next_all(self) -> list[EngineAnswer]:
         """Wait for answers, and take all: a slow reader sends them together. Raises EngineError as `next`, but only
         after earlier answers were taken."""
@@ -151,12 +155,9 @@ class EngineClient:
     async def ask(self, question: Callable[[int], ToEngine], kind: type[Reply]) -> Reply:
         """Send the question that is made for a call's handle, and return its one answer of this kind."""
         with self.call() as call:
-            message = question(call.handle)
-            self.send(message)
-            answer = await call.next()
+            self.send(question(call.handle))
+            answer = await call.expect(kind)
             call.finish()
-        if not isinstance(answer, kind):
-            raise InternalError(f"the engine answered {type(message).__name__} with {type(answer).__name__}")
         return answer
 
     async def run(self) -> None:
@@ -180,7 +181,7 @@ class EngineClient:
     def _take(self, message: ToFront) -> None:
         for listener in self.listeners:
             listener.on_received(message)
-        if isinstance(message, (KvEvents, Measured, TransferEnded)):  # of no call: listeners have them
+        if isinstance(message, (Measured, TransferEnded)):  # of no call: listeners have them
             return
         if isinstance(message, (Ready, StartFailed)):
             self.ready.set_result(message)

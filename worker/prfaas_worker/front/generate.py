@@ -26,24 +26,15 @@ from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
 from prfaas.kvindex.bytes import block_ends, byte_hashes
 from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, canonical_chat, canonical_completion, tokens_before
 from prfaas.wire import headers
-from prfaas.wire.engine import Cancel, Generate, Started, Tokens
-from prfaas.wire.kvevents import ByteBlock
-from prfaas.wire.resume import Resume
-from prfaas.wire.trace import read_trace
+from prfaas.wire.engine import Announced, Cancel, Generate, GiveCache, LearnBytes, Started, Tokens
+from prfaas.wire.kvevents import ByteBlock, ByteMapBatch, encode_byte_map
+from prfaas.wire.trace import TraceContext, read_trace
+from prfaas_worker.front.auth import require_caller
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
-from prfaas_worker.front.openai_in import Job, RequestHeaders, RequestReader, conversation_tokens, refuse_unserved
+from prfaas_worker.front.openai_in import Job, RequestReader, conversation_tokens, refuse_unserved, refused_stream
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, sse, usage_body
-from prfaas_worker.front.resume import TokenComments, read_resume, read_resume_headers, remaining_messages, replay
-from prfaas_worker.front.serving import (
-    STATE,
-    FrontState,
-    ServedModel,
-    read_request,
-    require_instance,
-    require_model,
-    require_tokens,
-)
+from prfaas_worker.front.serving import STATE, FrontState, ServedModel, read_request, require_model, require_tokens
 from prfaas_worker.front.spans import RequestSpans
 from prfaas_worker.tokenizer import Tokenizer
 
@@ -75,27 +66,25 @@ async def detokenize(request: web.Request) -> web.Response:
 
 class EngineCalls:
     """The engine's calls of one request, as pieces of its choices. `call` has a handle for each of `messages`, keyed by
-    their first choice. With `resume` an answer continues: RequestError if it makes another text."""
+    their first choice. Raises RequestError for a choice that continues, and whose text has ended already."""
 
-    def __init__(
-        self, call: EngineCall, messages: Mapping[int, Generate], job: Job, resume: Resume | None, state: FrontState
-    ):
+    def __init__(self, call: EngineCall, messages: Mapping[int, Generate], job: Job, state: FrontState):
         self._call = call
         self._engine = state.engine
         self._messages = messages
-        self._prompt_tokens = job.prompt_tokens
+        self._lengths = [len(prompt.token_ids) for prompt in job.prompts]
+        self._places = {handle: first // job.choices for handle, first in zip(call.handles, messages, strict=True)}
         self._choices: dict[tuple[int, int], ChoiceDetokenizer] = {}
         self._running: dict[int, int] = {}
         self._early: list[EngineAnswer] = []
         self._cached_tokens = 0
-        self._resumed_cached_tokens = resume.cached_tokens if resume else None
-        self._completion_tokens = sum(len(sent.token_ids) for sent in resume.choices.values()) if resume else 0
+        self._completion_tokens = sum(map(len, job.drawn.values()))
         for handle, (first, message) in zip(call.handles, messages.items(), strict=True):
             self._running[handle] = message.choices
             for number in range(message.choices):
                 choice = ChoiceDetokenizer(first + number, job, state.tokenizer)
-                if resume is not None and (sent := resume.choices.get(choice.index)) is not None:
-                    replay(choice, sent)
+                if (drawn := job.drawn.get(choice.index)) and choice.replay(drawn).reason is not None:
+                    raise refused_stream(f"choice {choice.index} has ended, and is to continue")
                 self._choices[handle, message.choice + number] = choice
 
     def send(self, spans: RequestSpans) -> None:
@@ -114,7 +103,9 @@ class EngineCalls:
                 self._early.append(answer)  # of a prompt that did not have to wait as long
             else:
                 raise InternalError(f"the engine began an answer with {type(answer).__name__}")
-        self._cached_tokens = sum(one.cached_tokens for one in started)
+        # Choices that continue share a prompt, and their drawn tokens may be cached, too.
+        cached = {self._places[one.handle]: one.cached_tokens for one in started}
+        self._cached_tokens = sum(min(tokens, self._lengths[place]) for place, tokens in cached.items())
         return started
 
     async def pieces(self) -> list[Piece]:
@@ -127,10 +118,7 @@ class EngineCalls:
 
     @property
     def usage(self) -> dict[str, Any]:
-        resumed = self._resumed_cached_tokens
-        return usage_body(
-            self._prompt_tokens, self._completion_tokens, self._cached_tokens if resumed is None else resumed
-        )
+        return usage_body(sum(self._lengths), self._completion_tokens, self._cached_tokens)
 
     def _piece(self, answer: EngineAnswer) -> Piece | None:
         if not isinstance(answer, Tokens) or (choice := self._choices.get((answer.handle, answer.choice))) is None:
@@ -156,7 +144,6 @@ class _Reply:
     calls: EngineCalls
     formatter: ResponseFormatter
     spans: RequestSpans
-    comments: TokenComments | None
 
     async def whole(self, answer_headers: Mapping[str, str]) -> web.Response:
         pieces: dict[int, list[Piece]] = {}
@@ -169,15 +156,14 @@ class _Reply:
 
     async def stream(self, request: web.Request, answer_headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the answer as server-sent events. If the engine fails on the way, send an error event."""
-        calls, formatter, comments = self.calls, self.formatter, self.comments
+        calls, formatter = self.calls, self.formatter
         response = web.StreamResponse(headers={**answer_headers, **STREAM_HEADERS})
         response.content_type = "text/event-stream"
         await response.prepare(request)
         try:
             while pieces := await calls.pieces():
                 usage = calls.usage if self.job.has_continuous_usage else None
-                events = [formatter.event(piece, usage) for piece in pieces]
-                if data := b"".join(events) if comments is None else comments.add(pieces, events):
+                if data := b"".join(formatter.event(piece, usage) for piece in pieces):
                     await response.write(data)
             end = formatter.usage_event(calls.usage) if self.job.has_usage else b""
             await response.write(end + b"data: [DONE]\n\n")
@@ -199,21 +185,21 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
     state = request.app[STATE]
     began = time.monotonic()
     state.require_open()
-    head = _read_headers(request, request_id)
 
-    def read(data: bytes, served: ServedModel, tokenizer: Tokenizer) -> tuple[Job, Resume | None]:
-        document, body = data[: head.resume_bytes], data[head.resume_bytes :]
-        job = make_job(RequestReader(served, tokenizer, head), body)
-        return job, read_resume(document, job, served) if head.resume_bytes else None
+    def read(body: bytes, served: ServedModel, tokenizer: Tokenizer) -> Job:
+        return make_job(RequestReader(served, tokenizer, request_id), body)
 
-    size, (job, resume) = await read_request(request, read, head.resume_bytes)
+    size, job = await read_request(request, read)
     state.require_open()
-    created = head.resumable.created if head.resumable else None
-    formatter = ResponseFormatter(job, state.served.model_name, state.tokenizer, created)
-    messages = remaining_messages(job, resume)
+    if state.credentials is not None and any(prompt.leg for prompt in job.prompts):
+        require_caller(request, state.credentials, "kv_transfer_params")  # it names an address, and no client may
+    formatter = ResponseFormatter(job, state.served, state.tokenizer)
+    if job.gives_cache:
+        return await _give_cache(request, job, formatter, spans.begin_source())
+    messages = job.messages()
     with state.engine.call(len(messages)) as call:
-        calls = EngineCalls(call, messages, job, resume, state)
-        reply = _Reply(job, calls, formatter, spans, TokenComments(resume) if head.resumable else None)
+        calls = EngineCalls(call, messages, job, state)
+        reply = _Reply(job, calls, formatter, spans)
         calls.send(spans)
         _record_prompt(state, job, size)
         started = await calls.start()
@@ -222,9 +208,35 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         answer_headers = _headers(started, job.prompt_tokens, request_id)
         if not job.body.stream:
             return await reply.whole(answer_headers)
-        if head.resumable:
-            answer_headers[headers.RESUMABLE] = state.served.fingerprint
         return await reply.stream(request, answer_headers)
+
+
+async def _give_cache(
+    request: web.Request, job: Job, formatter: ResponseFormatter, trace: TraceContext
+) -> web.Response:
+    """Serve a source's leg: its prompt is computed for a destination, which answers the client. This answer is empty.
+    A caller that leaves before it ends the prefill."""
+    state, (prompt,) = request.app[STATE], job.prompts
+    leg = prompt.leg
+    if leg is None:
+        raise InternalError("a source's leg has no transfer")
+    with state.engine.call() as call:
+        message = GiveCache(
+            handle=call.handle,
+            request_id=prompt.request_id,
+            token_ids=prompt.token_ids,
+            leg=leg,
+            cache_salt=prompt.cache_salt,
+            trace=trace,
+        )
+        state.engine.send(message)
+        await call.expect(Announced)
+        started = await call.expect(Started)
+        call.finish()  # from here on its lease ends it
+    choice = formatter.whole_choice([Piece(0, "", (), "length", True, ())])
+    body = formatter.whole([choice], usage_body(job.prompt_tokens, 0, started.cached_tokens))
+    answer_headers = _headers([started], job.prompt_tokens, prompt.request_id)
+    return web.json_response(body=msgspec.json.encode(body), headers=answer_headers)
 
 
 def _request_id(request: web.Request) -> str:
@@ -232,24 +244,13 @@ def _request_id(request: web.Request) -> str:
     return request_id if request_id and request_id.isascii() else uuid4().hex
 
 
-def _read_headers(request: web.Request, request_id: str) -> RequestHeaders:
-    options, received = request.app[STATE].options, request.headers
-    resumable, resume_bytes = read_resume_headers(received)
-    return RequestHeaders(
-        request_id=request_id,
-        prefill_url=require_instance(received.get(headers.PREFILL_URL, ""), options, headers.PREFILL_URL),
-        prefill_cluster=received.get(headers.PREFILL_CLUSTER, ""),
-        prefix_url=require_instance(received.get(headers.PREFIX_URL, ""), options, headers.PREFIX_URL),
-        prefix_cluster=received.get(headers.PREFIX_CLUSTER, ""),
-        resumable=resumable,
-        resume_bytes=resume_bytes,
-    )
-
-
 def _headers(started: Sequence[Started], prompt_tokens: int, request_id: str) -> dict[str, str]:
     """Return an answer's headers; for several prompts the sums of tokens and bytes and the longest times."""
-    transfers = ",".join(one.transfer_id for one in started if one.transfer_id)
-    return ({headers.TRANSFER_ID: transfers} if transfers else {}) | {
+    transfers = {
+        headers.TRANSFER_ID: ",".join(one.transfer_id for one in started if one.transfer_id),
+        headers.LOST_TRANSFER: ",".join(one.lost_transfer for one in started if one.lost_transfer),
+    }
+    return {name: ids for name, ids in transfers.items() if ids} | {
         headers.REQUEST_ID: request_id,
         headers.PROMPT_TOKENS: str(prompt_tokens),
         headers.CACHED_TOKENS: str(sum(one.cached_tokens for one in started)),
@@ -265,12 +266,23 @@ def _record_prompt(state: FrontState, job: Job, size: int) -> None:
     """Publish the byte blocks of a request, in a thread for a long one, while the engine works already."""
     if len(job.prompts) != 1:
         return
-    make = partial(_byte_blocks, job, state.served.fingerprint, state.tokenizer.token_bytes)
+    make = partial(_byte_map, job, state.served.fingerprint, state.tokenizer.token_bytes)
     if size <= INLINE_MAP_BYTES:
-        state.events.learn(make())
+        _publish(state, make())
         return
     found = asyncio.get_running_loop().run_in_executor(state.reader(size), make)
-    found.add_done_callback(lambda done: done.cancelled() or state.events.learn(done.result()))
+    found.add_done_callback(lambda done: done.cancelled() or _publish(state, done.result()))
+
+
+def _publish(state: FrontState, payload: bytes) -> None:
+    if payload:
+        state.engine.send(LearnBytes(payload))
+
+
+def _byte_map(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> bytes:
+    """Return the byte blocks of a request as a batch of the byte map; empty if there are none."""
+    blocks = _byte_blocks(job, fingerprint, token_bytes)
+    return encode_byte_map(ByteMapBatch(time.time(), blocks)) if blocks else b""
 
 
 def _byte_blocks(job: Job, fingerprint: str, token_bytes: Callable[[int], bytes]) -> list[ByteBlock]:

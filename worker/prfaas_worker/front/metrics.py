@@ -192,7 +192,7 @@ class WorkerMetrics(Collector):
         yield self._ours.gauge("prfaas_requests_running_limit", text, self._max_running)
         yield self._ours.counter(
             "prfaas_prefix_fetches",
-            "Prefixes asked of other instances: fetched, absent, failed, cancelled, or joined to a running fetch.",
+            "Prefixes asked of other instances: fetched, failed, cancelled, or joined to a running fetch.",
             dict(stats.prefixes),
             "outcome",
         )

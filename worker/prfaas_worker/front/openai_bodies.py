@@ -14,6 +14,8 @@ import msgspec
 from msgspec import Raw
 
 from prfaas.errors import UNREADABLE, RequestError
+from prfaas.wire.prefill import LegParams
+from prfaas.wire.streams import StreamParams
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,7 +81,6 @@ class UnservedFields(FieldsOfVllm, frozen=True, kw_only=True):
     moderation: Any = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
-    return_token_ids: Any = False
     return_tokens_as_token_ids: Any = False
     skip_special_tokens: Any = True
     spaces_between_special_tokens: Any = True
@@ -91,6 +92,12 @@ class UnservedFields(FieldsOfVllm, frozen=True, kw_only=True):
 
 
 NEUTRAL: Final = UnservedFields()
+
+
+class TransferParams(msgspec.Struct, frozen=True):
+    """vLLM's field for connectors; of others than ours nothing is read."""
+
+    prfaas: LegParams | None = None
 
 
 class CommonFields(UnservedFields, frozen=True, kw_only=True):
@@ -115,6 +122,11 @@ class CommonFields(UnservedFields, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
+    prfaas_stream: StreamParams | None = None
+    """What the gateway sends about a stream that may continue at another worker."""
+    kv_transfer_params: TransferParams | None = None
+    """What the gateway sends to one leg of a hand-off."""
 
 
 class CompletionBody(CommonFields, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ import msgspec
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Generate, Sampling
-from prfaas.wire.resume import ResumableHeader
+from prfaas.wire.streams import SEED_BITS, STREAM_FIELD, StreamParams
 from prfaas_worker.front.openai_bodies import (
     MAX_NAME,
     NEUTRAL,
@@ -49,20 +49,6 @@ _UNSERVED: Final = tuple(
 )
 
 
-@dataclass(frozen=True)
-class RequestHeaders:
-    """The headers of a text request. Without `resumable` the stream cannot be resumed; `resume_bytes` is the length of
-    the document before the body."""
-
-    request_id: str = ""
-    prefill_url: str = ""
-    prefill_cluster: str = ""
-    prefix_url: str = ""
-    prefix_cluster: str = ""
-    resumable: ResumableHeader | None = None
-    resume_bytes: int = 0
-
-
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request. `prompts` are the messages to the engine, one for each prompt, without handle and trace.
     `echoes` are the texts that begin the answers to each prompt."""
@@ -71,6 +57,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[Generate]
     stop: list[str]
     echoes: list[str]
+
+    @property
+    def gives_cache(self) -> bool:
+        """True for a source's leg: its answer has no text."""
+        return (leg := self.prompts[0].leg) is not None and leg.role == "source"
 
     @property
     def is_chat(self) -> bool:
@@ -94,6 +85,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def prompt_tokens(self) -> int:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
+    @property
+    def drawn(self) -> Mapping[int, list[int]]:
+        """The tokens that the client has already, by choice."""
+        return self.body.prfaas_stream.drawn if self.body.prfaas_stream else {}
+
+    def messages(self) -> dict[int, Generate]:
+        """Return the messages to the engine by the index of their first choice. A stream that continues has one for
+        each choice that has not ended."""
+        stream = self.body.prfaas_stream
+        if stream is None or not stream.continues:
+            return {place * self.choices: prompt for place, prompt in enumerate(self.prompts)}
+        messages: dict[int, Generate] = {}
+        for index in range(len(self.prompts) * self.choices):
+            if index in stream.ended:
+                continue
+            place, number = divmod(index, self.choices)
+            prompt = self.prompts[place]
+            leg = None if messages else prompt.leg  # one of them fetches, and the others find it in the cache
+            generated = stream.drawn.get(index, [])
+            messages[index] = msgspec.structs.replace(prompt, choices=1, choice=number, generated=generated, leg=leg)
+        return messages
+
 
 @dataclass(frozen=True)
 class RequestReader:
@@ -101,7 +114,7 @@ class RequestReader:
 
     served: ServedModel
     tokenizer: Tokenizer
-    headers: RequestHeaders = RequestHeaders()
+    request_id: str = ""
 
     def completion_job(self, data: bytes) -> Job:
         body = read_body(data, CompletionBody)
@@ -119,7 +132,7 @@ class RequestReader:
                 text if isinstance(text, str) else self.tokenizer.decode(prompt.token_ids)
                 for text, prompt in zip(texts, prompts, strict=True)
             ]
-        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=echoes)
+        return self._job(body, prompts, echoes)
 
     def chat_job(self, data: bytes) -> Job:
         body = read_body(data, ChatBody)
@@ -132,7 +145,13 @@ class RequestReader:
             raise unsupported("echo", "echo is served by /v1/completions only; leave it out")
         token_ids = conversation_tokens(body, self.tokenizer)
         prompts = self._messages(body, [token_ids], top if body.logprobs else -1)
-        return Job(body=body, prompts=prompts, stop=_stops(body), echoes=[""])
+        return self._job(body, prompts, [""])
+
+    def _job(self, body: CompletionBody | ChatBody, prompts: list[Generate], echoes: list[str]) -> Job:
+        job = Job(body=body, prompts=prompts, stop=_stops(body), echoes=echoes)
+        if body.prfaas_stream is not None and body.prfaas_stream.continues:
+            _check_drawn(body.prfaas_stream, job, self.served)
+        return job
 
     def _token_ids(self, prompt: str | list[Any]) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else require_tokens(prompt, self.served)
@@ -154,24 +173,23 @@ class RequestReader:
         require(0 <= min_tokens <= min(limits), "min_tokens", f"must be 0 to max_tokens, here {min(limits)}")
         stop_token_ids = _stop_tokens(body, self.served)
         cache_salt = _cache_salt(body)
-        headers = self.headers
+        leg = body.kv_transfer_params.prfaas if body.kv_transfer_params else None
+        rule = f"names one transfer, and the request has {len(prompts)} prompts: send one, or leave it out"
+        require(leg is None or len(prompts) == 1, "kv_transfer_params", rule)
         return [
             Generate(
                 handle=0,
-                request_id=headers.request_id,
+                request_id=self.request_id,
                 token_ids=token_ids,
                 choices=choices,
                 max_tokens=limit,
                 sampling=sampling,
                 logprobs=logprobs,
-                prefill_url=headers.prefill_url,
                 min_tokens=min_tokens,
                 ignore_eos=bool(body.ignore_eos),
                 stop_token_ids=stop_token_ids,
                 cache_salt=cache_salt,
-                prefix_url=headers.prefix_url,
-                prefill_cluster=headers.prefill_cluster,
-                prefix_cluster=headers.prefix_cluster,
+                leg=leg,
             )
             for token_ids, limit, sampling in zip(prompts, limits, samplings, strict=True)
         ]
@@ -194,11 +212,31 @@ class RequestReader:
         return min(default if limit is None else limit, room)
 
     def _seed(self, body: CommonFields, place: int) -> int:
-        """Return the seed of prompt number `place`: the caller's, the resumable header's, or a random one."""
+        """Return the seed of prompt number `place`: the client's, the gateway's, or a random one."""
         if body.seed is not None:
             return body.seed
-        fixed = self.headers.resumable
-        return secrets.randbits(63) if fixed is None else (fixed.seed + place * _SEED_STEP) % (1 << 63)
+        fixed = body.prfaas_stream
+        return secrets.randbits(SEED_BITS) if fixed is None else (fixed.seed + place * _SEED_STEP) % (1 << SEED_BITS)
+
+
+def _check_drawn(stream: StreamParams, job: Job, served: ServedModel) -> None:
+    """Check what the client has of an answer. Raises RequestError if it is of another request or model."""
+    require(bool(job.body.stream), STREAM_FIELD, "continues an answer, and needs stream: true")
+    if stream.model != served.fingerprint:
+        raise refused_stream("another model began this answer")
+    for index in {*stream.drawn, *stream.ended}:
+        token_ids = stream.drawn.get(index, [])
+        known = 0 <= index < len(job.prompts) * job.choices
+        if not known or any(token >= served.vocab_size for token in token_ids):
+            raise refused_stream(f"choice {index} is none of this request's")
+        most = job.prompts[index // job.choices].max_tokens
+        if len(token_ids) > most or (len(token_ids) == most and index not in stream.ended):
+            raise refused_stream(f"choice {index} has {len(token_ids)} tokens of at most {most} and has not ended")
+
+
+def refused_stream(message: str) -> RequestError:
+    """Return the error for a stream that this worker cannot continue; another one may."""
+    return RequestError(message, status=409, code="stream_refused", param=STREAM_FIELD)
 
 
 def conversation_tokens(body: ChatBody | TokenizeBody, tokenizer: Tokenizer) -> list[int]:

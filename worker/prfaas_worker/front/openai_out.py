@@ -1,8 +1,11 @@
 """Turns the engine's tokens into answers of the OpenAI API: text of each choice, bodies, and events.
 
 `ChoiceDetokenizer` makes pieces of a choice's tokens. `ResponseFormatter` makes whole bodies of pieces, or the events
-of a stream as bytes. A stream's usual event has new text and nothing else. Such an event is written around the text
-without building the body again. With many streams that is most of what this process does.
+of a stream as bytes. A stream's usual event has new text and its token ids, and nothing else. Such an event is written
+around these without building the body again. With many streams that is most of what this process does.
+
+Token ids stand where vLLM has them: those of an event's tokens in its choice, those of the prompt once, in the first
+event of a completion's choice or of a chat. `null` is in their place unless they were requested.
 """
 
 import codecs
@@ -14,11 +17,13 @@ import msgspec
 
 from prfaas.wire.engine import TokenLogprob, Tokens
 from prfaas_worker.front.openai_in import Job
+from prfaas_worker.front.serving import ServedModel
 from prfaas_worker.tokenizer import Tokenizer
 
 _encode: Final = msgspec.json.Encoder().encode
-_HOLE: Final = "\0"
-_ENCODED_HOLE: Final = _encode(_HOLE)
+MAX_UNNAMED_TOKENS: Final = 32
+_TEXT_HOLE: Final = "\0"
+_IDS_HOLE: Final = "\1"
 
 
 class Scored(NamedTuple):
@@ -66,7 +71,7 @@ class ChoiceDetokenizer:
         return piece
 
     def replay(self, token_ids: Sequence[int]) -> Piece:
-        """Add tokens whose text another instance has already sent; return that text."""
+        """Add tokens whose text another instance has already sent."""
         if self._scores:
             self._offsets.push(token_ids)
         return self.piece(Tokens(0, 0, list(token_ids), [], None))
@@ -144,48 +149,89 @@ class TextOffsets:
 class ResponseFormatter:
     """Makes the body, or the events, that answer one request."""
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, created: int | None = None):
-        request_id = job.prompts[0].request_id
+    def __init__(self, job: Job, served: ServedModel, tokenizer: Tokenizer):
+        request_id, stream = job.prompts[0].request_id, job.body.prfaas_stream
+        self._job = job
         self._chat = job.is_chat
         self._tokenizer = tokenizer
         self._with_usage = job.has_usage or job.has_continuous_usage
+        self._with_prompt_ids = bool(job.body.return_token_ids)
+        self._with_ids = self._with_prompt_ids or stream is not None
         prefix = "chatcmpl" if job.is_chat else "cmpl"
-        self._head = {"id": f"{prefix}-{request_id}", "created": created or int(time.time()), "model": model}
-        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        created = stream.created if stream else int(time.time())
+        self._head = {"id": f"{prefix}-{request_id}", "created": created, "model": served.model_name}
+        self._fingerprint = {"system_fingerprint": served.fingerprint}
+        self._frames: dict[int, tuple[bytes, bytes, bytes]] = {}
+        self._unnamed: dict[int, list[int]] = {}
+        begun = () if stream is None else (*stream.drawn, *stream.ended)
+        self._named_prompts = {index // job.choices for index in begun}
 
     def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._head | {"object": kind, "choices": list(choices), "usage": usage}
+        body = self._head | {"object": kind, "choices": list(choices), "usage": usage} | self._fingerprint
+        return body | ({"prompt_token_ids": self._prompt_ids(0)} if self._chat else {})
 
     def whole_choice(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         logprobs = self._logprobs([entry for piece in pieces for entry in piece.scored])
         text = "".join(piece.text for piece in pieces)
         content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         last = pieces[-1]
-        return {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
+        choice = {"index": last.index, **content, "finish_reason": last.reason, "logprobs": logprobs}
+        token_ids = [token for piece in pieces for token in piece.token_ids] if self._with_ids else None
+        return choice | self._ids_of_prompt(last.index) | {"token_ids": token_ids}
 
     def event(self, piece: Piece, usage: dict[str, Any] | None) -> bytes:
-        """Return a piece as server-sent events, empty if there is no text yet."""
-        index, text, scored, reason, first, _ = piece
+        """Return a piece as server-sent events, empty if there is no text yet. Ids of many tokens without text make an
+        event: to a gateway, a stream without events is one of a dead worker."""
+        index, text, scored, reason, first, token_ids = piece
         if reason is None and not (first or scored or usage):
             if not text:
-                return b""
-            before, after = self._frames.get(index) or self._frame(index)
-            return before + _encode(text) + after
+                if not self._with_ids:
+                    return b""
+                unnamed = self._unnamed.setdefault(index, [])
+                unnamed.extend(token_ids)
+                if len(unnamed) < MAX_UNNAMED_TOKENS:
+                    return b""
+                token_ids = ()
+            before, between, after = self._frames.get(index) or self._frame(index)
+            return before + _encode(text) + between + _encode(self._ids(index, token_ids)) + after
         content = {"delta": _delta(piece)} if self._chat else {"text": text}
         choice = {"index": index, **content, "finish_reason": reason, "logprobs": self._logprobs(scored)}
-        return sse(self._chunk([choice], usage))
+        ids, body = {"token_ids": self._ids(index, token_ids)}, self._fingerprint if first else {}
+        if first and self._chat:
+            body = body | {"prompt_token_ids": self._prompt_ids(index)}
+        elif first:
+            choice |= self._ids_of_prompt(index)
+        return sse(self._chunk([choice | ids], usage) | body)
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         return sse(self._chunk([], usage))
 
-    def _frame(self, index: int) -> tuple[bytes, bytes]:
-        """Return the bytes before and after the text of a choice's usual event."""
-        content = {"delta": {"content": _HOLE}} if self._chat else {"text": _HOLE}
-        choice = {"index": index, **content, "finish_reason": None, "logprobs": None}
-        before, _, after = sse(self._chunk([choice], None)).partition(_ENCODED_HOLE)
-        self._frames[index] = before, after
-        return before, after
+    def _frame(self, index: int) -> tuple[bytes, bytes, bytes]:
+        """Return the bytes before, between and after the text and the token ids of a choice's usual event."""
+        content = {"delta": {"content": _TEXT_HOLE}} if self._chat else {"text": _TEXT_HOLE}
+        choice = {"index": index, **content, "finish_reason": None, "logprobs": None, "token_ids": _IDS_HOLE}
+        before, _, rest = sse(self._chunk([choice], None)).partition(_encode(_TEXT_HOLE))
+        between, _, after = rest.partition(_encode(_IDS_HOLE))
+        self._frames[index] = before, between, after
+        return before, between, after
+
+    def _ids(self, index: int, token_ids: Sequence[int]) -> Sequence[int] | None:
+        """Return the ids of an event's tokens, with those before that had no text; None if none were requested."""
+        if not self._with_ids:
+            return None
+        return [*self._unnamed.pop(index, ()), *token_ids] if self._unnamed else token_ids
+
+    def _ids_of_prompt(self, index: int) -> dict[str, Any]:
+        return {} if self._chat else {"prompt_token_ids": self._prompt_ids(index)}
+
+    def _prompt_ids(self, index: int) -> list[int] | None:
+        """Return the ids of a choice's prompt, once; else None."""
+        place = index // self._job.choices
+        if not self._with_prompt_ids or place in self._named_prompts:
+            return None
+        self._named_prompts.add(place)
+        return self._job.prompts[place].token_ids
 
     def _chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

@@ -23,9 +23,9 @@ from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, model_
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
-from prfaas.wire.headers import CODE_OVERLOADED, TRANSFER_ID
+from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_worker.front import control, generate, kv_event_stream, prefills
+from prfaas_worker.front import control, generate, prefills
 from prfaas_worker.front.auth import credentials_of, open_api_port, require_certificates
 from prfaas_worker.front.engine_client import EngineClient, EngineError
 from prfaas_worker.front.openai_bodies import MAX_NAME
@@ -173,10 +173,6 @@ def build_app(state: FrontState) -> web.Application:
             web.post("/tokenize", generate.tokenize),
             web.post("/detokenize", generate.detokenize),
             web.post("/v1/prefills", prefills.create),
-            web.post("/v1/prefixes", prefills.create_prefix),
-            web.get("/v1/prefills/{id}", prefills.read),
-            web.delete("/v1/prefills/{id}", prefills.delete),
-            web.get("/v1/kv-events", kv_event_stream.stream),
             web.get("/v1/profile", control.read_profile),
             web.get("/v1/role", control.read_role),
             web.put("/v1/role", control.set_role),
@@ -191,7 +187,6 @@ def build_app(state: FrontState) -> web.Application:
         ]
     )
     app.cleanup_ctx.append(_resources)
-    app.on_shutdown.append(_end_streams)
     return app
 
 
@@ -211,10 +206,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return await handler(request)
     except (RequestError, EngineError, *UNREADABLE_BODY) as caught:
         error = caught if isinstance(caught, (RequestError, EngineError)) else unreadable_body(caught)
-        answer = _error(str(error), status=error.status, code=error.code, param=error.param)
-        if isinstance(error, EngineError) and error.transfer_id:
-            answer.headers[TRANSFER_ID] = error.transfer_id
-        return answer
+        return _error(str(error), status=error.status, code=error.code, param=error.param)
     except CapacityError as error:
         return _error(str(error), status=503, code=CODE_OVERLOADED)
     except web.HTTPException as error:
@@ -266,16 +258,8 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _resources(app: web.Application) -> AsyncIterator[None]:
-    """Keep the sockets of cache events open while the application runs, if they are wanted; close all at its end."""
+    """Close what the application holds at its end."""
     state = app[STATE]
-    host, port = state.options.host, state.options.kv_events_port
-    sockets = kv_event_stream.KvEventSockets(state.events, host, port) if port else None
     yield
-    if sockets is not None:
-        await sockets.close()
     state.close()
     await asyncio.to_thread(state.tracing.close)
-
-
-async def _end_streams(app: web.Application) -> None:
-    app[STATE].events.close()

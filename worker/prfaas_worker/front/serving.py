@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -18,7 +17,6 @@ from prfaas.errors import CapacityError, RequestError
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front.engine_client import EngineClient
-from prfaas_worker.front.kv_events import KvEventPublisher
 from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.spans import TransferSpans
@@ -68,8 +66,7 @@ class FrontState:
         self.tracing = tracing
         self.credentials = credentials  # Present if the API port uses TLS.
         self.metrics = WorkerMetrics(options.max_running, credentials)
-        self.events = KvEventPublisher(options)
-        engine.listeners += [self.metrics, self.events]
+        engine.listeners.append(self.metrics)
         if tracing.is_on:
             engine.listeners.append(TransferSpans(tracing))
         self.unread_bytes = 0  # Bytes of bodies that arrive or wait for a thread.
@@ -146,20 +143,6 @@ def require_model(model: str, served: ServedModel) -> None:
     )
 
 
-def require_instance(url: str, options: Options, param: str) -> str:
-    """Return the address of another instance, or "". Raises RequestError unless it is scheme://host:port."""
-    if not url:
-        return ""
-    scheme = "https" if options.tls_dir else "http"
-    try:
-        parts = urlsplit(url)
-        well_formed = parts.scheme == scheme and parts.hostname and parts.port and parts.path in ("", "/")
-    except ValueError:
-        well_formed = False
-    require(bool(well_formed), param, f"is {url[:MAX_NAME]!r}; want {scheme}://host:port")
-    return url
-
-
 def require_room(token_ids: Sequence[int], served: ServedModel) -> int:
     """Return the number of tokens that may follow a prompt. Raises RequestError if it is empty or too long."""
     require(bool(token_ids), "prompt", "must have at least one token")
@@ -183,13 +166,11 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
     return token_ids
 
 
-async def read_request(
-    request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read], beside_bytes: int = 0
-) -> tuple[int, Read]:
-    """Return the length of a request's body, and the result of `read`; `beside_bytes` may stand before the body. Raises
-    CapacityError while the model loads or too many arrive at once, RequestError if it is too long."""
+async def read_request(request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read]) -> tuple[int, Read]:
+    """Return the length of a request's body, and the result of `read`. Raises CapacityError while the model loads or
+    too many arrive at once, RequestError if it is too long."""
     state = request.app[STATE]
-    most = state.served.max_body_bytes + beside_bytes
+    most = state.served.max_body_bytes
     if (length := request.content_length) is not None and length > most:
         raise _too_long(f"{length} bytes", state.served)
     parts: list[bytes] = []

@@ -2,9 +2,9 @@
 
     decode             from a request's arrival to its last byte
       prefill.local    one for each prompt, or
-      prefill.remote   from asking to the first token; the source gets its context
+      prefill.remote   from asking to the first token
         transfer       at the destination, from the first cache byte to the last
-        prefill        at the source, from the grant to the end
+        prefill        at the source, from the announcement to the end
 
 A transfer's report carries the context that it began with, so its span needs no call that is still open.
 """
@@ -17,7 +17,6 @@ from prfaas.errors import RequestError
 from prfaas.telemetry.tracing import Span, Tracing
 from prfaas.wire.engine import Generate, Started, ToEngine, ToFront, TransferEnded
 from prfaas.wire.trace import TraceContext
-from prfaas_worker.front.engine_client import EngineError
 
 NAMES: Final = {"receive": "transfer", "send": "prefill"}
 
@@ -31,9 +30,15 @@ class RequestSpans:
         self._span.set(request_id=request_id)
         self._prefills: dict[int, Span] = {}
 
+    def begin_source(self) -> TraceContext:
+        """Name the span as that of a source's leg; return the context that the engine passes on."""
+        self._span.rename("source")
+        return self._span.context
+
     def begin(self, handle: int, message: Generate) -> TraceContext:
         """Begin a prompt's prefill; return the context that the engine passes on."""
-        span = self._tracing.start("prefill.remote" if message.prefill_url else "prefill.local", self._span.context)
+        is_remote = message.leg is not None and not message.leg.tokens
+        span = self._tracing.start("prefill.remote" if is_remote else "prefill.local", self._span.context)
         span.set(request_id=message.request_id, prompt_tokens=len(message.token_ids))
         self._prefills[handle] = span
         return span.context
@@ -53,11 +58,9 @@ class RequestSpans:
             span.end()
         self._span.event("first_token")
 
-    def fail(self, reason: str, transfer_id: str = "") -> None:
+    def fail(self, reason: str) -> None:
         for span in (*self._prefills.values(), self._span):
             span.fail(reason)
-            if transfer_id:
-                span.set(transfer_id=transfer_id)
 
     def __enter__(self) -> Self:
         return self
@@ -66,7 +69,7 @@ class RequestSpans:
         if isinstance(error, asyncio.CancelledError):
             self.fail("the client left")
         elif error is not None and not isinstance(error, RequestError):  # a wrong request is no failure of ours
-            self.fail(str(error) or repr(error), error.transfer_id if isinstance(error, EngineError) else "")
+            self.fail(str(error) or repr(error))
         for span in self._prefills.values():
             span.end()
         self._span.end()
@@ -88,12 +91,10 @@ class TransferSpans:
     def _report(self, transfer: TransferEnded) -> None:
         subject, began, moments = transfer.subject, transfer.began_at, dict(transfer.marks)
         sends = transfer.direction == "send"
-        name = "prefix" if sends and subject.what == "prefix" else NAMES[transfer.direction]
-        at = began if sends else began + moments.get("first_byte", moments.get("granted", 0.0))
-        span = self._tracing.start(name, subject.trace, "server" if sends else "internal", at)
+        at = began if sends else began + moments.get("first_byte", 0.0)
+        span = self._tracing.start(NAMES[transfer.direction], subject.trace, "server" if sends else "internal", at)
         span.set(
             request_id=subject.request_id,
-            what=subject.what,
             outcome=transfer.outcome,
             bytes=transfer.payload_bytes,
             codecs=",".join(transfer.codecs),

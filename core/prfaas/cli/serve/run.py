@@ -1,9 +1,10 @@
 """Runs `prfaas serve`: starts a worker and a gateway, keeps the gateway's routing up to date, and ends both.
 
-They run as processes beside this one, which does what a scheduler does in an installation. Once a second it reads what
-a prefill costs here and at the service, and sends the gateway what prfaas.cli.serve.plan decides. The service may come
-and go at any time. While it does not answer, everything is prefilled here; so is a request that it fails halfway. When
-one of our processes ends, the others are ended too, and the error shows the end of its log.
+They run as processes beside this one, which does what a scheduler does in an installation. The user may run a vLLM in
+place of the worker. Once a second this process reads what a prefill costs here and at the service, and sends the
+gateway what prfaas.cli.serve.plan decides. The service may come and go at any time. While it does not answer,
+everything is prefilled here; so is a request that it fails halfway. When one of our processes ends, the others are
+ended too, and the error shows the end of its log.
 
 The processes have sessions of their own, so that Ctrl-C reaches only this one and requests can be finished. Where
 util-linux is installed, the kernel ends them even when this process is killed.
@@ -30,7 +31,15 @@ import typer
 from msgspec.json import encode
 
 from prfaas import identity
-from prfaas.cli.serve.plan import INTERVAL_SECONDS, Settings, commands, prices_of, routing_table, update_of
+from prfaas.cli.serve.plan import (
+    INTERVAL_SECONDS,
+    Settings,
+    commands,
+    prices_of,
+    require_listed_model,
+    routing_table,
+    update_of,
+)
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
 from prfaas.names import HUB
@@ -58,7 +67,7 @@ class Caller:
 
     def is_ready(self, url: str, cluster: str = "") -> bool:
         try:
-            self.call("GET", url, "/readyz", cluster)
+            self.call("GET", url, "/health", cluster)  # vLLM's name for it, which ours know, too
         except UnreachableError:
             return False
         return True
@@ -105,19 +114,24 @@ def _context(files: Files) -> ssl.SSLContext:
 
 
 def follow_service(settings: Settings, caller: Caller, control_socket: Path) -> Iterator[None]:
-    """Keep the gateway's update current: each round reads both profiles. A peer that fails later raises nothing.
+    """Keep the gateway's update current: each round asks both sides. A peer that fails later raises nothing.
 
     A line on stderr says whenever the service is used again or no longer.
     """
-    url, local, shown = settings.service_url, caller.profile(settings.worker_url, HUB), ""
+    url, shown, used = settings.service_url, "", f"{settings.service_url} is used for long prompts"
+    local = None if settings.decode_url else caller.profile(settings.worker_url, HUB)
     while True:
-        with suppress(PeerError):  # busy or dead: `run` notices; its curve stays the same for seconds
-            local = caller.profile(settings.worker_url, HUB)
         try:
-            prices = prices_of(settings, local, caller.profile(url, settings.service_cluster))
-            update = update_of(settings, prices, f"{url} is used for long prompts")
+            if local is None:
+                require_listed_model(settings, caller.call("GET", url, "/v1/models", settings.service_cluster))
+                update = update_of(settings, used)
+            else:
+                with suppress(PeerError):  # busy or dead: `run` notices; its curve stays the same for seconds
+                    local = caller.profile(settings.worker_url, HUB)
+                prices = prices_of(settings, local, caller.profile(url, settings.service_cluster))
+                update = update_of(settings, used, prices=prices)
         except PeerError as error:
-            update = update_of(settings, (), f"{url} is not used: {error}; prompts are prefilled here")
+            update = update_of(settings, f"{url} is not used: {error}; prompts are prefilled here", is_used=False)
         line = update.reason
         try:
             caller.call("PUT", f"unix:{control_socket}", "/threshold", body=encode(update))
@@ -139,7 +153,8 @@ def run(settings: Settings, caller: Caller) -> None:
     directory = Path(tempfile.mkdtemp(prefix="prfaas-serve-"))
     routes_file, control_socket = directory / "routes.json", directory / "control.sock"
     routes_file.write_bytes(encode(routing_table(settings)))
-    _say(f"starting a worker with {settings.model_source} and a gateway; their logs are in {directory}")
+    ours = "a gateway" if settings.decode_url else f"a worker with {settings.model_source} and a gateway"
+    _say(f"starting {ours}; logs are in {directory}")
     with ExitStack() as running:
         children: list[ChildProcess] = []
         with suppress(KeyboardInterrupt):

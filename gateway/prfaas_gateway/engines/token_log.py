@@ -1,15 +1,19 @@
-"""Keeps what another vLLM instance needs to go on with a broken stream: the ids of the prompt and of the sent tokens.
+"""Keeps what another instance needs to continue a broken stream: the ids of the prompt and of the sent tokens.
 
-vLLM names them if a request asks for them (`return_token_ids`). A client that did not ask does not see them: the log
-puts `null` in their place, as vLLM itself would. So a relayed stream is what it would be without the gateway.
+vLLM and our worker name them if a request asks for them (`return_token_ids`). A client that did not ask does not see
+them: the log puts `null` in their place, as the engine itself would. So a relayed stream is what it would be without
+the gateway.
 
-    data: {..."choices":[{"index":0,"text":"lo",..."prompt_token_ids":[7,8],"token_ids":[104,105]}]}     from vLLM
-    data: {..."choices":[{"index":0,"text":"lo",..."prompt_token_ids":null,"token_ids":null}]}           to the client
+    data: {..."choices":[{"index":0,"text":"lo",..."prompt_token_ids":[7,8],"token_ids":[104,105]}]}    from the engine
+    data: {..."choices":[{"index":0,"text":"lo",..."prompt_token_ids":null,"token_ids":null}]}          to the client
 
-An id list is found by its key without parsing. No text can hold such a key: JSON escapes its quotation marks. vLLM ends
-a failed stream with an error event and `[DONE]`. That error is not relayed: it is the sign of a broken stream.
+An id list is found by its key without parsing. No text can hold such a key: JSON escapes its quotation marks. An engine
+ends a failed stream with an error event, vLLM with `[DONE]` behind it. That error is not relayed: it is the sign of a
+broken stream.
 """
 
+import secrets
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,23 +21,24 @@ import msgspec
 
 from prfaas.engines import ResumedBy
 from prfaas.errors import UNREADABLE, BadInputError
-from prfaas.wire.resume import DONE
+from prfaas.wire.streams import SEED_BITS, STREAM_FIELD, StreamParams
 from prfaas_gateway.engines.shared import ERROR_EVENT, prompts
-from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer
-from prfaas_gateway.openai import read_error
+from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer, chunk_of, numbers
+from prfaas_gateway.openai import DONE, read_error
 from prfaas_gateway.request import Fields
 
 MAX_HELD_BYTES: Final = 16 << 20
 """The longest event: the first one names a prompt's tokens."""
 CHATS: Final = "/v1/chat/completions"
-UNREAD_BYTES: Final = 64 << 10
+UNREAD_BYTES: Final = 16 << 10
 STREAMS: Final = ("/v1/completions", CHATS)
 _END: Final = b"\n\n"
 _IDS: Final = b'token_ids":['
 _PROMPT: Final = b'"prompt_'
+_CHOICE: Final = b'"choices":[{"index":'
 _FINISHED: Final = b'"finish_reason":"'
 _USAGE: Final = b'"choices":[],'
-# A chunk of vLLM that names no ids although they were asked for: what the client has is not known any more.
+# A chunk that names no ids although they were asked for: what the client has is not known any more.
 _HIDDEN: Final = b',"token_ids":null'
 _PARSED: Final = (b'"reasoning":"', b'"reasoning_content":"', b'"tool_calls":[')
 _NULL: Final = b"null"
@@ -55,14 +60,14 @@ _PLAIN: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def can_resume(path: str, fields: Fields) -> bool:
     """Return whether another vLLM instance could go on with the stream of such a request."""
-    if path not in STREAMS or not fields.get("stream") or prompts(fields) not in (None, 1):
+    if path not in STREAMS or prompts(fields) not in (None, 1):
         return False
-    return all(_value(fields, name) in plain for name, plain in _PLAIN.items()) and not any(
+    return all(value_of(fields, name) in plain for name, plain in _PLAIN.items()) and not any(
         name.startswith("guided_") for name in fields
     )
 
 
-def _value(fields: Fields, name: str) -> Any:
+def value_of(fields: Fields, name: str) -> Any:
     """Return a field's value, or the field where only the engine may be able to read it."""
     try:
         return msgspec.json.decode(fields[name]) if name in fields else None
@@ -70,26 +75,27 @@ def _value(fields: Fields, name: str) -> Any:
         return fields[name]
 
 
-class VllmStreamLog:
-    """The client's part of one stream of vLLM."""
+class TokenLog:
+    """The client's part of one stream of several `choices`; vLLM continues one alone."""
 
     resumed_by: ResumedBy = "TokenIds"
 
-    def __init__(self, path: str, fields: Fields):
+    def __init__(self, path: str, fields: Fields, choices: int = 1):
         self.fields = fields
         """The request's own."""
         self.is_chat = path == CHATS
         self.pieces = 0
         self.error_event = b""
         self.is_refused = False
-        self.shows_ids = bool(_value(fields, "return_token_ids"))
+        self.shows_ids = bool(value_of(fields, "return_token_ids"))
+        self._choices = choices
         self._prompt = b""
-        self._sent = bytearray()
+        self._sent: dict[int, bytearray] = {}
+        self._ended: set[int] = set()
         self._first = b""
         self._last = b""
         self._unread: list[bytes] = []
         self._unread_bytes = 0
-        self._finished = False
         self._has_usage = False
         self._is_opaque = False
         self._held = b""
@@ -101,6 +107,16 @@ class VllmStreamLog:
 
         Raises BadInputError for an event that is too long.
         """
+        at = piece.find(_IDS)
+        if at > 0 and self._first and not (self._held or self._error or self._writer):
+            first, after = at + len(_IDS), piece.find(b"]", at)
+            is_one = piece.find(_END) == len(piece) - len(_END) and piece.find(_IDS, after) < 0
+            if is_one and not piece.endswith(_PROMPT, 0, at):  # the tokens of one event, as nearly always
+                self._add(0 if self._choices == 1 else self._choice_of(piece, at), piece[first:after])
+                self._keep_unread(piece)
+                self.pieces += 1
+                self._last = piece
+                return piece if self.shows_ids else piece[: first - 1] + _NULL + piece[after + 1 :]
         if self._held:
             piece = self._held + piece
             self._held = b""
@@ -118,7 +134,7 @@ class VllmStreamLog:
         piece = self._writer.rewrite(piece) if self._writer is not None else self._read(piece)
         if piece:
             self.pieces += 1
-            self._last = piece[-len(DONE) :]
+            self._last = piece
         return piece
 
     def _hold(self, rest: bytes) -> bytes:
@@ -133,37 +149,51 @@ class VllmStreamLog:
         at = events.find(_IDS)
         while at >= 0:
             first, after = at + len(_IDS), events.index(b"]", at)
-            if events.endswith(_PROMPT, 0, at):
+            if not events.endswith(_PROMPT, 0, at):
+                self._add(self._choice_of(events, at), events[first:after])
+            elif self._choices == 1:
                 self._prompt = events[first:after]
-            else:
-                self._add(events[first:after])
             kept += events[end : first - 1], _NULL
             end = after + 1
             at = events.find(_IDS, end)
         shown = b"".join((*kept, events[end:])) if kept else events
         if not self._first:
             self._first = shown[: shown.index(_END)]
+        self._keep_unread(events)
+        return events if self.shows_ids else shown
+
+    def _keep_unread(self, events: bytes) -> None:
         self._unread.append(events)
         self._unread_bytes += len(events)
         if self._unread_bytes > UNREAD_BYTES:
             self._read_unread()
-        return events if self.shows_ids else shown
 
     def _read_unread(self) -> None:
         """Look for what nearly no event has; in many events at once that costs a tenth."""
         events, self._unread, self._unread_bytes = b"".join(self._unread), [], 0
-        self._finished = self._finished or _FINISHED in events
+        if _FINISHED in events:
+            self._ended |= {self._choice_of(one, len(one)) for one in events.split(_END) if _FINISHED in one}
         self._has_usage = self._has_usage or _USAGE in events
         self._is_opaque = self._is_opaque or _HIDDEN in events or any(key in events for key in _PARSED)
 
-    def _add(self, ids: bytes) -> None:
-        if ids:
-            self._sent += b"," + ids if self._sent else ids
+    def _choice_of(self, events: bytes, end: int) -> int:
+        """Return the choice of the last event that begins before `end`."""
+        if self._choices == 1:
+            return 0
+        at = events.rindex(_CHOICE, 0, end) + len(_CHOICE)
+        return int(events[at : events.index(b",", at)])
+
+    def _add(self, choice: int, ids: bytes) -> None:
+        sent = self._sent.get(choice)
+        if sent:
+            sent += b"," + ids if ids else b""
+        else:
+            self._sent[choice] = bytearray(ids)
 
     @property
     def is_whole(self) -> bool:
         """Whether the client has the whole answer."""
-        return self._last == DONE
+        return self._last.endswith(DONE)
 
     @property
     def has_enough(self) -> bool:
@@ -176,11 +206,14 @@ class VllmStreamLog:
         self._read_unread()
         if error:
             self.error_event = error.removesuffix(DONE)
-            code = read_error(error.split(_END)[0].removeprefix(b"data: ")).get("code")
-            self.is_refused = self.is_refused or (isinstance(code, int) and 400 <= code < 500)
+            words = read_error(error.split(_END)[0].removeprefix(b"data: "))
+            code, kind = words.get("code"), words.get("type")
+            is_refusal = kind == "invalid_request_error" or (isinstance(code, int) and 400 <= code < 500)
+            self.is_refused = self.is_refused or is_refusal
         if self._writer is not None:
-            self._add(self._writer.new_ids)
-            self._finished, self._has_usage = self._writer.has_finished, self._writer.has_usage
+            self._add(0, self._writer.new_ids)
+            self._ended |= {0} if self._writer.has_finished else set()
+            self._has_usage = self._writer.has_usage
             self._writer = None
 
     @property
@@ -188,12 +221,18 @@ class VllmStreamLog:
         """Whether the tokens that the client has are known, and their text is the answer's whole state."""
         if not self._first:
             return True
-        return bool(self._prompt) and not self._is_opaque and not self._finished and _is_text(self.fields)
+        return bool(self._prompt) and not self._is_opaque and not self._has_ended and _is_text(self.fields)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the client has the end of every choice."""
+        return len(self._ended) >= self._choices
 
     @property
     def sent_tokens(self) -> int:
         """Tokens of the answer to compute again, as a prompt."""
-        return self._sent.count(b",") + 1 if self._sent else 0
+        sent = (ids for choice, ids in self._sent.items() if choice not in self._ended)
+        return sum(ids.count(b",") + 1 for ids in sent if ids)
 
     @property
     def prompt_tokens(self) -> int:
@@ -205,19 +244,55 @@ class VllmStreamLog:
         """What the client has; None if it has nothing, so that another instance begins anew."""
         if not self._first:
             return None
-        return SentAnswer(self._first, bytes(self._prompt), bytes(self._sent), self.is_chat)
+        return SentAnswer(self._first, bytes(self._prompt), bytes(self._sent.get(0, b"")), self.is_chat)
 
     def ending(self) -> bytes:
         """Return what a stream lacks that broke after the last token of the answer: its usage and its end."""
         answered = self.answered
-        if answered is None or not self._finished:
+        if answered is None or not self._has_ended:
             return b""
         return DONE if self._has_usage else AnswerWriter(answered, self.fields, "").end()
 
     def expect_rest(self, sent: bytes, writer: AnswerWriter) -> None:
         """Expect the stream of an instance that continues after the tokens `sent`, given to `writer`."""
-        self._sent = bytearray(sent)
+        self._sent = {0: bytearray(sent)}
         self._writer = writer
+
+
+class DrawnLog(TokenLog):
+    """The client's part of one stream of our worker, which continues all choices of any request.
+
+    It draws the next tokens as the first worker would have, since it knows the seed and the drawn tokens.
+    """
+
+    resumed_by: ResumedBy = "DrawnTokens"
+
+    def __init__(self, path: str, fields: Fields):
+        answers = value_of(fields, "n")
+        super().__init__(path, fields, (answers if isinstance(answers, int) else 1) * (prompts(fields) or 1))
+        self._seed = secrets.randbits(SEED_BITS)
+        self._created_seconds = int(time.time())
+
+    @property
+    def asks(self) -> dict[str, Any]:
+        """The fields that ask for the stream, or for the rest of it. Raises BadInputError for unreadable events."""
+        stream = StreamParams(
+            seed=self._seed,
+            created=self._created_seconds,
+            model=str(chunk_of(self._first).get("system_fingerprint", "")) if self._first else "",
+            drawn={choice: numbers(bytes(ids)) for choice, ids in self._sent.items()},
+            ended=tuple(sorted(self._ended)),
+        )
+        return {STREAM_FIELD: stream}
+
+    @property
+    def can_go_on(self) -> bool:
+        return not self._is_opaque
+
+    def ending(self) -> bytes:
+        options = value_of(self.fields, "stream_options")
+        wants_usage = isinstance(options, dict) and options.get("include_usage") is True  # then the next worker says it
+        return DONE if self._has_ended and (self._has_usage or not wants_usage) else b""
 
 
 def _error_at(events: bytes) -> int:

@@ -1,0 +1,204 @@
+"""The two legs of a hand-off in the step loop: what a destination computes, with a cache and without, and what a source
+owes its front; whatever ends first, nothing stays held.
+"""
+
+import pytest
+
+from prfaas.errors import PeerError, UnreachableError
+from prfaas.wire.engine import Cancel, Started
+from prfaas.wire.frames import Kind
+from prfaas.wire.prefill import LegParams
+from prfaas_worker.engine import schedule
+from prfaas_worker.engine.sequences import Phase
+from prfaas_worker.models.base import Model
+
+from .engine_bench import NAMED, Bench, generate, prefix_fetched
+
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("small_chunks")]
+LEG = LegParams(role="destination", **NAMED, host="127.0.0.1", port=1)
+PROMPT = b"def main(argument):\n    return argument\n" * 4
+
+
+@pytest.fixture
+def bench(model: Model) -> Bench:
+    return Bench(model, max_running=1)
+
+
+def started(bench: Bench) -> list[Started]:
+    return [one for one in bench.sent if isinstance(one, Started)]
+
+
+def test_a_destination_computes_one_token_of_a_prompt_whose_cache_came(bench: Bench, model: Model):
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert bench.tokens(handle) == generate(model, PROMPT, 6)
+    assert bench.engine.stats.prompt_tokens == 0
+    (start,) = started(bench)
+    assert (start.cached_tokens, start.kv_bytes, start.transfer_seconds) == (0, 7, 0.25)
+    assert not bench.declined
+    bench.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_a_cache_that_passed_a_lossy_codec_is_used_and_not_cached(bench: Bench, model: Model, is_exact: bool):
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1, is_exact=is_exact))
+    bench.run()
+    assert len(bench.tokens(handle)) == 6
+    assert bool(bench.engine.cache.stats().cached_pages) == is_exact
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (PeerError("the link is down"), NAMED["transfer_id"]),
+        (UnreachableError("the link is down"), f"{NAMED['transfer_id']} unreachable"),
+    ],
+)
+def test_a_destination_whose_cache_does_not_come_computes_the_prompt_and_says_why(
+    bench: Bench, model: Model, caplog, error: PeerError, lost: str
+):
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(error)
+    bench.run()
+    assert bench.tokens(handle) == generate(model, PROMPT, 6)
+    assert bench.engine.stats.prompt_tokens == len(PROMPT)
+    assert (started(bench)[0].kv_bytes, started(bench)[0].lost_transfer) == (0, lost)
+    assert "r is computed here, its cache did not come: the link is down" in caplog.text
+    assert len(bench.fetches) == 1
+    bench.assert_nothing_is_held()
+
+
+def test_a_destination_that_has_the_prompt_declines_and_one_that_has_less_does_not(bench: Bench, model: Model):
+    bench.ask(PROMPT, max_tokens=1)
+    bench.run()
+    longer = PROMPT + b"x" * 200
+    handles = [bench.ask(prompt, leg=LEG, max_tokens=1) for prompt in (PROMPT, longer)]
+    for _ in range(9):
+        bench.step()
+    assert bench.declined == [(handles[0], "a" * 32)]
+    (fetch,) = bench.fetches
+    assert 0 < fetch.sequence.computed_tokens < len(PROMPT), "rows that are here do not cross"
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(longer) - 1))
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_destination_that_is_refused_sends_its_source_away(bench: Bench):
+    wrong = bench.ask(PROMPT, leg=LEG, stop_token_ids=[10_000])
+    bench.run()
+    assert bench.declined == [(wrong, "a" * 32)]
+    waiting = [bench.ask(PROMPT + bytes([number]), max_tokens=1000) for number in range(3)]
+    full = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    assert bench.declined[1:] == [(full, "a" * 32)]
+    for handle in waiting:
+        bench.engine.inbox.put(Cancel(handle))
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_prompt_of_one_token_has_nothing_to_fetch(bench: Bench, model: Model):
+    handle = bench.ask(b"#", leg=LEG)
+    bench.run()
+    assert (bench.tokens(handle), bench.fetches, bench.declined) == (generate(model, b"#", 6), [], [])
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_client_that_leaves_a_destination_sends_its_source_away(bench: Bench, is_waiting: bool):
+    first = bench.ask(b"x", max_tokens=1000) if is_waiting else None
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    bench.engine.inbox.put(Cancel(handle))
+    bench.step()
+    if first is not None:
+        assert (bench.declined, bench.fetches) == ([(handle, "a" * 32)], [])
+        bench.engine.inbox.put(Cancel(first))
+    else:
+        (fetch,) = bench.fetches
+        assert (fetch.cancelled, bench.declined) == (True, [])
+        assert bench.engine.cache.stats().used_pages, "it may still be written into"
+        fetch.on_end(PeerError("cancelled"))
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_a_source_computes_all_but_the_last_token_and_answers_before_it_is_delivered(bench: Bench):
+    offer = bench.give(PROMPT)
+    bench.run()
+    assert len(started(bench)) == 1
+    assert bench.engine.stats.prompt_tokens == len(PROMPT) - 1
+    assert {frame.header.kind for frame in offer._held or ()} == {Kind.BLOCK, Kind.STATE}
+    (sequence,) = bench.engine.requests.sequences()
+    assert sequence.phase is Phase.DELIVERING
+    bench.engine.inbox.put(Cancel(500))  # its caller has its answer: the lease ends it
+    bench.step()
+    assert list(bench.engine.requests) == [500]
+    bench.offers.end(offer, "delivered")
+    bench.run()
+    assert len(started(bench)) == 1
+    bench.assert_nothing_is_held()
+
+
+def test_a_cache_that_is_on_its_way_keeps_its_pages_when_streams_want_them(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(schedule.BUDGETS, "mixed", schedule.Budgets(64, 2))
+    bench = Bench(model, num_pages=6)
+    stream = bench.ask(b"def f(", max_tokens=150, ignore_eos=True)
+    while len(bench.tokens(stream)) < 50:
+        bench.step()
+    offer = bench.give(b"x" * 201)  # all pages but the next one of the stream
+    while list(bench.engine.requests.sequences())[-1].phase is not Phase.DELIVERING:
+        bench.step()
+    bench.run()
+    assert bench.engine.stats.preemptions == 0
+    assert len(bench.tokens(stream)) < 150, "the stream waits for a page"
+    bench.offers.end(offer, "delivered")
+    bench.run()
+    assert len(bench.tokens(stream)) == 150
+    bench.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_caller_that_leaves_a_source_ends_its_prefill(bench: Bench, is_waiting: bool):
+    first = bench.ask(b"x", max_tokens=1000) if is_waiting else None
+    bench.give(PROMPT)
+    bench.step()
+    bench.step()
+    bench.engine.inbox.put(Cancel(500))
+    for _ in range(3):
+        bench.step()
+    assert bench.engine.stats.prompt_tokens < len(PROMPT) - 1
+    assert 500 not in bench.engine.requests
+    if first is not None:
+        bench.engine.inbox.put(Cancel(first))
+    bench.run()
+    assert all(one.handle != 500 for one in started(bench))
+    bench.assert_nothing_is_held()
+
+
+def test_a_source_whose_destination_declines_answers_and_computes_no_more(bench: Bench):
+    offer = bench.give(PROMPT)
+    bench.step()
+    bench.step()
+    bench.offers.end(offer, "cancelled")
+    bench.run()
+    assert [one.handle for one in started(bench)] == [500]
+    assert bench.engine.stats.prompt_tokens < len(PROMPT) - 1
+    bench.assert_nothing_is_held()
+
+
+def test_a_source_whose_offer_ended_before_the_engine_heard_of_it_computes_nothing(bench: Bench):
+    bench.offers.end(bench.give(PROMPT), "cancelled")
+    bench.run()
+    assert [one.handle for one in started(bench)] == [500]
+    assert (bench.engine.stats.prompt_tokens, list(bench.engine.requests)) == (0, [])
+    bench.assert_nothing_is_held()
