@@ -324,12 +324,15 @@ class TlsStream(DataStream):
             raise self._refusal(error) from error.__cause__
 
     def _receive_some(self, left: list[memoryview], left_bytes: int, /) -> int | None:
-        """Decrypt what came; without any, wait for more, and return None."""
+        """Decrypt what came; without any, wait for more, and return None; 0 at the end."""
         room, received = left[0], 0
         try:
             # A read returns one record at most: 16 KiB.
             while received < len(room):
-                received += self.channel.tls.read(len(room) - received, room[received:])  # type: ignore[arg-type]
+                read: int = self.channel.tls.read(len(room) - received, room[received:])  # type: ignore[arg-type]
+                if not read:  # the peer ended TLS in order: each further read returns 0, too
+                    return received
+                received += read
         except ssl.SSLWantReadError:
             if not received:
                 self._fill(left_bytes)

@@ -5,6 +5,7 @@ every wait; and nothing that was changed on the way inside TLS.
 import fcntl
 import random
 import socket
+import ssl
 import struct
 import termios
 import threading
@@ -18,7 +19,7 @@ import pytest
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas_transfer import link_stats, net
-from prfaas_transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, tune
+from prfaas_transfer.net import LOW_WATER_BYTES, WRITE_BYTES, DataStream, TlsStream, tune
 from prfaas_transfer.tls import accept_tls, connect_tls
 
 from ...waiting import PATIENCE_SECONDS, assert_prompt, eventually, within
@@ -176,6 +177,18 @@ def test_a_peer_that_closes_ends_both(pair: Pair):
         pair[0].receive_into(bytearray(1))
     with pytest.raises(UnreachableError):
         pair[0].send([bytes(1 << 20)] * 100, ignore)
+
+
+@pytest.mark.parametrize("sent", [b"", b"half"])
+@pytest.mark.parametrize("pair", ["tls"], indirect=True)
+def test_a_peer_that_ends_tls_in_order_ends_a_read(pair: tuple[TlsStream, TlsStream], sent: bytes):
+    """As proxies and other TLS libraries do. OpenSSL then reads 0 bytes, each time anew."""
+    pair[0].send([sent])
+    with suppress(ssl.SSLWantReadError):  # it would read the peer's own end next
+        pair[0].channel.tls.unwrap()
+    pair[0].channel._flush()
+    with pytest.raises(UnreachableError, match="closed the connection"):
+        pair[1].receive_into(bytearray(8))
 
 
 @pytest.mark.parametrize("work", ["receive", "send"])
