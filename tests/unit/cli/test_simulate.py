@@ -56,6 +56,7 @@ def test_a_trace_is_served_at_its_own_rate_or_another(file, tmp_path):
     assert own["hit_rate"] > 0
 
 
+@pytest.mark.system  # matplotlib asks `fc-list` for fonts, once a machine
 @pytest.mark.parametrize(("command", "name"), [("simulate", "a.png"), ("compare", "a.html")])
 def test_a_plot_is_a_picture_or_a_page_that_needs_nothing_else(file, tmp_path, command, name):
     pytest.importorskip("matplotlib")
