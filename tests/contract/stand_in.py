@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.running.add(self)
-        with suppress(OSError):  # its caller left
+        with suppress(OSError, json.JSONDecodeError):  # its caller left, perhaps in the middle of the body
             fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
             try:
                 self._answer(200, self.server.answer(self.path, fields))
