@@ -20,7 +20,14 @@ EXAMPLES: Final = Path(__file__).parents[1] / "examples"
 LENGTH_LINKS: Final = (1, 2, 5, 10, 25, 100)
 GAIN_LINKS: Final = (5, 10, 25, 100)
 """Gbit/s."""
-GAINS: Final = (("paper", 1.0), ("kimi-k3", 1.0), ("qwen3.5-397b", 1.0), ("qwen3.5-397b", 0.5), ("idle-l40s", 1.0))
+GAINS: Final = (
+    ("paper", 1.0),
+    ("kimi-k3", 1.0),
+    ("qwen3.5-397b", 1.0),
+    ("qwen3.5-397b", 0.5),
+    ("kimi-linear-48b", 1.0),
+    ("idle-l40s", 1.0),
+)
 """Examples, and the share of a cache's bytes that crosses the link."""
 LONGEST_TOKENS: Final = 131_072
 """As far as the profiles reach."""

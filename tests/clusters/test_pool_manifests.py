@@ -21,7 +21,8 @@ from .reader import RefusedError
 pytestmark = pytest.mark.clusters
 
 NAMESPACE = "default"
-EXAMPLES_OF_ENGINES = Path(__file__).parents[2] / "examples" / "engines"
+FOLDER_OF_EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES_OF_OBJECTS = sorted([*FOLDER_OF_EXAMPLES.glob("engines/*.yaml"), *FOLDER_OF_EXAMPLES.glob("*-pools.yaml")])
 EXAMPLES = 300
 LEAST_TAKEN = 60
 EU = MemberCluster.model_validate(
@@ -183,8 +184,8 @@ def test_an_accepted_pool_is_rendered_into_accepted_objects(crds, spec, is_decod
         crds.reader.apply(NAMESPACE, manifest, is_dry_run=True)
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES_OF_ENGINES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_engines_example_and_its_rendered_objects_are_accepted(crds, path):
+@pytest.mark.parametrize("path", EXAMPLES_OF_OBJECTS, ids=lambda path: path.stem)
+def test_an_example_and_its_rendered_objects_are_accepted(crds, path):
     for body in yaml.safe_load_all(path.read_text()):
         body["metadata"]["namespace"] = NAMESPACE
         stored = crds.reader.create(body, is_dry_run=True)
@@ -192,6 +193,8 @@ def test_an_engines_example_and_its_rendered_objects_are_accepted(crds, path):
         if kind is None:
             continue
         pool = kind.model_validate(stored)
+        if not pool.spec.model.name:  # it shares the decode pool's instances
+            continue
         deployment = pool_deployment.deployment(pool, EU if pool.spec.cluster_name else None, StartTerms(tls=True))
         deployment["metadata"]["namespace"] = NAMESPACE
         crds.reader.apply(NAMESPACE, deployment, is_dry_run=True)

@@ -6,19 +6,20 @@ That an API server takes them is proven in tests/clusters/test_pool_manifests.py
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy, crd
+from prfaas.api import DecodePool, PrefillPool, crd
 from prfaas.engines import ENGINES
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import ObservedCluster, PolicyFacts, readiness, routing_table
 from prfaas_operator.plan.pool_status import Counts, role_of
+from prfaas_operator.plan.roles import resolved
 
-ROOT = Path(__file__).parents[3]
-EXAMPLES = sorted((ROOT / "examples" / "engines").glob("*.yaml"))
+from .examples import FOLDER, ROOT, read
+
+OF_ENGINES = sorted((FOLDER / "engines").glob("*.yaml"))
+EXAMPLES = [*OF_ENGINES, *sorted(FOLDER.glob("*-pools.yaml"))]
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
 EXPERIMENTAL = {name for name, one in ENGINES.items() if one.experimental}
@@ -26,32 +27,27 @@ EXPERIMENTAL = {name for name, one in ENGINES.items() if one.experimental}
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
-def read(path: Path) -> tuple[PrfaaSPolicy, list[PrefillPool | DecodePool]]:
-    kinds = {"PrefillPool": PrefillPool, "DecodePool": DecodePool, "PrfaaSPolicy": PrfaaSPolicy}
-    bodies: list[dict[str, Any]] = list(yaml.safe_load_all(path.read_text()))
-    for number, body in enumerate(bodies):
-        body["metadata"]["uid"] = f"uid-{number}"
-    *pools, policy = (kinds[body["kind"]].model_validate(body) for body in bodies)
-    return policy, pools
-
-
 def test_every_engine_has_an_example():
-    shown = {pool.spec.engine.record.name for path in EXAMPLES for pool in read(path)[1]}
+    shown = {pool.spec.engine.record.name for path in OF_ENGINES for pool in read(path)[1]}
     assert shown == ENGINES.keys() - {"prfaas"}
+
+
+def facts_of(policy, pools, make) -> PolicyFacts:
+    """Return an example's objects as the operator sees them."""
+    decode = {pool.metadata.name: pool for pool in pools if isinstance(pool, DecodePool)}
+    prefill = resolved((pool for pool in pools if isinstance(pool, PrefillPool)), decode)
+    members = {"prefill-eu": make.member("prefill-eu")}
+    return PolicyFacts(policy, decode, {pool.metadata.name: pool for pool in prefill}, members)
 
 
 @each_example
 def test_a_policy_of_an_example_is_ready_once_its_instances_are(path, make):
     policy, pools = read(path)
-    facts = PolicyFacts(
-        policy,
-        {pool.metadata.name: pool for pool in pools if isinstance(pool, DecodePool)},
-        {pool.metadata.name: pool for pool in pools if isinstance(pool, PrefillPool)},
-        {"prefill-eu": make.member("prefill-eu")},
-    )
+    facts = facts_of(policy, pools, make)
     pods: dict[str, list[PodFacts]] = {"hub": [], "prefill-eu": []}
     for pool in pools:
-        one = make.pod(f"{pool.metadata.name}-1", "", pool_uid=pool.metadata.uid, role=role_of(pool))
+        uid = facts.pods_pool_uid(pool)
+        one = make.pod(f"{pool.metadata.name}-1", "", pool_uid=uid, role=role_of(pool))
         pods[pool.spec.cluster_name or "hub"].append(one)
     observed = {name: ObservedCluster(tuple(found), reachable=True) for name, found in pods.items()}
     table = routing_table(facts, observed, None)
@@ -59,16 +55,28 @@ def test_a_policy_of_an_example_is_ready_once_its_instances_are(path, make):
     assert readiness(facts, table, Counts(ready=2)).reason == "AllReady"
 
 
+def test_an_example_whose_decode_pool_drafts_nothing_would_be_refused(make):
+    policy, pools = read(FOLDER / "qwen3.5-397b-pools.yaml")
+    offload, decode = pools
+    engine = decode.spec.engine
+    args = [word for word in engine.args if not word.startswith("--speculative-config")]
+    spec = decode.spec.model_copy(update={"engine": engine.model_copy(update={"args": args})})
+    without = decode.model_copy(update={"spec": spec})
+    refused = readiness(facts_of(policy, [offload, without], make), routing_table(make.facts(), {}, None), Counts())
+    assert refused.reason == "EngineMismatch"
+    assert "draft layers" in refused.message
+
+
 @each_example
 def test_flags_of_an_example_are_flags_of_its_engine(path):
     for pool in read(path)[1]:
-        flags = {word for word in pool.spec.engine.args if word.startswith("--")}
-        assert flags <= set(KNOWN[pool.spec.engine.type]["flags"])
+        flags = {word.partition("=")[0] for word in pool.spec.engine.args if word.startswith("--")}
+        assert flags <= set(KNOWN.get(pool.spec.engine.type, {}).get("flags", ()))
 
 
 @each_example
 def test_an_example_is_linked_from_the_page_of_engines(path):
-    assert f"(../../examples/engines/{path.name})" in PAGE
+    assert f"(../../{path.relative_to(ROOT)})" in PAGE
 
 
 def test_the_page_says_of_every_engine_what_it_does_and_what_was_run():
