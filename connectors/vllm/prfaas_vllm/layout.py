@@ -32,6 +32,7 @@ from prfaas.errors import ConfigError
 from prfaas.wire.transfer import ITEM_BYTES, LayerGroup, TensorLayout
 from prfaas_vllm.blocks import FRAME_BYTES, VllmGroup
 from prfaas_vllm.ranks import HeadMap, HeadRows, HeadSection, RankOf, bytes_of
+from prfaas_vllm.views import axes_as_held, by_block
 
 HEAD_AXIS = 1
 """Of vLLM's view of a layer's attention: blocks, heads, rows, columns."""
@@ -55,7 +56,7 @@ def groups_of(
         group = config.kv_cache_groups[number]
         spec, held, kept = _crossing(_spec_of(group.kv_cache_spec), caches, group.layer_names, drafts)
         parts = {
-            layer: _by_block(name, held[name], config.num_blocks) for name, layer in numbered(group.layer_names).items()
+            layer: by_block(name, held[name], config.num_blocks) for name, layer in numbered(group.layer_names).items()
         }
         first = next(iter(parts.values()))
         for name, of_layer in zip(group.layer_names, parts.values(), strict=True):
@@ -198,41 +199,11 @@ def _whole(count_bytes: int) -> HeadRows:
     return HeadRows(1, (HeadSection(1, count_bytes),))
 
 
-def _by_block(name: str, cache: Any, num_blocks: int) -> list[torch.Tensor]:
-    """Return a layer's tensors as [blocks, elements], views of the same memory."""
-    tensors = list(cache) if isinstance(cache, (list, tuple)) else [cache]
-    found: list[torch.Tensor] = []
-    for tensor in tensors:
-        # Some of vLLM's backends put keys and values behind one another on a first axis of two.
-        if tensor.shape[0] == 2 and tensor.dim() > 2 and tensor.shape[0] != num_blocks:
-            found += list(tensor.unbind(0))  # keys and values apart
-        else:
-            found.append(tensor)
-    return [_flat_by_block(name, tensor, num_blocks) for tensor in found]
-
-
-def _flat_by_block(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    if tensor.shape[0] % num_blocks:
-        raise ConfigError(f"the cache of {name} has shape {tuple(tensor.shape)} for {num_blocks} blocks")
-    held = tensor.permute(0, *_axes_as_held(tensor))
-    flat = held.flatten(1) if held.dim() > 1 else held.unsqueeze(1)
-    if flat.data_ptr() != tensor.data_ptr():
-        raise ConfigError(f"the cache of {name} is not contiguous within a block: strides {tensor.stride()}")
-    if ratio := tensor.shape[0] // num_blocks - 1:  # the kernel's blocks are smaller than the manager's
-        flat = flat.view(num_blocks, (ratio + 1) * flat.shape[1])
-    return flat
-
-
-def _axes_as_held(tensor: torch.Tensor) -> list[int]:
-    """Return the axes behind the blocks, outermost in memory first: kernels for GPUs want tokens before heads."""
-    return sorted(range(1, tensor.dim()), key=lambda axis: -tensor.stride(axis))
-
-
 def _shape_as_held(tensor: torch.Tensor, heads: int) -> tuple[int, ...]:
     """Return the shape of a kernel's block in memory, with so many heads (0: its own) and without axes of one: what its
     bytes mean beside their number."""
     shape = [heads if heads and axis == HEAD_AXIS else tensor.shape[axis] for axis in range(tensor.dim())]
-    return tuple(shape[axis] for axis in _axes_as_held(tensor) if shape[axis] > 1)
+    return tuple(shape[axis] for axis in axes_as_held(tensor) if shape[axis] > 1)
 
 
 def _form(part: torch.Tensor) -> tuple[int, torch.dtype]:
