@@ -22,11 +22,11 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from prfaas.wire.prefill import LegParams
 from prfaas_transfer.mover.messages import CopyPart, MoverOptions
-from prfaas_vllm import shares
+from prfaas_vllm import slices
 from prfaas_vllm.layout import groups_of, slot_bytes
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import Fetching, SourceStart, SourceStep, StepPlan
-from prfaas_vllm.shares import AllRanks
+from prfaas_vllm.slices import AllRanks
 from prfaas_vllm.transfers import RankTransfers
 
 BLOCKS, PAGE_TOKENS, GOAL = 6, 16, 64
@@ -42,7 +42,7 @@ GDN = (  # q k, heads, channels, rows; v's heads; states
 )
 ATTENTION = torch.randn(BLOCKS, PAGE_TOKENS, KV_HEADS, 24).bfloat16()
 MLA = torch.randn(BLOCKS, PAGE_TOKENS, 40).bfloat16()
-shares.GATHERED_BYTES = 3 * 2 * MLA[0].nbytes  # of two ranks three blocks at once, of four one: not all in one call
+slices.GATHERED_BYTES = 3 * 2 * MLA[0].nbytes  # of two ranks three blocks at once, of four one: not all in one call
 
 
 def share(axis: torch.Tensor, dim: int, rank: RankOf) -> torch.Tensor:

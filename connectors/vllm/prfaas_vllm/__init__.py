@@ -8,8 +8,7 @@ destination.py what a rank gets: which caches it waits for, and where they land
 layout.py      vLLM's cache groups as groups of a manifest
 blocks.py      a rank's groups, and copies between their blocks and plain memory (no vLLM)
 device.py      an accelerator's streams and its way to host memory (no vLLM)
-slices.py      what crosses between a rank and an instance of several ranks
-shares.py      what several ranks hold alike: each fetches a share, and gives it to the others
+slices.py      what crosses between a rank and an instance of several ranks, and what its ranks give to each other
 events.py      cache events, from the scheduler to the mover
 fingerprint.py what tells two models apart
 ranks.py       how heads divide among ranks (no torch, no vLLM)

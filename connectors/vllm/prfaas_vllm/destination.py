@@ -1,7 +1,7 @@
 """The destination's side of one rank: has the mover fetch the caches of its requests, and lands them in their blocks.
 
 A request is in no step before its whole cache has come to all ranks, so nothing reads these blocks meanwhile. What came
-to one rank alone is given to the others at the start of a step (shares.py). A cache that does not come whole costs time
+to one rank alone is given to the others at the start of a step (slices.py). A cache that does not come whole costs time
 only: vLLM computes the prompt.
 """
 
@@ -18,8 +18,7 @@ from prfaas_transfer.mover.tables import Fetches
 from prfaas_vllm.blocks import RankCache, write_blocks, write_slice
 from prfaas_vllm.device import started_kernels
 from prfaas_vllm.scheduling import DeclineFetch, Fetching
-from prfaas_vllm.shares import AllRanks, complete
-from prfaas_vllm.slices import RankSlice, slices_of
+from prfaas_vllm.slices import AllRanks, RankSlice, complete, slices_of
 
 log = logging.getLogger("vllm.prfaas")
 

@@ -10,7 +10,7 @@ from prfaas_vllm.destination import DestinationSide, FetchedBlocks
 from prfaas_vllm.device import pin
 from prfaas_vllm.ranks import RankOf
 from prfaas_vllm.scheduling import NOTHING, StepPlan
-from prfaas_vllm.shares import AllRanks
+from prfaas_vllm.slices import AllRanks
 from prfaas_vllm.source import OfferedBlocks, SourceSide
 
 
