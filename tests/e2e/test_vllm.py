@@ -202,8 +202,9 @@ async def on_vllm(installation: ExampleInstallation, request: pytest.FixtureRequ
 async def test_a_pool_of_vllm_starts_as_rendered_and_may_nothing_that_it_should_not(on_vllm: OnVllm):
     for pool in POOLS.values():
         pod = await on_vllm.pod(pool)
-        (copied,), (worker,) = pod["status"]["initContainerStatuses"], pod["status"]["containerStatuses"]
-        assert copied["state"]["terminated"]["exitCode"] == 0
+        first, (worker,) = pod["status"]["initContainerStatuses"], pod["status"]["containerStatuses"]
+        assert [one["name"] for one in first] == ["connector", "version"]
+        assert [one["state"]["terminated"]["exitCode"] for one in first] == [0, 0]
         assert worker["restartCount"] == 0
         status = await on_vllm.in_container(pool, "cat", "/proc/1/status", "/proc/1/cmdline")
         assert "Uid:\t65532\t65532\t65532\t65532" in status

@@ -89,13 +89,15 @@ def test_without_a_checkout_or_uv_the_cure_is_named(calls: Path, tmp_path: Path,
 
 
 def test_of_the_vllm_for_gpus_only_the_sources_are_kept(calls: Path, tmp_path: Path):
-    (tmp_path / "connectors/vllm/requirements-types.lock.txt").write_text("one")
+    for version in ("0.33", "0.34"):
+        (tmp_path / f"connectors/vllm/requirements-types-{version}.lock.txt").write_text(version)
     fill = 'for word; do case "$folder" in --target) folder="$word"; break;; esac; folder="$word"; done; '
     write_uv(tmp_path, f'{fill} mkdir -p "$folder/vllm"; touch "$folder/vllm/a.py" "$folder/vllm/_C.abi3.so"')
-    sources = vllm.ensure_sources(print)
-    assert sources == vllm.ensure_sources(print)
+    sources = vllm.ensure_sources("0.33", print)
+    assert sources == vllm.ensure_sources("0.33", print)
     assert sorted(one.name for one in (sources / "vllm").iterdir()) == ["a.py"]
     (call,) = [line for line in calls.read_text().splitlines() if line.startswith("pip install")]
+    assert vllm.ensure_sources("0.34", print) != sources
     assert {"--no-cache", "--no-deps", "--require-hashes"} <= set(call.split())
 
 
@@ -109,4 +111,6 @@ def test_the_lock_has_a_hash_for_every_package_and_names_no_index():
     pins = re.findall(r"^[a-z0-9-]+==\S+", wanted, re.MULTILINE)
     assert len(pins) == 4
     assert [pin for pin in pins if f"{pin} \\" not in lock] == []
-    assert "vllm==0.33.0 \\\n    --hash=sha256:" in (ROOT / "connectors/vllm/requirements-types.lock.txt").read_text()
+    for sources in ROOT.glob("connectors/vllm/requirements-types-*.lock.txt"):
+        version = sources.name.removeprefix("requirements-types-").removesuffix(".lock.txt")
+        assert f"vllm=={version}.0 \\\n    --hash=sha256:" in sources.read_text()

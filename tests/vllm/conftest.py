@@ -16,7 +16,7 @@ from prfaas_worker.assets import model_directory
 from ..clients.programs import Clients, client_programs
 from .engines import Engine, EngineHost
 from .servers import StartServer, vllm_servers
-from .versions import Versions, versions_of
+from .versions import RUN, Versions, sources_of
 from .workers import StartWorker, worker_processes
 
 MODEL = "builtin:qwen3-next-tiny"
@@ -49,8 +49,17 @@ def engine_host(vllm_python: Path, vllm_logs: Path) -> Iterator[EngineHost]:
 
 
 @pytest.fixture(scope="session")
-def vllm_versions(vllm_python: Path, engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Versions:
-    return versions_of(vllm_python, engine_host, tmp_path_factory.mktemp("metadata"))
+def vllm_sources(vllm_python: Path) -> dict[str, Path]:
+    """Folders with vLLM's sources, of each version that the connector was tested with."""
+    return sources_of(vllm_python)
+
+
+@pytest.fixture(scope="session")
+def vllm_versions(
+    vllm_python: Path, vllm_sources: dict[str, Path], engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory
+) -> Versions:
+    folders = {version: vllm_sources[version] for version in RUN}
+    return Versions(vllm_python, folders, engine_host, tmp_path_factory.mktemp("metadata"))
 
 
 @pytest.fixture(scope="session")

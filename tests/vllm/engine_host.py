@@ -10,6 +10,7 @@ is a JSON object:
 """
 
 import ctypes
+import importlib
 import json
 import os
 import runpy
@@ -46,6 +47,9 @@ def import_vllm() -> None:
     import vllm.v1.engine.core
     import vllm.v1.executor.uniproc_executor
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    # It looks through vLLM's sources for what it needs: once here, instead of in each fork.
+    importlib.import_module("prfaas_vllm")
 
 
 def fork_engines_of_servers() -> None:

@@ -1,4 +1,4 @@
-"""How vLLM runs on GPUs, of every supported version: our connector in its own asynchronous scheduler, under its own
+"""How vLLM runs on GPUs, in two versions: our connector in its own asynchronous scheduler, under its own
 Model Runner V2, and in its own data-parallel ranks, without a model.
 
 Two batches are in flight there: the second is scheduled before the first one's token is known. A source's blocks must
@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from prfaas_vllm.settings import SUPPORTED
-
-from .versions import Versions
+from .versions import RUN, Versions
 
 Seen = dict[str, dict[str, Any]]
 
@@ -21,7 +19,7 @@ def of_each(vllm_versions: Versions) -> dict[str, Seen]:
     return vllm_versions.run("async_steps.py")
 
 
-@pytest.fixture(params=SUPPORTED)
+@pytest.fixture(params=RUN)
 def seen(request: pytest.FixtureRequest, of_each: dict[str, Seen]) -> Seen:
     return of_each[request.param]
 
@@ -98,7 +96,7 @@ def test_caches_cross_between_workers_of_both_model_runners_as_they_are_after_th
         assert sent == (["d"], ["s"], True), name
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_model_runner_v2_calls_a_connector_in_the_order_of_the_first_one(of_each: dict[str, Seen], version: str):
     calls = {name: found["calls"] for name, found in of_each[version]["runners"].items()}
     assert calls["V1"] == calls["V2"] == CALLS

@@ -1,4 +1,4 @@
-"""A source has its state at the goal, however vLLM divides prompts into steps: as GPUs run it, in every known version.
+"""A source has its state at the goal, however vLLM divides prompts into steps: as GPUs run it, in two versions.
 
 Where the last step of a prompt ends no option changes. Where those before it do, many change: so nothing of a source
 may depend on it. The controls keep one token more, and hope for a step's end before it.
@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from prfaas_vllm.scheduling import goal_of
-from prfaas_vllm.settings import SUPPORTED
 
 from .splitter import Mode, Prompt, modes, split_of, steps
-from .versions import Versions
+from .versions import RUN, Versions
 
 BLOCKS = (256, 528, 768, 1600, 1856)
 PROMPTS = (8000, 20_000, 32_001, 60_000)
@@ -42,11 +41,7 @@ def hits(mode: Mode, goal: int) -> list[int]:
     return sorted(hit for hit in some if 0 <= hit < goal)
 
 
-def test_every_supported_version_is_looked_at(sources: dict[str, Path]):
-    assert sources.keys() == SUPPORTED.keys()
-
-
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_a_step_ends_at_the_goal_in_every_mode_after_hits_of_any_length(sources: dict[str, Path], version: str):
     split, tried = split_of(sources[version]), 0
     for mode in modes():
@@ -74,7 +69,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_no_step_ends_one_token_before_the_prompts_end_in_most_modes(sources: dict[str, Path], version: str, mode: str):
     """The control: a source that keeps a token behind the goal, where the prompt has one to spare."""
     split, (options, expected) = split_of(sources[version]), MODES[mode]
@@ -95,7 +90,7 @@ def schedulers(vllm_versions: Versions) -> dict[str, dict[str, Any]]:
     return vllm_versions.run("scheduler_steps.py")
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_vllms_scheduler_leaves_each_source_its_state_at_the_goal_also_of_cached_prompts(
     schedulers: dict[str, dict[str, Any]], version: str
 ):
@@ -105,7 +100,7 @@ def test_vllms_scheduler_leaves_each_source_its_state_at_the_goal_also_of_cached
     assert all((report["tried"], report["missed"]) == (100, 0) for report in found.values())
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_the_block_of_a_sources_state_is_not_free_before_its_offer_is_over(
     schedulers: dict[str, dict[str, Any]], version: str
 ):
@@ -115,7 +110,7 @@ def test_the_block_of_a_sources_state_is_not_free_before_its_offer_is_over(
     assert freed["control: plain"] == 20, "the second of each pair has no step that ends there"
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_vllms_scheduler_passes_over_the_goal_of_a_source_that_keeps_a_token_more(
     schedulers: dict[str, dict[str, Any]], version: str
 ):
@@ -125,7 +120,7 @@ def test_vllms_scheduler_passes_over_the_goal_of_a_source_that_keeps_a_token_mor
     assert missed == {"plain": 0, "checkpoints": 20, "MTP": 40}
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_a_prompt_that_comes_again_costs_a_source_its_last_page_and_one_that_goes_on_nothing(
     schedulers: dict[str, dict[str, Any]], version: str
 ):

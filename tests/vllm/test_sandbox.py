@@ -86,8 +86,9 @@ async def test_a_pool_of_vllm_starts_with_our_connector_and_our_certificate(runn
     pod = await running.pod("decode")
     assert pod["metadata"]["labels"]["prfaas.io/engine"] == "vllm-prfaas"
     assert pod["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
-    (copied,) = pod["status"]["initContainerStatuses"]
-    assert copied["state"]["terminated"]["exitCode"] == 0
+    first = pod["status"]["initContainerStatuses"]
+    assert [one["name"] for one in first] == ["connector", "version"]
+    assert [one["state"]["terminated"]["exitCode"] for one in first] == [0, 0]
     environment = running.installation.environment
     log = await environment.kubectl(environment.hub, "-n", NAMESPACE, "logs", pod["metadata"]["name"])
     assert "prfaas: data port" in log

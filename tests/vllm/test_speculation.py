@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from prfaas_vllm.scheduling import goal_of
-from prfaas_vllm.settings import SUPPORTED
 
 from ..waiting import eventually
 from .connected import TOKENS, TRANSFERS, Pair, first_of_free_ports, prompt_of, spoiled, start
 from .draft_model import with_draft_layer
 from .engines import Answer, Engine, EngineHost
-from .versions import Versions
+from .versions import RUN, Versions
 
 VOCABULARY, PAGE = 264, 256
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
@@ -178,7 +177,7 @@ def steps(vllm_versions: Versions) -> dict[str, dict[str, Any]]:
     return vllm_versions.run("draft_steps.py")
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_a_destination_fetches_into_the_blocks_that_its_first_step_reads_whatever_it_drafts(
     steps: dict[str, dict[str, Any]], version: str
 ):
@@ -191,7 +190,7 @@ def test_a_destination_fetches_into_the_blocks_that_its_first_step_reads_whateve
     assert drafts["MTP"] == drafts["MTP, no prefix cache"] == 2
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_the_state_is_not_in_the_last_block_of_a_destination_with_drafts(
     steps: dict[str, dict[str, Any]], version: str
 ):
@@ -201,7 +200,7 @@ def test_the_state_is_not_in_the_last_block_of_a_destination_with_drafts(
     assert set(last.values()) == {0}
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", RUN)
 def test_vllm_puts_layers_that_draft_into_the_models_group_or_into_one_of_larger_blocks(
     steps: dict[str, dict[str, Any]], version: str
 ):

@@ -1,6 +1,7 @@
-"""vLLM's versions that the connector knows: the installed one, and the Python sources of the release for GPUs.
+"""vLLM's versions that the connector was tested with: the installed one, and the Python sources of releases for GPUs.
 
-A script that needs no engine runs with either. The sources use the packages of the installed one's environment.
+A script that needs no engine runs with two of them, the installed one and the newest. Those sources use the packages of
+the installed one's environment.
 """
 
 import json
@@ -11,13 +12,24 @@ from typing import Any, NamedTuple
 
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import checkout_path, ensure_sources
+from prfaas_vllm.capabilities import TESTED
 
 from .engines import HOST, VARIABLES, EngineHost, contained
 
+INSTALLED, NEWEST = RUN = ("0.32", "0.33")
+"""Of these the scheduler, workers and ranks run, too."""
+
+
+def sources_of(python: Path) -> dict[str, Path]:
+    """Folders with vLLM's sources, by its minor version."""
+    (installed,) = python.parents[1].glob("lib/python*/site-packages")
+    with progress() as report:
+        return {each: installed if each == INSTALLED else ensure_sources(each, report) for each in TESTED}
+
 
 class Versions(NamedTuple):
-    """Folders with vLLM's sources by its minor version, the installed one first. `metadata` is a folder for what the
-    sources lack."""
+    """Folders with the sources of the two versions that run, the installed one first. `metadata` is a folder for what
+    the sources lack."""
 
     python: Path
     folders: dict[str, Path]
@@ -26,7 +38,7 @@ class Versions(NamedTuple):
 
     def run(self, script: str) -> dict[str, Any]:
         """Return the JSON that a script of this folder says, by version."""
-        installed, other = sorted(self.folders)
+        installed, other = self.folders
         metadata = self.metadata / f"vllm-{other}.0.dist-info/METADATA"
         metadata.parent.mkdir(exist_ok=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {other}.0\n")
@@ -47,11 +59,3 @@ class Versions(NamedTuple):
             output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-2000:]
         return found | {other: json.loads(output.splitlines()[-1])}
-
-
-def versions_of(python: Path, host: EngineHost, metadata: Path) -> Versions:
-    with progress() as report:
-        folders = (*python.parents[1].glob("lib/python*/site-packages"), ensure_sources(report))
-    found = {path.name.split("-")[1]: folder for folder in folders for path in folder.glob("vllm-*.dist-info")}
-    by_minor = {".".join(version.split(".")[:2]): folder for version, folder in found.items()}
-    return Versions(python, by_minor, host, metadata)

@@ -26,6 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from prfaas_transfer.mover.messages import MoverOptions
+from prfaas_vllm.capabilities import untested
 from prfaas_vllm.device import device_kind
 from prfaas_vllm.events import events_path, publish_by_mover
 from prfaas_vllm.fingerprint import DraftLayers, fingerprint_of
@@ -39,7 +40,6 @@ from prfaas_vllm.settings import (
     require_parallelism,
     require_role,
     require_states,
-    require_supported,
     require_transfer_memory,
 )
 from prfaas_vllm.transfers import RankTransfers
@@ -78,7 +78,6 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     @refusals_in_status()
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig):
         super().__init__(vllm_config, role, kv_cache_config)
-        require_supported(vllm.__version__)
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         require_parallelism(vllm_config.parallel_config)
         require_role(self._kv_transfer_config.kv_role)
@@ -89,6 +88,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kv_transfer_config.kv_load_failure_policy,
             )
         if role is KVConnectorRole.SCHEDULER:
+            if words := untested(vllm.__version__):
+                log.warning("prfaas: %s", words)
             publish_by_mover(vllm_config)
         # Of attention: a state's block is another one on a side that caches no prefixes, and both must agree on goals.
         self._planner = TransferPlanner(vllm_config.cache_config.block_size)
@@ -240,7 +241,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         sent, received, failed = self._transfers.results(finished_req_ids)
         # A whole request as failed: vLLM's reports of single blocks end an engine with several cache groups.
-        return KVConnectorTransferResults(sent, received, failed)
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         failed = self._transfers.take_failed() if self._transfers is not None else set[str]()

@@ -1,6 +1,5 @@
-"""The connector's settings: versions of vLLM that it was run with, and `kv_connector_extra_config`."""
+"""The connector's settings: `kv_connector_extra_config`, and what of vLLM's own it refuses."""
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,8 +12,6 @@ from prfaas.names import WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
 from prfaas.util import MIB
 
-SUPPORTED: Final = {"0.32": "run on CPUs", "0.33": "type-checked"}
-"""Minor versions of vLLM by what was done with them; its connector interface calls itself experimental."""
 TERMINATION_LOG: Final = Path("/dev/termination-log")
 """A container's file. Kubernetes puts its text into the pod's status, and the operator into the pool's condition."""
 
@@ -108,23 +105,18 @@ def require_role(kv_role: str | None) -> None:
         )
 
 
-def require_supported(version: str) -> None:
-    """Raise ConfigError for a version of vLLM with which the connector was not tried."""
-    found = re.match(r"\d+\.\d+", version)
-    if found is None or found[0] not in SUPPORTED:
-        raise ConfigError(
-            f"vLLM {version} is not supported by this version of prfaas, which knows {', '.join(SUPPORTED)}: use an "
-            "image of one of those, or engine.transfer.connector Nixl"
-        )
-
-
 @contextmanager
 def refusals_in_status() -> Iterator[None]:
     """Leave the reason of a refusal to start where Kubernetes looks for it, and not in the log alone."""
     try:
         yield
     except ConfigError as error:
-        if TERMINATION_LOG.exists():
-            with suppress(OSError):
-                TERMINATION_LOG.write_text(str(error))
+        say_in_status(str(error))
         raise
+
+
+def say_in_status(text: str) -> None:
+    """Leave a text in the status of this container, if it is one of Kubernetes'."""
+    if TERMINATION_LOG.exists():
+        with suppress(OSError):
+            TERMINATION_LOG.write_text(text)

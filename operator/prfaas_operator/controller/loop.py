@@ -23,7 +23,7 @@ from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult, StatusWriter
 from prfaas_operator.errors import NotLeaderError, reason_of
 from prfaas_operator.plan import ownership
-from prfaas_operator.plan.conditions import READY, ConditionState, no
+from prfaas_operator.plan.conditions import ENGINE_PROVEN, READY, ConditionState, no
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,9 @@ class Controller:
 def _pause_seconds(result: ReconcileResult) -> float:
     if result.again_seconds is not None:
         return result.again_seconds
-    return RESYNC_SECONDS if all(state.good for state in result.conditions.values()) else RETRY_SECONDS
+    # No retry proves an engine.
+    is_good = all(state.good for type_, state in result.conditions.items() if type_ != ENGINE_PROVEN)
+    return RESYNC_SECONDS if is_good else RETRY_SECONDS
 
 
 def _cluster(ref: Ref, live: Object) -> str:

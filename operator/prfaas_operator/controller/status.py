@@ -146,7 +146,7 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
     fields = {name: value for name, value in {**kept, **result.fields}.items() if value is not None}
     wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
-    proven = ENGINE_PROVEN in {condition.type for condition in known} - states.keys()  # by a newer operator
+    proven = ENGINE_PROVEN in {condition.type for condition in known} - states.keys()  # by a newer operator, or image
     if not status_differs(current, wanted) and kept.keys() <= fields.keys() and not proven:
         return
     # The uid protects a new object of the same name.

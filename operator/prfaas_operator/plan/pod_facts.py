@@ -122,10 +122,15 @@ WAITING_REASONS: Final = {
 """The kubelet's reasons for a waiting container, and the one cause behind reasons that alternate."""
 
 
+VERSION_CONTAINER: Final = "version"
+"""The init container that looks at the engine's version. It leaves a sentence about one that nobody has tested."""
+
+
 class PodFacts(NamedTuple):
     """One pod. `problem` says why it is not ready, in the words of the scheduler or kubelet; empty for a ready pod.
 
-    `cause` is the CamelCase reason of a problem that waiting does not solve, empty for all others.
+    `cause` is the CamelCase reason of a problem that waiting does not solve, empty for all others. `untested` is what
+    the pod says of its engine's version, empty for one that was tested.
     """
 
     name: str
@@ -141,6 +146,7 @@ class PodFacts(NamedTuple):
     shared: SharedPodFacts = SharedPodFacts()
     instance: InstanceFacts = InstanceFacts()
     policy_uid: str = ""
+    untested: str = ""
 
 
 def project_pod(pod: dict[str, Any]) -> PodFacts:
@@ -164,6 +170,7 @@ def project_pod(pod: dict[str, Any]) -> PodFacts:
         shared=_shared_facts(pod, conditions),
         instance=_instance_facts(pod),
         policy_uid=labels.get(names.LABEL_POLICY_UID, ""),
+        untested=_untested(status)[:MAX_PROBLEM_CHARS],
     )
 
 
@@ -208,6 +215,11 @@ def _sentence(waiting: dict[str, Any], ended: dict[str, Any] | None) -> str:
     message = _last_words(ended or {}) or waiting.get("message")
     text = ": ".join(filter(None, (waiting.get("reason"), message)))
     return f"{text} (last exit code {ended.get('exitCode')})" if ended else text
+
+
+def _untested(status: dict[str, Any]) -> str:
+    looked = (one for one in status.get("initContainerStatuses") or () if one["name"] == VERSION_CONTAINER)
+    return _last_words(next(looked, {}).get("state", {}).get("terminated") or {})
 
 
 def _last_words(ended: dict[str, Any]) -> str:

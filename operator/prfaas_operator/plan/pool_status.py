@@ -36,6 +36,12 @@ def engine_proof(pool: PoolObject) -> dict[str, ConditionState]:
     return {ENGINE_PROVEN: no("Experimental", f"prfaas {missing}: {advice}")}
 
 
+def version_proof(pods: Iterable[PodFacts]) -> dict[str, ConditionState]:
+    """Return the condition of a pool with a pod whose engine is of a version that nobody tested; none for others."""
+    found = sorted((pod.name, pod.untested) for pod in pods if pod.untested and not pod.terminating)
+    return {ENGINE_PROVEN: no("UntestedVersion", f"pod {found[0][0]}: {found[0][1]}")} if found else {}
+
+
 def check_addressing(pool: PoolObject, member: MemberCluster | None) -> None:
     """Raise AddressingRefusedError for an engine that is not reached at its node's ports, in a cluster that is."""
     engine = pool.spec.engine.record

@@ -77,9 +77,10 @@ class PoolReconciler:
             failures = await self.roles.give_out(shared, manifest, live)
         deployment = (await self.children.apply_all(ref, cluster, [*settings, manifest]))[-1]
         await self._protect(ref, cluster, protection.pool_budget(manifest, deployment))
-        counts, ready = plan.counts(deployment), plan.readiness(pool, deployment, self._pods(pool, member))
+        pods = self._pods(pool, member)
+        counts, ready = plan.counts(deployment), plan.readiness(pool, deployment, pods)
         result = ReconcileResult(
-            conditions={READY: ready},
+            conditions={READY: ready, **plan.version_proof(pods)},
             fields={
                 "replicas": counts.replicas,
                 "readyReplicas": counts.ready,

@@ -24,7 +24,7 @@ from prfaas_operator.plan import ownership
 from prfaas_operator.plan import roles as plan
 from prfaas_operator.plan.conditions import READY, no
 from prfaas_operator.plan.pod_facts import PodFacts
-from prfaas_operator.plan.pool_status import PoolObject
+from prfaas_operator.plan.pool_status import PoolObject, version_proof
 from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import Assignment, RoleCounts, assign
 from prfaas_operator.render import pool_deployment as render
@@ -145,9 +145,11 @@ class SharedRoles:
             nothing = {"replicas": 0, "readyReplicas": 0, "selector": "", "replicasOwner": ownership.owner(live)}
             return ReconcileResult({READY: refused} if refused else {}, nothing)
         uid = decode_pool.metadata.uid
-        mine = plan.side("prefill", plan.wanted(decode_pool, sharer), self._pods(uid))
+        pods = self._pods(uid)
+        mine = plan.side("prefill", plan.wanted(decode_pool, sharer), pods)
         fields = {**_fields(mine, uid), "replicasOwner": ownership.owner(live)}
-        return ReconcileResult({READY: plan.readiness(mine, decode_pool.metadata.name)}, fields)
+        ready = plan.readiness(mine, decode_pool.metadata.name)
+        return ReconcileResult({READY: ready, **version_proof(pods)}, fields)
 
 
 def _fields(side: plan.Side, pool_uid: str) -> dict[str, object]:

@@ -1,9 +1,11 @@
 """Containers of vLLM, with our connector, NIXL's or Mooncake's.
 
 Our connector is not part of vLLM's image. An init container copies it from an image of ours into a volume, and
-PYTHONPATH leads to it. So a stock image of vLLM serves, and nobody rebuilds it. The connector uses the cluster's
-certificate on its data ports, where caches and cache events cross, and the same certificate puts vLLM's API inside TLS.
-With the other connectors vLLM publishes its cache events itself, in clear.
+PYTHONPATH leads to it. So a stock image of vLLM serves, and nobody rebuilds it. A second init container runs in vLLM's
+image: there the connector looks which version that is, and leaves a sentence about an untested one in the pod's status.
+
+The connector uses the cluster's certificate on its data ports, where caches and cache events cross, and the same
+certificate puts vLLM's API inside TLS. With the other connectors vLLM publishes its cache events itself, in clear.
 """
 
 import json
@@ -14,6 +16,7 @@ from prfaas.api import PrefillPool
 from prfaas.api.engine import Transfer
 from prfaas.api.template import Resources
 from prfaas_operator.clusters.kinds import Object
+from prfaas_operator.plan.pod_facts import VERSION_CONTAINER
 from prfaas_operator.plan.pool_status import PoolObject, role_of
 from prfaas_operator.render import common
 from prfaas_operator.render.certificates import PATH as TLS_PATH
@@ -32,8 +35,11 @@ UCX_TCP: Final = {"UCX_TLS": "tcp,cuda_copy,self,sm"}
 CONNECTOR_VOLUME: Final = "prfaas-connector"
 CONNECTOR_PATH: Final = "/prfaas-vllm"
 _COPY_PATH: Final = "/prfaas-copy"
+_MOUNT: Final[Object] = {"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_PATH, "readOnly": True}
 CONNECTOR_DEFAULTS: Final = Resources(requests={"cpu": "50m", "memory": "64Mi"}, limits={"cpu": "1", "memory": "256Mi"})
-"""The init container copies a few files. It requests no more CPU than the worker, since the larger request counts."""
+"""The init containers copy or read some files. They request no more CPU than the worker: the larger request counts."""
+_TELL: Final = "python3 -c 'from prfaas_vllm.capabilities import tell; tell()' || :"
+"""It tells alone: an image in which it cannot run still serves. What the connector lacks, vLLM itself says at start."""
 _ROLES: Final = {"prefill": "kv_producer", "decode": "kv_consumer"}
 _FAILURE_POLICIES: Final = {"Recompute": "recompute", "Fail": "fail"}
 _TLS_COPY: Final = f"{common.SHM_PATH}/prfaas-tls"
@@ -98,21 +104,34 @@ def start_with_ours(pool: PoolObject, terms: StartTerms) -> Start:
     return plain._replace(
         tls_args=_TLS_ARGS,
         volumes=({"name": CONNECTOR_VOLUME, "emptyDir": {}},),
-        mounts=({"name": CONNECTOR_VOLUME, "mountPath": CONNECTOR_PATH, "readOnly": True},),
-        init_containers=(_copy(terms.connector_image, pool.spec.template.connector_resources),),
+        mounts=(_MOUNT,),
+        init_containers=(_copy(terms.connector_image, pool), _version(pool)),
         python_path=CONNECTOR_PATH,
     )
 
 
-def _copy(image: str, wanted: Resources) -> Object:
+def _copy(image: str, pool: PoolObject) -> Object:
     """Return the init container that copies our connector into the volume."""
     return {
         "name": "connector",
         "image": image,
         "command": ["cp", "-r", f"{CONNECTOR_PATH}/.", _COPY_PATH],
-        **common.resources(wanted, CONNECTOR_DEFAULTS),
+        **common.resources(pool.spec.template.connector_resources, CONNECTOR_DEFAULTS),
         "securityContext": common.CONTAINER_SECURITY,
         "volumeMounts": [{"name": CONNECTOR_VOLUME, "mountPath": _COPY_PATH}],
+    }
+
+
+def _version(pool: PoolObject) -> Object:
+    """Return the init container that leaves a sentence about an untested version of vLLM in the pod's status."""
+    return {
+        "name": VERSION_CONTAINER,
+        "image": pool.spec.engine.image,
+        "command": ["/bin/sh", "-c", _TELL],
+        "env": [{"name": "PYTHONPATH", "value": CONNECTOR_PATH}],
+        **common.resources(pool.spec.template.connector_resources, CONNECTOR_DEFAULTS),
+        "securityContext": common.CONTAINER_SECURITY,
+        "volumeMounts": [_MOUNT],
     }
 
 

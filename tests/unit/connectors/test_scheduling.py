@@ -1,9 +1,5 @@
 """The scheduler's side of vLLM's connector, by requests that have the attributes of vLLM's."""
 
-import os
-import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +10,11 @@ from prfaas.errors import ConfigError
 from prfaas_vllm import settings
 from prfaas_vllm.scheduling import NOTHING, StepPlan, TransferPlanner, goal_of, leg_of
 from prfaas_vllm.settings import (
-    SUPPORTED,
     data_port,
     read_settings,
     require_parallelism,
     require_role,
     require_states,
-    require_supported,
     require_transfer_memory,
 )
 
@@ -410,35 +404,6 @@ def test_transfers_that_may_not_hold_two_parts_of_the_cache_are_refused_with_wha
         require_transfer_memory((128 << 20) + 1, 256)
 
 
-@pytest.mark.parametrize(
-    ("version", "is_known"), [("0.32.0+cpu", True), ("0.33.1", True), ("0.31.2", False), ("x", False)]
-)
-def test_untried_versions_of_vllm_are_refused_by_name(version: str, is_known: bool):
-    if is_known:
-        require_supported(version)
-    else:
-        with pytest.raises(ConfigError, match=f"vLLM {version} is not supported by this version of prfaas"):
-            require_supported(version)
-
-
-@pytest.mark.system
-def test_another_version_is_refused_before_what_it_lacks_is_missed(tmp_path: Path):
-    """Otherwise its sentence would be that of a failed import."""
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.31.2'")
-    (tmp_path / "vllm-0.31.2.dist-info").mkdir()
-    (tmp_path / "vllm-0.31.2.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
-    found = subprocess.run(
-        [sys.executable, "-c", "import prfaas_vllm.connector"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "ConfigError: vLLM 0.31.2 is not supported by this version of prfaas" in found.stderr
-
-
 def test_writes_why_it_does_not_start_where_kubernetes_reads_it_into_the_pods_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -448,15 +413,9 @@ def test_writes_why_it_does_not_start_where_kubernetes_reads_it_into_the_pods_st
         if is_in_kubernetes:
             log.touch()
         with pytest.raises(ConfigError), settings.refusals_in_status():
-            require_supported("0.31.2")
+            require_role("kv_producer")
         assert log.exists() == is_in_kubernetes
-    assert log.read_text().startswith("vLLM 0.31.2 is not supported")
-
-
-def test_the_page_lists_the_versions_that_are_known():
-    page = (Path(__file__).parents[3] / "docs" / "use" / "engines.md").read_text()
-    listed = dict(re.findall(r"^\| (\d\.\d+) \| ([^|]+) \|$", page, re.MULTILINE))
-    assert listed == SUPPORTED
+    assert log.read_text().startswith("kv_role of PrfaasConnector is kv_producer")
 
 
 def test_ranks_that_hold_a_part_of_the_layers_or_of_the_tokens_are_refused_with_the_cure():

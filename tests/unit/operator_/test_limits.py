@@ -80,7 +80,7 @@ def test_finds_every_container_that_lacks_one_of_them(make):
             changed = copy.deepcopy(complete)
             del containers_in(changed)[number]["resources"][part][name]
             assert lacking(changed) == [f"{container['name']}: {part}.{name}"]
-    assert [one["name"] for one in containers_in(complete)] == ["connector", "worker"]
+    assert [one["name"] for one in containers_in(complete)] == ["connector", "version", "worker"]
 
 
 def test_an_instances_memory_grows_with_its_gpus(make):

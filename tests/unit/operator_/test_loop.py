@@ -13,12 +13,13 @@ from prfaas.kube.session import ObjectKind
 from prfaas.telemetry.tracing import OFF
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Object
 from prfaas_operator.controller.children import Children
-from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller
+from prfaas_operator.controller.loop import RECONCILES_AT_ONCE, Controller, _pause_seconds
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
-from prfaas_operator.controller.status import ReconcileResult
+from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult
 from prfaas_operator.errors import ChildConflictError, ClusterUnreachableError, InvalidObjectError, NotLeaderError
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import CertificateMode
+from prfaas_operator.plan.conditions import no, yes
 from prfaas_operator.plan.roles import Sharer
 from prfaas_operator.serve import assemble
 
@@ -275,6 +276,26 @@ async def test_never_applies_to_a_foreign_object():
         await make_children(hub).apply(REF, hub, manifest)  # pyright: ignore[reportArgumentType]
     assert hub.applied == []
     assert SECRET.path("ns", "s") == "/api/v1/namespaces/ns/secrets/s"
+
+
+async def test_a_pod_of_an_untested_version_marks_its_pool_as_long_as_it_is_there(make):
+    hub = MemoryCluster(decode_pool())
+    controller = make_controller(hub)
+    pods = controller.hub.pods
+    pods.synced.set()
+    seen: list[str] = []
+    for words in ("", "vLLM 0.34.0 is new", ""):
+        pods.items["p"] = make.pod("p", "decode", pool_uid="u", untested=words)
+        await look(controller)
+        conditions = hub.objects["DecodePool", "decode"]["status"]["conditions"]
+        seen.append(next((one["message"] for one in conditions if one["reason"] == "UntestedVersion"), ""))
+    assert seen == ["", "pod p: vLLM 0.34.0 is new", ""]
+
+
+def test_an_unproven_engine_is_no_reason_to_come_again_soon():
+    unproven = {"Ready": yes("AllReady", "1 of 1"), "EngineProven": no("UntestedVersion", "new")}
+    assert _pause_seconds(ReconcileResult(unproven)) == RESYNC_SECONDS
+    assert _pause_seconds(ReconcileResult({**unproven, "Ready": no("RollingOut", "0 of 1")})) == RETRY_SECONDS
 
 
 async def test_a_lost_lead_is_no_condition(monkeypatch: pytest.MonkeyPatch):

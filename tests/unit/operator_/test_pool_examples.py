@@ -19,7 +19,8 @@ from prfaas.routing.drafts import draft_layers
 from prfaas_operator.plan.profile import check_profile, seeds
 from prfaas_operator.render import pool_deployment
 from prfaas_operator.render.launch import StartTerms
-from prfaas_vllm.settings import SUPPORTED, read_settings
+from prfaas_vllm.capabilities import TESTED
+from prfaas_vllm.settings import read_settings
 
 from .examples import CHECKED, FOLDER, bodies, committed_schemas, faults, objects_in, read
 
@@ -176,8 +177,8 @@ def test_an_instance_gets_its_gpus_and_our_connector(path, make):
         settings = read_settings(transfer["kv_connector_extra_config"])
         assert (settings.movers, settings.cluster) == (gpus, pool.spec.cluster_name or "hub")
         assert settings.tls_dir
-        assert any(container["image"].partition(":v")[2].startswith(f"{version}.") for version in SUPPORTED)
-        assert [one["name"] for one in pod["initContainers"]] == ["connector"]
+        assert any(container["image"].partition(":v")[2].startswith(f"{version}.") for version in TESTED)
+        assert [one["name"] for one in pod["initContainers"]] == ["connector", "version"]
         assert pod["nodeSelector"] == dict(pool.spec.template.node_selector)
         mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
         assert pool.spec.model.source.startswith("/models/")

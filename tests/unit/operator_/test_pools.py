@@ -8,7 +8,7 @@ from prfaas_operator.errors import ClusterUnreachableError, ForbiddenError, Secr
 from prfaas_operator.plan.conditions import ENGINE_PROVEN, REACHABLE, READY
 from prfaas_operator.plan.member import Contact, conditions, contact_time, secret_is_needed, users_of
 from prfaas_operator.plan.pod_facts import project_pod
-from prfaas_operator.plan.pool_status import Counts, counts, engine_proof, readiness, seconds_left
+from prfaas_operator.plan.pool_status import Counts, counts, engine_proof, readiness, seconds_left, version_proof
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -103,6 +103,30 @@ def test_an_init_container_that_does_not_get_on_is_what_the_pod_says(first, prob
     started = [{"name": "connector", "ready": False, **first}]
     facts = project_pod(raw_pod({"phase": "Pending", **INITIALISING, "initContainerStatuses": started}))
     assert (facts.problem, facts.cause) == (problem, cause)
+
+
+def looked(message: str | None) -> dict:
+    ended = {"exitCode": 0} | ({"message": message} if message else {})
+    return {"name": "version", "ready": True, "state": {"terminated": ended}}
+
+
+UNTESTED = "vLLM 0.34.0 has all that PrfaasConnector needs, but was not tested with it"
+
+
+@pytest.mark.parametrize(
+    ("first", "untested"),
+    [
+        ([looked(UNTESTED)], UNTESTED),
+        ([{"name": "connector", "state": {"terminated": {"exitCode": 0, "message": "x"}}}, looked(UNTESTED)], UNTESTED),
+        ([looked(None)], ""),
+        ([{"name": "version", "state": {"running": {}}}], ""),
+        ([{"name": "connector", "state": {"terminated": {"exitCode": 1, "message": "no room"}}}], ""),
+        ([looked("x" * 1000)], "x" * 300),
+    ],
+)
+def test_a_pod_says_of_an_untested_version_what_its_init_container_has_left(first, untested):
+    assert project_pod(raw_pod({"phase": "Running", "initContainerStatuses": first})).untested == untested
+    assert project_pod(raw_pod({})).untested == ""
 
 
 def test_a_ready_pod_has_no_problem_and_both_addresses():
@@ -249,3 +273,11 @@ def test_a_pool_of_an_experimental_engine_says_so(make, engine, words):
 )
 def test_a_pool_of_an_engine_that_was_run_has_no_such_condition(make, engine):
     assert engine_proof(make.decode_pool(engine=engine)) == {}
+
+
+def test_a_pool_with_a_pod_of_an_untested_version_says_so_and_names_the_first(make):
+    tested, gone = make.pod("a", "offload"), make.pod("b", "offload", untested="old", terminating=True)
+    assert version_proof([tested, gone]) == {}
+    pods = [make.pod(name, "offload", untested=UNTESTED) for name in ("d", "c")]
+    proof = version_proof([tested, gone, *pods])[ENGINE_PROVEN]
+    assert proof == ("False", "UntestedVersion", f"pod c: {UNTESTED}")

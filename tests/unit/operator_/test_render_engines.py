@@ -15,6 +15,7 @@ from tests.waiting import eventually
 
 from prfaas.wire.routes import Instance
 from prfaas_operator.plan import policy as plan
+from prfaas_operator.plan.pod_facts import VERSION_CONTAINER
 from prfaas_operator.plan.pool_status import Counts
 from prfaas_operator.render import pool_deployment, protection
 from prfaas_operator.render.launch import DEFAULT_TERMS, StartTerms
@@ -139,7 +140,7 @@ def test_an_instance_of_vllm_that_leaves_finishes_its_requests_within_the_pools_
 
 def test_our_connector_comes_into_a_stock_image(make):
     pod = pod_of(make.decode_pool(engine=OURS, model=MODEL), terms=StartTerms("reg/connector:7"))
-    (copy,), (container,) = pod["initContainers"], pod["containers"]
+    (copy, _), (container,) = pod["initContainers"], pod["containers"]
     assert (copy["image"], container["image"]) == ("reg/connector:7", "vllm/vllm-openai:v0")
     assert copy["command"] == ["cp", "-r", "/prfaas-vllm/.", copy["volumeMounts"][0]["mountPath"]]
     assert copy["securityContext"] == container["securityContext"]
@@ -156,6 +157,30 @@ def test_our_connector_comes_into_a_stock_image(make):
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"host": "$(POD_IP)", "cluster": "hub", "metrics_port": 8002, "movers": 1},
     }
+
+
+def test_our_connector_looks_at_the_version_in_vllms_image_before_vllm_starts_there(make):
+    connector_resources = {"limits": {"memory": "512Mi"}}
+    wanted = make.decode_pool(engine=OURS, model=MODEL, template={"connectorResources": connector_resources})
+    pod = pod_of(wanted, terms=StartTerms("reg/connector:7"))
+    (copy, version), (container,) = pod["initContainers"], pod["containers"]
+    assert (version["name"], version["image"]) == (VERSION_CONTAINER, container["image"])
+    for same in ("resources", "securityContext"):
+        assert version[same] == copy[same]
+    assert version["resources"]["limits"] == {"cpu": "1", "memory": "512Mi"}
+    (mount,) = version["volumeMounts"]
+    assert mount in container["volumeMounts"]
+    assert variables_of(version) == {"PYTHONPATH": mount["mountPath"]}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("runs", ["exit 0", "exit 1", "kill -9 $$"])
+def test_an_image_in_which_the_version_cannot_be_looked_at_starts_all_the_same(make, tmp_path, runs):
+    (tmp_path / "python3").write_text(f"#!/bin/sh\n{runs}\n")
+    (tmp_path / "python3").chmod(0o755)
+    _, version = pod_of(make.decode_pool(engine=OURS, model=MODEL))["initContainers"]
+    for path in (str(tmp_path), ""):
+        assert subprocess.run(version["command"], env={"PATH": path}, timeout=30, check=False).returncode == 0
 
 
 def test_our_connector_knows_every_setting_that_it_gets(make):
