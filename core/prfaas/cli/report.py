@@ -1,8 +1,7 @@
 """The page of `prfaas plan --html`: a plan for those who read neither code nor tables.
 
 It opens with the verdict, shows the system and what each link and load would do, and ends with what is assumed and what
-each word means. It is one file that loads nothing, on dark ground, light ground and paper. All names come from people's
-files: every cell and every word of a chart is escaped.
+each word means. All names come from people's files: every cell and every word of a chart is escaped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from prfaas.capacity.profile import prefill_seconds
 from prfaas.capacity.system import HubPool, OffloadPool
 from prfaas.capacity.verdict import LengthClass, rounded_up
 from prfaas.cli.chart import Axis, Mark, draw_bars, draw_lines
+from prfaas.cli.page import make_table, wrap_page
 
 LENGTHS: Final = (1024, 8192, 32_768, 131_072)
 """Tokens at which the page shows what a prefill takes."""
@@ -45,52 +45,11 @@ WORDS: Final = (
     ("PrfaaS-PD", "The plan: the best threshold and the best split of the hub."),
     ("fractional", "A plan whose instances divide their time between prefill and decode."),
 )
-STYLE: Final = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1a1f2b; --soft: #5b6472; --rule: #dfe3ea; --panel: #f4f6fa;
-  --c0: #1d5fd1; --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; }
-@media (prefers-color-scheme: dark) { :root { --ground: #12161f; --ink: #e6e9ef; --soft: #9aa4b5; --rule: #2c3444;
-  --panel: #1b212d; --c0: #6ea8ff; --c1: #ff9d5c; --c2: #9ccc65; --c3: #c3a0f5; } }
-@media print { :root { --ground: #fff; --ink: #000; --soft: #444; --rule: #ccc; --panel: #fff; --c0: #1d5fd1;
-  --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--ground); color: var(--ink);
-  font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; print-color-adjust: exact; }
-h1 { font-size: 1.05rem; font-weight: 600; color: var(--soft); margin: 0 0 .75rem; }
-h2 { font-size: 1.15rem; margin: 2.5rem 0 .25rem; break-after: avoid; }
-h3 { font-size: .95rem; margin: 0 0 .25rem; }
-p { margin: .25rem 0 .75rem; max-width: 48rem; }
-.soft { color: var(--soft); font-size: .9rem; }
-.verdict { font-size: 1.3rem; line-height: 1.4; max-width: none; margin: 0 0 1.25rem; padding-left: 1rem;
-  border-left: 4px solid var(--c0); }
-.row { display: grid; grid-template-columns: repeat(auto-fit, minmax(12rem, 1fr)); gap: .75rem; }
-.row.wide { grid-template-columns: repeat(auto-fit, minmax(24rem, 1fr)); gap: 1.5rem; margin-top: 1rem; }
-.card { background: var(--panel); border: 1px solid var(--rule); border-radius: 8px; padding: .7rem .9rem; }
-.card b { display: block; font-size: 1.35rem; font-weight: 650; }
-figure { margin: 0; break-inside: avoid; }
-svg { width: 100%; height: auto; display: block; overflow: visible; }
-.word { fill: var(--ink); font: 12px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-.grid { stroke: var(--rule); }
-.mark { stroke: var(--soft); stroke-dasharray: 3 3; }
-.line { fill: none; stroke: currentColor; stroke-width: 2.25; stroke-linejoin: round; }
-.bar { fill: currentColor; }
-.s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
-.line.s1 { stroke-dasharray: 7 4; } .line.s2 { stroke-dasharray: 2 3; } .line.s3 { stroke-dasharray: 9 3 2 3; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }
-th { font-weight: 600; color: var(--soft); font-size: .85rem; }
-th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-.words { width: auto; } .words :is(th, td) { text-align: left; white-space: normal; padding-right: 2rem; }
-tr { break-inside: avoid; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; }
-dt { font-weight: 600; } dd { margin: 0; }
-"""
 
 
 def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequence[str]]) -> str:
     """Return the page of a plan. `name` says what was planned, `systems` is the table that the command prints."""
     parts = [
-        f"<h1>Plan of {escape(name)}</h1>",
         *_verdict(result),
         "<h2>The system</h2>",
         *_described(file),
@@ -98,17 +57,13 @@ def render(name: str, file: PlanFile, result: Comparison, systems: Sequence[Sequ
         *_first_tokens(result),
         "<h2>The systems compared</h2>",
         "<p>Every column serves the same requests. Times are without waits.</p>",
-        _table(systems[0], systems[1:]),
+        make_table(systems[0], systems[1:]),
         "<h2>What is assumed</h2>",
         "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in (*result.notes, *ASSUMED)) + "</ul>",
         "<h2>Words</h2>",
         "<dl>" + "".join(f"<dt>{escape(word)}</dt><dd>{escape(what)}</dd>" for word, what in WORDS) + "</dl>",
     ]
-    head = (
-        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width">\n<title>Plan of {escape(name)}</title>\n'
-    )
-    return f"{head}<style>{STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n"
+    return wrap_page(f"Plan of {name}", *parts)
 
 
 def _verdict(result: Comparison) -> list[str]:
@@ -141,9 +96,9 @@ def _described(file: PlanFile) -> list[str]:
         f"<p>Prompts have {workload.mean_tokens:,.0f} tokens in the mean that no cache holds; half have at most "
         f"{middle:,}, nine of ten at most {long:,}. Answers have {system.output_tokens:,.0f} tokens. The times are of "
         "a prefill that has its instance to itself.</p>",
-        _table(head, rows),
+        make_table(head, rows),
         _sources(file),
-        _table(("link", "rate", "used by"), links, are_words=True) if links else "",
+        make_table(("link", "rate", "used by"), links, are_words=True) if links else "",
     ]
 
 
@@ -208,7 +163,7 @@ def _of_hub(classes: Iterable[LengthClass]) -> list[float]:
 def _by_length(classes: Iterable[LengthClass], rate: str) -> str:
     head = ("tokens", "of all prompts", "go away")
     head += tuple(f"{who}, {when}" for when in (rate, "alone") for who in ("hub alone", "PrfaaS-PD"))
-    return _table(
+    return make_table(
         head,
         [
             (
@@ -234,7 +189,7 @@ def _sources(file: PlanFile) -> str:
             rows.append((pool.name, f"{pool.profile.samples} points, up to {pool.profile.max_tokens:,} tokens"))
         else:
             rows.append((pool.name, "a formula in the file; no measurement of it is known"))
-    return _table(("pool", "where its prefill times are from"), rows, are_words=True)
+    return make_table(("pool", "where its prefill times are from"), rows, are_words=True)
 
 
 def _span(one: LengthClass) -> str:
@@ -251,10 +206,3 @@ def _seconds(seconds: float | None) -> str:
 
 def _figure(title: str, drawing: str) -> str:
     return f"<figure><h3>{escape(title)}</h3>\n{drawing}</figure>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], are_words: bool = False) -> str:
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows]
-    kind = ' class="words"' if are_words else ""
-    return f'<div class="scroll"><table{kind}>' + "\n".join(lines) + "</table></div>"
