@@ -8,10 +8,12 @@ import textwrap
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import yaml
 from docs import capacity_tables
 
 from prfaas.api import crd
+from prfaas.cli.verify.record import Record as VerifyRecord
 from prfaas.engines import ENGINES, EngineRecord
 from prfaas_gateway.options import GatewayOptions
 from prfaas_operator.options import OperatorOptions
@@ -208,6 +210,24 @@ def record_rows() -> list[tuple[str, ...]]:
     return rows
 
 
+RUN_COLUMNS = ("engines", "way", "model", "device", "link", "longest prompt", "verdict", "steps that hold", "day")
+
+
+def run_rows() -> list[tuple[str, ...]]:
+    """Return the recorded runs of `prfaas verify`."""
+    paths = sorted((PAGE.parent / "runs").glob("*.json"))
+    return [_run_row(msgspec.json.decode(path.read_bytes(), type=VerifyRecord)) for path in paths]
+
+
+def _run_row(run: VerifyRecord) -> tuple[str, ...]:
+    applied = [one for one in run.steps if one.outcome != "left out" or one.is_due]
+    holding = sum(one.outcome == "holds" for one in applied)
+    labels = " and ".join(dict.fromkeys(one.label for one in run.engines))
+    longest = f"{run.figures.prompt_tokens:,} tokens" if run.figures.prompt_tokens else ""
+    count = f"{holding} of {len(applied)}"
+    return labels, run.way, run.engines[0].model, run.device, run.link, longest, run.verdict, count, run.day
+
+
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Return a table."""
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in (head, *rows)]
@@ -230,6 +250,7 @@ def pages() -> dict[Path, str]:
         },
         root / "docs/extend/another-engine.md": {"record": markdown(("field", "what it says"), record_rows())},
         root / "docs/understand/capacity.md": {name: markdown(*rows) for name, rows in capacity_tables.parts().items()},
+        root / "docs/use/verify.md": {"runs": markdown(RUN_COLUMNS, run_rows())},
         root / "CONTRIBUTING.md": {"record": fields_of_records()},
     }
     found = {PAGE: page()}

@@ -51,6 +51,7 @@ WAITING = ("tests/sandbox/", "tests/clusters/", "tests/unit/scheduler/")
 LONGEST = (
     *WAITING,
     "tests/contract/",
+    "tests/verify/",
     "tests/unit/worker/",
     "tests/unit/qwen3_next/",
     "tests/faults/",

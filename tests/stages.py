@@ -28,6 +28,7 @@ FOLDERS: Final = {
     "tests/contract/": "system",
     "tests/faults/": "system",
     "tests/sandbox/": "system",
+    "tests/verify/": "system",
     "tests/e2e/": "quiet",
     "tests/vllm/": "vllm",
 }

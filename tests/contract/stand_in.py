@@ -22,6 +22,7 @@ from ..unit.gateway.vllm_standin import Vllm
 
 CONTEXT, PAGE, DATA_PORT = 4096, 16, 8001
 LOOKS = 40
+LEASE_SECONDS = 0.3
 RIGHTS = ("transfer_id", "epoch", "token", "port")
 
 
@@ -47,9 +48,12 @@ class StandIn(Vllm, ThreadingHTTPServer):
         return found
 
     def metrics(self) -> str:
-        return (
-            f"vllm:num_requests_running {len(self.running) + sum(one['source'] == self.url for one in self.offers)}\n"
-        )
+        held = [
+            one
+            for one in self.offers
+            if one["source"] == self.url and time.monotonic() - one["offered"] < LEASE_SECONDS
+        ]
+        return f"vllm:num_requests_running {len(self.running) + len(held)}\n"
 
     def answer(self, path: str, fields: dict[str, Any]) -> bytes:
         """Return a stream, or a whole answer. Raises RequestError for what is wrong."""
@@ -89,7 +93,8 @@ class StandIn(Vllm, ThreadingHTTPServer):
         if any(one["transfer_id"] == leg["transfer_id"] for one in self.offers):
             raise RequestError("it is open", status=500 if self.broken == "twice" else 409)
         if self.broken != "gives nothing":
-            self.offers.append(leg | {"port": DATA_PORT, "source": self.url, "ids": ids[: leg["tokens"] or -1]})
+            kept = {"source": self.url, "offered": time.monotonic(), "ids": ids[: leg["tokens"] or -1]}
+            self.offers.append(leg | kept | {"port": DATA_PORT})
 
     def _fetch(self, leg: dict[str, Any], ids: bytes, cached: int) -> int:
         """Return how many tokens come. A source that gives another prompt's is done with it, too."""

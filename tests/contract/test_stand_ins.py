@@ -3,6 +3,7 @@
 """
 
 import json
+import math
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from prfaas.cli.contract.checks import ALONE, PAIR, EnginePair
 from prfaas.cli.contract.command import contract
 from prfaas.errors import PrfaasError
 
+from . import stand_in
 from .stand_in import DATA_PORT, StandIn, stand_ins
 
 pytestmark = pytest.mark.system
@@ -70,6 +72,7 @@ def test_what_an_engine_breaks_is_found(
 ):
     # A pair that broke a promise may hold something for ever, and is waited for.
     monkeypatch.setattr(calls, "NOT_IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(stand_in, "LEASE_SECONDS", math.inf)
     (claim,) = [one for one in (*ALONE, *PAIR) if one.startswith(found[0])]
     with stand_ins(*broken) as servers:
         source, destination = (CheckedEngine(one.url) for one in servers)

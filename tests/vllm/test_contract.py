@@ -13,6 +13,7 @@ from prfaas.ports import free_ports
 
 from ..contract.bench import Bench, Instance
 from ..contract.failures import FAILURES
+from ..verify.command import verified
 from .connected import CONNECTOR
 from .servers import StartServer, VllmServer
 
@@ -46,6 +47,14 @@ def test_a_server_keeps_what_is_asked_of_an_engine(bench: Bench, claim: str):
 @pytest.mark.parametrize("claim", PAIR)
 def test_two_servers_keep_what_is_asked_of_a_pair(bench: Bench, claim: str):
     assert PAIR[claim](bench.pair())
+
+
+def test_verify_finds_nothing_wrong_with_two_servers(bench: Bench):
+    """All that `prfaas verify` does beyond the claims above. A random model's answers may prove little, by chance."""
+    urls = bench.source.engine.url, bench.destination.engine.url
+    found = verified(*urls, "--most-tokens", "3000", data_port=bench.source.address[1])
+    assert (found.record["way"], found.outcomes("fails")) == ("prfaas", {})
+    assert "refuses a state of zeros" in found.outcomes("holds")
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda one: one.__name__)

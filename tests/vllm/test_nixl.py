@@ -10,12 +10,14 @@ import pytest
 
 from prfaas.ports import free_ports
 
+from ..verify.command import verified
 from .gateways import gateway, offloaded, table_of
 from .servers import StartServer, VllmServer, transferred_tokens
 
 pytestmark = pytest.mark.release
 
 CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+VARIABLES = {"UCX_TLS": "tcp,self,sm", "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 LENGTHS = (5, 64, 127, 128, 129, 600, 1500, 6500)
 TOKENS = 12
 
@@ -32,11 +34,7 @@ class Pair(NamedTuple):
 def pair(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     servers = [
         start_server(
-            *("--kv-transfer-config", json.dumps(CONNECTOR)),
-            UCX_TLS="tcp,self,sm",
-            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
-            VLLM_NIXL_SIDE_CHANNEL_PORT=str(port),
-            VLLM_SSM_CONV_STATE_LAYOUT="DS",
+            *("--kv-transfer-config", json.dumps(CONNECTOR)), VLLM_NIXL_SIDE_CHANNEL_PORT=str(port), **VARIABLES
         )
         for port in free_ports(2)
     ]
@@ -61,3 +59,10 @@ def test_an_offloaded_prompt_is_answered_as_by_one_server(pair: Pair, length: in
     assert answer["token_ids"] == tokens
     assert answer["logprobs"]["token_logprobs"] == expected["logprobs"]["token_logprobs"][1:]
     assert transferred_tokens(pair.destination) - before == length - 1
+
+
+def test_verify_finds_nothing_wrong_with_the_pair(pair: Pair):
+    """A random model's answers may prove little, by chance."""
+    found = verified(pair.source.url, pair.destination.url, "--most-tokens", "3000")
+    assert (found.record["way"], found.outcomes("fails")) == ("NixlConnector", {})
+    assert "a cache of another prompt shows" in found.outcomes("holds", "proves little")

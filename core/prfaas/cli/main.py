@@ -23,6 +23,7 @@ CORE_COMMANDS: Final = {
     "compare": "prfaas.cli.simulate:compare",
     "serve": "prfaas.cli.serve.command:serve",
     "crds": "prfaas.cli.crds:app",
+    "verify": "prfaas.cli.verify.command:verify",
     "certs": "prfaas.cli.certs:app",
 }
 SANDBOX_COMMANDS: Final = {"demo": "make demo", "kind": "make kind", "sandbox": "make setup"}

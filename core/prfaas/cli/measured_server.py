@@ -58,7 +58,7 @@ class HttpServer:
         if key is not None and not (key.isascii() and key.isprintable()):
             raise ConfigError(f"{KEY_VARIABLE} must be printable ASCII; is there a line break at its end?")
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._tls = _tls_context(ca, tls_dir) if self._parts.scheme == "https" else None
+        self._tls = tls_context(ca, tls_dir) if self._parts.scheme == "https" else None
         self._model = ""
         self._open: set[socket.socket] = set()
 
@@ -211,7 +211,8 @@ class HttpServer:
         return ProtocolError(f"{self.url}{path} answers HTTP {status}: {text}; {WANTED}")
 
 
-def _tls_context(ca: Path | None, tls_dir: Path | None) -> ssl.SSLContext:
+def tls_context(ca: Path | None, tls_dir: Path | None) -> ssl.SSLContext:
+    """Return what a client believes and shows. Raises ConfigError for files that are none."""
     try:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:  # ssl.SSLError is one

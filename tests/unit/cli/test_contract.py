@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from prfaas.cli.contract.calls import CheckedAnswer
-from prfaas.cli.contract.checks import difference
 from prfaas.cli.contract.command import contract
 from prfaas.errors import ConfigError, PeerError, UnreachableError
+from prfaas.measure.scores import difference
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,13 @@ from prfaas_operator.render.engines import STARTS
 ROOT: Final = Path(__file__).parents[3]
 FOLDERS: Final = ("core", "gateway", "operator", "scheduler")
 ENTRIES: Final = {
+    "core/prfaas/cli/verify/ways.py",
     "core/prfaas/engines.py",
     "gateway/prfaas_gateway/engines/__init__.py",
     "operator/prfaas_operator/render/engines.py",
     "scheduler/prfaas_scheduler/engines.py",
 }
-"""The only files that name engines."""
+"""The only files that name engines: of one of them, what strangers' servers say of themselves."""
 NAMES: Final = {*ENGINES, *(one.type for one in ENGINES.values())}
 COMMON: Final = {"prfaas", "vllm"}
 """Names that mean other things, too: they count where something is compared with them."""

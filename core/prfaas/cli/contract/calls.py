@@ -3,6 +3,7 @@ leave. A stream is put together, so every answer has the form of a whole one of 
 """
 
 import http.client
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import msgspec
 
 from prfaas.cli.measured_server import COMPLETIONS, HttpServer
 from prfaas.errors import PeerError, ProtocolError
-from prfaas.measure.answers import LOADS, samples_of
+from prfaas.measure.answers import LOADS, StreamedAnswer, samples_of
 from prfaas.util import decode_json
 from prfaas.wire import headers
 
@@ -24,6 +25,7 @@ NOT_IDLE_SECONDS: Final = 25.0
 _POLL_SECONDS: Final = 0.05
 _HELD: Final = LOADS | {"vllm:kv_cache_usage_perc", "prfaas_cache_used_pages"}
 """Gauges that are zero where nothing is held for any request."""
+_BLOCK: Final = re.compile(r'^vllm:cache_config_info\{[^}]*\bblock_size="(\d{1,6})"', re.MULTILINE)
 
 
 class CheckedAnswer(NamedTuple):
@@ -102,11 +104,14 @@ class Running:
 class CheckedEngine:
     """An engine at a URL. Raises UnreachableError or ProtocolError if it does not say which model it serves."""
 
-    def __init__(self, url: str, ca: Path | None = None, key: str | None = None, tls_dir: Path | None = None):
-        self._open = partial(HttpServer, url, ca, key, tls_dir=tls_dir)
+    def __init__(
+        self, url: str, ca: Path | None = None, key: str | None = None, tls_dir: Path | None = None, flag: str = "--url"
+    ):
+        self._open = partial(HttpServer, url, ca, key, flag=flag, tls_dir=tls_dir)
         self._server = self._open()
         self._card = self._server.card()
         self.url, self.context_tokens = self._server.url, self._card.max_model_len or 1 << 20
+        self.model, self.owned_by = self._card.id, self._card.owned_by
 
     def begin(self, **fields: Any) -> Running:
         """Send a greedy completion, or a chat if it has messages, and return at once."""
@@ -119,6 +124,19 @@ class CheckedEngine:
     def ask(self, **fields: Any) -> CheckedAnswer:
         """Send one, and wait for its answer, whatever its status. Raises UnreachableError if it breaks off."""
         return self.begin(**fields).answer()
+
+    def label(self) -> str:
+        """Return what serves, with the version that it says."""
+        return self._server.label(self._card)
+
+    def stream(self, prompt: list[int], tokens: int) -> StreamedAnswer:
+        """Stream an answer of so many tokens, and return when each came."""
+        return self._server.ask([prompt], tokens)[0]
+
+    def block_tokens(self) -> int | None:
+        """Return the tokens of a block of its cache; None if it does not say."""
+        sizes = _BLOCK.findall(self._server.get("/metrics").decode(errors="replace"))
+        return max((int(one) for one in sizes), default=None)
 
     def metrics(self) -> dict[str, float]:
         """Return the sum of each metric's samples."""

@@ -4,12 +4,9 @@ Of a pair one prefills, and the other fetches its cache and answers. Both legs l
 promise is the same whatever goes wrong: the answer is that of one engine, no cache is used that is not the right one,
 and both hold nothing afterwards. A check returns what it saw, or raises PeerError where its claim does not hold.
 
-Equal answers differ by rounding, where the end of a prompt is computed in another batch or by another kernel. A lost or
-stale state moves log probabilities by several nats: vLLM's own project holds its connectors to 1.5 nats in the first
-four tokens (tests/v1/kv_connector/nixl_integration, Apache-2.0).
+Answers are compared by their scores, see scores.py. `prfaas verify` uses these checks, and more of them.
 """
 
-import math
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,16 +19,15 @@ from msgspec.structs import replace
 
 from prfaas.cli.contract.calls import CheckedAnswer, CheckedEngine, Running, require
 from prfaas.errors import PeerError
+from prfaas.measure.scores import NOISE_NATS, difference
 from prfaas.wire.prefill import LegParams, new_transfer
 
 LENGTHS: Final = (20, 700, 6000)
 """Characters of prompts: less than a page of a cache, some, and many."""
 _LONG_TOKENS: Final = 32_768
-_NOISE_NATS: Final = 1.5
-_COMPARED_TOKENS: Final = 4
 _TOKENS: Final = 12
 _CALLED: Final = ("source", "destination", "source and destination")
-_SCORED: Final[Mapping[str, Any]] = {"max_tokens": _TOKENS, "logprobs": 5}
+SCORED: Final[Mapping[str, Any]] = {"max_tokens": _TOKENS, "logprobs": 5}
 
 
 def text_of(length: int) -> str:
@@ -39,20 +35,7 @@ def text_of(length: int) -> str:
     return secrets.token_hex(length)[:length]
 
 
-def difference(found: dict[str, Any], wanted: dict[str, Any]) -> float:
-    """Return by how many nats the scores of two choices differ, until their tokens do: then by how much less likely the
-    one found was in the answer that is wanted."""
-    worst = 0.0 if len(found["tokens"]) == len(wanted["tokens"]) else math.inf
-    names = "tokens", "token_logprobs"
-    both = zip(*(one[name] for one in (found, wanted) for name in names), wanted["top_logprobs"], strict=False)
-    for mine, value, theirs, best, tops in list(both)[:_COMPARED_TOKENS]:
-        worst = max(worst, abs(value - best), best - tops.get(mine, -math.inf))
-        if mine != theirs:
-            break
-    return worst
-
-
-def _require_same(answer: CheckedAnswer, scores: dict[str, Any], noise_nats: float = _NOISE_NATS) -> str:
+def _require_same(answer: CheckedAnswer, scores: dict[str, Any], noise_nats: float = NOISE_NATS) -> str:
     nats = difference(answer.scores, scores)
     require(nats < noise_nats, f"the answer differs by {nats:.3g} nats from that of one engine")
     return f"{answer.usage.get('prompt_tokens')} tokens, {nats:.2g} nats off"
@@ -83,9 +66,9 @@ def _gives_token_ids(engine: CheckedEngine) -> str:
 
 def _continues(engine: CheckedEngine) -> str:
     """As a gateway continues a broken stream: by a completion from all ids so far."""
-    whole = engine.ask(prompt=text_of(300), return_token_ids=True, **_SCORED | {"max_tokens": 2 * _TOKENS})
+    whole = engine.ask(prompt=text_of(300), return_token_ids=True, **SCORED | {"max_tokens": 2 * _TOKENS})
     prompt_ids, ids = whole.ids
-    rest = engine.ask(prompt=[*prompt_ids, *ids[:_TOKENS]], **_SCORED)
+    rest = engine.ask(prompt=[*prompt_ids, *ids[:_TOKENS]], **SCORED)
     return _require_same(rest, {name: values[_TOKENS:] for name, values in whole.scores.items() if values})
 
 
@@ -129,7 +112,7 @@ class EnginePair(NamedTuple):
     source: CheckedEngine
     destination: CheckedEngine
     data_port: int
-    noise_nats: float = _NOISE_NATS
+    noise_nats: float = NOISE_NATS
     data_host: str = ""
 
     def name_transfer(self, tokens: int = 0) -> LegParams:
@@ -144,7 +127,7 @@ class EnginePair(NamedTuple):
 
     def begin_destination(self, named: LegParams, prompt: Any, **fields: Any) -> Running:
         params = {"prfaas": msgspec.to_builtins(named)}
-        return self.destination.begin(prompt=prompt, kv_transfer_params=params, **{**_SCORED, **fields})
+        return self.destination.begin(prompt=prompt, kv_transfer_params=params, **{**SCORED, **fields})
 
     def hand_off(self, prompt: Any, named: LegParams | None = None, **fields: Any) -> tuple[Running, Running]:
         """Send both legs at once; return those of source and destination."""
@@ -154,7 +137,7 @@ class EnginePair(NamedTuple):
     def require_same(self, answer: CheckedAnswer, prompt: Any, is_fetched: bool | None = None) -> str:
         """Raise PeerError unless the destination answers the prompt so by itself, too, with the same usage, and a cache
         came, or none did."""
-        wanted = self.destination.ask(prompt=prompt, cache_salt=secrets.token_hex(4), **_SCORED)
+        wanted = self.destination.ask(prompt=prompt, cache_salt=secrets.token_hex(4), **SCORED)
         words = _require_same(answer, wanted.scores, self.noise_nats)
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
             mine, theirs = answer.usage.get(name), wanted.usage.get(name)

@@ -1,0 +1,65 @@
+"""`prfaas verify` proves two stand-ins that hand requests over rightly, and nothing of a pair that does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prfaas.cli.contract import calls
+from prfaas.errors import PeerError
+
+from ..contract.stand_in import DATA_PORT, StandIn, stand_ins
+from .command import Verified, verified
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "NOT_IDLE_SECONDS", 1.5)
+
+
+def run(source: StandIn, destination: StandIn, *flags: str) -> Verified:
+    return verified(source.url, destination.url, "--most-tokens", "512", *flags, data_port=DATA_PORT)
+
+
+def test_a_right_pair_is_proven_and_its_record_names_no_address(tmp_path: Path):
+    record, page = tmp_path / "record.json", tmp_path / "page.html"
+    with stand_ins("", "") as servers:
+        found = run(*servers, "--device", "two hands", "--record", str(record), "--html", str(page))
+    assert (found.exit_code, found.outcomes("fails", "proves little")) == (0, {})
+    assert (found.record["verdict"], found.record["way"], found.record["device"]) == ("proven", "prfaas", "two hands")
+    assert json.loads(record.read_text()) == found.record
+    # Nothing serves a data port here, so no relay is reached.
+    why = {seen.partition(",")[0] for seen in found.outcomes("left out").values()}
+    unreached = "the destination does not reach an address"
+    assert why == {unreached, "only NixlConnector gives one prompt the cache of another"}
+    assert "127.0.0.1" not in record.read_text() + page.read_text()
+    assert "two hands" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("broken", "claim", "words"),
+    [
+        (("", "stale state"), "hands off 20 tokens", "3 nats off"),
+        (("", "own usage"), "hands off 20 tokens", "prompt_tokens is 1"),
+        (("", "any salt"), "decode counts cached tokens, by salt", "another cache_salt"),
+    ],
+)
+def test_what_is_wrong_is_found_and_said(broken: tuple[str, str], claim: str, words: str):
+    with stand_ins(*broken) as servers:
+        found = run(*servers)
+    assert (found.exit_code, found.record["verdict"]) == (1, "not proven")
+    assert words in found.outcomes("fails")[claim]
+
+
+def test_engines_whose_answers_depend_on_little_prove_little():
+    with stand_ins("forgets", "forgets") as servers:
+        found = run(*servers)
+    assert found.exit_code == 1
+    assert "a changed block shows in an answer" in found.outcomes("proves little")
+
+
+def test_a_pair_between_which_nothing_crosses_is_refused_with_the_address_to_look_at():
+    with stand_ins("gives nothing", "") as servers, pytest.raises(PeerError, match=r"127\.0\.0\.1:8001; name it by"):
+        run(*servers)
