@@ -18,7 +18,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 import typer
 from benchmarks.report import Figure, run, say
-from tests.verify.attentive import make_attentive_model
+from tests.verify.attentive import make_attentive_model, make_attentive_qwen3_next
 from tests.verify.pairs import worker_pair
 from tests.vllm.connected import CONNECTOR
 from tests.vllm.engines import EngineHost
@@ -31,7 +31,6 @@ from prfaas.errors import ConfigError
 from prfaas.ports import free_ports
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
-from prfaas_worker.assets import model_directory
 
 REACH_SECONDS: Final = 180.0
 DEVICE: Final = "2 cores of a CPU"
@@ -76,7 +75,7 @@ def servers(flags: list[tuple[str, ...]], variables: list[dict[str, str]]) -> It
     with progress() as report:
         python = ensure_vllm(report)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        host = EngineHost(python, Path(folder), model_directory("builtin:qwen3-next-tiny"))
+        host = EngineHost(python, Path(folder), make_attentive_qwen3_next(Path(folder) / "model"))
         stack.callback(host.close)
         start = stack.enter_context(vllm_servers(host))
         started = [start(*words, **values) for words, values in zip(flags, variables, strict=True)]

@@ -12,11 +12,14 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 import torch
+from benchmarks.device.cases import Case
+from benchmarks.device.copies import products_on, timed
 from benchmarks.report import Figure, run, say
 
 from prfaas.wire.transfer import LayerGroup, TensorLayout
@@ -33,7 +36,6 @@ STATE_LAYERS, STATE_BYTES, CONV_BYTES = 36, 4_900_000, 100_000
 ROW_LAYERS, PAGE_BYTES = 12, 512 << 10
 STATE_MB = STATE_LAYERS * (STATE_BYTES + CONV_BYTES) / 1e6
 STALL_REACH_MS, BESIDE_REACH = 10.0, 1.1
-STEP_SECONDS = 0.02
 BLOCKS = ([1], list(range(1, PAGES + 1)))
 
 
@@ -140,29 +142,6 @@ class Source:
         self.transfers.mover.close()
 
 
-def model_on(device: torch.device) -> Callable[[], None]:
-    """Return a step's work: matrix products that take about STEP_SECONDS."""
-    torch.set_num_threads(1)
-    count, side = 1, torch.randn(1024, 1024, device=device)
-
-    def step() -> None:
-        for _ in range(count):
-            torch.mm(side, side)
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()
-
-    step()
-    while timed(step) < STEP_SECONDS:
-        count *= 2
-    return step
-
-
-def timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
 def copy_states(source: Source) -> None:
     """Copy all states of a request into plain memory, as a step would that kept them so."""
     group = source.groups[0]
@@ -172,8 +151,9 @@ def copy_states(source: Source) -> None:
 
 def figures(device: str = "cpu") -> Iterator[Figure]:
     """Measure both."""
+    torch.set_num_threads(1)
     where = torch.device(device)
-    model, source = model_on(where), Source(where)
+    model, source = products_on(device), Source(where)
     stalls, copied, alone, beside = list[float](), list[float](), list[float](), list[float]()
     for number in range(ROUNDS + 1):
         alone.append(timed(model))
@@ -203,6 +183,11 @@ def figures(device: str = "cpu") -> Iterator[Figure]:
         rival="a step alone",
         rival_value=1e3 * statistics.median(alone),
     )
+
+
+def cases(device: str) -> list[Case]:
+    """Return the whole benchmark as a case of `prfaas bench device`; CPUs run it by itself."""
+    return [] if device == "cpu" else [Case("stall", partial(figures, device), is_must=False)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A tiny checkpoint whose answers depend on all of their context: random weights, scaled so that what a prompt left in
-either kind of cache outweighs the last token.
+"""Tiny checkpoints whose answers depend on all of their context: weights scaled so that what a prompt left in either
+kind of cache outweighs the last token. One is a Kimi Linear, for our worker; the other a Qwen3-Next, for vLLM.
 
 Plain random weights keep what attention and the linear state say far below a token's own embedding. A model of such
 weights answers almost the same without its context, so that lost caches look like rounding.
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from prfaas_worker.assets import model_directory
 from prfaas_worker.models.kimi_linear.checkpoint import Shape, expected_shapes
@@ -34,6 +34,15 @@ _SCALES: Final = {
 }
 _DECAYS: Final = (-3.0, -7.0)
 """Logarithms of the first and the last head's rate: their memory fades after dozens, and after thousands of tokens."""
+_QWEN_SCALES: Final = {
+    "self_attn.o_proj": 32.0,
+    "linear_attn.out_proj": 4.0,
+    "conv1d": 0.25,
+    "mlp.gate.": 0.0,  # All experts are equal: no rounding sends a token to another one.
+    "down_proj": 0.5,
+    "lm_head": 2.0,
+}
+_QWEN_VALUES: Final = {"self_attn.q_norm": 1.0, "linear_attn.A_log": -7.0}
 
 
 def make_attentive_model(directory: Path, seed: int = 0) -> Path:
@@ -54,6 +63,19 @@ def make_attentive_model(directory: Path, seed: int = 0) -> Path:
     shapes = expected_shapes(read_config(directory))
     tensors = {name: _tensor(name, shape, random) for name, shape in shapes.items()}
     save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def make_attentive_qwen3_next(directory: Path) -> Path:
+    """Write a checkpoint made of the built-in one, which was trained on letters nearby, and return its directory."""
+    builtin = model_directory("builtin:qwen3-next-tiny")
+    shutil.copytree(builtin, directory)
+    tensors = load_file(builtin / "model.safetensors")
+    for name, tensor in tensors.items():
+        tensor.mul_(next((scale for part, scale in _QWEN_SCALES.items() if part in name), 1.0))
+        if (value := next((value for part, value in _QWEN_VALUES.items() if part in name), None)) is not None:
+            tensor.fill_(value)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds, and the front needs none
     from prfaas_worker.engine.sequences import Sequence
 
 FAULT, AFTER = "FAULT", "FAULT_AFTER"
-"""Variables: the fault's name, and after how many right answers it begins: 1 unless it says so. Of `BEGINS_LATER`."""
+"""Variables: the fault's name, and after how many right answers `dies` and `lying-version` begin, 1 by default."""
 EDGE_TOKENS: Final = 8
 DYING_TOKEN: Final = 3
 VERSIONS: Final = "0.1.0", "0.1.1"
@@ -258,7 +258,6 @@ IN_ENGINE: Final[dict[str, Callable[[], None]]] = {
 }
 IN_FRONT: Final[dict[str, Callable[[], None]]] = {"lying-version": lie_about_version}
 FAULTS: Final = (*HARMS, *IN_ENGINE, *IN_FRONT)
-BEGINS_LATER: Final = ("dies", "lying-version")
 
 
 def plant_in_engine(fault: str) -> None:

@@ -29,7 +29,7 @@ class StartedWorker:
 
     def __init__(self, log: Path, model: Path, fault: str = "", after: int = 1):
         api_port, self.data_port = free_ports(2)
-        self.url, self.log, self.fault = f"http://{LOOPBACK}:{api_port}", log, fault
+        self.url, self.log = f"http://{LOOPBACK}:{api_port}", log
         program = [faulty_worker.__file__] if fault else ["-m", "prfaas_worker"]
         command = [*ends_with_us(), sys.executable, *program, "--model-source", str(model), "--model-name", "attentive"]
         command += ["--api-port", str(api_port), "--data-port", str(self.data_port), "--instance", log.stem]

@@ -1,4 +1,4 @@
-"""The attentive model depends on all of its context, through both kinds of cache: else no fault would show."""
+"""The attentive models depend on all of their context, through both kinds of cache: else no fault would show."""
 
 import random
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model
 from prfaas_worker.models.solo import Solo, SoloSequence
 
-from .attentive import make_attentive_model
+from .attentive import make_attentive_model, make_attentive_qwen3_next
 
 CLEAR_NATS = 0.3
 
 Harm = Callable[[Solo, SoloSequence], None]
 
 
-@pytest.fixture(scope="module")
-def attentive(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return load_model(str(make_attentive_model(tmp_path_factory.mktemp("attentive"))), 1)[0]
+@pytest.fixture(scope="module", params=[make_attentive_model, make_attentive_qwen3_next])
+def attentive(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return load_model(str(request.param(tmp_path_factory.mktemp("attentive") / "model")), 1)[0]
 
 
 def tokens(length: int) -> list[int]:

@@ -41,7 +41,7 @@ def test_every_case_is_measured_in_small_on_cpus(tmp_path):
 
 @pytest.mark.system
 def test_what_is_not_measured_in_time_is_named():
-    outcomes = run_part(Part("blocks", 0.1), "cpu", Deadline(60))
+    outcomes = run_part(Part("benchmarks.device.blocks", 0.1), "cpu", Deadline(60))
     assert [one.case.name for one in outcomes] == [case.name for case in blocks.cases("cpu")]
     assert all(one.failures == [f"{one.case.name}: the time was over"] for one in outcomes)
 

@@ -12,7 +12,7 @@ from prfaas.cli.verify.prompts import Prompts
 from prfaas.cli.verify.record import EngineSaid, Record, VerifiedStep, page_of, verdict_of
 from prfaas.cli.verify.relay import RelayedFrame, killed, stale, zeroed
 from prfaas.cli.verify.run import Pace, run_steps
-from prfaas.cli.verify.steps import PlannedStep, lengths
+from prfaas.cli.verify.steps import PlannedStep, _answers_alike, lengths
 from prfaas.errors import ConfigError, PeerError, UnreachableError
 from prfaas.measure.scores import LEAST_NATS, NOISE_NATS, limit_of
 from prfaas.wire.frames import Address, FrameHeader, Kind
@@ -69,6 +69,28 @@ def test_what_counts_as_equal_follows_the_noise_within_bounds():
     assert limit_of([]) == limit_of([0.0, 1e-6]) == LEAST_NATS
     assert limit_of([0.1, 0.02]) == pytest.approx(0.4)
     assert limit_of([9.0]) == NOISE_NATS
+
+
+class RoundingKit:
+    """Answers alike whenever it is asked the same; a token that ends a prompt is scored a little off."""
+
+    most_tokens, block_tokens, prefill_answers = 1024, 64, False
+
+    def __init__(self, off_nats: float):
+        self.prompts, self.figures, self._off_nats = Prompts(Engine(gives_ids=True)), VerifyFigures(), off_nats  # type: ignore[arg-type]
+
+    def alone(self, prompt: list[int], max_tokens: int = 4, **_: Any) -> CheckedAnswer:
+        value = -1.0 - (self._off_nats if prompt[-1] == 1 else 0.0)
+        scores = {name: [each] * max_tokens for name, each in (("tokens", "a"), ("token_logprobs", value))}
+        scores["top_logprobs"] = [{"a": value}] * max_tokens
+        return CheckedAnswer(200, {}, {"choices": [{"token_ids": [1] * max_tokens, "logprobs": scores}]})
+
+
+@pytest.mark.parametrize(("off_nats", "limit"), [(0.0, LEAST_NATS), (0.2, 0.8), (0.5, NOISE_NATS)])
+def test_rounding_is_what_an_answer_moves_when_its_first_token_ends_the_prompt(off_nats: float, limit: float):
+    kit = cast("Kit", RoundingKit(off_nats))
+    _answers_alike(kit)
+    assert kit.limit_nats == kit.figures.limit_nats == pytest.approx(limit)
 
 
 def test_harm_is_done_once_to_what_it_is_meant_for_and_keeps_lengths():

@@ -83,6 +83,6 @@ def page_of(record: Record) -> str:
         make_table(("what", "value"), facts, are_words=True),
         "<h2>Steps</h2>",
         make_table(("outcome", "claim", "seen"), steps, are_words=True),
-        "<h2>VerifyFigures</h2>",
+        "<h2>Figures</h2>",
         make_table(("what", "value"), figures, are_words=True),
     )

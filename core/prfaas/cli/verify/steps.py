@@ -19,7 +19,7 @@ from prfaas.cli.verify.kit import LONG_TOKENS, DoubtError, Kit, LeftOutError, Ru
 from prfaas.cli.verify.prompts import DrawnPrompt
 from prfaas.cli.verify.relay import Harm, killed, no_harm, stale, zeroed
 from prfaas.cli.verify.ways import NixlWay
-from prfaas.measure.scores import limit_of
+from prfaas.measure.scores import difference, limit_of
 from prfaas.wire.frames import Kind
 
 AT_ONCE: Final = 8
@@ -42,7 +42,7 @@ def steps_of(kit: Kit) -> list[PlannedStep]:
     """Return all steps for these engines, in order."""
     middle, block = _middle(kit), kit.block_tokens
     steps = [
-        PlannedStep("alone, both engines answer alike", _answers_alike, 10 * middle, 9),
+        PlannedStep("alone, both engines answer alike", _answers_alike, 24 * middle, 32),
         PlannedStep("a changed block shows in an answer", _shows_changes, 6 * middle, 6),
     ]
     for tokens in lengths(block, kit.most_tokens):
@@ -86,18 +86,30 @@ def _middle(kit: Kit) -> int:
 
 def _answers_alike(kit: Kit) -> str:
     noise: list[float] = []
-    for tokens in (_middle(kit) // 2, _middle(kit), _middle(kit)):
+    for tokens in (_FEW_TOKENS, _FEW_TOKENS, _middle(kit) // 2, _middle(kit)):
         prompt = kit.prompts.draw(tokens)
         wanted = kit.alone(prompt)
-        noise.append(nats_between(kit.alone(prompt), wanted))
+        noise += nats_between(kit.alone(prompt), wanted), _rounding(kit, prompt)
         if kit.prefill_answers:
             noise.append(nats_between(kit.alone(prompt, kit.way.prefill), wanted))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        noise += pool.map(partial(_rounding, kit), [kit.prompts.draw(_middle(kit)) for _ in range(AT_ONCE)])
     kit.limit_nats = kit.figures.limit_nats = limit_of(noise)
     kit.figures.noise_nats = max(noise)
     worst = max(noise)
     words = "have they the same weights, precision and flags?"
     require(worst <= kit.limit_nats, f"their answers to one prompt are {worst:.3g} nats apart: {words}")
     return f"{worst:.2g} nats apart at most; {kit.limit_nats:.2g} count as equal"
+
+
+def _rounding(kit: Kit, prompt: DrawnPrompt) -> float:
+    """Return by how many nats an answer moves if its first token ends the prompt instead, so that another kernel
+    computes it. A hand-off does so with a prompt's last token."""
+    whole = kit.alone(prompt, return_token_ids=True)
+    if isinstance(prompt, str):
+        return nats_between(kit.alone(prompt), whole)
+    rest = kit.alone([*prompt, *whole.ids[1][:1]], max_tokens=len(whole.scores["tokens"]) - 1)
+    return difference(rest.scores, {name: values[1:] for name, values in whole.scores.items() if values})
 
 
 def _shows_changes(kit: Kit) -> str:
