@@ -33,6 +33,9 @@ TRANSFER_SECONDS: Final = "x-prfaas-transfer-seconds"
 FIRST_BYTE_SECONDS: Final = "x-prfaas-first-byte-seconds"
 """From the remote prefill's announcement to its first cache byte sent, seconds; 0 without a transfer."""
 
+TTFT_SECONDS: Final = "x-prfaas-ttft-seconds"
+"""The parts of the time to the first token, as `trace.write_parts` does. The gateway adds its own to a worker's."""
+
 TRANSFER_ID: Final = "x-prfaas-transfer-id"
 """The transfer that brought the prefill, as 32 hex digits; several prompts' are separated by commas. Absent without a
 transfer."""
