@@ -92,6 +92,7 @@ class Offer:
     def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
         self.log.mark("computed")
+        self.send_state.note_computed()
         with self._lock:
             if self._held is not None:
                 self._finished = prefill_seconds, is_exact

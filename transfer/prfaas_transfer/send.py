@@ -117,6 +117,7 @@ class SendState:
         self._announced_at = time.monotonic()
         self._prefill_seconds = 0.0
         self._is_exact = True
+        self._computed_seconds: float | None = None
         self._paced_bytes = 0
         self._first_sent: float | None = None
         self._lock = threading.Lock()
@@ -127,6 +128,10 @@ class SendState:
         if self.failure is None:
             self.queue.add(frame, frame.header.payload_bytes)
             self._wake_loops()
+
+    def note_computed(self) -> None:
+        """Note that the cache is computed now: its frames may wait for the destination."""
+        self._computed_seconds = time.monotonic() - self._announced_at
 
     def finish(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
         """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`."""
@@ -178,10 +183,10 @@ class SendState:
 
     @property
     def account(self) -> Done:
-        """The figures of all sent frames, and the time of the first."""
+        """The figures of all sent frames, and the times of the first and of the last computation."""
         first = self._first_sent if self._first_sent is not None else time.monotonic()
         done = self.queue.done(self._prefill_seconds, first - self._announced_at)
-        return msgspec.structs.replace(done, is_exact=self._is_exact)
+        return msgspec.structs.replace(done, is_exact=self._is_exact, computed_seconds=self._computed_seconds)
 
     def _wake_loops(self) -> None:
         with self._lock:

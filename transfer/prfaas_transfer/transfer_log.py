@@ -15,6 +15,7 @@ from prfaas.errors import MismatchError, PrfaasError
 from prfaas.telemetry.logs import line
 from prfaas.wire.engine import Direction, TransferEnded, TransferOutcome, TransferSubject
 from prfaas.wire.frames import Codec
+from prfaas.wire.transfer import Done
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,13 @@ _ENDS = {"send": "transfer sent", "receive": "transfer received"}
 
 
 class TransferTotals(NamedTuple):
-    """Sent or received so far: payload bytes, the time since the first of them, and the codecs of the frames."""
+    """Sent or received so far: payload bytes, the time since the first of them, and the codecs of the frames; then the
+    source's account of a whole one."""
 
     payload_bytes: int = 0
     flow_seconds: float = 0.0
     codecs: Iterable[int] = ()
+    account: Done | None = None
 
 
 class TransferLog:
@@ -54,7 +57,7 @@ class TransferLog:
 
     def end(self, outcome: TransferOutcome, reason: str, carried: TransferTotals) -> TransferEnded:
         """Record the outcome, and return the whole; `reason` is empty after a delivery."""
-        seconds, (payload_bytes, flow_seconds, codecs) = time.monotonic() - self._began, carried
+        seconds, (payload_bytes, flow_seconds, codecs, account) = time.monotonic() - self._began, carried
         if flow_seconds:
             self._marks.setdefault("first_byte", max(0.0, seconds - flow_seconds))
         used = {Codec(codec) for codec in codecs}
@@ -68,6 +71,8 @@ class TransferLog:
                 seconds=seconds,
                 flow_seconds=flow_seconds,
                 mbps=payload_bytes * 8 / flow_seconds / 1e6 if flow_seconds else None,
+                first_byte_seconds=account.first_byte_seconds if account else None,
+                computed_seconds=account.computed_seconds if account else None,
                 codecs=",".join(names),
                 breaks=self.breaks,
                 reason=reason,

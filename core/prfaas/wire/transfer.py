@@ -154,7 +154,8 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """The source's account of a transfer: data frames and their payload bytes as sent, the digest over all of them,
-    compute time, announcement to first cache byte sent, and whether it stands on nothing that a codec has changed.
+    compute time, announcement to first cache byte sent, and whether it stands on nothing that a codec has changed. Then
+    from the announcement until all was computed; None if the source does not report it.
     """
 
     frames: int
@@ -163,6 +164,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     prefill_seconds: float = 0.0
     first_byte_seconds: float = 0.0
     is_exact: bool = True
+    computed_seconds: float | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):

@@ -64,6 +64,8 @@ def test_a_cache_arrives_bit_for_bit_whether_the_destination_comes_early_or_late
     done = taking.whole()
     assert_same_bits(SMALL, taking.place, cache)
     assert done.prefill_seconds == 0.25
+    assert done.computed_seconds is not None
+    assert connect_first or done.computed_seconds < done.first_byte_seconds, "it was computed while nobody had come"
     assert taking.ledger.received_bytes == done.payload_bytes == SMALL.nbytes
     assert port.ends()
     assert not port.offers.is_open(leg.transfer_id, 0)

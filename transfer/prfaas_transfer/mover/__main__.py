@@ -235,7 +235,7 @@ class Pulls:
             reason, outcome = repr(error)[:MAX_REASON], "failed"
         del self._running[key]
         state = pull.state
-        totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs)
+        totals = TransferTotals(state.ledger.received_bytes, state.seconds, state.codecs, done)
         if reason and pull.is_cancelled:
             outcome = "cancelled"
         self._context.counters.count_end(record.end(outcome, reason, totals))
