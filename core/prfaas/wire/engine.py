@@ -14,7 +14,7 @@ from prfaas.wire.frames import Buffer
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.profile import Profile
 from prfaas.wire.stats import CacheStats, LinkStats
-from prfaas.wire.trace import NO_TRACE, TraceContext
+from prfaas.wire.trace import NO_TRACE, Moment, TraceContext
 
 FinishReason = Literal["stop", "length"]
 Direction = Literal["send", "receive"]
@@ -157,6 +157,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The transfer that brought the cache; empty without one."""
     lost_transfer: str = ""
     """The value of LOST_TRANSFER."""
+    moments: tuple[Moment, ...] = ()
+    """The parts of its time to the first token, by the machine's monotonic clock; none for a source's leg."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

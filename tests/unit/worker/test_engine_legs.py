@@ -2,12 +2,16 @@
 owes its front; whatever ends first, nothing stays held.
 """
 
+import time
+
+import msgspec
 import pytest
 
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.wire.engine import Cancel, Started
 from prfaas.wire.frames import Kind
 from prfaas.wire.prefill import LegParams
+from prfaas.wire.trace import PARTS, UNKNOWN, split
 from prfaas_worker.engine import schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models.base import Model
@@ -74,6 +78,46 @@ def test_a_destination_whose_cache_does_not_come_computes_the_prompt_and_says_wh
     assert "r is computed here, its cache did not come: the link is down" in caplog.text
     assert len(bench.fetches) == 1
     bench.assert_nothing_is_held()
+
+
+def parts(bench: Bench, began: float) -> dict[str, float]:
+    (start,) = started(bench)
+    return split(began, time.monotonic(), start.moments)
+
+
+def test_the_parts_of_a_first_token_are_those_of_source_link_and_destination(bench: Bench, model: Model):
+    began = time.monotonic() - 4
+    bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetched = prefix_fetched(model, fetch.sequence, len(PROMPT) - 1)
+    done = msgspec.structs.replace(fetched.done, prefill_seconds=0.5, first_byte_seconds=0.25, computed_seconds=0.125)
+    fetch.on_end(fetched._replace(done=done, transfer_seconds=2.0))
+    bench.run()
+    found = parts(bench, began)
+    assert found.keys() == set(PARTS)
+    assert found["prefill"] == pytest.approx(0.5)
+    assert found["decode_queue"] > 0, "it asked for the cache after the source had computed"
+    assert sum(found.values()) == pytest.approx(time.monotonic() - began, abs=0.5)
+
+
+def test_a_source_that_does_not_report_when_it_had_computed_leaves_its_parts_unknown(bench: Bench, model: Model):
+    began = time.monotonic()
+    bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert parts(bench, began).keys() == {"gateway_queue", "first_step", UNKNOWN}
+
+
+def test_a_prompt_that_is_computed_here_has_no_wait_for_a_link(bench: Bench):
+    began = time.monotonic()
+    bench.ask(PROMPT)
+    bench.run()
+    found = parts(bench, began)
+    assert (found["link_wait"], found["transfer"], found["decode_queue"]) == (0.0, 0.0, 0.0)
+    assert found["prefill"] == pytest.approx(started(bench)[0].prefill_seconds)
 
 
 def test_a_destination_that_has_the_prompt_declines_and_one_that_has_less_does_not(bench: Bench, model: Model):

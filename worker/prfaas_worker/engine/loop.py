@@ -35,7 +35,7 @@ from prfaas.wire.engine import (
 )
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas.wire.kvevents import EventBatch, KvEvent, encode_events
-from prfaas_transfer.mover.messages import Fetched
+from prfaas.wire.trace import Moment
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
@@ -78,6 +78,7 @@ class EngineLoop:
     stats: Stats = field(init=False)
     requests: Requests = field(default_factory=Requests, init=False)
     _messages: list[ToFront] = field(default_factory=list, init=False)
+    _step_began: float = field(default=0.0, init=False)
 
     def __post_init__(self, role: Role) -> None:
         self.stats = Stats(role=role)
@@ -94,7 +95,7 @@ class EngineLoop:
     def step(self, *, wait: bool) -> bool:
         """Do one step; with `wait` first wait for a message. Return True if there was work."""
         self._handle_events(wait=wait)
-        began = time.monotonic()
+        self._step_began = time.monotonic()
         planned = self._plan()
         for sequence in planned.preempt:
             self._preempt(sequence)
@@ -105,7 +106,7 @@ class EngineLoop:
         work = StepWork(planned.chunks, growing)
         self._compute(work)
         if work.decodes and not work.chunks:
-            self._count(decode_steps=1, decode_seconds=time.monotonic() - began)
+            self._count(decode_steps=1, decode_seconds=time.monotonic() - self._step_began)
         self._send_messages()
         return not planned.empty
 
@@ -136,8 +137,8 @@ class EngineLoop:
                 self._add_prefill(EngineRequest(message, offer), has_ended=offer.ended)
             case OfferEnded(handle):
                 self._end_offer(handle)
-            case FetchEnded(handle, result):
-                self._finish_fetch(handle, result)
+            case FetchEnded():
+                self._finish_fetch(event)
             case ResetCache(handle):
                 self._messages.append(CacheReset(handle, self.cache.reset()))
             case SetRole(handle, role):
@@ -271,16 +272,16 @@ class EngineLoop:
         sequence.request.drop_unneeded(self.cache)
         return True
 
-    def _finish_fetch(self, handle: int, result: Fetched | PrfaasError) -> None:
-        request = self.requests.get(handle)
+    def _finish_fetch(self, ended: FetchEnded) -> None:
+        request = self.requests.get(ended.handle)
         if request is None:
             return
         # Choices are made of a computed prompt, so there is one while anything is fetched.
         (sequence,) = request.sequences
-        request.fetch = None
-        self.remote.finish_fetch(sequence, result)
+        request.fetch, request.fetched_at = None, ended.at
+        self.remote.finish_fetch(sequence, ended.result)
         if sequence.phase is Phase.ENDING:  # cancelled meanwhile
-            self._end(handle)
+            self._end(ended.handle)
 
     def _preempt(self, sequence: Sequence) -> None:
         sequence.release(self.cache)
@@ -345,7 +346,7 @@ class EngineLoop:
         for choice in request.sequences:
             choice.sampler = Sampler(generate, choice.index, self._outputs, generate.generated)
         request.started = True
-        self._messages.append(_started(request))
+        self._messages.append(_started(request, request.moments(self._step_began)))
         return request.sequences[:]
 
     def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
@@ -434,7 +435,7 @@ class EngineLoop:
             self._messages = []
 
 
-def _started(request: EngineRequest) -> Started:
+def _started(request: EngineRequest, moments: tuple[Moment, ...] = ()) -> Started:
     cache = request.prefix
     return Started(
         handle=request.handle,
@@ -446,6 +447,7 @@ def _started(request: EngineRequest) -> Started:
         queue_seconds=request.queue_seconds or 0.0,
         transfer_id=cache.transfer_id if cache else "",
         lost_transfer=request.lost_transfer,
+        moments=moments,
     )
 
 

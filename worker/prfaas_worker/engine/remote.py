@@ -19,6 +19,7 @@ to the step loop as if they were here. When a mover dies its transfers fail, and
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -359,7 +360,7 @@ class RemoteCaches:
             self._waiting[_prefix_name(sequence, leg)] = []
         sequence.phase, handle = Phase.FETCHING, request.handle
         request.fetch = self._fetcher.prepare(sequence)
-        request.fetch.start(lambda result: self._post(FetchEnded(handle, result)))
+        request.fetch.start(lambda result: self._post(FetchEnded(handle, result, time.monotonic())))
 
     def finish_fetch(self, sequence: Sequence, result: Fetched | PrfaasError) -> None:
         """Continue after the fetch of a leg's cache."""

@@ -11,6 +11,7 @@ from prfaas.errors import InternalError, PrfaasError
 from prfaas.kvindex.blocks import BlockChain
 from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, SetRole
 from prfaas.wire.prefill import LegParams
+from prfaas.wire.trace import Moment, Stamps, first_token_moments
 from prfaas.wire.transfer import Manifest
 from prfaas_transfer.mover.messages import Fetched
 from prfaas_transfer.send import Frame
@@ -187,6 +188,7 @@ class EngineRequest:
     leg_done: bool = False  # True if the cache of its leg was fetched, will not come, or is not wanted.
     lost_transfer: str = ""  # The header LOST_TRANSFER of its answer.
     prefix: Fetched | None = None
+    fetched_at: float | None = None  # When the fetch of its leg ended, well or not.
     stored: StoredPrompt | None = None
     handle: int = field(init=False)
     prompt_tokens: int = field(init=False)
@@ -222,6 +224,27 @@ class EngineRequest:
             leg, most = self.message.leg.prefix, most - 1
             wanted = 0 if leg is None else leg.tokens
         return leg if leg is not None and 0 < wanted <= most else None
+
+    def moments(self, step_began: float) -> tuple[Moment, ...]:
+        """Return the moments of the first token, whose prompt is computed now, in the step that began then."""
+        fetched, leg = self.prefix, self.message.leg
+        source_computed = first_byte = None
+        if fetched is not None and self.fetched_at is not None:
+            first_byte = self.fetched_at - fetched.transfer_seconds
+            if fetched.done.computed_seconds is not None:
+                source_computed = first_byte + fetched.done.computed_seconds - fetched.done.first_byte_seconds
+        return first_token_moments(
+            Stamps(
+                admitted=self.arrived + (self.queue_seconds or 0.0),
+                prefill_seconds=self.prefill_seconds,
+                computed=time.monotonic(),
+                step_began=step_began,
+                fetched=self.fetched_at,
+                first_byte=first_byte,
+                source_computed=source_computed,
+                is_remote=fetched is not None and leg is not None and not leg.tokens,
+            )
+        )
 
     @property
     def is_owed_answer(self) -> bool:
@@ -330,10 +353,11 @@ class OfferEnded(NamedTuple):
 
 
 class FetchEnded(NamedTuple):
-    """A fetch ended, and its thread no longer writes to its memory."""
+    """A fetch ended, and its thread no longer writes to its memory; `at` is that moment, by the monotonic clock."""
 
     handle: int
     result: Fetched | PrfaasError
+    at: float
 
 
 Event = Generate | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded

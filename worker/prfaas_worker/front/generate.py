@@ -28,7 +28,7 @@ from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, canonical_c
 from prfaas.wire import headers
 from prfaas.wire.engine import Announced, Cancel, Generate, GiveCache, LearnBytes, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock, ByteMapBatch, encode_byte_map
-from prfaas.wire.trace import TraceContext, read_trace
+from prfaas.wire.trace import TraceContext, read_trace, split, write_parts
 from prfaas_worker.front.auth import require_caller
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
@@ -203,9 +203,12 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         calls.send(spans)
         _record_prompt(state, job, size)
         started = await calls.start()
-        spans.end_prefills(started)
-        state.metrics.first_token(time.monotonic() - began)
-        answer_headers = _headers(started, job.prompt_tokens, request_id)
+        ended = time.monotonic()
+        # The last prompt was waited for; a stream that only had its end to come has none.
+        parts = split(began, ended, started[-1].moments if started else ())
+        spans.end_prefills(started, parts)
+        state.metrics.first_token(ended - began)
+        answer_headers = _headers(started, job.prompt_tokens, request_id) | {headers.TTFT_SECONDS: write_parts(parts)}
         if not job.body.stream:
             return await reply.whole(answer_headers)
         return await reply.stream(request, answer_headers)

@@ -16,7 +16,7 @@ from typing import Final, Self
 from prfaas.errors import RequestError
 from prfaas.telemetry.tracing import Span, Tracing
 from prfaas.wire.engine import Generate, Started, ToEngine, ToFront, TransferEnded
-from prfaas.wire.trace import TraceContext
+from prfaas.wire.trace import Parts, TraceContext, named_seconds
 
 NAMES: Final = {"receive": "transfer", "send": "prefill"}
 
@@ -43,8 +43,8 @@ class RequestSpans:
         self._prefills[handle] = span
         return span.context
 
-    def end_prefills(self, prompts: Sequence[Started]) -> None:
-        """End the prefills: the first token of every prompt exists."""
+    def end_prefills(self, prompts: Sequence[Started], parts: Parts) -> None:
+        """End the prefills: the first token of every prompt exists, after these parts of the time to it."""
         for prompt in prompts:
             span = self._prefills.pop(prompt.handle)
             span.set(
@@ -56,6 +56,7 @@ class RequestSpans:
             if prompt.transfer_id:
                 span.set(transfer_id=prompt.transfer_id)
             span.end()
+        self._span.set(**named_seconds(parts))
         self._span.event("first_token")
 
     def fail(self, reason: str) -> None:
