@@ -17,6 +17,7 @@ from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
+from prfaas.wire.trace import write_parts
 from prfaas_gateway.api import not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
@@ -281,7 +282,8 @@ class Attempts:
         self._note_alive(progress, attempt.route)
         if answer.status >= 400 or not request.api.prefills:
             return
-        metrics.time_to_first_token.labels(progress.decision).observe(progress.note_first_token(answer))
+        seconds = progress.note_first_token(answer, attempt.began_seconds, attempt.prefilled_seconds)
+        metrics.time_to_first_token.labels(progress.decision).observe(seconds)
         route = attempt.route
         if route.prefill is not None and route.prefill.name in progress.tried:  # its cache did not come
             route = msgspec.structs.replace(route, prefill=None)
@@ -331,6 +333,8 @@ def _added_headers(progress: Progress, route: Route, status: int) -> dict[str, s
     }
     if status < 400:
         added[headers.OUTCOME] = "fallback" if progress.fell_back else "ok"
+    if parts := progress.answer_start.parts:
+        added[headers.TTFT_SECONDS] = write_parts(parts)
     return added
 
 

@@ -101,6 +101,7 @@ class RequestHistory:
                 "prefill": prefilled_by.name if prefilled_by else "",
                 "decode": route.decode.name if route else "",
                 "first_token_seconds": start.seconds,
+                "parts": start.parts,  # of that time
                 "seconds": progress.seconds,
                 "reason": progress.reason,
             }

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from prfaas.engines import ENGINES
-from prfaas.errors import UNREADABLE, RequestError
+from prfaas.errors import UNREADABLE, BadInputError, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.routing.facts import Route
@@ -32,12 +32,13 @@ from prfaas.wire import headers
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import EngineName
+from prfaas.wire.trace import LegTimes, Parts, at_gateway, named_seconds, read_parts
 from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.auth import Charge
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
-from prfaas_gateway.stream import AnswerStream
+from prfaas_gateway.stream import AnswerStream, is_stream
 from prfaas_gateway.upstream import Answer
 
 log = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ class AnswerStart(NamedTuple):
     prompt_tokens: int = 0
     """The prompt's exact length; 0: unknown."""
     cached_tokens: int = 0
+    parts: Mapping[str, float] = {}
+    """Of the time to it; none: that is unknown, since the whole answer came at once."""
 
 
 @dataclass(slots=True)
@@ -185,13 +188,21 @@ class Progress:
         """Let all instances be tried again but those that refused."""
         self.tried = set(self.refused)
 
-    def note_first_token(self, answer: Answer) -> float:
-        """Record the first token and the worker's counts; return the seconds to it."""
+    def note_first_token(self, answer: Answer, leg_began: float, prefilled: float | None) -> float:
+        """Record the first token, its parts and the worker's counts; return the seconds to it. The answer's leg
+        `leg_began` then, and the leg of its source, if there was one, was answered `prefilled`."""
         seconds, prompt_tokens, cached_tokens = self.seconds, 0, 0
         with suppress(ValueError):  # an engine that reports no count
             prompt_tokens = int(answer.headers.get(headers.PROMPT_TOKENS, ""))
             cached_tokens = int(answer.headers.get(headers.CACHED_TOKENS, ""))
-        self.answer_start = AnswerStart(seconds, prompt_tokens, cached_tokens)
+        reported: Parts = {}
+        with suppress(BadInputError):  # an engine that reports no parts
+            reported = read_parts(answer.headers.get(headers.TTFT_SECONDS, ""))
+        queue_seconds = leg_began - self.began_seconds
+        leg = LegTimes(
+            seconds - queue_seconds, None if prefilled is None else prefilled - leg_began, is_stream=is_stream(answer)
+        )
+        self.answer_start = AnswerStart(seconds, prompt_tokens, cached_tokens, at_gateway(queue_seconds, leg, reported))
         return seconds
 
     def note_transfer(self, answer: Answer | None) -> None:
@@ -215,8 +226,8 @@ class Progress:
         self.span.set(**fields)
         self.span.end()
 
-    def _log_fields(self) -> dict[str, str | int]:
-        fields: dict[str, str | int] = {
+    def _log_fields(self) -> dict[str, str | int | float]:
+        fields: dict[str, str | int | float] = {
             "request_id": self.request_id,
             "transfer_id": self.transfer_id,
             "decision": self.decision,
@@ -239,6 +250,8 @@ class Progress:
                 "threshold_tokens": self.threshold_tokens,
                 "why": self.route.reason,
             }
+        if parts := self.answer_start.parts:
+            fields |= {"first_token_seconds": sum(parts.values()), **named_seconds(parts)}
         return fields
 
 

@@ -205,18 +205,24 @@ async def begin_answer(
     if answer.body is not None:
         return web.Response(status=answer.status, headers=kept, body=answer.body)
     response = web.StreamResponse(status=answer.status, headers=kept)
-    is_stream = answer.status == 200 and response.content_type == EVENT_STREAM
-    if is_stream:
+    streams = is_stream(answer)
+    if streams:
         response.headers.update(STREAM_HEADERS)
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
-    stream = http[STARTED] = AnswerStream(http, response, log if is_stream else None)
+    stream = http[STARTED] = AnswerStream(http, response, log if streams else None)
     try:
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:
         raise ClientGoneError(str(error)) from error
     return stream
+
+
+def is_stream(answer: Answer) -> bool:
+    """Whether an answer comes token by token, and not as a whole."""
+    kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return answer.status == 200 and answer.body is None and kind == EVENT_STREAM
 
 
 class AnswerTail:

@@ -6,8 +6,9 @@ prompts arrive unchanged.
 
 import asyncio
 import re
+import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -95,6 +96,9 @@ class Attempt:
     """The log of its answer; None: no other instance could continue it."""
     transfer_id: str = ""
     """The transfer that the gateway itself named."""
+    began_seconds: float = field(default_factory=time.monotonic)
+    prefilled_seconds: float | None = None
+    """When its prefill leg was answered; None before that, and without one."""
 
 
 class EngineProtocol(Protocol):
@@ -142,6 +146,8 @@ async def call(upstream: Upstream, request: GatewayRequest, attempt: Attempt, le
         answer.close()
         message = f"{leg.instance.name} answered HTTP {answer.status} to its {leg.name} leg"
         raise LegFailedError(message, leg=leg.name, eject=not is_full, answer=answer)
+    if leg.name == "prefill" and leg.instance is attempt.route.prefill:
+        attempt.prefilled_seconds = time.monotonic()
     return answer
 
 

@@ -1,6 +1,7 @@
 // The live page: asks /ui/state every second for what is new and draws it. Text goes in as text, never as HTML.
 
 const KEEP_REQUESTS = 200, KEEP_SAMPLES = 600, EVERY_MS = 1000, PATIENCE_MS = 5000;
+const PARTS = ["gateway_queue", "prefill_queue", "prefill", "link_wait", "transfer", "decode_queue", "first_step", "unknown"];
 const $ = (id) => document.getElementById(id);
 const kept = { started: 0, placed: [], moments: [], filter: "all", paused: false };
 const failed = (one) => ["failed", "rejected"].includes(one.outcome);
@@ -57,6 +58,16 @@ function take(view) {
   clusters(view.clusters);
   chart(view.clusters.filter((one) => one.link).map((one) => one.name));
   if (view.placed.length || !kept.drawn) rows();
+  parts();
+}
+
+// The mean of each part of the time to the first token. They add up: what a request lacks is in its `unknown`.
+function parts() {
+  const known = kept.placed.filter((one) => Object.keys(one.parts ?? {}).length);
+  const means = PARTS.map((part) => [part.replace("_", " "), sum(known, (one) => one.parts[part] ?? 0) / known.length])
+    .filter(([, mean]) => mean)
+    .map(([part, mean]) => `${part} ${seconds(mean)}`);
+  $("parts").textContent = known.length ? `First token, mean of ${count.format(known.length)}: ${means.join(", ")}` : "";
 }
 
 function figures(view) {

@@ -5,6 +5,7 @@ are skipped. The pictures lie under the tests' temporary folder.
 """
 
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 
@@ -46,6 +47,7 @@ async def busy(world):
 
     async def cached(request: web.Request, body: bytes) -> web.StreamResponse:
         reported = {headers.PROMPT_TOKENS: str(len(body) // 4), headers.CACHED_TOKENS: str(len(body) // 8)}
+        reported[headers.TTFT_SECONDS] = "prefill=0.000001"
         return web.json_response({"object": "chat.completion"}, headers=reported)
 
     for worker in world.workers.values():
@@ -81,6 +83,7 @@ async def test_the_page_draws_what_the_gateway_knows_and_runs_none_of_it(busy, b
     await expect(page.locator(".cluster h3")).to_contain_text(["hub", "eu"])
     await expect(page.get_by_role("meter")).to_have_attribute("aria-valuenow", "61")
     await expect(page.locator("#reason")).to_contain_text(HOSTILE)
+    await expect(page.locator("#parts")).to_contain_text(re.compile(r"mean of 6: gateway queue \d+ ms, prefill 0 ms"))
     assert await page.locator("img").count() == 0
     await expect(page.locator("#rows tr")).to_have_count(6)
     await expect(page.locator("#chart path.threshold")).to_have_count(1)
