@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP: Final = "prfaas.commands"
 CORE_COMMANDS: Final = {
     "bench": "prfaas.cli.bench:bench",
     "contract": "prfaas.cli.contract.command:contract",
+    "explain": "prfaas.cli.explain:explain",
     "plan": "prfaas.cli.plan:plan",
     "profile": "prfaas.cli.profile:app",
     "simulate": "prfaas.cli.simulate:simulate",

@@ -37,7 +37,8 @@ def test_every_installed_part_is_listed():
 
 
 @pytest.mark.parametrize(
-    "command", [["bench"], ["certs", "issue"], ["cluster", "join"], ["crds", "write"], ["demo"], ["sandbox", "up"]]
+    "command",
+    [["bench"], ["certs", "issue"], ["cluster", "join"], ["crds", "write"], ["demo"], ["explain"], ["sandbox", "up"]],
 )
 def test_every_command_explains_itself_with_an_example(command):
     explained = prfaas(*command, "--help")

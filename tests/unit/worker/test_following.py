@@ -4,12 +4,14 @@ shows.
 """
 
 import asyncio
+import json
 import os
 import re
 import secrets
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from prfaas.names import HUB
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import new_transfer
 from prfaas.wire.routes import Cluster, Instance, LinkWatermarks, RoutingTable, Threshold, encode
+from prfaas.wire.trace import PARTS, named_seconds, read_parts
 from prfaas_transfer.pull import Connections, SourceAddress, decline
 from prfaas_transfer.tls import PeerAuth
 
@@ -35,6 +38,7 @@ pytestmark = pytest.mark.system
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
 REMOTE = ["prefill.remote", "transfer", "prefill"]
+SEVERAL = 4
 Leg = dict[str, Any]
 
 
@@ -107,6 +111,20 @@ async def ask(url: str, prompt: str = PROMPT, leg: Leg | None = None, /, **heade
         return answer.status, {"body": text} | {name.lower(): value for name, value in answer.headers.items()}
 
 
+async def stream(url: str, prompt: str, **sent: str) -> tuple[dict[str, str], float]:
+    """Stream the answer to a prompt that is not cached; returns its headers and the seconds to its first bytes."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "stream": True, "cache_salt": secrets.token_hex(8)}
+    began = time.monotonic()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url + "/v1/completions", json=body, headers=sent) as answer,
+    ):
+        await answer.content.readany()
+        waited_seconds = time.monotonic() - began
+        await answer.read()
+        return {name.lower(): value for name, value in answer.headers.items()}, waited_seconds
+
+
 def legs_to(host: str, port: int = 8001) -> tuple[Leg, Leg]:
     """Name a transfer; return the legs of its source, at this place, and of its destination."""
     transfer = new_transfer()
@@ -175,6 +193,65 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
     assert float(destination["mbps"]) > 0
     assert 0 < float(destination["flow_seconds"]) <= float(destination["seconds"])
     assert destination["trace_id"] == source["trace_id"] == gateway["trace_id"]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: THRESHOLD_TOKENS - 1]])
+async def test_the_parts_of_a_first_token_add_up_to_what_the_client_waited(system, prompt):
+    sums: list[tuple[float, float]] = []
+
+    async def agrees() -> bool:
+        """A busy machine may delay the client between the gateway's first token and its own."""
+        answered, waited_seconds = await stream(system.gateway_url, prompt)
+        parts = read_parts(answered["x-prfaas-ttft-seconds"])
+        assert parts.keys() == set(PARTS), "our workers report all of them"
+        assert sum(parts.values()) <= waited_seconds, "the gateway waits while the client does"
+        sums.append((sum(parts.values()), waited_seconds))
+        return sums[-1][0] == pytest.approx(waited_seconds, rel=0.05, abs=0.003)
+
+    for _ in range(SEVERAL):
+        await eventually_async(agrees, lambda: f"the parts and the client's time agree within 5 %: {sums}")
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "short"])
+async def test_header_log_spans_and_explain_have_the_same_parts(system, prompt):
+    trace_id, _, context = trace_context()
+    request_id = f"parts-{trace_id}"
+    answered, _ = await stream(system.gateway_url, prompt, **context, **{"x-request-id": request_id})
+    parts = read_parts(answered["x-prfaas-ttft-seconds"])
+    named = named_seconds(parts)
+    assert parts["prefill"] <= float(answered["x-prfaas-prefill-seconds"]) + 1e-5
+    (logged,) = await wait_for_lines(system.gateway_log, 1, request_id=request_id)
+    assert {name: float(logged[name]) for name in named} == pytest.approx(named, abs=1e-4)
+    is_remote = prompt is PROMPT
+    spans = await asyncio.to_thread(
+        system.collector.trace,
+        trace_id,
+        "request",
+        "decode",
+        *(("source", *REMOTE) if is_remote else ("prefill.local",)),
+    )
+    traced = {span.name: span.attributes for span in spans}
+    assert {name: traced["request"][name] for name in named} == pytest.approx(named, abs=1e-6)
+    assert traced["decode"]["decode_queue_seconds"] == pytest.approx(parts["decode_queue"], abs=1e-6)
+    if is_remote:
+        for side in ("D", "P"):
+            await wait_for_lines(system.logs[side], 1, request_id=request_id)
+    found = await explain(system, request_id)
+    assert {one["part"]: one["seconds"] for one in found["parts"]} == pytest.approx(parts, abs=1e-4)
+    assert found["first_token_seconds"] == pytest.approx(sum(parts.values()), abs=1e-3)
+    where = {one["part"]: one["where"] for one in found["parts"]}
+    if is_remote:
+        assert (where["prefill"], where["transfer"]) == ("eu, p0", "eu to hub")
+        assert {one["what"] for one in found["transfers"]} == {"transfer sent", "transfer received"}
+    else:
+        assert (where["prefill"], parts["link_wait"], parts["transfer"]) == ("hub, d0", 0.0, 0.0)
+
+
+async def explain(system: System, request_id: str) -> dict[str, Any]:
+    logs = [word for log in system.logs.values() for word in ("--log", str(log))]
+    command = [sys.executable, "-m", "prfaas.cli.main", "explain", request_id, *logs, "-o", "json"]
+    explained = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+    return json.loads(explained.stdout)
 
 
 async def test_the_debug_log_has_the_steps_of_a_transfer(system):
