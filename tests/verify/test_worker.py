@@ -60,7 +60,7 @@ def test_a_clean_pair_is_proven(bench: Bench):
     found = verified(source.url, destination.url, "--most-tokens", "2048", data_port=source.data_port)
     assert (found.exit_code, found.outcomes("fails", "proves little")) == (0, {})
     assert list(found.outcomes("left out")) == ["a cache of another prompt shows"]
-    assert found.record["figures"]["link_mbps"] > 0
+    assert found.record["figures"]["cache_mbps"] > 0
     assert found.record["figures"]["limit_nats"] == LEAST_NATS
 
 

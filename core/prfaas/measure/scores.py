@@ -20,10 +20,10 @@ _TIMES_NOISE: Final = 4.0
 def difference(found: dict[str, Any], wanted: dict[str, Any], compared_tokens: int = COMPARED_TOKENS) -> float:
     """Return by how many nats the scores of two choices differ, until their tokens do: then by how much less likely the
     one found was in the answer that is wanted."""
-    worst = 0.0 if len(found["tokens"]) == len(wanted["tokens"]) else math.inf
     names = "tokens", "token_logprobs"
-    both = zip(*(one[name] for one in (found, wanted) for name in names), wanted["top_logprobs"], strict=False)
-    for mine, value, theirs, best, tops in list(both)[:compared_tokens]:
+    columns = [*(one[name] for one in (found, wanted) for name in names), wanted["top_logprobs"]]
+    worst = 0.0 if len({len(column) for column in columns}) == 1 else math.inf
+    for mine, value, theirs, best, tops in list(zip(*columns, strict=False))[:compared_tokens]:
         worst = max(worst, abs(value - best), best - tops.get(mine, -math.inf))
         if mine != theirs:
             break

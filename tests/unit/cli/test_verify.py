@@ -7,12 +7,13 @@ import pytest
 
 from prfaas.cli.contract.calls import CheckedAnswer
 from prfaas.cli.verify.command import _without_addresses, verify
-from prfaas.cli.verify.kit import DoubtError, Kit, LeftOutError, VerifyFigures
+from prfaas.cli.verify.kit import Kit, VerifyFigures
 from prfaas.cli.verify.prompts import Prompts
 from prfaas.cli.verify.record import EngineSaid, Record, VerifiedStep, page_of, verdict_of
 from prfaas.cli.verify.relay import RelayedFrame, killed, stale, zeroed
 from prfaas.cli.verify.run import Pace, run_steps
-from prfaas.cli.verify.steps import PlannedStep, _answers_alike, lengths
+from prfaas.cli.verify.steps import PlannedStep, _answers_alike, _hands_off_many, lengths
+from prfaas.cli.verify.ways import DoubtError, GatewayWay, LeftOutError, SglangWay
 from prfaas.errors import ConfigError, PeerError, UnreachableError
 from prfaas.measure.scores import LEAST_NATS, NOISE_NATS, limit_of
 from prfaas.wire.frames import Address, FrameHeader, Kind
@@ -86,11 +87,60 @@ class RoundingKit:
         return CheckedAnswer(200, {}, {"choices": [{"token_ids": [1] * max_tokens, "logprobs": scores}]})
 
 
-@pytest.mark.parametrize(("off_nats", "limit"), [(0.0, LEAST_NATS), (0.2, 0.8), (0.5, NOISE_NATS)])
+@pytest.mark.parametrize(("off_nats", "limit"), [(0.0, LEAST_NATS), (0.2, 0.8)])
 def test_rounding_is_what_an_answer_moves_when_its_first_token_ends_the_prompt(off_nats: float, limit: float):
     kit = cast("Kit", RoundingKit(off_nats))
     _answers_alike(kit)
     assert kit.limit_nats == kit.figures.limit_nats == pytest.approx(limit)
+
+
+def test_engines_whose_own_answers_are_far_apart_prove_little():
+    with pytest.raises(DoubtError, match=r"answers of one engine are 0\.5 nats apart"):
+        _answers_alike(cast("Kit", RoundingKit(0.5)))
+
+
+class WayOfOne:
+    """A way of which one of eight prompts crosses, and a kit with it."""
+
+    block_tokens, most_tokens = 16, 512
+
+    def __init__(self):
+        self.way, self.prompts, self._crossed = self, Prompts(Engine(gives_ids=True)), 0  # type: ignore[arg-type]
+
+    def fetched_tokens(self) -> float:
+        return self._crossed
+
+    def hand_off(self, prompt: list[int]) -> None:
+        self._crossed = len(prompt) - 1
+
+
+def test_one_cache_that_crosses_does_not_count_for_eight():
+    with pytest.raises(PeerError, match="only 262 tokens crossed, of 8 prompts of 263"):
+        _hands_off_many(cast("Kit", WayOfOne()))
+
+
+class Sglang(Engine):
+    def __init__(self, mode: str):
+        self.get = lambda _path: f'{{"disaggregation_mode": "{mode}"}}'.encode()
+
+
+def test_engines_of_sglang_must_be_a_pair():
+    SglangWay(Sglang("prefill"), Sglang("decode"))  # type: ignore[arg-type]
+    with pytest.raises(PeerError, match="must have --disaggregation-mode decode; its mode is null"):
+        SglangWay(Sglang("prefill"), Sglang("null"))  # type: ignore[arg-type]
+
+
+def answered(**headers: str) -> CheckedAnswer:
+    return CheckedAnswer(200, {f"x-prfaas-{name.replace('_', '-')}": value for name, value in headers.items()}, {})
+
+
+def test_behind_a_gateway_bytes_say_whether_a_cache_crossed_and_a_threshold_why_not():
+    way = GatewayWay(Engine(True), Engine(True), Engine(True))  # type: ignore[arg-type]
+    assert way._has_crossed(answered(kv_bytes="9", decision="local"), None)
+    with pytest.raises(PeerError, match="threshold is 2048 tokens"):
+        way._has_crossed(answered(kv_bytes="0", threshold_tokens="2048"), None)
+    with pytest.raises(DoubtError, match="nothing says whether a cache crossed"):
+        way._has_crossed(answered(), None)
 
 
 def test_harm_is_done_once_to_what_it_is_meant_for_and_keeps_lengths():
@@ -125,7 +175,7 @@ def test_all_that_applies_must_hold(steps: list[VerifiedStep], verdict: str):
 
 def test_a_record_says_no_address_and_its_page_escapes_what_engines_say():
     seen = "http://10.0.0.5:8000 and http://[::1]:9/x broke, 10.1.2.3:55 too"
-    words = _without_addresses(seen, {"prefill": Engine(True)})  # type: ignore[dict-item]
+    words = _without_addresses(seen, {"prefill": Engine(True)}, "s3cret")  # type: ignore[dict-item]
     assert words == "prefill and an address broke, an address too"
     page = page_of(
         Record(

@@ -15,13 +15,14 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from prfaas.cli.measured_server import COMPLETIONS, HttpServer
-from prfaas.errors import PeerError, ProtocolError
+from prfaas.errors import PeerError, ProtocolError, UnreachableError
 from prfaas.measure.answers import LOADS, StreamedAnswer, samples_of
 from prfaas.util import decode_json
 from prfaas.wire import headers
 
 NOT_IDLE_SECONDS: Final = 25.0
 """Less than a lease, which ends after 30 s: what is held for longer was not given back."""
+_MOST_BYTES: Final = 64 << 20
 _POLL_SECONDS: Final = 0.05
 _HELD: Final = LOADS | {"vllm:kv_cache_usage_perc", "prfaas_cache_used_pages"}
 """Gauges that are zero where nothing is held for any request."""
@@ -129,21 +130,34 @@ class CheckedEngine:
         """Return what serves, with the version that it says."""
         return self._server.label(self._card)
 
+    def get(self, path: str) -> bytes:
+        """Return the answer to a GET. Raises PeerError for any but 200."""
+        return self._server.get(path)
+
     def stream(self, prompt: list[int], tokens: int) -> StreamedAnswer:
         """Stream an answer of so many tokens, and return when each came."""
         return self._server.ask([prompt], tokens)[0]
 
     def block_tokens(self) -> int | None:
         """Return the tokens of a block of its cache; None if it does not say."""
-        sizes = _BLOCK.findall(self._server.get("/metrics").decode(errors="replace"))
+        sizes = _BLOCK.findall(self._read_metrics())
         return max((int(one) for one in sizes), default=None)
 
     def metrics(self) -> dict[str, float]:
         """Return the sum of each metric's samples."""
         found = dict[str, float]()
-        for name, _, value in samples_of(self._server.get("/metrics").decode(errors="replace")):
+        for name, _, value in samples_of(self._read_metrics()):
             found[name] = found.get(name, 0.0) + value
         return found
+
+    def _read_metrics(self) -> str:
+        """Return its metrics; nothing if it shows none, as SGLang without --enable-metrics."""
+        try:
+            return self._server.get("/metrics").decode(errors="replace")
+        except UnreachableError:
+            raise
+        except PeerError:
+            return ""
 
     def held(self) -> dict[str, float]:
         """Return what is held for requests, by metric. Raises PeerError if the engine does not say."""
@@ -174,9 +188,12 @@ def require(holds: object, words: str) -> None:
 
 
 def _read(answer: http.client.HTTPResponse, _began_seconds: float) -> CheckedAnswer:
-    content = answer.read()
+    content = answer.read(_MOST_BYTES)
+    if answer.read(1):
+        raise ProtocolError(f"an answer is longer than {_MOST_BYTES >> 20} MiB")
     is_stream = content.startswith(b"data:")
-    body = put_together(content) if is_stream else decode_json(content, dict[str, Any], "an answer is no JSON object")
+    words = f"an answer by HTTP {answer.status} is no JSON object ({content[:60]!r})"
+    body = put_together(content) if is_stream else decode_json(content, dict[str, Any], words)
     return CheckedAnswer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, body)
 
 

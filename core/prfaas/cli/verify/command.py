@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 import typer
@@ -65,21 +66,24 @@ def verify(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     idle engines. The exit code is 0 if all is proven, 1 if not. A key stands in PRFAAS_API_KEY.
     """
     began = time.monotonic()
-    for path in (record, html):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: there is no directory {path.absolute().parent}")
+    for path in filter(None, (record, html)):
+        _write(path, "")  # before the run: one that cannot be written is worth none
+    if record is not None and record == html:
+        raise ConfigError("give --record and --html different files")
+    say = partial(typer.echo, err=output == "json")
     urls = {"prefill": prefill, "decode": decode, "reference": reference, "gateway": gateway}
     urls = {role: url for role, url in urls.items() if url is not None}
     if len({url.rstrip("/") for url in urls.values()}) < len(urls):
         raise ConfigError(f"give {' and '.join(f'--{role}' for role in urls)} different URLs")
     if tls_dir is not None and not all(url.startswith("https://") for url in urls.values()):
         raise ConfigError("--tls-dir is for engines whose URLs begin with https://")
-    opened = partial(CheckedEngine, ca=ca, key=os.environ.get(KEY_VARIABLE) or None, tls_dir=tls_dir)
+    key = os.environ.get(KEY_VARIABLE) or None
+    opened = partial(CheckedEngine, ca=ca, key=key, tls_dir=tls_dir)
     engines = {role: opened(url, flag=f"--{role}") for role, url in urls.items()}
+    say("looking for the way by which they hand over")
     kit = make_kit(engines, EnginePair(engines["prefill"], engines["decode"], data_port, data_host=data_host))
     kit.tls_dir = tls_dir if prefill.startswith("https") else None
     kit.most_tokens = min(most_tokens, kit.reference.context_tokens // 2, kit.way.decode.context_tokens // 2)
-    say = partial(typer.echo, err=output == "json")
     said = [EngineSaid(role, one.label(), one.model) for role, one in engines.items()]  # type: ignore[arg-type]
     say(f"{' and '.join(f'{one.role}: {one.label}' for one in said)}; by {kit.way.name}")
     pace = measure_pace(kit)
@@ -105,13 +109,15 @@ def verify(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
             verdict=verdict_of(results),
             seconds=round(time.monotonic() - began, 1),
             figures=kit.figures,
-            steps=[msgspec.structs.replace(one, seen=_without_addresses(one.seen, engines)) for one in results],
+            steps=[msgspec.structs.replace(one, seen=_without_addresses(one.seen, engines, key)) for one in results],
         )
-        _write(record, msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
-        _write(html, page_of(found))
+        say(f"{found.verdict}, after {_clock(found.seconds)}")
+        try:
+            _write(record, msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        finally:  # one may be on a full disk, and the other not
+            _write(html, page_of(found))
     if output == "json":
         echo_json(found)
-    say(f"{found.verdict}, after {_clock(found.seconds)}")
     raise typer.Exit(0 if found.verdict == "proven" else 1)
 
 
@@ -146,10 +152,10 @@ def make_kit(engines: Mapping[str, CheckedEngine], pair: EnginePair) -> Kit:
     )
 
 
-def _without_addresses(text: str, engines: Mapping[str, CheckedEngine]) -> str:
+def _without_addresses(text: str, engines: Mapping[str, CheckedEngine], key: str | None) -> str:
     for role, engine in engines.items():
-        text = text.replace(engine.url, role)
-    return _ADDRESS.sub("an address", text)
+        text = text.replace(engine.url, role).replace(urlsplit(engine.url).netloc, role)
+    return _ADDRESS.sub("an address", text.replace(key, "the key") if key else text)
 
 
 def _clock(seconds: float) -> str:

@@ -14,27 +14,20 @@ from prfaas.cli.contract.calls import CheckedAnswer, CheckedEngine, require
 from prfaas.cli.contract.checks import SCORED
 from prfaas.cli.verify.prompts import DrawnPrompt, Prompts
 from prfaas.cli.verify.relay import Harm, Relay, address_towards
-from prfaas.cli.verify.ways import MoverWay, Way
+from prfaas.cli.verify.ways import DoubtError, LeftOutError, MoverWay, Way
 from prfaas.errors import PeerError
 from prfaas.measure.scores import NOISE_NATS, difference
 
 LONG_TOKENS: Final = 64
 
 
-class DoubtError(PeerError):
-    """What was seen proves too little: neither that a claim holds, nor that it does not."""
-
-
-class LeftOutError(PeerError):
-    """A step does not apply to these engines, or cannot be run from here."""
-
-
 class VerifyFigures(msgspec.Struct, omit_defaults=True):
-    """What a verification measured. A stall is the longest time between two tokens of another answer."""
+    """What a verification measured. A cache comes as fast as the link and the prefill let it. A stall is the longest
+    time between two tokens of another answer."""
 
     noise_nats: float | None = None
     limit_nats: float | None = None
-    link_mbps: float | None = None
+    cache_mbps: float | None = None
     first_byte_seconds: float | None = None
     prompt_tokens: int | None = None
     handed_seconds: float | None = None
@@ -70,10 +63,14 @@ class Kit:
     figures: VerifyFigures = field(default_factory=VerifyFigures)
 
     def alone(self, prompt: DrawnPrompt, engine: CheckedEngine | None = None, **fields: Any) -> CheckedAnswer:
-        """Have one engine answer, without what it has cached."""
+        """Have one engine answer, without what it has cached. Raises PeerError if it uses that all the same."""
         salt = secrets.token_hex(4)
-        answer = (engine or self.reference).ask(prompt=prompt, cache_salt=salt, **{**SCORED, **fields})
+        asked = engine or self.reference
+        answer = asked.ask(prompt=prompt, cache_salt=salt, **{**SCORED, **fields})
         require(answer.choice, "there is no choice")
+        details: dict[str, Any] = answer.usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
+        require(not cached, f"{asked.url} answers alone from {cached} cached tokens, under a cache_salt that is new")
         return answer
 
     def compare(self, answer: CheckedAnswer, prompt: DrawnPrompt, **fields: Any) -> float:
@@ -93,7 +90,8 @@ class Kit:
         return self.compare(self.way.hand_off(prompt, **fields), prompt, **fields)
 
     def harm(self, harm: Harm, prompt: DrawnPrompt) -> tuple[CheckedAnswer, Relay]:
-        """Hand a request over by a relay that does harm. Raises LeftOutError if the relay is not reached."""
+        """Hand a request over by a relay that does harm. Raises LeftOutError without our mover, DoubtError if the relay
+        is not reached."""
         direct = self.direct
         if direct is None:
             raise LeftOutError("only caches that our mover carries cross a relay")
@@ -103,7 +101,7 @@ class Kit:
             answer = direct.begin_through(relay.port, host, prompt).answered.answer()
         self.settle()
         if not relay.seen:
-            raise LeftOutError(f"the destination does not reach {host}, where this command runs")
+            raise DoubtError(f"the destination does not reach {host}, where this command runs: run it elsewhere")
         return answer, relay
 
     def engines(self) -> list[CheckedEngine]:

@@ -13,6 +13,7 @@ from prfaas.cli.verify.kit import VerifyFigures
 StepOutcome = Literal["holds", "fails", "proves little", "left out"]
 VerifyVerdict = Literal["proven", "undecided", "not proven"]
 
+_ORDER: Final[tuple[StepOutcome, ...]] = ("fails", "proves little", "left out", "holds")
 _SENTENCES: Final[dict[VerifyVerdict, str]] = {
     "proven": "Requests that these engines hand over are answered as by one engine.",
     "undecided": "Nothing wrong was seen, but what was seen proves too little.",
@@ -74,10 +75,12 @@ def page_of(record: Record) -> str:
         ("verified by", f"prfaas {record.prfaas}, on {record.day}, in {record.seconds:.0f} s"),
     ]
     figures = [(name, f"{value:.4g}") for name, value in msgspec.to_builtins(record.figures).items()]
-    steps = [(one.outcome, one.claim, one.seen) for one in record.steps]
+    # What holds is last.
+    ordered = sorted(record.steps, key=lambda one: _ORDER.index(one.outcome))
+    steps = [(one.outcome, one.claim, one.seen) for one in ordered]
     return wrap_page(
         f"prfaas verify: {record.verdict}",
-        f"<p>{_SENTENCES[record.verdict]}</p>",
+        f'<p class="verdict">{_SENTENCES[record.verdict]}</p>',
         "<h2>What was verified</h2>",
         make_table(("engine", "says that it is", "model"), said, are_words=True),
         make_table(("what", "value"), facts, are_words=True),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from prfaas.cli.measured_server import tls_context
-from prfaas.errors import PrfaasError
+from prfaas.errors import PeerError, PrfaasError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.wire.frames import DATA_KINDS, HEADER_BYTES, FrameHeader, Kind, parse_header, seal
 
@@ -67,7 +67,8 @@ class Relay:
 
     def __init__(self, source: tuple[str, int], host: str, harm: Harm = no_harm, tls_dir: Path | None = None):
         self._source, self._harm, self._tls_dir = source, harm, tls_dir
-        self._listener = socket.create_server((host, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
         self._lock, self._sockets, self._is_closed = threading.Lock(), set[socket.socket](), False
         self.seen, self.data_bytes = set[Kind](), 0
@@ -158,10 +159,15 @@ class Relay:
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address as a host sees it, without translation on the way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+    """Return this machine's address as a host sees it, without translation on the way. Raises PeerError if no way leads
+    there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerError(f"no way leads to {host}: {error}") from error
 
 
 def _end_both(*sockets: socket.socket) -> None:

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from prfaas.cli.verify.kit import DoubtError, Kit, LeftOutError
+from prfaas.cli.verify.kit import Kit
 from prfaas.cli.verify.record import StepOutcome, VerifiedStep
 from prfaas.cli.verify.steps import PlannedStep, steps_of
+from prfaas.cli.verify.ways import DoubtError, LeftOutError
 from prfaas.errors import ConfigError, PrfaasError
 
 _FIT: Final = 0.7

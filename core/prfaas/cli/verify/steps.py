@@ -5,6 +5,7 @@ engines are compared alone, which says how much rounding is, and prompts with on
 lost cache would show at all.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,11 @@ from typing import Final, NamedTuple
 
 from prfaas.cli.contract.calls import require
 from prfaas.cli.contract.checks import ALONE, PAIR, SCORED, EnginePair
-from prfaas.cli.verify.kit import LONG_TOKENS, DoubtError, Kit, LeftOutError, RunStep, nats_between
+from prfaas.cli.verify.kit import LONG_TOKENS, Kit, RunStep, nats_between
 from prfaas.cli.verify.prompts import DrawnPrompt
 from prfaas.cli.verify.relay import Harm, killed, no_harm, stale, zeroed
-from prfaas.cli.verify.ways import NixlWay
-from prfaas.measure.scores import difference, limit_of
+from prfaas.cli.verify.ways import DoubtError, LeftOutError, NixlWay
+from prfaas.measure.scores import NOISE_NATS, difference, limit_of
 from prfaas.wire.frames import Kind
 
 AT_ONCE: Final = 8
@@ -99,6 +100,8 @@ def _answers_alike(kit: Kit) -> str:
     worst = max(noise)
     words = "have they the same weights, precision and flags?"
     require(worst <= kit.limit_nats, f"their answers to one prompt are {worst:.3g} nats apart: {words}")
+    if kit.limit_nats == NOISE_NATS:
+        raise DoubtError(f"answers of one engine are {worst:.2g} nats apart: what is lost may hide behind that")
     return f"{worst:.2g} nats apart at most; {kit.limit_nats:.2g} count as equal"
 
 
@@ -119,10 +122,10 @@ def _shows_changes(kit: Kit) -> str:
         prompt = kit.prompts.draw(_middle(kit))
         changed = kit.prompts.change(prompt, place, kit.block_tokens)
         seen.append(nats_between(kit.alone(changed), kit.alone(prompt)))
-    words = ", ".join(f"{nats:.2g}" for nats in seen)
+    words = f"{', '.join(map(_moved, seen))}, at the beginning, in the middle, near the end"
     if sum(nats > kit.limit_nats for nats in seen) < 2:
-        raise DoubtError(f"one changed block moves answers by {words} nats only: equal answers prove little")
-    return f"by {words} nats, at the beginning, in the middle, near the end"
+        raise DoubtError(f"one changed block moves answers by {words}: equal answers prove little")
+    return f"by {words}"
 
 
 def _hands_off(tokens: int, kit: Kit) -> str:
@@ -138,7 +141,9 @@ def _answers_long(kit: Kit) -> str:
 
 def _hits_at_destination(kit: Kit) -> str:
     """What it has whole need not cross again: all but the last token, where that begins a block."""
-    begun = kit.prompts.draw(_middle(kit) // kit.block_tokens * kit.block_tokens + 1)
+    if not (blocks := _middle(kit) // kit.block_tokens):
+        raise LeftOutError("a block of the cache is longer than the prompts that the time suffices for")
+    begun = kit.prompts.draw(blocks * kit.block_tokens + 1)
     kit.check(begun)
     again = kit.way.begin(begun, **SCORED).answered.answer()
     return _off(max(kit.compare(again, begun), kit.check(_longer(kit, begun))))
@@ -159,8 +164,12 @@ def _keeps_apart(kit: Kit) -> str:
 
 def _hands_off_many(kit: Kit) -> str:
     prompts = [kit.prompts.draw(_middle(kit)) for _ in range(AT_ONCE)]
+    before = kit.way.fetched_tokens()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(kit.way.hand_off, prompts))
+    if before is not None:  # one counter for all: a single cache would count for each
+        fetched, least = (kit.way.fetched_tokens() or 0.0) - before, AT_ONCE * (_middle(kit) - kit.block_tokens)
+        require(fetched >= least, f"only {fetched:.0f} tokens crossed, of {AT_ONCE} prompts of {_middle(kit)}")
     return _off(max(kit.compare(answer, prompt) for answer, prompt in zip(answers, prompts, strict=True)))
 
 
@@ -173,8 +182,8 @@ def _shows_another_cache(kit: Kit) -> str:
     answer = kit.way.begin_pull(changed, prompt, **SCORED).answer()
     nats = nats_between(answer, kit.alone(prompt))
     if nats <= kit.limit_nats:
-        raise DoubtError(f"the cache of another prompt moves an answer by {nats:.2g} nats only")
-    return f"by {nats:.2g} nats"
+        raise DoubtError(f"the cache of another prompt moves an answer by {_moved(nats)} only")
+    return f"by {_moved(nats)}"
 
 
 def _withstands(harm: Harm, kind: Kind, kit: Kit) -> str:
@@ -202,13 +211,14 @@ def _measure(kit: Kit) -> str:
     figures.handed_seconds = _seconds(lambda: kit.way.hand_off(prompt, max_tokens=1))
     figures.alone_seconds = _seconds(lambda: kit.alone(prompt, max_tokens=1))
     words = f"first token after {figures.handed_seconds:.2f} s, alone {figures.alone_seconds:.2f} s"
-    with suppress(LeftOutError):
+    with suppress(DoubtError, LeftOutError):
         began = time.perf_counter()
         _, relay = kit.harm(no_harm, kit.prompts.draw(kit.most_tokens))
         if relay.data_bytes:
             figures.first_byte_seconds = relay.first_seconds - began
-            figures.link_mbps = relay.data_bytes * 8e-6 / max(1e-6, relay.last_seconds - relay.first_seconds)
-            words += f"; {figures.link_mbps:,.0f} Mbit/s, first byte after {figures.first_byte_seconds:.3f} s"
+            figures.cache_mbps = relay.data_bytes * 8e-6 / max(1e-6, relay.last_seconds - relay.first_seconds)
+            words += f"; the cache came at {figures.cache_mbps:,.0f} Mbit/s"
+            words += f", its first byte after {figures.first_byte_seconds:.3f} s"
     if kit.prompts.are_exact and kit.prefill_answers:
         figures.stall_alone_seconds = _stall(kit, [])
         figures.stall_beside_seconds = _stall(kit, [kit.prompts.draw(kit.most_tokens)])
@@ -266,3 +276,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def _off(nats: float) -> str:
     return f"{nats:.2g} nats off"
+
+
+def _moved(nats: float) -> str:
+    return "more than the likeliest tokens" if nats == math.inf else f"{nats:.2g} nats"

@@ -5,6 +5,7 @@ Each returns the leg of the source, where there is one of its own, and the leg t
 engines may be, and takes the first by which a cache really crosses.
 """
 
+import re
 import secrets
 import time
 import uuid
@@ -24,10 +25,19 @@ from prfaas.names import BOOTSTRAP_PORT
 from prfaas.util import decode_json
 from prfaas.wire import headers
 
+_DISAGGREGATION: Final = re.compile(rb'"disaggregation_mode"\s*:\s*"(\w+)"')
 _EXTERNAL_TOKENS: Final = "vllm:external_prefix_cache_hits_total"
 _COUNTED_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.05
 _ROOM_BITS: Final = 63
+
+
+class DoubtError(PeerError):
+    """What was seen proves too little: neither that a claim holds, nor that it does not."""
+
+
+class LeftOutError(PeerError):
+    """A step does not apply to these engines."""
 
 
 class Handed(NamedTuple):
@@ -52,7 +62,7 @@ class Way(ABC):
 
     def hand_off(self, prompt: DrawnPrompt, **fields: Any) -> CheckedAnswer:
         """Hand a request over, and return the answer. Raises PeerError unless its cache crossed."""
-        before = self._fetched_tokens()
+        before = self.fetched_tokens()
         given, answered = self.begin(prompt, **{**SCORED, **fields})
         answer = answered.answer()
         if given is not None:
@@ -62,7 +72,7 @@ class Way(ABC):
         require(self._has_crossed(answer, before), "no cache crossed: the prompt was computed where it is answered")
         return answer
 
-    def _fetched_tokens(self) -> float | None:
+    def fetched_tokens(self) -> float | None:
         """Return the tokens that the destination had from elsewhere so far, as vLLM counts them."""
         return self.decode.metrics().get(_EXTERNAL_TOKENS)
 
@@ -70,9 +80,11 @@ class Way(ABC):
         if (found := answer.headers.get(headers.KV_BYTES)) is not None:
             return int(found) > 0
         if before is None:
+            if not answer.usage.get("prompt_tokens_details"):
+                raise DoubtError("nothing says whether a cache crossed: neither the engine's metrics nor the usage")
             return answer.has_fetched
         deadline = time.monotonic() + _COUNTED_SECONDS
-        while (self._fetched_tokens() or 0.0) <= before:  # vLLM counts what an answer fetched a little later
+        while (self.fetched_tokens() or 0.0) <= before:  # vLLM counts what an answer fetched a little later
             if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -140,9 +152,16 @@ class MooncakeWay(Way):
 
 class SglangWay(Way):
     """The same request to both at once, with a room in which they meet. A decode instance computes no prompt itself,
-    so what it answers has crossed."""
+    so what it answers has crossed. Raises PeerError if the engines are none of such a pair."""
 
     name = "SGLang"
+
+    def __init__(self, prefill: CheckedEngine, decode: CheckedEngine):
+        super().__init__(prefill, decode)
+        for mode, engine in (("prefill", prefill), ("decode", decode)):
+            found = _DISAGGREGATION.search(engine.get("/get_server_info"))
+            said = found[1].decode() if found else "not said"
+            require(said == mode, f"{engine.url} must have --disaggregation-mode {mode}; its mode is {said}")
 
     def begin(self, prompt: DrawnPrompt, **fields: Any) -> Handed:
         host, room = urlsplit(self.prefill.url).hostname, secrets.randbits(_ROOM_BITS)
@@ -167,10 +186,12 @@ class GatewayWay(Way):
         return Handed(None, self.gateway.begin(prompt=prompt, **fields))
 
     def _has_crossed(self, answer: CheckedAnswer, before: float | None, /) -> bool:
-        decision = answer.headers.get(headers.DECISION)
-        if decision is not None and (decision != "offload" or answer.headers.get(headers.OUTCOME) == "fallback"):
-            return False
-        return super()._has_crossed(answer, before)
+        """Raises PeerError if our gateway says that it had the prompt prefilled where it is decoded."""
+        threshold = answer.headers.get(headers.THRESHOLD_TOKENS)
+        if has_crossed := super()._has_crossed(answer, before):
+            return has_crossed
+        require(threshold is None, f"the gateway's threshold is {threshold} tokens: no cache crossed; set a lower one")
+        return False
 
 
 def answers_alone(engine: CheckedEngine) -> bool:
@@ -198,6 +219,6 @@ def find_way(pair: EnginePair, prompt: DrawnPrompt) -> Way:
             return way
     place = f"{pair.data_host or urlsplit(source.url).hostname}:{pair.data_port}"
     raise PeerError(
-        f"no cache crosses from {source.url} to {destination.url} ({'; '.join(failures)}). With our mover the "
-        f"destination must reach {place}; name it by --data-host and --data-port"
+        f"no cache crosses from {source.url} to {destination.url} ({'; '.join(failures)}). With our mover both must "
+        f"have the same weights, and the destination must reach {place}; name it by --data-host and --data-port"
     )
