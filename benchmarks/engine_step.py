@@ -17,8 +17,9 @@ from benchmarks.report import Figure, run
 from prfaas.wire.engine import Generate, Sampling
 from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import layer_groups
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches

@@ -18,8 +18,10 @@ from benchmarks.kernels.model import random_model
 from benchmarks.report import Figure
 
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import Staging, TokenSpan
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.staging import Staging
+from prfaas_worker.cache.transfer_frames import TokenSpan
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model

@@ -17,7 +17,8 @@ from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
 from benchmarks.report import Figure, run
 
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.runner import Runner, prefill_seconds
 from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model

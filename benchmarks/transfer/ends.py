@@ -32,8 +32,9 @@ from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
 from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import PeerAuth, TlsAuth
 from prfaas_transfer.transfer_log import TransferCounters
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory, bytes_of
+from prfaas_worker.cache.memory import CacheMemory, bytes_of
 from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, layer_groups, state_frames
+from prfaas_worker.cache_spec import CacheGeometry
 
 MEMORY_LIMIT_MIB: int | None = 256
 """The setting that bounds what transfers hold beside the cache."""

@@ -20,7 +20,7 @@ from benchmarks.transfer.shapes import SHAPES
 
 from prfaas import identity
 from prfaas.errors import InternalError
-from prfaas_worker.cache.memory import CacheGeometry
+from prfaas_worker.cache_spec import CacheGeometry
 
 GIB = 1 << 30
 TOKENS = 8192

@@ -21,8 +21,9 @@ from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.data_port import DataPort, listen
 from prfaas_transfer.leases import Offers
 from prfaas_transfer.limits import unlimited
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import CachePlace, layer_groups, prefix_frames
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.models import load_model
 
 SO_MAX_PACING_RATE = 47

@@ -23,8 +23,9 @@ from prfaas_transfer.tls import PeerAuth
 from prfaas_transfer.transfer_log import TransferCounters
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, state_frames
+from prfaas_worker.cache_spec import CacheGeometry
 
 from ..unit.worker.transfer_bench import (
     ATTENTION,

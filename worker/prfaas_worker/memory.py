@@ -1,9 +1,13 @@
-"""The host memory that a worker may still take, and the check that weights fit into it before any of them is read.
+"""The host memory that a worker may still take, the check that weights fit into it before any of them is read, and
+memory that other processes map.
 
 In a container the limit of its control group counts, beyond which the kernel kills the process. Files that the kernel
 caches for it and has not used of late can give way, so they count as available.
 """
 
+import mmap
+import os
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +29,15 @@ def check_weights_fit(weight_bytes: int) -> None:
             f"the weights take {weight_bytes / 1e9:.2g} GB, and {available / 1e9:.2g} GB of memory are available: give "
             "a higher memory limit, a larger machine, or a smaller model"
         )
+
+
+def share_memory(owner: object, nbytes: int) -> tuple[int, mmap.mmap]:
+    """Return the descriptor of new memory that other processes may map, and our map of it. It is closed when its owner
+    is collected. What nobody has written takes no memory."""
+    descriptor = os.memfd_create("prfaas-cache")
+    weakref.finalize(owner, os.close, descriptor)
+    os.ftruncate(descriptor, nbytes)
+    return descriptor, mmap.mmap(descriptor, nbytes)
 
 
 def _machine_bytes() -> int:

@@ -6,8 +6,8 @@ import torch
 from prfaas.kvindex.blocks import BlockChain, chain_root
 from prfaas.wire.kvevents import KvEvent
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import CacheGeometry, LayerSpec, TensorSpec
 
 PAGE_TOKENS = 4
 FINGERPRINT = "ab" * 32

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import CacheGeometry, LayerSpec, TensorSpec
 
 LINEAR = LayerSpec(
     state=(

@@ -15,8 +15,9 @@ from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_transfer.mover.messages import Fetched
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import layer_groups
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from prfaas.errors import RequestError
 from prfaas.wire.engine import Sampling
-from prfaas_worker.engine.logit_edits import LogitEdits
-from prfaas_worker.engine.sampling import Outputs, Sampler, check_tokens, sample
+from prfaas_worker.engine.logit_edits import edit_logits
+from prfaas_worker.engine.sampling import sample
+from prfaas_worker.engine.sequences import Outputs, Sampler, check_tokens
 
 from .test_sampling import request
 
@@ -59,10 +60,7 @@ def test_penalties_and_biases_are_those_of_their_definition(
 ):
     logits = 4 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))
     expected = reference(logits.tolist(), sampling, prompt, generated)
-    edits = LogitEdits(sampling, prompt)
-    for token in generated:
-        edits.count(token)
-    edits.apply(logits)
+    edit_logits(logits, sampling, frozenset(prompt), Counter(generated))
     torch.testing.assert_close(logits, torch.tensor(expected), rtol=1e-5, atol=1e-4)
 
 
@@ -123,7 +121,7 @@ def test_tokens_the_model_does_not_have_are_refused(sampling: Sampling, stop_tok
 def test_a_tiny_penalty_makes_a_token_certain_and_no_logit_infinite(penalty: float):
     logits = torch.zeros(VOCAB)
     logits[7], logits[3] = 5.0, -5.0
-    LogitEdits(greedy(repetition_penalty=penalty), [3, 7, 9]).apply(logits)
+    edit_logits(logits, greedy(repetition_penalty=penalty), frozenset({3, 7, 9}), Counter())
     assert torch.isfinite(logits).all()
     assert int(logits.argmax()) == 7
     drawn = sample(

@@ -14,7 +14,7 @@ from prfaas.util import MIB
 from prfaas_worker import memory as host_memory
 from prfaas_worker.assets import model_directory
 from prfaas_worker.engine import __main__ as process
-from prfaas_worker.engine import assembly
+from prfaas_worker.engine import assembly, wiring
 from prfaas_worker.models.base import Model
 from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint
 from prfaas_worker.models.kimi_linear.model import KimiLinear
@@ -68,7 +68,7 @@ def test_calls_no_default_that_is_too_little_a_flag(model: Model):
 
 
 def test_a_cache_beyond_the_machines_memory_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(assembly, "available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(wiring, "available_bytes", lambda: 100 * MIB)
     reserved(model, options(cache_mib=90))
     reserved(model, options())  # the default: what is not used costs nothing
     with pytest.raises(ConfigError, match="--cache-mib 101 is more than the 100 MiB of memory that are available"):

@@ -18,8 +18,10 @@ from prfaas.wire.engine import AskStats, EgressSet, Generate, GiveCache, Samplin
 from prfaas.wire.prefill import LegParams, new_transfer
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.mover.messages import Fetched
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, Staging, block_frames, layer_groups, state_frames
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.staging import Staging
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, layer_groups, state_frames
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.remote import EngineTransfers, MovedFetch, MovedOffer
 from prfaas_worker.engine.sequences import Event, OfferEnded
 from prfaas_worker.options import WAITING_PER_RUNNING, Options

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from prfaas.errors import InternalError, RequestError
 from prfaas.wire.engine import Generate, Sampling
-from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, sample, uniform
+from prfaas_worker.engine.sampling import sample, uniform
+from prfaas_worker.engine.sequences import Outputs, Sampler
+from prfaas_worker.engine.steps import Drawn
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 300

@@ -4,9 +4,10 @@ that begin and end anywhere; and that what lands touches nothing else. Runs over
 import pytest
 import torch
 
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import Staging, TokenSpan
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.staging import Staging
+from prfaas_worker.cache.transfer_frames import TokenSpan
+from prfaas_worker.cache_spec import CacheGeometry, LayerSpec, TensorSpec
 
 LAYERS = (
     LayerSpec(

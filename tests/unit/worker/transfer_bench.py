@@ -26,9 +26,10 @@ from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress
 from prfaas_transfer.receive import ReceiveState
 from prfaas_transfer.tls import PeerAuth
 from prfaas_transfer.transfer_log import TransferCounters
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, Staging, block_frames, layer_groups, state_frames
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache.staging import Staging
+from prfaas_worker.cache.transfer_frames import CachePlace, block_frames, layer_groups, state_frames
+from prfaas_worker.cache_spec import CacheGeometry, LayerSpec, TensorSpec
 
 from ...waiting import PATIENCE_SECONDS, NotInTime, eventually, take_next
 

@@ -1,6 +1,6 @@
 """The hybrid prefix cache of one engine: memory for sequences, and the prefixes that earlier prompts left in it.
 
-`Blocks` knows who holds which page, and `CacheMemory` has the bytes. A sequence finds cached blocks, which it shares,
+`Blocks` knows who holds which page, and a `PagedMemory` has the bytes. A sequence finds cached blocks, which it shares,
 and a state, which is copied into its slot. It leaves blocks, which it published, and copies of its state at some
 lengths.
 
@@ -17,7 +17,7 @@ from prfaas.wire.kvevents import AttentionSpecKind, KvEvent
 from prfaas.wire.stats import CacheStats
 from prfaas_worker.cache.blocks import Blocks, Lease, Match, checkpoint_blocks
 from prfaas_worker.cache.kv_events import CacheEventRecorder
-from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import PagedMemory
 
 
 class Opened(NamedTuple):
@@ -35,7 +35,7 @@ class HybridCache:
 
     def __init__(
         self,
-        memory: CacheMemory,
+        memory: PagedMemory,
         on_event: Callable[[KvEvent], None] | None = None,
         *,
         attention_kind: AttentionSpecKind = "full_attention",

@@ -8,52 +8,13 @@ Memory that is reserved but not written costs nothing on a CPU. `Blocks` knows w
 """
 
 import math
-import mmap
-import os
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from prfaas.kvindex.blocks import BLOCK_TOKENS
-from prfaas_worker.cache_spec import LayerSpec, TensorSpec
-
-# Every tensor in a page or slot starts at a multiple of this, which suits every dtype and vector width.
-_ALIGNMENT = 64
-
-
-class CacheGeometry:
-    """Sizes that follow from a model's layers: bytes of a page and of a state, and the tensors' offsets."""
-
-    def __init__(self, layers: Sequence[LayerSpec], page_tokens: int = BLOCK_TOKENS):
-        self.layers = tuple(layers)
-        self.page_tokens = page_tokens
-        self.row_offsets, self.page_bytes = _place([layer.rows for layer in layers], page_tokens)
-        self.state_offsets, self.state_bytes = _place([layer.state for layer in layers], 1)
-        self.pages_per_state = -(-self.state_bytes // self.page_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.rows)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: a state, and what its last page has left."""
-        return self.pages_per_state * self.page_bytes
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
-
-
-def _place(layers: Sequence[tuple[TensorSpec, ...]], copies: int) -> tuple[dict[tuple[int, str], int], int]:
-    """Return each tensor's offset by (layer, name), with room for `copies` of each, and the total of bytes."""
-    offsets, at = {}, 0
-    for index, tensors in enumerate(layers):
-        for tensor in tensors:
-            offsets[index, tensor.name] = at
-            at += -(-copies * tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, at
+from prfaas_worker.cache_spec import CacheGeometry
+from prfaas_worker.memory import share_memory
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -123,17 +84,8 @@ class CacheMemory:
 
     def row_bytes(self, layer: int, name: str, pages: Sequence[int], span: tuple[int, int]) -> list[memoryview]:
         """Writable bytes of a row tensor's tokens span[0] to span[1], one piece a page. CPU memory only."""
-        tokens = self.geometry.page_tokens
-        at = self.geometry.row_offsets[layer, name]
-        size = next(tensor.nbytes for tensor in self.geometry.layers[layer].rows if tensor.name == name)
-        pieces, start = [], span[0]
-        while start < span[1]:
-            page, first = divmod(start, tokens)
-            count = min(tokens - first, span[1] - start)
-            begin = at + first * size
-            pieces.append(self._page_bytes[pages[page] * self.geometry.page_bytes :][begin : begin + count * size])
-            start += count
-        return pieces
+        places = self.geometry.row_places(layer, name, pages, span)
+        return [self._page_bytes[begin:end] for begin, end in places]
 
     def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
         """Writable bytes of a state tensor in a slot. CPU memory only."""
@@ -142,11 +94,8 @@ class CacheMemory:
     def _share(self) -> tuple[Tensor, Tensor]:
         page_bytes, slot_bytes = self.geometry.page_bytes, self.geometry.slot_bytes
         slots_at = self.num_pages * page_bytes
-        nbytes = slots_at + self.num_slots * slot_bytes
-        self.descriptor = os.memfd_create("prfaas-cache")
-        weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, nbytes)
-        memory = torch.frombuffer(mmap.mmap(self.descriptor, nbytes), dtype=torch.uint8)
+        self.descriptor, shared = share_memory(self, slots_at + self.num_slots * slot_bytes)
+        memory = torch.frombuffer(shared, dtype=torch.uint8)
         return memory[:slots_at].view(-1, page_bytes), memory[slots_at:].view(-1, slot_bytes)
 
     def _views(self, buffer: Tensor, layer: int, is_rows: bool) -> dict[str, Tensor]:
@@ -156,6 +105,6 @@ class CacheMemory:
         views = {}
         for tensor in spec.rows if is_rows else spec.state:
             offset, size = offsets[layer, tensor.name], math.prod(lead) * tensor.nbytes
-            part = buffer[:, offset : offset + size].view(tensor.torch_dtype)
+            part = buffer[:, offset : offset + size].view(getattr(torch, tensor.dtype))
             views[tensor.name] = part.view(buffer.shape[0], *lead, *tensor.shape)
         return views

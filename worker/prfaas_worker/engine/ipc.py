@@ -66,6 +66,7 @@ class Outbox:
 
 
 def put_profile(outbox: Outbox, profile: Profile) -> None:
+    """Tell the front what prefills cost here."""
     outbox.put([Measured(profile)])
 
 

@@ -6,7 +6,7 @@ answer has the token, and the presence penalty once.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Set
 from typing import Final
 
 import torch
@@ -17,37 +17,21 @@ _LARGEST: Final = torch.finfo(torch.float32).max
 """A tiny penalty would make a logit infinite, of which no token can be drawn."""
 
 
-class LogitEdits:
-    """The changes to the logits of one choice."""
-
-    def __init__(self, sampling: Sampling, prompt: Sequence[int]):
-        self._sampling = sampling
-        self._prompt = frozenset(prompt if sampling.repetition_penalty != 1 else ())
-        self._counts: Counter[int] = Counter()
-
-    def count(self, token: int) -> None:
-        """Advance over a token of the answer."""
-        self._counts[token] += 1
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Add biases and penalties in place to fp32 [vocab_size]."""
-        sampling, device = self._sampling, logits.device
-        if sampling.logit_bias:
-            tokens, biases = zip(*sampling.logit_bias, strict=True)
-            biases = torch.tensor(biases, dtype=torch.float32, device=device)
-            logits.index_add_(0, torch.tensor(tokens, device=device), biases)
-        if sampling.repetition_penalty != 1 and (seen := self._prompt | self._counts.keys()):
-            tokens = torch.tensor(list(seen), device=device)
-            values = logits[tokens]
-            penalty = sampling.repetition_penalty
-            edited = torch.where(values > 0, values / penalty, values * penalty)
-            logits[tokens] = edited.clamp_(-_LARGEST, _LARGEST)
-        if self._counts and (sampling.frequency_penalty or sampling.presence_penalty):
-            counts = torch.tensor(list(self._counts.values()), device=device)
-            penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
-            logits[torch.tensor(list(self._counts), device=device)] -= penalties
-
-
-def needs_edits(sampling: Sampling) -> bool:
-    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-    return bool(sampling.logit_bias) or penalties != (1.0, 0.0, 0.0)
+def edit_logits(logits: torch.Tensor, sampling: Sampling, prompt: Set[int], counts: Counter[int]) -> None:
+    """Add biases and penalties in place to fp32 [vocab_size]. `counts` are the answer's tokens, `prompt` those of the
+    prompt, if there is a repetition penalty."""
+    device = logits.device
+    if sampling.logit_bias:
+        tokens, biases = zip(*sampling.logit_bias, strict=True)
+        biases = torch.tensor(biases, dtype=torch.float32, device=device)
+        logits.index_add_(0, torch.tensor(tokens, device=device), biases)
+    if sampling.repetition_penalty != 1 and (seen := prompt | counts.keys()):
+        tokens = torch.tensor(list(seen), device=device)
+        values = logits[tokens]
+        penalty = sampling.repetition_penalty
+        edited = torch.where(values > 0, values / penalty, values * penalty)
+        logits[tokens] = edited.clamp_(-_LARGEST, _LARGEST)
+    if counts and (sampling.frequency_penalty or sampling.presence_penalty):
+        amounts = torch.tensor(list(counts.values()), device=device)
+        penalties = sampling.frequency_penalty * amounts + sampling.presence_penalty
+        logits[torch.tensor(list(counts), device=device)] -= penalties

@@ -12,7 +12,6 @@ from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 import msgspec
-import torch
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain, chain_root
@@ -39,21 +38,23 @@ from prfaas.wire.trace import Moment
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
-from prfaas_worker.engine.runner import Runner, StepWork
-from prfaas_worker.engine.sampling import Drawn, Outputs, Sampler, check_tokens, sample
 from prfaas_worker.engine.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas_worker.engine.sequences import (
     EngineRequest,
     Event,
     FetchEnded,
     OfferEnded,
+    Outputs,
     Phase,
     PrefillOffered,
     Requests,
+    Sampler,
     Sequence,
     StoredPrompt,
+    check_tokens,
     goal_of,
 )
+from prfaas_worker.engine.steps import ComputedStep, Drawn, StepRunner, StepWork
 
 CODE_ENGINE_FAILED: Final = "engine_failed"
 
@@ -65,7 +66,7 @@ class EngineLoop:
     them."""
 
     inbox: queue.SimpleQueue[Event]
-    runner: Runner
+    runner: StepRunner
     cache: HybridCache
     kv_events: list[KvEvent]
     publish: Callable[[bytes], None]
@@ -91,7 +92,6 @@ class EngineLoop:
         while True:
             idle = not self.step(wait=idle)
 
-    @torch.inference_mode()
     def step(self, *, wait: bool) -> bool:
         """Do one step; with `wait` first wait for a message. Return True if there was work."""
         self._handle_events(wait=wait)
@@ -305,10 +305,7 @@ class EngineLoop:
         for row, sequence in enumerate(work.decodes, len(work.chunks)):
             finished += self._advance(sequence, 1, row)
         if finished:
-            rows = [row for _, row in finished]
-            # As many rows may still be others: a prompt with two choices beside a chunk that continues.
-            hidden = result.hidden if rows == list(range(len(result.hidden))) else result.hidden[rows]
-            self._draw([sequence for sequence, _ in finished], self.runner.model.logits(hidden))
+            self._draw(result, finished)
 
     def _advance(self, sequence: Sequence, tokens: int, row: int) -> list[tuple[Sequence, int]]:
         """Record that tokens of a sequence are computed; return the sequences that draw from `row` now."""
@@ -349,10 +346,11 @@ class EngineLoop:
         self._messages.append(_started(request, request.moments(self._step_began)))
         return request.sequences[:]
 
-    def _draw(self, drawing: abc.Sequence[Sequence], logits: torch.Tensor) -> None:
-        """Draw a token for each sequence from logits fp32 [B, vocab_size]; one row may serve all."""
-        self._count(generation_tokens=len(drawing))
-        drawn = sample(logits.expand(len(drawing), -1), [sequence.ready_sampler for sequence in drawing])
+    def _draw(self, step: ComputedStep, finished: abc.Sequence[tuple[Sequence, int]]) -> None:
+        """Draw a token for each sequence from its row of the step; one row may serve several."""
+        self._count(generation_tokens=len(finished))
+        drawing = [sequence for sequence, _ in finished]
+        drawn = step.draw([row for _, row in finished], drawing)
         for sequence, one in zip(drawing, drawn, strict=True):
             self._append_token(sequence, one)
 

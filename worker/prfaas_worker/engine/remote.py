@@ -50,26 +50,29 @@ from prfaas_transfer.mover.tables import Fetches, Sources
 from prfaas_transfer.send import Frame
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, prefix_frames
-from prfaas_worker.engine.runner import Runner
+from prfaas_worker.cache.transfer_frames import CachePlace, DeviceMark, block_frames, prefix_frames, state_frames
+from prfaas_worker.cache_spec import PagedMemory
 from prfaas_worker.engine.sequences import (
     CacheFetch,
     EngineRequest,
     Event,
     FetchEnded,
+    OfferedCache,
     OfferEnded,
     Phase,
     Sequence,
     goal_of,
 )
-from prfaas_worker.engine.shared import copy_in, copy_out, mover_options, pin
+from prfaas_worker.engine.shared import copy_in, copy_out, mover_options
+from prfaas_worker.engine.steps import StepRunner
 from prfaas_worker.options import Options
 
 log = logging.getLogger(__name__)
 
 _PrefixName = tuple[int, tuple[BlockHash, ...]]
 CODE_TRANSFER_OPEN: Final = "transfer_open"
+Export = Callable[[int, DeviceMark | None], None]
+"""Sends a computed layer of a prefill to another instance."""
 FetchOutcome = Literal["fetched", "failed", "cancelled", "joined"]
 """The ways in which a request for a prefix ends."""
 
@@ -138,17 +141,19 @@ class MovedFetch:
 
 
 class EngineTransfers:
-    """All transfers of an engine. Any thread may call. `say` queues messages to the front, `post` events."""
+    """All transfers of an engine. Any thread may call. `say` queues messages to the front, `post` events. `pin` gets
+    the memory that is shared with the mover, for a device that must know it."""
 
     def __init__(
         self,
         layout: CacheLayout,
-        memory: CacheMemory,
+        memory: PagedMemory,
         options: Options,
         say: Callable[[list[ToFront]], None],
         post: Callable[[Event], None],
+        pin: Callable[[memoryview], None] | None = None,
     ):
-        self._layout, self._memory, self._options, self._post = layout, memory, options, post
+        self._layout, self._memory, self._options, self._post, self._pin = layout, memory, options, post, pin
         self.counters = TransferCounters(lambda transfer: say([transfer]))
         self._capacity = options.max_running + options.max_waiting
         self._sources: Sources[MovedOffer] = Sources()
@@ -170,8 +175,8 @@ class EngineTransfers:
             self._answer,
             descriptor=self._memory.descriptor,
         )
-        if self._memory.device.type == "cuda":
-            pin(self._client.shared)
+        if self._pin is not None:
+            self._pin(self._client.shared)
 
     @property
     def mover(self) -> MoverClient:
@@ -310,7 +315,7 @@ class EngineTransfers:
 
 @dataclass(frozen=True)
 class Fetcher:
-    runner: Runner
+    runner: StepRunner
     transfers: EngineTransfers
 
     def prepare(self, sequence: Sequence) -> CacheFetch:
@@ -326,7 +331,7 @@ class Fetcher:
 class RemoteCaches:
     """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
-    def __init__(self, runner: Runner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None]):
+    def __init__(self, runner: StepRunner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None]):
         self._runner, self._cache = runner, cache
         self._fetcher, self._post = fetcher, post
         self._waiting: dict[_PrefixName, list[Sequence]] = {}  # by the prefix that another sequence fetches
@@ -425,6 +430,37 @@ class RemoteCaches:
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))
         sequence.publish(self._cache)
+
+
+def export_of(sequence: Sequence, tokens: int, place: CachePlace) -> Export | None:
+    """Return what sends the layers of a sequence's next tokens, as they are computed; None for its own instance's
+    prompts. Cached rows before them are sent at once: they are not computed again, but the other instance may lack
+    them."""
+    request, offer = sequence.request, sequence.request.offer
+    if offer is None:
+        return None
+    span = (sequence.computed_tokens, sequence.computed_tokens + tokens)
+    if request.offered_tokens < span[0]:
+        mark = place.staging.mark() if place.staging else None
+        for layer in range(len(place.memory.geometry.layers)):
+            _send_rows(offer, place, layer, (request.offered_tokens, span[0]), mark)
+    request.offered_tokens = span[1]
+    last = tokens == sequence.remaining_tokens
+
+    def export(layer: int, mark: DeviceMark | None) -> None:
+        _send_rows(offer, place, layer, span, mark)
+        if last:
+            for frame in state_frames(offer.manifest, place, layer, mark):
+                offer.put(frame)
+
+    return export
+
+
+def _send_rows(
+    offer: OfferedCache, place: CachePlace, layer: int, span: tuple[int, int], mark: DeviceMark | None
+) -> None:
+    for frame in block_frames(offer.manifest, place, layer, span, mark):
+        offer.put(frame)
 
 
 def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> FetchOutcome:

@@ -13,20 +13,16 @@ from prfaas.wire.engine import Generate, Sampling
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
-from prfaas_worker.cache.transfer_frames import CachePlace, DeviceMark, Staging, block_frames, state_frames
-from prfaas_worker.engine.sequences import EngineRequest, OfferedCache, Sequence
+from prfaas_worker.cache.staging import Staging
+from prfaas_worker.cache.transfer_frames import CachePlace
+from prfaas_worker.engine.remote import Export, export_of
+from prfaas_worker.engine.sampling import sample
+from prfaas_worker.engine.sequences import EngineRequest, Sequence
+from prfaas_worker.engine.steps import Drawn, StepWork
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
 _WARM_UP_TOKENS: Final = 64
 _STRIDE: Final = 7919  # A prime: its multiples are spread over any vocabulary.
-Export = Callable[[int, DeviceMark | None], None]  # Sends a computed layer of a prefill to another instance.
-
-
-class StepWork(NamedTuple):
-    """One step's sequences: each with its prompt tokens to compute, and those that decode one token."""
-
-    chunks: abc.Sequence[tuple[Sequence, int]]
-    decodes: abc.Sequence[Sequence]
 
 
 class StepResult(NamedTuple):
@@ -34,10 +30,17 @@ class StepResult(NamedTuple):
 
     hidden: torch.Tensor
     seconds: float
+    model: Model
+
+    @torch.inference_mode()
+    def draw(self, rows: abc.Sequence[int], sequences: abc.Sequence[Sequence]) -> list[Drawn]:
+        # As many rows may still be others: a prompt with two choices beside a chunk that continues.
+        hidden = self.hidden if rows == list(range(len(self.hidden))) else self.hidden[rows]
+        return sample(self.model.logits(hidden), [sequence.ready_sampler for sequence in sequences])
 
 
 class Runner:
-    """Runs one model on its memory. All calls are from the engine's thread."""
+    """Runs one model on its memory: a `StepRunner` that computes."""
 
     def __init__(self, model: Model, memory: CacheMemory, staging: Staging | None = None):
         self.model = model
@@ -48,10 +51,10 @@ class Runner:
     def place(self, lease: Lease) -> CachePlace:
         return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
 
+    @torch.inference_mode()
     def run(self, work: StepWork) -> StepResult:
-        """Compute a step; send each finished layer of a prefill for another instance at once. Raises CapacityError if
-        the device runs out of memory. Rows and states of the step's sequences are undefined then."""
-        exports = [export for sequence, tokens in work.chunks if (export := self._export(sequence, tokens))]
+        places = ((sequence, tokens, self.place(sequence.held)) for sequence, tokens in work.chunks)
+        exports = [export for one in places if (export := export_of(*one))]
         started = time.monotonic()
         try:
             hidden = self.model.forward(self._batch(work), self._on_layer(exports))
@@ -68,7 +71,7 @@ class Runner:
         seconds = time.monotonic() - started
         for sequence, _ in work.chunks:
             sequence.request.prefill_seconds += seconds
-        return StepResult(hidden, seconds)
+        return StepResult(hidden, seconds, self.model)
 
     def _batch(self, work: StepWork) -> Batch:
         tokens = [token for sequence, count in work.chunks for token in sequence.next_tokens(count)]
@@ -94,27 +97,6 @@ class Runner:
                 export(layer, mark)
 
         return on_layer
-
-    def _export(self, sequence: Sequence, tokens: int) -> Export | None:
-        request, offer = sequence.request, sequence.request.offer
-        if offer is None:
-            return None
-        place, span = self.place(sequence.held), (sequence.computed_tokens, sequence.computed_tokens + tokens)
-        if request.offered_tokens < span[0]:
-            # Cached rows are not computed again, but the other instance may lack them.
-            mark = self._staging.mark() if self._staging else None
-            for layer in range(len(self.model.layers)):
-                _send_rows(offer, place, layer, (request.offered_tokens, span[0]), mark)
-        request.offered_tokens = span[1]
-        last = tokens == sequence.remaining_tokens
-
-        def export(layer: int, mark: DeviceMark | None) -> None:
-            _send_rows(offer, place, layer, span, mark)
-            if last:
-                for frame in state_frames(offer.manifest, place, layer, mark):
-                    offer.put(frame)
-
-        return export
 
 
 def prefill_seconds(runner: Runner, cache: HybridCache, chunk_tokens: int, tokens: int) -> float:
@@ -162,17 +144,9 @@ def _open(runner: Runner, cache: HybridCache, tokens: int) -> Sequence | None:
     return Sequence(EngineRequest(message), 0, message.token_ids, BlockChain(b""), lease=opened.lease)
 
 
-@torch.inference_mode()
 def _compute(runner: Runner, chunks: abc.Sequence[tuple[Sequence, int]], decodes: abc.Sequence[Sequence] = ()) -> float:
     """Run a step and return its seconds."""
     seconds = runner.run(StepWork(chunks, decodes)).seconds
     for sequence, tokens in [*chunks, *((one, 1) for one in decodes)]:
         sequence.computed_tokens += tokens
     return seconds
-
-
-def _send_rows(
-    offer: OfferedCache, place: CachePlace, layer: int, span: tuple[int, int], mark: DeviceMark | None
-) -> None:
-    for frame in block_frames(offer.manifest, place, layer, span, mark):
-        offer.put(frame)

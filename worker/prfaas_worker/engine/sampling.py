@@ -4,23 +4,22 @@ A draw's random number belongs to (seed, choice, position): not to a batch, inst
 continues elsewhere from the same tokens draws the same text. Philox is a counter-based generator: the seed and the
 choice are its key, the position its counter. A counter yields four numbers, of which a position takes the first.
 
-A `Sampler` is one answer's state, a function of (request, choice, tokens generated). Made anew from these, here or on
-another instance, it continues as the old one would have. It holds no cache, so a preempted request keeps its sampler.
-
 `sample` makes one step's draws. An error in one row (no token that may be drawn, logits that are not numbers) is that
 row's result. The batch continues.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
-from prfaas.wire.engine import Generate, Sampling, TokenLogprob
-from prfaas_worker.engine.logit_edits import LogitEdits, needs_edits
+from prfaas.wire.engine import Sampling, TokenLogprob
+from prfaas_worker.engine.logit_edits import edit_logits
+from prfaas_worker.engine.sequences import Sampler
+from prfaas_worker.engine.steps import Drawn
 
 # A row's weights add up to about this: below 2^53, so a float64 holds every sum exactly.
 _ONE: Final = 2.0**52
@@ -29,63 +28,11 @@ _COLDEST: Final = 1e-30
 _NUMBERS_AT_ONCE: Final = 1 << 19  # bounds the memory of a draw
 
 
-class Outputs(NamedTuple):
-    """A model's outputs: the logits' width, and the tokens that end an answer."""
-
-    vocab_size: int
-    eos_ids: tuple[int, ...]
-
-
-class Sampler:
-    """The state of one choice of a request, whose tokens `check_tokens` has checked."""
-
-    __slots__ = ("choice", "edits", "ends", "greedy", "hold_back", "logprobs", "position", "sampling")
-
-    def __init__(self, generate: Generate, choice: int, outputs: Outputs, generated: Sequence[int] = ()):
-        sampling = generate.sampling
-        self.sampling = sampling
-        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
-        self.logprobs = generate.logprobs
-        eos_ids = () if generate.ignore_eos else outputs.eos_ids
-        self.ends = frozenset(eos_ids) | frozenset(generate.stop_token_ids)
-        self.hold_back = generate.min_tokens - len(generated) if self.ends else 0
-        self.edits = LogitEdits(sampling, generate.token_ids) if needs_edits(sampling) else None
-        if self.edits is not None:
-            for token in generated:
-                self.edits.count(token)
-        self.choice = choice
-        self.position = len(generate.token_ids) + len(generated)
-
-    def accept(self, token: int) -> None:
-        """Advance over a drawn token."""
-        self.position += 1
-        self.hold_back -= 1
-        if self.edits is not None:
-            self.edits.count(token)
-
-
-def check_tokens(generate: Generate, vocab_size: int) -> None:
-    for name, tokens in (
-        ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
-        ("stop_token_ids", generate.stop_token_ids),
-    ):
-        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise RequestError(f"{name}: token {wrong[0]} is none of the model's {vocab_size}", param=name)
-
-
-class Drawn(NamedTuple):
-    """The token and its requested log probability; or token -1 and the error that ends the request."""
-
-    token: int
-    logprob: TokenLogprob | None
-    error: PrfaasError | None = None
-
-
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
     """Draw one token for each row of `logits`, fp32 [B, vocab_size], and advance its sampler. May change `logits`. Log
     probabilities are the model's, before any edit, temperature and truncation."""
     logprobs = {row: torch.log_softmax(logits[row], dim=-1) for row, one in enumerate(samplers) if one.logprobs >= 0}
-    edited = [row for row, sampler in enumerate(samplers) if sampler.edits or sampler.hold_back > 0]
+    edited = [row for row, sampler in enumerate(samplers) if sampler.counts is not None or sampler.hold_back > 0]
     if edited:  # choices of one prompt may all look at one row
         logits = logits.contiguous()
     for row in edited:
@@ -112,14 +59,14 @@ def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[Drawn]:
 
 
 def _edit(logits: torch.Tensor, sampler: Sampler) -> None:
-    if sampler.edits is not None:
-        sampler.edits.apply(logits)
+    if sampler.counts is not None:
+        edit_logits(logits, sampler.sampling, sampler.prompt, sampler.counts)
     if sampler.hold_back > 0:
         logits[list(sampler.ends)] = -torch.inf
 
 
 def _undrawable(top: float, sampler: Sampler) -> PrfaasError:
-    if top == -math.inf and (sampler.edits is not None or sampler.hold_back > 0):
+    if top == -math.inf and (sampler.counts is not None or sampler.hold_back > 0):
         return RequestError("no token is left to draw: min_tokens and logit_bias together rule out every one")
     return InternalError(f"the model's largest logit is {top}: no token can be drawn")
 

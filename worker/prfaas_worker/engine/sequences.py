@@ -1,15 +1,15 @@
-"""The engine's requests, their sequences and phases, and the events that other threads report."""
+"""The engine's requests, their sequences with phases and samplers, and the events that other threads report."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Collection, Iterator, Sized
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from prfaas.errors import InternalError, PrfaasError
+from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain
-from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, SetRole
+from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, Sampling, SetRole
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.trace import Moment, Stamps, first_token_moments
 from prfaas.wire.transfer import Manifest
@@ -17,7 +17,6 @@ from prfaas_transfer.mover.messages import Fetched
 from prfaas_transfer.send import Frame
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.sampling import Sampler
 from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 
 
@@ -66,6 +65,56 @@ class CacheFetch(Protocol):
     def cancel(self) -> None:
         """End the fetch at once; its end is reported all the same."""
         ...
+
+
+class Outputs(NamedTuple):
+    """A model's outputs: the logits' width, and the tokens that end an answer."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+class Sampler:
+    """The state of one choice's answer, whose tokens `check_tokens` has checked: a function of (request, choice, tokens
+    generated). Made anew from these, here or on another instance, it continues as the old one would have. It holds no
+    cache, so a preempted request keeps its sampler. `counts` are the answer's tokens, if biases or penalties count."""
+
+    __slots__ = ("choice", "counts", "ends", "greedy", "hold_back", "logprobs", "position", "prompt", "sampling")
+
+    def __init__(self, generate: Generate, choice: int, outputs: Outputs, generated: Collection[int] = ()):
+        sampling = generate.sampling
+        self.sampling = sampling
+        self.greedy = sampling.temperature == 0 or sampling.top_k == 1
+        self.logprobs = generate.logprobs
+        eos_ids = () if generate.ignore_eos else outputs.eos_ids
+        self.ends = frozenset(eos_ids) | frozenset(generate.stop_token_ids)
+        self.hold_back = generate.min_tokens - len(generated) if self.ends else 0
+        self.counts = Counter(generated) if _needs_edits(sampling) else None
+        self.prompt = frozenset(generate.token_ids if sampling.repetition_penalty != 1 else ())
+        self.choice = choice
+        self.position = len(generate.token_ids) + len(generated)
+
+    def accept(self, token: int) -> None:
+        """Advance over a drawn token."""
+        self.position += 1
+        self.hold_back -= 1
+        if self.counts is not None:
+            self.counts[token] += 1
+
+
+def _needs_edits(sampling: Sampling) -> bool:
+    penalties = sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
+    return bool(sampling.logit_bias) or penalties != (1.0, 0.0, 0.0)
+
+
+def check_tokens(generate: Generate, vocab_size: int) -> None:
+    """Raise RequestError if a request names a token that the model does not have."""
+    for name, tokens in (
+        ("logit_bias", [token for token, _ in generate.sampling.logit_bias]),
+        ("stop_token_ids", generate.stop_token_ids),
+    ):
+        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise RequestError(f"{name}: token {wrong[0]} is none of the model's {vocab_size}", param=name)
 
 
 class Phase(Enum):

@@ -1,16 +1,16 @@
 """What the engine and its mover share: the options, the map of a CPU's cache, the copies of an accelerator's."""
 
-from typing import Any, Final
+from typing import Final
 
-import torch
+import numpy as np
 
 from prfaas.wire.frames import Address
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas_transfer.cache import CacheLayout, CacheMap
 from prfaas_transfer.mover.messages import CopyPart, MoverOptions
 from prfaas_transfer.send import Frame
-from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.transfer_frames import BLOCK_BYTES, CachePlace
+from prfaas_worker.cache_spec import PagedMemory
 from prfaas_worker.options import Options
 
 COPY_THREADS: Final = 4
@@ -21,9 +21,8 @@ def copy_out(frame: Frame, room: memoryview) -> None:
     """Copy a frame's payload from an accelerator's cache into a slot."""
     with frame.load(frame.header) as payload:
         at = 0
-        for piece in payload:  # torch copies without the interpreter's lock
-            target = torch.frombuffer(room[at : at + len(piece)], dtype=torch.uint8)
-            target.copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        for piece in payload:  # numpy copies without the interpreter's lock
+            np.copyto(np.frombuffer(room[at : at + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
             at += len(piece)
 
 
@@ -39,7 +38,7 @@ def copy_in(layout: CacheLayout, place: CachePlace, part: CopyPart, received: me
     place.land(layout.manifest(Address("", 0), 0, 0), where, pieces)
 
 
-def mover_options(options: Options, layout: CacheLayout, memory: CacheMemory) -> MoverOptions:
+def mover_options(options: Options, layout: CacheLayout, memory: PagedMemory) -> MoverOptions:
     """Return what the mover of this engine needs to know."""
     is_mapped = memory.descriptor is not None
     return MoverOptions(
@@ -62,7 +61,7 @@ def mover_options(options: Options, layout: CacheLayout, memory: CacheMemory) ->
     )
 
 
-def _map_of(layout: CacheLayout, memory: CacheMemory) -> CacheMap:
+def _map_of(layout: CacheLayout, memory: PagedMemory) -> CacheMap:
     geometry = memory.geometry
     offsets_of = {"attention": geometry.row_offsets, "linear": geometry.state_offsets}
     return CacheMap(
@@ -78,10 +77,3 @@ def _map_of(layout: CacheLayout, memory: CacheMemory) -> CacheMap:
             for group in layout.groups
         ),
     )
-
-
-def pin(memory: memoryview) -> None:
-    """Let the accelerator reach the slots at its full speed."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(memory), 0)))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from prfaas_worker.cache.memory import CacheGeometry, CacheMemory
+from prfaas_worker.cache.memory import CacheMemory
+from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.models.base import Batch, Chunk, Decodes, Model
 
 
