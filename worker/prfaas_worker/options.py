@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from prfaas.console import LogFormatOption, ip_address, port_option, read_options, refuse, seconds_up_to, whole_number
+from prfaas.errors import ConfigError
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
 from prfaas.wire.engine import Role
@@ -18,6 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 WAITING_PER_RUNNING = 8
 """Requests that may wait for each one that may run; beyond that the worker answers that it is overloaded."""
 MAX_PROFILE_SECONDS = 600
+MAX_LOAD_SECONDS = 86_400
 
 HELP = """Serve one replica of a model: OpenAI API, Prefill-as-a-Service API and the data port.
 
@@ -32,9 +34,20 @@ def _count(help_text: str, *names: str, low: int = 1, shown: str | bool = True) 
     return typer.Option(*names, parser=whole_number(low), metavar="N", help=help_text, show_default=shown)
 
 
+def _factor(value: str | float) -> float:
+    """Parse a factor of times."""
+    try:
+        factor = float(value)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < float("inf"):
+        raise typer.BadParameter(f"{value!r} is not a number above 0")
+    return factor
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """One worker's configuration. `max_context_tokens`, `threads` and `step_tokens` 0 leave the choice to model, torch
-    and a measurement. `profile_seconds` 0 means none."""
+    and a measurement. `profile_seconds` 0 means none. Without `emulate` the engine computes."""
 
     model_source: Annotated[
         str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model of the package.")
@@ -106,6 +119,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "answers a little."
         ),
     ] = "auto"
+    emulate: Annotated[
+        str,
+        typer.Option(
+            metavar="PROFILE",
+            show_default="compute",
+            help="Compute nothing, and take the time of a built-in profile, or of a file like one, instead.",
+        ),
+    ] = ""
+    cache_scale: Annotated[int, _count("Divide the bytes of an emulated cache.")] = 1
+    stretch: Annotated[
+        float, typer.Option(parser=_factor, metavar="X", help="Multiply the times of an emulated engine.")
+    ] = 1.0
+    load_seconds: Annotated[
+        float,
+        typer.Option(
+            parser=seconds_up_to(MAX_LOAD_SECONDS), metavar="N", help="Time that an emulated engine takes to load."
+        ),
+    ] = 0.0
     log_format: LogFormatOption = "text"
 
     @property
@@ -123,4 +154,20 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     options = read_options(Options, "prfaas-worker", HELP, arguments)
     if options.api_port == options.data_port:
         refuse("prfaas-worker", f"--api-port and --data-port are both {options.api_port}; give two different ports")
+    if options.emulate:
+        _check_emulation(options)
+    elif (options.cache_scale, options.stretch, options.load_seconds) != (1, 1.0, 0.0):
+        refuse("prfaas-worker", "--cache-scale, --stretch and --load-seconds are of an emulated engine: give --emulate")
     return options
+
+
+def _check_emulation(options: Options) -> None:
+    from prfaas_worker.emulated.instance import read_instance  # here: other workers need no profiles
+
+    try:
+        instance = read_instance(options.emulate, options.cache_scale, options.stretch)
+        instance.check_reach(options.max_context_tokens, options.max_running)
+    except ConfigError as error:
+        refuse("prfaas-worker", str(error))
+    if options.wire_codec not in {"auto", "none"}:
+        refuse("prfaas-worker", f"--wire-codec {options.wire_codec}: an emulated cache has no content to compress")

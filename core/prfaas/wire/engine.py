@@ -13,7 +13,7 @@ import msgspec
 from prfaas.wire.frames import Buffer
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.profile import Profile
-from prfaas.wire.stats import CacheStats, LinkStats
+from prfaas.wire.stats import CacheStats, EmulationStats, LinkStats
 from prfaas.wire.trace import NO_TRACE, Moment, TraceContext
 
 FinishReason = Literal["stop", "length"]
@@ -220,7 +220,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     `prefixes` counts fetches of prefixes from other instances, by outcome; they brought `prefix_tokens`.
     `decode_seconds` is the time of the `decode_steps`, which computed only decodes. Transfers hold `memory_bytes` of
-    `memory_limit_bytes` beside the cache; `egress_mbps` is the egress cap.
+    `memory_limit_bytes` beside the cache; `egress_mbps` is the egress cap. `emulation` is that of an emulated engine.
     """
 
     handle: int = 0
@@ -244,6 +244,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True, tag=True):
     memory_limit_bytes: int = 0
     prefixes: tuple[tuple[str, int], ...] = ()
     prefix_tokens: int = 0
+    emulation: EmulationStats | None = None
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -65,7 +65,9 @@ class CurvePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of GET /v1/profile. `fingerprint` names the weights; instances of others cannot share caches."""
+    """The answer of GET /v1/profile. `fingerprint` names the weights; instances of others cannot share caches. An
+    instance whose computing is `emulated` names the profile that its time follows; these are its own figures, as
+    stretched and scaled."""
 
     model: str
     fingerprint: str
@@ -74,6 +76,7 @@ class ProfileAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Fitted
     instance: str = ""
     curve: tuple[CurvePoint, ...] = ()
+    emulated: str = ""
 
     @property
     def profile(self) -> Profile:

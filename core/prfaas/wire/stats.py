@@ -1,6 +1,11 @@
-"""An engine's figures for its front's metrics: the content of the cache, and the links to peers."""
+"""An engine's figures for its front's metrics: the content of the cache, the links to peers, and emulated time."""
+
+from typing import Final
 
 import msgspec
+
+LATE_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Upper bounds of the counts of how late emulated steps end, as shares of their time."""
 
 
 class CacheStats(msgspec.Struct, frozen=True, array_like=True):
@@ -43,3 +48,28 @@ class LinkStats(msgspec.Struct, frozen=True, array_like=True):
     sndbuf_limited_seconds: float = 0.0
     backlogged_bytes: int = 0
     backlogged_seconds: float = 0.0
+
+
+class Lateness(msgspec.Struct, frozen=True, array_like=True):
+    """How late steps ended, as shares of their time: counts by LATE_BOUNDS, of those beyond, and the sum."""
+
+    counts: tuple[int, ...] = (0,) * (len(LATE_BOUNDS) + 1)
+    total: float = 0.0
+
+
+class EmulationStats(msgspec.Struct, frozen=True, array_like=True):
+    """How well an emulated engine keeps its time. Its steps follow `profile`, `stretch` times as long, and its cache
+    has 1/`cache_scale` of the bytes.
+
+    `prefills` are the steps with tokens of prompts, `decodes` the others. `cpu_seconds` are the engine's own. All cores
+    of its machine together worked for `busy_seconds` and did not for `idle_seconds`. All count from its first step on.
+    """
+
+    profile: str
+    cache_scale: int
+    stretch: float
+    prefills: Lateness = Lateness()
+    decodes: Lateness = Lateness()
+    cpu_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    idle_seconds: float = 0.0

@@ -46,9 +46,13 @@ def _end_with_front(front: socket.socket) -> None:
 
 def _run(options: Options, front: socket.socket) -> None:
     # Imported here: torch takes seconds, and by then the process must be tied to the front.
-    from prfaas_worker.engine.assembly import load_and_assemble
     from prfaas_worker.engine.ipc import FrontMessages, Outbox, serve_front
     from prfaas_worker.engine.wiring import max_context
+
+    if options.emulate:
+        from prfaas_worker.emulated.assembly import load_and_assemble
+    else:
+        from prfaas_worker.engine.assembly import load_and_assemble
 
     try:
         outbox = Outbox(front)

@@ -121,6 +121,7 @@ class FrontMessages:
             egress_mbps=theirs.egress_mbps,
             memory_bytes=theirs.memory_bytes,
             memory_limit_bytes=theirs.memory_limit_bytes,
+            emulation=self._engine.runner.emulation(),
         )
 
 

@@ -73,6 +73,8 @@ class Runner:
             sequence.request.prefill_seconds += seconds
         return StepResult(hidden, seconds, self.model)
 
+    def emulation(self) -> None: ...
+
     def _batch(self, work: StepWork) -> Batch:
         tokens = [token for sequence, count in work.chunks for token in sequence.next_tokens(count)]
         tokens += [sequence.token_ids[sequence.computed_tokens] for sequence in work.decodes]

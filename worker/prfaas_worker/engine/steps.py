@@ -1,6 +1,6 @@
 """The seam between the step loop and what computes: a batch of sequences goes in, and tokens are drawn from the step.
 
-`Runner` computes with a model; its library is not known here.
+`Runner` computes with a model, `EmulatedRunner` only takes the time. Neither's library is known here.
 """
 
 from collections import abc
@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from prfaas.errors import PrfaasError
 from prfaas.wire.engine import TokenLogprob
 from prfaas.wire.kvevents import AttentionSpecKind
+from prfaas.wire.stats import EmulationStats
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.transfer_frames import CachePlace
 from prfaas_worker.cache_spec import LayerSpec, PagedMemory
@@ -50,7 +51,7 @@ class ComputedStep(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes steps on one memory. All calls are from the engine's thread."""
+    """Computes steps on one memory. All calls but those of `emulation` are from the engine's thread."""
 
     @property
     def model(self) -> ModelFacts: ...
@@ -63,4 +64,8 @@ class StepRunner(Protocol):
     def run(self, work: StepWork, /) -> ComputedStep:
         """Compute a step; send each finished layer of a prefill for another instance at once. Raises CapacityError if
         the device runs out of memory. Rows and states of the step's sequences are undefined then."""
+        ...
+
+    def emulation(self) -> EmulationStats | None:
+        """Return how well emulated steps kept their time; None where steps are computed."""
         ...

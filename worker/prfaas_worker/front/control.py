@@ -80,6 +80,7 @@ async def read_profile(request: web.Request) -> web.Response:
         token_bytes=profile.token_bytes,
         prefill=msgspec.convert(profile, Fitted, from_attributes=True),
         curve=tuple(_point(profile, tokens) for tokens in PROFILE_TOKENS),
+        emulated=state.options.emulate,
     )
     return _answer(answer)
 

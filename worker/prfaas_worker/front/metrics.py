@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.measure.emulated import why_too_slow
 from prfaas.wire.engine import (
     ALL_CHOICES,
     Cancel,
@@ -28,6 +29,7 @@ from prfaas.wire.engine import (
     TransferEnded,
 )
 from prfaas.wire.profile import Profile
+from prfaas.wire.stats import LATE_BOUNDS, EmulationStats
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_transfer.metrics import (
     PROFILE_TOKENS,
@@ -68,6 +70,15 @@ CACHE_COUNTERS: Final[Described] = {
         "Prompt tokens computed again because their attention rows had no state at their end.",
     ),
     "prfaas_prefix_cache_evicted_pages": ("evicted_pages", "Pages of cached prefixes that were evicted."),
+}
+EMULATION_GAUGES: Final[Described] = {
+    "prfaas_emulation_cache_scale": ("cache_scale", "Divisor of the bytes of an emulated cache."),
+    "prfaas_emulation_stretch": ("stretch", "Factor of an emulated engine's times."),
+}
+EMULATION_COUNTERS: Final[Described] = {
+    "prfaas_emulation_cpu_seconds": ("cpu_seconds", "CPU time of the engine since its first step."),
+    "prfaas_emulation_busy_seconds": ("busy_seconds", "Time that the machine's cores worked since then."),
+    "prfaas_emulation_idle_seconds": ("idle_seconds", "Time that they did not."),
 }
 # vLLM's buckets, and lower ones for small models.
 FIRST_TOKEN_BUCKETS = (
@@ -168,6 +179,8 @@ class WorkerMetrics(Collector):
             yield from self._of_engine(self._stats)
             yield from transfer_totals(self._ours, self._stats)
             yield from self._ours.fields(self._stats.cache, CACHE_GAUGES, CACHE_COUNTERS)
+            if self._stats.emulation is not None:
+                yield from self._of_emulation(self._stats.emulation)
         if self.profile is not None:
             yield from self._of_profile(self.profile)
 
@@ -198,6 +211,19 @@ class WorkerMetrics(Collector):
         )
         text = "1 for the role by which the engine divides its steps."
         yield self._ours.gauge("prfaas_role", text, {stats.role: 1}, "role")
+
+    def _of_emulation(self, emulation: EmulationStats) -> Iterator[Metric]:
+        ours, late = self._ours, dict[str, Histogram]()
+        text = "1 for the profile that an emulated engine's time follows."
+        yield ours.gauge("prfaas_emulated", text, {emulation.profile: 1}, "profile")
+        yield from ours.fields(emulation, EMULATION_GAUGES, EMULATION_COUNTERS)
+        for step, lateness in (("prefill", emulation.prefills), ("decode", emulation.decodes)):
+            late[step] = Histogram(LATE_BOUNDS)
+            late[step].counts, late[step].total = list(lateness.counts), lateness.total
+        text = "How late emulated steps ended, as a share of their time."
+        yield ours.histogram("prfaas_emulation_late_ratio", text, late, "step")
+        text = "1 where the machine is too slow for this emulated engine: then its figures do not count."
+        yield ours.gauge("prfaas_emulation_too_slow", text, int(bool(why_too_slow(emulation))))
 
     def _of_profile(self, profile: Profile) -> Iterator[Metric]:
         ours = self._ours

@@ -1,0 +1,91 @@
+"""Emulated workers keep the contract of engines, alone and in pairs, take their profile's time, and need no torch."""
+
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+
+from prfaas.capacity.builtin import read_builtin
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.cli.contract.checks import ALONE, PAIR, text_of
+from prfaas.wire import headers
+
+from ..waiting import assert_prompt
+from .bench import Bench, listener
+from .conftest import benches
+
+pytestmark = pytest.mark.system
+
+PROFILE: Final = "qwen3.5-397b-fp8-8xh200"
+SCALE: Final = 256
+FLAGS: Final = ("--emulate", PROFILE, "--cache-scale", str(SCALE), "--cache-mib", "64", "--max-context", "65536")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with benches(tmp_path_factory.mktemp("emulated"), *FLAGS) as found:
+        yield found
+
+
+@pytest.mark.parametrize("claim", ALONE)
+def test_an_emulated_worker_keeps_what_is_asked_of_an_engine(emulated: Bench, claim: str):
+    assert ALONE[claim](emulated.destination.engine)
+
+
+@pytest.mark.parametrize("claim", PAIR)
+def test_two_emulated_workers_keep_what_is_asked_of_a_pair(emulated: Bench, claim: str):
+    assert PAIR[claim](emulated.pair())
+
+
+def test_a_cache_crosses_with_the_scaled_bytes_of_its_profile(emulated: Bench):
+    profile = read_builtin("", PROFILE)
+    answer = emulated.pair().hand_off(text_of(20_001))[1].answer()
+    wanted = (profile.state_bytes + 20_000 * profile.token_bytes) / SCALE
+    assert int(answer.headers[headers.KV_BYTES]) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_worker_says_that_it_is_emulated(emulated: Bench):
+    engine, profile = emulated.source.engine, read_builtin("", PROFILE)
+    with urllib.request.urlopen(f"{engine.url}/v1/profile") as answer:
+        said = msgspec.json.decode(answer.read())
+    assert said["emulated"] == PROFILE
+    assert said["token_bytes"] == profile.token_bytes / SCALE
+    assert said["prefill"]["max_tokens"] >= 32_768
+    assert said["prefill"]["token_seconds"] == pytest.approx(profile.profile().token_seconds, rel=0.05)
+    assert engine.metrics()["prfaas_emulated"] == 1
+
+
+def status_of(process: int, file: str, field: str) -> int:
+    """Return a number of a file of /proc."""
+    lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def test_an_emulated_worker_loads_no_torch_and_is_small(emulated: Bench):
+    mover = listener(*emulated.source.address)
+    engine = status_of(mover, "status", "PPid")
+    family = [status_of(engine, "status", "PPid"), engine, mover]
+    assert [one for one in family if "torch" in Path(f"/proc/{one}/maps").read_text()] == []
+    resident = [status_of(one, "status", "VmRSS") / 1024 for one in family]
+    shares = [status_of(one, "smaps_rollup", "Pss") / 1024 for one in family]
+    print("MiB of front, engine and mover:", *map(round, resident), "with their shares of shared pages:", sum(shares))
+    assert sum(shares) < 4096 / 24
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("tokens", [4000, 32_000])
+def test_the_first_token_comes_when_the_profile_says(emulated: Bench, tokens: int):
+    profile, pair = read_builtin("", PROFILE), emulated.pair()
+    wanted = prefill_seconds(profile.profile(), tokens) + profile.decode_steps[0].seconds
+    pair.hand_off(text_of(100), max_tokens=1)[1].answer()
+    pair.wait_idle()
+    began = time.monotonic()
+    answer = pair.hand_off(text_of(tokens + 1), max_tokens=1)[1].answer()
+    seconds = time.monotonic() - began
+    assert answer.has_fetched
+    assert seconds > 0.999 * wanted
+    assert_prompt(seconds, wanted + 0.05, f"the first token behind {tokens} tokens that were prefilled elsewhere")

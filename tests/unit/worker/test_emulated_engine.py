@@ -1,0 +1,263 @@
+"""An emulated engine: its steps last as long as its profile says, its cache has the model's shape, its tokens depend on
+the tokens before them alone, and what cannot be emulated is refused."""
+
+import hashlib
+import json
+import queue
+from bisect import bisect_left
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from prfaas.capacity.builtin import all_builtins, read_builtin
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.wire.engine import Generate, Sampling, Stats, ToFront, Tokens
+from prfaas.wire.receive_ledger import LayerRows, LayerState
+from prfaas.wire.stats import LATE_BOUNDS
+from prfaas_transfer.cache import CacheLayout, MappedMemory, SharedPlace
+from prfaas_worker.cache.cache import HybridCache
+from prfaas_worker.cache.transfer_frames import layer_groups
+from prfaas_worker.cache_spec import CacheGeometry
+from prfaas_worker.emulated.assembly import EmulatedModel
+from prfaas_worker.emulated.instance import EmulatedInstance, read_instance
+from prfaas_worker.emulated.memory import EmulatedMemory
+from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
+from prfaas_worker.engine.loop import EngineLoop
+from prfaas_worker.engine.profiler import Profiler
+from prfaas_worker.engine.remote import RemoteCaches
+from prfaas_worker.engine.schedule import role_budgets
+from prfaas_worker.engine.sequences import Event
+from prfaas_worker.engine.shared import mover_options
+from prfaas_worker.front.metrics import WorkerMetrics
+from prfaas_worker.options import Options, parse
+
+NAME = "qwen3.5-397b-fp8-8xh200"
+PROFILE = read_builtin("", NAME)
+CURVE = PROFILE.profile()
+GREEDY = Sampling(0.0, 1.0, 0, 0)
+NEEDED = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny"]
+
+
+class SlowClock:
+    """A clock that stands still but for sleeps, each of which lasts longer than asked by so many seconds."""
+
+    def __init__(self, late_seconds: float = 0.0):
+        self.seconds, self.late_seconds = 100.0, late_seconds
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds + self.late_seconds
+
+
+class Emulated:
+    """An emulated engine without processes, whose clock the test has."""
+
+    def __init__(self, clock: SlowClock, step_tokens: int = 1024, max_running: int = 8):
+        self.clock, self.sent = clock, list[ToFront]()
+        instance = EmulatedInstance(PROFILE, cache_scale=1024)
+        geometry = CacheGeometry(instance.layers())
+        memory = EmulatedMemory(geometry, num_pages=600, num_slots=max_running)
+        model = EmulatedModel(264, 32_768, "f" * 64, instance.layers())
+        runner, cache = EmulatedRunner(model, memory, instance, clock, clock.sleep), HybridCache(memory)
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        fetcher: Any = SimpleNamespace()
+        self.engine = EngineLoop(
+            inbox=inbox,
+            runner=runner,
+            cache=cache,
+            kv_events=[],
+            publish=lambda _batch: None,
+            remote=RemoteCaches(runner, cache, fetcher, inbox.put),
+            profiler=Profiler(1, 1, lambda _profile: None),
+            send=self.sent.extend,
+            role="mixed",
+            max_waiting=8,
+            budgets=role_budgets(step_tokens),
+        )
+
+    def answer(self, prompt: list[int], handle: int = 1, **fields: Any) -> tuple[list[int], float]:
+        """Return an answer's tokens, and how long it took."""
+        known = {"choices": 1, "max_tokens": 1, "sampling": GREEDY, "logprobs": -1}
+        self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=prompt, **(known | fields)))
+        began = self.clock()
+        while self.engine.step(wait=False):
+            pass
+        mine = [one for one in self.sent if isinstance(one, Tokens) and one.handle == handle]
+        return [token for one in mine for token in one.token_ids], self.clock() - began
+
+
+def prompt_of(tokens: int, seed: int = 1) -> list[int]:
+    return [(seed + place * 7919) % 251 for place in range(tokens)]
+
+
+@pytest.mark.parametrize("step_tokens", [256, 4096, 32_768])
+@pytest.mark.parametrize("tokens", [2, 700, 20_000])
+def test_a_prompt_takes_the_time_of_its_profile_in_whatever_chunks(tokens: int, step_tokens: int):
+    engine = Emulated(SlowClock(), step_tokens)
+    assert engine.answer(prompt_of(tokens))[1] == pytest.approx(prefill_seconds(CURVE, tokens))
+
+
+def test_a_cached_prefix_costs_no_time():
+    engine = Emulated(SlowClock())
+    engine.answer(prompt_of(4097))
+    assert engine.answer(prompt_of(4097) + [1] * 500, 2)[1] == pytest.approx(prefill_seconds(CURVE, 501, 4096))
+
+
+@pytest.mark.parametrize(("batch", "seconds"), [(1, 0.005393), (3, (0.005764 + 0.006494) / 2), (8, 0.007487)])
+def test_a_step_decodes_in_the_time_of_its_batch(batch: int, seconds: float):
+    short, long = (
+        Emulated(SlowClock(), max_running=2 * batch).answer(prompt_of(300), choices=batch, max_tokens=tokens)[1]
+        for tokens in (1, 11)
+    )
+    assert long - short == pytest.approx(10 * seconds)
+
+
+def test_all_times_are_stretched_alike():
+    plain, slow = EmulatedInstance(PROFILE), EmulatedInstance(PROFILE, stretch=20)
+    for is_first in (True, False):
+        chunk = plain.chunk_seconds(4096, 1024, is_first=is_first)
+        assert slow.chunk_seconds(4096, 1024, is_first=is_first) == pytest.approx(20 * chunk)
+    assert slow.decode_seconds(5) == pytest.approx(20 * plain.decode_seconds(5))
+
+
+def test_late_wake_ups_do_not_add_up_and_are_counted():
+    exact, late = Emulated(SlowClock()), Emulated(SlowClock(late_seconds=0.004))
+    wanted = exact.answer(prompt_of(60), max_tokens=100)[1]
+    assert late.answer(prompt_of(60), max_tokens=100)[1] == pytest.approx(wanted + 0.004)
+    for engine, shares in ((exact, (0.0, 0.0)), (late, (0.004 / prefill_seconds(CURVE, 60), 0.004 / 0.005393))):
+        found = engine.engine.runner.emulation()
+        assert found is not None
+        assert (found.profile, found.cache_scale) == (NAME, 1024)
+        for lateness, steps, share in zip((found.prefills, found.decodes), (1, 99), shares, strict=True):
+            assert lateness.counts[bisect_left(LATE_BOUNDS, share)] == sum(lateness.counts) == steps
+            assert lateness.total == pytest.approx(share * steps)
+
+
+def test_the_last_token_behind_a_cache_costs_a_decode_step():
+    engine = Emulated(SlowClock())
+    engine.answer(prompt_of(4097))
+    assert engine.answer(prompt_of(4097), 2)[1] == pytest.approx(0.005393)
+
+
+def test_an_idle_engine_begins_a_step_when_its_work_comes():
+    engine = Emulated(SlowClock())
+    first = engine.answer(prompt_of(100))[1]
+    engine.clock.seconds += 60
+    assert engine.answer(prompt_of(100, seed=2), 2)[1] == pytest.approx(first)
+
+
+def test_an_answer_depends_on_the_tokens_before_it_alone():
+    whole, _ = Emulated(SlowClock()).answer(prompt_of(300), max_tokens=40)
+    rest, _ = Emulated(SlowClock(0.01), 256).answer(prompt_of(300) + whole[:15], max_tokens=25, cache_salt="other")
+    assert whole[15:] == rest
+    assert set(whole) <= set(TOKENS)
+    assert len(set(whole)) > 10
+    assert Emulated(SlowClock()).answer(prompt_of(300, seed=2), max_tokens=40)[0] != whole
+
+
+def test_a_seed_and_a_choice_make_other_answers_and_a_stop_token_ends_one():
+    drawn = {"max_tokens": 20, "sampling": Sampling(1.0, 1.0, 0, 5)}
+    whole, _ = Emulated(SlowClock()).answer(prompt_of(9), **drawn)
+    again, _ = Emulated(SlowClock()).answer(prompt_of(9), **drawn)
+    other, _ = Emulated(SlowClock()).answer(prompt_of(9), **drawn | {"sampling": Sampling(1.0, 1.0, 0, 6)})
+    assert whole == again != other
+    cut, _ = Emulated(SlowClock()).answer(prompt_of(9), **drawn, stop_token_ids=(whole[3],))
+    assert cut == whole[: whole.index(whole[3])]
+    held, _ = Emulated(SlowClock()).answer(prompt_of(9), **drawn, stop_token_ids=(whole[3],), min_tokens=20)
+    assert len(held) == 20
+    assert whole[3] not in held
+
+
+@pytest.mark.parametrize("profile", [one for one in all_builtins() if one.decode_steps], ids=lambda one: one.name)
+@pytest.mark.parametrize("scale", [1, 64])
+def test_a_cache_has_the_models_layers_and_the_profiles_bytes(profile: Any, scale: int):
+    layers = EmulatedInstance(profile, scale).layers()
+    geometry, (linear, attention) = CacheGeometry(layers), sorted(layer_groups(layers), key=lambda one: one.kind)[::-1]
+    assert geometry.token_bytes == pytest.approx(profile.token_bytes / scale, rel=0.01)
+    assert len(linear.layers) * linear.nbytes == pytest.approx(profile.state_bytes / scale, rel=0.01)
+    gaps = {later - sooner for sooner, later in zip(attention.layers, attention.layers[1:], strict=False)}
+    assert max(gaps) - min(gaps) <= 1, "attention is spread evenly"
+
+
+def test_the_mover_maps_the_places_that_the_engine_names():
+    layers = EmulatedInstance(PROFILE, 1024).layers()
+    memory = EmulatedMemory(CacheGeometry(layers), num_pages=5, num_slots=2)
+    layout = CacheLayout("f" * 64, layer_groups(layers))
+    options = mover_options(Options(model_source="", model_name=""), layout, memory)
+    assert options.map is not None
+    assert options.map.nbytes == len(memory._bytes)
+    mapped, place = MappedMemory(memory._bytes, options.map), SharedPlace(1, [4, 0, 2])
+    for index, group in enumerate(layout.groups):
+        for layer in group.layers:
+            (tensor,) = group.tensors
+            if group.kind == "linear":
+                ours, part = [memory.state_bytes(layer, tensor.name, 1)], LayerState(index, layer)
+            else:
+                ours = memory.row_bytes(layer, tensor.name, place.pages, (60, 150))
+                part = LayerRows(index, layer, 60, 90)
+            for number, piece in enumerate(ours):
+                piece[:] = hashlib.shake_128(bytes([index, layer, number])).digest(len(piece))
+            assert [bytes(one) for one in mapped.pieces(group, place, part)] == [bytes(one) for one in ours]
+
+
+def test_metrics_say_that_an_engine_is_emulated_and_how_late_it_is():
+    engine = Emulated(SlowClock(0.002))
+    engine.answer(prompt_of(50), max_tokens=3)
+    stats = Stats(emulation=engine.engine.runner.emulation())
+    text = WorkerMetrics().render(stats).decode()
+    assert f'prfaas_emulated{{profile="{NAME}"}} 1.0' in text
+    assert "prfaas_emulation_cache_scale 1024.0" in text
+    assert 'prfaas_emulation_late_ratio_count{step="decode"} 2.0' in text
+    assert "prfaas_emulation_busy_seconds_total" in text
+    assert "prfaas_emulation_too_slow 1.0" in text
+    assert "prfaas_emulat" not in WorkerMetrics().render(Stats()).decode()
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse([*NEEDED, *flags])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--emulate", "qwen3.5-397b"], "--emulate is 'qwen3.5-397b', which is no built-in profile; near it are"),
+        (["--emulate", NAME, "--stretch", "0"], "'--stretch': '0' is not a number above 0"),
+        (["--emulate", NAME, "--stretch", "nan"], "'--stretch': 'nan' is not a number above 0"),
+        (["--emulate", NAME, "--cache-scale", "0"], "'--cache-scale': '0' is not a whole number from 1"),
+        (
+            ["--emulate", NAME, "--cache-scale", "2049"],
+            "less than a byte of the 2048 of a layer's row: give at most 2048",
+        ),
+        (["--emulate", NAME, "--max-running", "257"], "more than the 256 sequences of the largest decode step"),
+        (["--emulate", NAME, "--max-context", "262145"], "more than twice the 131072 tokens of the longest prompt"),
+        (["--emulate", NAME, "--wire-codec", "int8"], "an emulated cache has no content to compress"),
+        (["--stretch", "2"], "are of an emulated engine: give --emulate"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str):
+    assert sentence in refusal(capsys, *flags)
+
+
+def test_a_file_is_read_as_a_built_in_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    path, good = tmp_path / "mine.json", msgspec.to_builtins(PROFILE)
+    path.write_text(json.dumps(good | {"name": "qwen3.5-397b-mine", "state_bytes": 45_000_000}))
+    read = read_instance(str(path), 10, 1.0)
+    assert read.profile.name == "qwen3.5-397b-mine"
+    assert CacheGeometry(read.layers()).state_bytes == pytest.approx(4_500_000, rel=0.01)
+    for change, sentence in (
+        ({"decode_steps": []}, "the profile has no decode step"),
+        ({"name": "mine"}, "its name must begin with one of kimi-k3"),
+        ({"points": good["points"][:1]}, "knows fewer than two lengths of prompts"),
+        ({"token_bytes": "many"}, "cannot be read: Expected `int`, got `str`"),
+    ):
+        path.write_text(json.dumps(good | change))
+        assert sentence in refusal(capsys, "--emulate", str(path))

@@ -1,0 +1,141 @@
+"""Takes the time of steps without computing them: a `StepRunner` of the step loop.
+
+A step lasts as long as its chunks of prompts, one after the other, and its decodes. A chunk of one token, as behind a
+cache that was fetched, is one more decode. A prefill for another instance leaves layer by layer, spread over the
+chunks' time, as from a model. A step begins where the one before should have
+ended if one of its sequences was in that, too. So neither a late wake-up nor the loop's own work adds up. How late each
+step ends is counted: emulated time that does not keep up is no measure of anything.
+
+A token is a hash of the tokens before it and of how many they are. So an answer is the same wherever its prompt was
+computed, and whoever continues it.
+"""
+
+import hashlib
+import os
+import time
+from array import array
+from bisect import bisect_left
+from collections import abc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from prfaas.wire.engine import TokenLogprob
+from prfaas.wire.stats import LATE_BOUNDS, EmulationStats, Lateness
+from prfaas_worker.cache.blocks import Lease
+from prfaas_worker.cache.transfer_frames import CachePlace
+from prfaas_worker.emulated.instance import EmulatedInstance
+from prfaas_worker.emulated.memory import EmulatedMemory
+from prfaas_worker.engine.remote import export_of
+from prfaas_worker.engine.sequences import Sequence
+from prfaas_worker.engine.steps import Drawn, ModelFacts, StepWork
+
+TOKENS: Final = range(65, 91)
+"""What is drawn: each is one ASCII character to tokenizers of bytes, and to byte-level ones."""
+_READ_TOKENS: Final = 64
+"""Of the tokens before one, as many make it."""
+
+
+class EmulatedStep:
+    """A step whose outputs are those of its sequences' tokens."""
+
+    def draw(self, _rows: abc.Sequence[int], sequences: abc.Sequence[Sequence]) -> list[Drawn]:
+        return [_draw(sequence) for sequence in sequences]
+
+
+class EmulatedRunner:
+    """Takes the time of one instance's steps. `sleep` waits for so many seconds of `clock`."""
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        memory: EmulatedMemory,
+        instance: EmulatedInstance,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        self.model, self.memory = model, memory
+        self._prefills, self._decodes = Lateness(), Lateness()
+        self._cpu_before: tuple[float, float, float] | None = None
+        self._instance, self._clock, self._sleep = instance, clock, sleep
+        self._before: set[Sequence] = set()
+        self._ends_at = 0.0
+
+    def place(self, lease: Lease) -> CachePlace:
+        return CachePlace(self.memory, lease.slot, lease.pages)
+
+    def run(self, work: StepWork) -> EmulatedStep:
+        if self._cpu_before is None:
+            self._cpu_before = _cpu_seconds()
+        sequences = {*(sequence for sequence, _ in work.chunks), *work.decodes}
+        begins_at = self._clock() if self._before.isdisjoint(sequences) else self._ends_at
+        lone = sum(tokens == 1 for _, tokens in work.chunks)
+        prefill_seconds = sum(self._chunk_seconds(*one) for one in work.chunks)
+        seconds = prefill_seconds + self._instance.decode_seconds(len(work.decodes) + lone)
+        self._send_layers(work, begins_at, prefill_seconds)
+        self._before, self._ends_at = sequences, begins_at + seconds
+        self._wait_until(self._ends_at)
+        self._count(work, (self._clock() - self._ends_at) / max(seconds, self._instance.decode_seconds(1)))
+        for sequence, _ in work.chunks:
+            sequence.request.prefill_seconds += seconds
+        return EmulatedStep()
+
+    def emulation(self) -> EmulationStats:
+        now, before = _cpu_seconds(), self._cpu_before or _cpu_seconds()
+        cpu = (end - begin for begin, end in zip(before, now, strict=True))
+        names = self._instance.profile.name, self._instance.cache_scale, self._instance.stretch
+        return EmulationStats(*names, self._prefills, self._decodes, *cpu)
+
+    def _chunk_seconds(self, sequence: Sequence, tokens: int) -> float:
+        if tokens == 1:
+            return 0.0  # it goes with the decodes
+        is_first = not sequence.request.prefill_seconds
+        return self._instance.chunk_seconds(sequence.computed_tokens, tokens, is_first=is_first)
+
+    def _send_layers(self, work: StepWork, begins_at: float, seconds: float) -> None:
+        """Send each layer of prefills for other instances when it would be computed."""
+        places = ((sequence, tokens, self.place(sequence.held)) for sequence, tokens in work.chunks)
+        exports = [export for one in places if (export := export_of(*one))]
+        layers = len(self.model.layers) if exports else 0
+        for layer in range(layers):
+            self._wait_until(begins_at + seconds * (layer + 1) / layers)
+            for export in exports:
+                export(layer, None)
+
+    def _wait_until(self, at: float) -> None:
+        if (left := at - self._clock()) > 0:
+            self._sleep(left)
+
+    def _count(self, work: StepWork, late_share: float) -> None:
+        """Count how late a step was; a prompt's last few tokens as if they took as long as a decode."""
+        if work.chunks:
+            self._prefills = _with(self._prefills, late_share)
+        else:
+            self._decodes = _with(self._decodes, late_share)
+
+
+def _with(lateness: Lateness, late_share: float) -> Lateness:
+    counts = list(lateness.counts)
+    counts[bisect_left(LATE_BOUNDS, late_share)] += 1
+    return Lateness(tuple(counts), lateness.total + max(0.0, late_share))
+
+
+def _cpu_seconds() -> tuple[float, float, float]:
+    """Return the seconds that this process had a core, and that the machine's cores were busy and idle."""
+    words = Path("/proc/stat").read_text().partition("\n")[0].split()
+    user, nice, system, idle, waiting, *others = (int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9])
+    return time.process_time(), user + nice + system + sum(others), idle + waiting
+
+
+def _draw(sequence: Sequence) -> Drawn:
+    """Draw a sequence's next token. It ends the answer only where a request says so of that token."""
+    sampler = sequence.ready_sampler
+    chance = [] if sampler.greedy else [sampler.sampling.seed & 0x7FFF_FFFF_FFFF_FFFF, sampler.choice]
+    known = array("q", [*chance, len(sequence.token_ids), *sequence.token_ids[-_READ_TOKENS:]])
+    number = int.from_bytes(hashlib.blake2b(known.tobytes(), digest_size=8).digest(), "big")
+    banned = sampler.ends if sampler.hold_back > 0 else frozenset[int]()
+    tokens = [token for token in TOKENS if token not in banned] or TOKENS
+    token = tokens[number % len(tokens)]
+    sampler.accept(token)
+    logprob = TokenLogprob(0.0, [(token, 0.0)][: sampler.logprobs]) if sampler.logprobs >= 0 else None
+    return Drawn(token, logprob)
