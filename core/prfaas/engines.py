@@ -65,6 +65,9 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     experimental: str = ""
     """What was not run yet, for the condition `EngineProven`; empty if it is proven."""
 
+    is_emulated: bool = False
+    """Whether it computes nothing, and takes the time that the profile of the flag `--emulate` says."""
+
     image: str = ""
     """The default of `engine.image`; empty if a pool names its own."""
     has_builtin_models: bool = False
@@ -206,6 +209,14 @@ _PRFAAS: Final = EngineRecord(
     checked="Frame",
     is_encrypted=True,
     steering_fields=frozenset({"kv_transfer_params", STREAM_FIELD}),
+)
+_EMULATED: Final = replace(
+    _PRFAAS,
+    name="emulated",
+    type="emulated",
+    title="the emulated worker",
+    run="every test run, two clusters",
+    is_emulated=True,
 )
 _VLLM: Final = EngineRecord(
     name="vllm-prfaas",
@@ -371,7 +382,7 @@ _DYNAMO: Final = EngineRecord(
 )
 
 ENGINES: Final[Mapping[str, EngineRecord]] = {
-    one.name: one for one in (_PRFAAS, _VLLM, _VLLM_NIXL, _VLLM_MOONCAKE, _SGLANG, _TENSORRT_LLM, _DYNAMO)
+    one.name: one for one in (_PRFAAS, _EMULATED, _VLLM, _VLLM_NIXL, _VLLM_MOONCAKE, _SGLANG, _TENSORRT_LLM, _DYNAMO)
 }
 """All engines by name. The first one is the project's own worker, the default of a pool."""
 

@@ -66,7 +66,7 @@ POOLS = [
     (
         "engine.type",
         "triton",
-        'Unsupported value: "triton": supported values: "prfaas", "vllm", "sglang", "tensorrt-llm", "dynamo"',
+        'Unsupported value: "triton": supported values: "prfaas", "emulated", "vllm", "sglang"',
         "",
     ),
     ("engine", {"type": "vllm"}, "spec.engine.image: Required value", "name an image of that engine"),
@@ -111,6 +111,8 @@ POOLS = [
         "spec.engine.args: Forbidden",
         "what the operator sets for other engines",
     ),
+    ("engine", {"type": "emulated"}, "spec.engine.args", "such as --emulate=qwen3.5-397b-fp8-8xh200"),
+    ("engine.args", ["--emulate=p"], "spec.engine.args", "type emulated, and no other"),
     ("engine.image", "my image", "spec.engine.image", "without spaces"),
     ("engine.args", ["--host=0.0.0.0"], "spec.engine.args: Forbidden", "change the pool's own fields"),
     ("engine.args", ["--role", "decode"], "spec.engine.args: Forbidden", "change the pool's own fields"),

@@ -126,7 +126,7 @@ of_vllm = st.builds(
     st.sampled_from(["Prfaas", "Nixl", "Mooncake"]),
     transfers,
 )
-engines = st.one_of(
+computing = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"type": st.just("vllm"), "image": st.just("v:1")}, optional={"transfer": of_vllm}),
     st.fixed_dictionaries(
@@ -138,6 +138,7 @@ engines = st.one_of(
         {name: st.just(value) for name, value in engine.items()}, optional={"args": st.lists(texts, max_size=2)}
     )
 )
+engines = computing | st.just({"type": "emulated", "args": ["--emulate=p"]})
 specs = st.fixed_dictionaries(
     {"model": st.just({"name": "org/m", "source": "/models/m"}), "engine": engines, "template": templates()},
     optional={
@@ -203,4 +204,4 @@ def test_an_example_and_its_rendered_objects_are_accepted(crds, path):
 def test_enough_pools_of_every_engine_were_accepted():
     """Without this the test above could pass because the server refused every pool."""
     assert len(taken) >= LEAST_TAKEN
-    assert set(taken) == {"prfaas", "vllm", "sglang", "tensorrt-llm", "dynamo"}
+    assert set(taken) == {"prfaas", "emulated", "vllm", "sglang", "tensorrt-llm", "dynamo"}

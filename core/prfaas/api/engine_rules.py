@@ -8,7 +8,7 @@ from prfaas.engines import ENGINES, MAX_GPUS, EngineRecord, find_engine
 
 RECORDS: Final = tuple(ENGINES.values())
 DEFAULT: Final = RECORDS[0]
-FLAGS_OF_OTHERS: Final = dict.fromkeys(flag for one in RECORDS[1:] for flag in one.flags)
+FLAGS_OF_OTHERS: Final = dict.fromkeys(flag for one in RECORDS if not one.image for flag in one.flags)
 PARALLEL_FLAGS: Final = "(tensor|pipeline|data)-parallel-size|(tp|pp|dp)(-size)?"
 GPUS: Final = (
     "(has(self.parallelism) ? self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data : 1)"
@@ -28,6 +28,8 @@ def enumerate_words(words: Sequence[str], last: Literal["and", "or"]) -> str:
 TYPES: Final = types_with(lambda _: True)
 CONNECTORS: Final = tuple(one.connector for one in RECORDS if one.connector)
 _ON_GPUS: Final = types_with(lambda one: one.has_parallelism)
+_OURS: Final = types_with(lambda one: one.image)
+_EMULATED: Final = types_with(lambda one: one.is_emulated)
 
 
 def _tell_experimental(names: Sequence[str]) -> str:
@@ -40,6 +42,7 @@ def describe_type() -> str:
     proven = types_with(lambda one: not one.experimental)
     sentences = (
         f"Kind of engine: {DEFAULT.type} is the project's own worker.",
+        f"{enumerate_words(_EMULATED, 'and')} is that worker without a model: it takes the times of a profile.",
         "The pools of a policy have one kind.",
         *(f"{one} is the frontend of a {title} deployment, for a DecodePool only." for one, title in _decode_only()),
         _tell_experimental([one for one in TYPES if one not in proven]),
@@ -77,7 +80,7 @@ def _is_engine(engine: str, wanted: EngineRecord) -> str:
 
 def engine_rules() -> Iterator[Rule]:
     """Yield the rules of a pool's `engine`."""
-    is_default = _is_type("self", [DEFAULT.type])
+    is_ours = _is_type("self", _OURS)
     yield _forbid(
         "args",
         f"!has(self.args) || !self.args.exists(a, a.matches('^--({'|'.join(DEFAULT.flags)})(=|$)'))",
@@ -87,7 +90,7 @@ def engine_rules() -> Iterator[Rule]:
     # vLLM takes `--flag.key value` for a key of its JSON.
     yield _forbid(
         "args",
-        f"{is_default} || !has(self.args) || !self.args.exists(a, a.replace('_', '-').matches("
+        f"{is_ours} || !has(self.args) || !self.args.exists(a, a.replace('_', '-').matches("
         f"'^--({'|'.join(FLAGS_OF_OTHERS)})([=.]|$)'))",
         "args cannot set what the operator sets for other engines (the model, its name, the address, certificates, "
         "--kv-transfer-config, --kv-events-config, --disaggregation-mode, --disaggregation-bootstrap-port): change "
@@ -100,10 +103,16 @@ def engine_rules() -> Iterator[Rule]:
         "sizes of parallelism stand in spec.parallelism {tensor, pipeline, data}: remove the flag",
     )
     yield Rule(
-        f"{is_default} || !self.image.startsWith('{DEFAULT.image.rpartition(':')[0]}:')",
+        f"{is_ours} || !self.image.startsWith('{DEFAULT.image.rpartition(':')[0]}:')",
         "name an image of that engine, such as vllm/vllm-openai:v0.33.0",
         field="image",
         reason="FieldValueRequired",
+    )
+    yield Rule(
+        f"({_is_type('self', _EMULATED)}) == (has(self.args) && self.args.exists(a, a.matches('^--emulate(=|$)')))",
+        f"type {enumerate_words(_EMULATED, 'and')}, and no other, has --emulate in args, with a profile of "
+        "`prfaas profile list`, such as --emulate=qwen3.5-397b-fp8-8xh200",
+        field="args",
     )
     yield from _transfer_rules()
 

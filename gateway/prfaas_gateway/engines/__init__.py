@@ -15,6 +15,7 @@ from prfaas_gateway.upstream import Answer, Upstream
 
 PROTOCOLS: Final[Mapping[EngineName, Callable[[Upstream], EngineProtocol]]] = {
     "prfaas": PrfaasEngine,
+    "emulated": PrfaasEngine,
     "vllm-prfaas": VllmPrfaasEngine,
     "vllm-nixl": VllmNixlEngine,
     "vllm-mooncake": VllmMooncakeEngine,

@@ -28,8 +28,15 @@ class Counts(NamedTuple):
 
 
 def engine_proof(pool: PoolObject) -> dict[str, ConditionState]:
-    """Return the condition of a pool whose engine is experimental; no condition for the others."""
-    missing = pool.spec.engine.record.experimental
+    """Return the condition of a pool whose engine is experimental, or computes nothing; none for the others."""
+    record = pool.spec.engine.record
+    if record.is_emulated:
+        return {
+            ENGINE_PROVEN: no(
+                "Emulated", "instances compute nothing: their answers mean nothing, their times are a profile's"
+            )
+        }
+    missing = record.experimental
     if not missing:
         return {}
     advice = "the fields of this engine follow its documentation. Report what you see."

@@ -36,7 +36,7 @@ def asks_for_rdma(pool: PoolObject) -> bool:
 
 
 def _prfaas(pool: PoolObject, _: StartTerms) -> Start:
-    """Return how an instance of our worker starts."""
+    """Return how an instance of our worker starts, which emulates one if its arguments say so."""
     spec = pool.spec
     flags = {
         "--model-source": spec.model.source,
@@ -116,6 +116,7 @@ def _dynamo(pool: PoolObject, _: StartTerms) -> Start:
 
 STARTS: Final[Mapping[EngineName, Callable[[PoolObject, StartTerms], Start]]] = {
     "prfaas": _prfaas,
+    "emulated": _prfaas,
     "vllm-prfaas": vllm.start_with_ours,
     "vllm-nixl": vllm.start_with_nixl,
     "vllm-mooncake": vllm.start_with_mooncake,

@@ -104,6 +104,7 @@ def test_a_record_does_not_change():
     ("type_", "connector", "name"),
     [
         ("prfaas", None, "prfaas"),
+        ("emulated", None, "emulated"),
         ("vllm", None, "vllm-prfaas"),
         ("vllm", "Nixl", "vllm-nixl"),
         ("vllm", "Mooncake", "vllm-mooncake"),
@@ -117,8 +118,9 @@ def test_type_and_connector_of_a_pool_choose_its_engine(type_: str, connector: s
 
 def test_what_crosses_between_clusters_is_checked_and_encrypted_by_our_transfer_alone():
     """A matter of security: it is listed here once more."""
-    assert {name for name, one in ENGINES.items() if one.is_encrypted} == {"prfaas", "vllm-prfaas"}
-    assert {name for name, one in ENGINES.items() if one.checked == "Frame"} == {"prfaas", "vllm-prfaas"}
+    ours = {"prfaas", "emulated", "vllm-prfaas"}
+    assert {name for name, one in ENGINES.items() if one.is_encrypted} == ours
+    assert {name for name, one in ENGINES.items() if one.checked == "Frame"} == ours
     assert {name for name, one in ENGINES.items() if one.checked == "Request"} == {"sglang"}
     assert {name for name, one in ENGINES.items() if one.steering_fields or one.steering_objects} == ENGINES.keys()
 

@@ -15,6 +15,7 @@ from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.policy import ObservedCluster, PolicyFacts, readiness, routing_table
 from prfaas_operator.plan.pool_status import Counts, role_of
 from prfaas_operator.plan.roles import resolved
+from prfaas_worker.options import Options
 
 from .examples import FOLDER, ROOT, read
 
@@ -22,6 +23,7 @@ OF_ENGINES = sorted((FOLDER / "engines").glob("*.yaml"))
 EXAMPLES = [*OF_ENGINES, *sorted(FOLDER.glob("*-pools.yaml"))]
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
+OF_OUR_WORKER = {f"--{field.replace('_', '-')}" for field in Options.__struct_fields__}
 EXPERIMENTAL = {name for name, one in ENGINES.items() if one.experimental}
 
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -71,7 +73,7 @@ def test_an_example_whose_decode_pool_drafts_nothing_would_be_refused(make):
 def test_flags_of_an_example_are_flags_of_its_engine(path):
     for pool in read(path)[1]:
         flags = {word.partition("=")[0] for word in pool.spec.engine.args if word.startswith("--")}
-        assert flags <= set(KNOWN.get(pool.spec.engine.type, {}).get("flags", ()))
+        assert flags <= (OF_OUR_WORKER if pool.spec.engine.record.image else set(KNOWN[pool.spec.engine.type]["flags"]))
 
 
 @each_example

@@ -275,6 +275,11 @@ def test_a_pool_of_an_engine_that_was_run_has_no_such_condition(make, engine):
     assert engine_proof(make.decode_pool(engine=engine)) == {}
 
 
+def test_a_pool_whose_instances_compute_nothing_says_so(make):
+    proof = engine_proof(make.decode_pool(engine={"type": "emulated", "args": ["--emulate=p"]}))[ENGINE_PROVEN]
+    assert (proof.status, proof.reason) == ("False", "Emulated")
+
+
 def test_a_pool_with_a_pod_of_an_untested_version_says_so_and_names_the_first(make):
     tested, gone = make.pod("a", "offload"), make.pod("b", "offload", untested="old", terminating=True)
     assert version_proof([tested, gone]) == {}
