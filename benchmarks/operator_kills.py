@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from benchmarks.report import Figure, run
 
+from prfaas.names import KUBECONFIG_SECRET, LABEL_SECRET
 from prfaas.ports import free_ports
 from prfaas.util import Deadline
 from prfaas_sandbox.controlplane import ControlPlane
@@ -132,7 +133,7 @@ Step = tuple[str, Callable[[Stage], None], Want]
 def life(secret: dict[str, Any]) -> Iterator[Step]:
     """Yield the steps of one life: its name, what a person does, and what has to be there in the end."""
     pool = {"model": MODEL, "replicas": 2}
-    link = {"kubeconfigSecretRef": {"name": "far"}, "namespace": MEMBER, "link": {"capacityMbps": 100}}
+    link = {"kubeconfigSecretRef": {"name": "far-kubeconfig"}, "namespace": MEMBER, "link": {"capacityMbps": 100}}
     policy = {"model": MODEL["name"], "decodePool": "decode", "prefillPools": ["offload"]}
     fixed = {"threshold": {"mode": "Fixed", "tokens": 1000}}
     one = {"offload": 1, "decode": 1, "kimi-gateway": 1}
@@ -257,7 +258,7 @@ def open_stage(hub: Place, member: Place, folder: Path) -> tuple[Stage, dict[str
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": "far"},
+        "metadata": {"name": "far-kubeconfig", "labels": {LABEL_SECRET: KUBECONFIG_SECRET}},
         "stringData": {"kubeconfig": credentials(member)},
     }
     return Stage(hub, member, command, environment), secret

@@ -17,6 +17,7 @@ from benchmarks.operator_kills import Place, credentials, prepare, resource
 
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import BOOKMARK, DELETED
+from prfaas.names import KUBECONFIG_SECRET, LABEL_SECRET
 from prfaas.ports import free_ports
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
@@ -202,8 +203,16 @@ async def staged(tools: Tools, folder: Path) -> AsyncIterator[Stage]:
         (folder / "operator.kubeconfig").write_text(credentials(places[0]))
         document = json.loads(credentials(places[1]))
         document["clusters"][0]["cluster"]["server"] = relay.url
-        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "far"}}
-        reference = {"kubeconfigSecretRef": {"name": "far"}, "namespace": MEMBER, "link": {"capacityMbps": 100}}
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "far-kubeconfig", "labels": {LABEL_SECRET: KUBECONFIG_SECRET}},
+        }
+        reference = {
+            "kubeconfigSecretRef": {"name": "far-kubeconfig"},
+            "namespace": MEMBER,
+            "link": {"capacityMbps": 100},
+        }
         places[0].apply(
             {**secret, "stringData": {"kubeconfig": json.dumps(document)}},
             resource("MemberCluster", CLUSTER, **reference),

@@ -41,6 +41,8 @@ SIDE_CHANNEL_PORT: Final = 5600
 """vLLM with NIXL: handshakes."""
 KV_EVENTS_PORT: Final = 5557
 """Cache events over ZMQ, of an engine's first data-parallel rank; each further rank uses the next port."""
+GATEWAY_IMAGE: Final = "prfaas/gateway:0.1.0"
+"""Holds the gateway and its scheduler."""
 CONNECTOR_IMAGE: Final = "prfaas/vllm-connector:0.1.0"
 """Holds our connector for a stock image of vLLM."""
 GATEWAY_PORT: Final = 8080
@@ -48,11 +50,16 @@ SCHEDULER_METRICS_PORT: Final = 9091
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081
 
-# Secrets that belong to the operator: no pool may read them.
+# Secrets that no pool may read.
 AUTHORITY_SECRET: Final = "prfaas-ca"  # noqa: S105  # a name
 TLS_SECRET: Final = "prfaas-tls"  # noqa: S105  # a name
 """Every cluster's instances mount it, and so do the hub's gateways."""
 KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
+API_KEYS_SECRET_SUFFIX: Final = "-api-keys"  # noqa: S105  # a name
+LABEL_SECRET: Final = f"{GROUP}/secret"
+"""Says what a Secret is for. The operator uses none whose owner did not give it to prfaas by this label."""
+KUBECONFIG_SECRET: Final = "kubeconfig"  # noqa: S105  # a value of that label
+API_KEYS_SECRET: Final = "api-keys"  # noqa: S105  # a value of that label
 
 # The files of a cluster's certificate, in a directory or a Secret.
 TLS_CERT: Final = "tls.crt"

@@ -78,7 +78,7 @@ class ProfileNotFoundError(ConfigError):
 
 
 class SecretNotFoundError(ConfigError):
-    """A MemberCluster names a Secret, or a key of it, that does not exist."""
+    """A MemberCluster or a policy names a Secret, or a key of it, that does not exist."""
 
     reason: ClassVar = "SecretNotFound"
 
@@ -90,7 +90,7 @@ class KubeconfigRefusedError(ConfigError):
 
 
 class ForbiddenSecretError(ConfigError):
-    """A pool would read a Secret that is the operator's own."""
+    """A pool would read a Secret of the operator, or an object names one that is not for prfaas to use."""
 
     reason: ClassVar = "ForbiddenSecret"
 

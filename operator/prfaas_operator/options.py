@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from prfaas.console import LogFormatOption, port_option
-from prfaas.names import CONNECTOR_IMAGE, OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+from prfaas.names import CONNECTOR_IMAGE, GATEWAY_IMAGE, OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas_operator.plan.certificates import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
@@ -50,6 +50,7 @@ class OperatorOptions(NamedTuple):
     certificate_settle_seconds: Annotated[
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")
     ] = DEFAULT_SETTLE_SECONDS
+    gateway_image: Annotated[str, typer.Option(help="Image of the policies' gateways.")] = GATEWAY_IMAGE
     connector_image: Annotated[
         str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/use/engines.md.")
     ] = CONNECTOR_IMAGE

@@ -67,7 +67,7 @@ def assemble(
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
     pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view), options.connector_image)
-    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view))
+    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), options.gateway_image)
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
     reconciles = {
         MEMBER_CLUSTER: clusters.reconcile,

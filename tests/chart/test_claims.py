@@ -237,3 +237,39 @@ def test_placement_and_resources_reach_the_pod(render):
     assert pod(chosen)["tolerations"] == [{"operator": "Exists"}]
     assert pod(chosen)["imagePullSecrets"] == [{"name": "s"}]
     assert container(chosen)["resources"]["limits"] == {"memory": "1Gi"}
+
+
+def rights_of_people(objects: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
+    """Return what each ClusterRole of the chart gives, as (resource, verb)."""
+    return {
+        role["metadata"]["name"]: {
+            (resource, verb) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+        }
+        for role in of_kind(objects, "ClusterRole")
+    }
+
+
+def test_people_get_no_more_than_their_role_says(hub):
+    """Who writes a pool or a policy chooses what runs, in other clusters, too."""
+    rights = rights_of_people(hub)
+    assert rights.keys() == {"prfaas-view", "prfaas-edit", "prfaas-admin", "prfaas-thresholds"}
+    reading = {"get", "list", "watch"}
+    writers = {
+        name for name, given in rights.items() if any("/" not in what and do not in reading for what, do in given)
+    }
+    assert writers == {"prfaas-admin"}
+    written = {what for what, do in rights["prfaas-thresholds"] if do not in reading}
+    assert written == {"prfaaspolicies/scale"}
+    assert all(rule["apiGroups"] == ["prfaas.io"] for role in of_kind(hub, "ClusterRole") for rule in role["rules"])
+
+
+def test_the_member_refuses_priority_classes_that_its_owner_did_not_name(render):
+    def expressions(*options: str) -> list[dict[str, Any]]:
+        (quota,) = of_kind(render("prfaas-member", *options), "ResourceQuota")
+        assert quota["spec"]["hard"] == {"pods": "0"}
+        return quota["spec"]["scopeSelector"]["matchExpressions"]
+
+    any_class = {"scopeName": "PriorityClass", "operator": "Exists"}
+    assert expressions() == [any_class]
+    others = {"scopeName": "PriorityClass", "operator": "NotIn", "values": ["batch"]}
+    assert expressions("--set", "priorityClasses={batch}") == [any_class, others]

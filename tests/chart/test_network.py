@@ -11,7 +11,7 @@ import pytest
 
 from prfaas import names
 from prfaas.api import DecodePool
-from prfaas.names import CONNECTOR_IMAGE
+from prfaas.names import CONNECTOR_IMAGE, GATEWAY_IMAGE
 from prfaas_operator.render import pool_deployment
 from prfaas_operator.render.common import PART_OF
 
@@ -196,11 +196,12 @@ def test_every_port_that_the_operator_renders_for_an_engine_is_open_to_its_peers
         assert metrics in {number for policy in mine for number in ports_open_to_namespace(policy, "monitoring")}
 
 
-def test_the_connectors_image_is_the_charts_version_or_the_one_that_is_named(render):
+@pytest.mark.parametrize(("name", "default"), [("gateway", GATEWAY_IMAGE), ("connector", CONNECTOR_IMAGE)])
+def test_an_image_is_the_charts_version_or_the_one_that_is_named(render, name, default):
     def flag(*arguments: str) -> str:
         (operator,) = (each for each in render("prfaas", *arguments) if each["kind"] == "Deployment")
         words = operator["spec"]["template"]["spec"]["containers"][0]["args"]
-        return words[words.index("--connector-image") + 1]
+        return words[words.index(f"--{name}-image") + 1]
 
-    assert flag() == CONNECTOR_IMAGE
-    assert flag("--set", "connectorImage=reg.example/c@sha256:1") == "reg.example/c@sha256:1"
+    assert flag() == default
+    assert flag("--set", f"{name}Image=reg.example/c@sha256:1") == "reg.example/c@sha256:1"

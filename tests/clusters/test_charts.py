@@ -157,6 +157,54 @@ def attributes(question: str) -> dict[str, str]:
     return {"verb": verb, "group": group, "resource": resource, "subresource": subresource}
 
 
+def test_who_may_set_thresholds_may_set_nothing_else(installed):
+    spec = {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled", "min": 300, "max": 9000}}
+    policy = {"apiVersion": "prfaas.io/v1alpha1", "kind": "PrfaaSPolicy", "metadata": {"name": "steered"}, "spec": spec}
+    installed.kubectl("-n", HUB, "create", "-f", "-", stdin=json.dumps(policy))
+    installed.kubectl("-n", HUB, "create", "rolebinding", "ada", "--clusterrole=prfaas-thresholds", "--user=ada")
+    as_ada = ("-n", HUB, "--as=ada")
+    eventually(lambda: installed.kubectl(*as_ada, "get", "prfaas/steered", "-o", "name"), "the right is in force")
+    installed.kubectl(*as_ada, "scale", "prfaas/steered", "--replicas=4096")
+    now = json.loads(installed.kubectl("-n", HUB, "get", "prfaas/steered", "-o", "json"))["spec"]
+    assert now["threshold"]["tokens"] == 4096
+    keys = json.dumps({"spec": {"gateway": {"apiKeysSecretRef": {"name": "chat-api-keys"}}}})
+    patch = ("patch", "prfaas/steered", "--type=merge", "-p", keys)
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        installed.kubectl(*as_ada, *patch)
+    assert 'cannot patch resource "prfaaspolicies"' in refused.value.stderr
+    installed.kubectl(*as_ada, *patch, "--subresource=scale")
+    assert json.loads(installed.kubectl("-n", HUB, "get", "prfaas/steered", "-o", "json"))["spec"] == now
+    installed.kubectl("-n", HUB, "delete", "prfaas/steered", "rolebinding/ada")
+
+
+def test_a_member_refuses_pods_of_a_priority_class_that_its_owner_did_not_name(installed):
+    safe = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "runAsNonRoot": True}
+    container = {"name": "c", "image": "i", "securityContext": safe | {"seccompProfile": {"type": "RuntimeDefault"}}}
+    for name in ("high", "batch"):
+        installed.kubectl("create", "priorityclass", name, "--value=1000")
+
+    def refusal(priority_class: str) -> str:
+        spec = {"containers": [container]} | ({"priorityClassName": priority_class} if priority_class else {})
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "it"}, "spec": spec}
+        try:
+            installed.kubectl("-n", MEMBER, "create", "--dry-run=server", "-f", "-", stdin=json.dumps(pod))
+        except subprocess.CalledProcessError as refused:
+            return refused.stderr
+        return ""
+
+    quota = ("-n", MEMBER, "get", "resourcequota/prfaas-priority-classes", "-o", "jsonpath={.status.hard.pods}")
+    eventually(lambda: installed.kubectl(*quota) == "0", "the quota is in force")
+    for name in ("high", "batch", "system-node-critical"):
+        assert "exceeded quota: prfaas-priority-classes" in refusal(name)
+    assert refusal("") == ""
+    named = ("--set", "priorityClasses={batch}")
+    installed.helm("upgrade", "prfaas-member", ROOT / "charts/prfaas-member", "-n", MEMBER, *named)
+    eventually(lambda: refusal("batch") == "", "the class that was named is admitted")
+    assert "exceeded quota: prfaas-priority-classes" in refusal("high")
+    installed.kubectl("-n", MEMBER, "delete", "resourcequota/prfaas-priority-classes")
+    eventually(lambda: refusal("high") == "", "without the quota every class is admitted")
+
+
 @pytest.fixture
 def operator_log(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     """Run the operator with a token of its account; yield its log."""
@@ -200,7 +248,7 @@ def join(installed: Installed) -> None:
     secret = {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {"name": "prefill-eu-kubeconfig", "namespace": HUB},
+        "metadata": {"name": "prefill-eu-kubeconfig", "namespace": HUB, "labels": {"prfaas.io/secret": "kubeconfig"}},
         "stringData": {"kubeconfig": installed.kubeconfig(installed.member_token())},
     }
     member = {

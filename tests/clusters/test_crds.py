@@ -13,7 +13,7 @@ from prfaas.api import KINDS, DecodePool, MemberCluster, PrefillPool, PrfaaSPoli
 pytestmark = pytest.mark.clusters
 
 ROOT = Path(__file__).parents[2]
-CLUSTER = {"kubeconfigSecretRef": {"name": "eu"}, "link": {"capacityMbps": 100}}
+CLUSTER = {"kubeconfigSecretRef": {"name": "eu-kubeconfig"}, "link": {"capacityMbps": 100}}
 FOLDER = {"name": "m", "source": "/models/m"}
 POOL = {"model": {"name": "org/kimi-linear", "source": "builtin:kimi-linear-tiny"}}
 POLICY = {"model": "org/kimi-linear", "decodePool": "d", "prefillPools": ["p"], "threshold": {"mode": "Fixed"}}
@@ -54,7 +54,10 @@ FULL_TEMPLATE = {
 GOOD = {
     "cluster": ("MemberCluster", CLUSTER),
     "cluster-by-host": ("MemberCluster", CLUSTER | {"addressing": "HostIP", "namespace": "n", "datacenter": "fra_1.a"}),
-    "cluster-key": ("MemberCluster", CLUSTER | {"kubeconfigSecretRef": {"name": "eu.v1", "key": "kube_config.yaml"}}),
+    "cluster-key": (
+        "MemberCluster",
+        CLUSTER | {"kubeconfigSecretRef": {"name": "eu.v1-kubeconfig", "key": "kube_config.yaml"}},
+    ),
     "offload-pool": ("PrefillPool", POOL | {"clusterName": "prefill-eu"}),
     "local-pool": ("PrefillPool", POOL),
     "idle-pool": ("PrefillPool", POOL | {"replicas": 0, "drainSeconds": 0}),
@@ -99,7 +102,7 @@ GOOD = {
     "tensorrt-llm": ("PrefillPool", {"model": FOLDER, "engine": {"type": "tensorrt-llm", "image": "t:1"}}),
     "dynamo": ("DecodePool", {"model": FOLDER, "engine": {"type": "dynamo", "image": "d:1"}}),
     "sglang": ("PrefillPool", {"model": FOLDER, "engine": {"type": "sglang", "image": "s:1"}}),
-    "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-keys"}}}),
+    "api-keys": ("PrfaaSPolicy", POLICY | {"gateway": {"apiKeysSecretRef": {"name": "gateway-api-keys"}}}),
     "origins": ("PrfaaSPolicy", POLICY | {"gateway": {"corsOrigins": ["https://chat.example", "http://[::1]:80"]}}),
     "gateway-sizes": (
         "PrfaaSPolicy",

@@ -17,7 +17,7 @@ GONE = object()
 
 MODEL = {"name": "m", "source": "builtin:m"}
 GOOD_SPECS: dict[str, dict[str, Any]] = {
-    "MemberCluster": {"kubeconfigSecretRef": {"name": "eu"}, "link": {"capacityMbps": 100}},
+    "MemberCluster": {"kubeconfigSecretRef": {"name": "eu-kubeconfig"}, "link": {"capacityMbps": 100}},
     "PrefillPool": {"model": MODEL},
     "DecodePool": {"model": MODEL},
     "PrfaaSPolicy": {
@@ -40,8 +40,8 @@ MEMBERS = [
     ("metadata.name", "a.b", "metadata.name: Invalid value", "must be lower-case letters, digits and '-'"),
     ("metadata.name", "a" * 64, "metadata.name: Too long: may not be more than 63 bytes", ""),
     ("kubeconfigSecretRef", GONE, "spec.kubeconfigSecretRef: Required value", ""),
-    ("kubeconfigSecretRef.name", "A_b", "spec.kubeconfigSecretRef.name", "must be the name of an object"),
-    ("kubeconfigSecretRef.name", "", "spec.kubeconfigSecretRef.name", "must be the name of an object"),
+    ("kubeconfigSecretRef.name", "huggingface", "spec.kubeconfigSecretRef.name", "ends with -kubeconfig"),
+    ("kubeconfigSecretRef.name", "A_b-kubeconfig", "spec.kubeconfigSecretRef.name", "ends with -kubeconfig"),
     ("kubeconfigSecretRef.key", "a b", "spec.kubeconfigSecretRef.key", "must be a key of the object's data"),
     ("kubeconfig", "apiVersion: v1", 'unknown field "spec.kubeconfig"', ""),
     ("namespace", "Prefill", "spec.namespace", "must be lower-case letters, digits and '-'"),
@@ -234,7 +234,8 @@ POLICIES = [
     ("datacenters", {"prefer": ["a"], "forbid": ["a"]}, "spec.datacenters.prefer", "remove it from one"),
     ("datacenters.forbid", [""], "spec.datacenters.forbid[0]", "must be letters, digits"),
     ("gateway.apiKeysSecretRef", {}, "spec.gateway.apiKeysSecretRef.name: Required value", ""),
-    ("gateway.apiKeysSecretRef.name", "A_b", "spec.gateway.apiKeysSecretRef.name", "must be the name of an object"),
+    ("gateway.apiKeysSecretRef.name", "prfaas-ca", "spec.gateway.apiKeysSecretRef.name", "ends with -api-keys"),
+    ("gateway.image", "evil.example/exfil:1", 'unknown field "spec.gateway.image"', ""),
     ("gateway.corsOrigins", ["https://chat.example/x"], "spec.gateway.corsOrigins[0]", "must be *, or an origin"),
     ("gateway.corsOrigins", ["*.example"], "spec.gateway.corsOrigins[0]", "must be *, or an origin"),
     ("gateway.replicas", 101, "spec.gateway.replicas", "should be less than or equal to 100"),

@@ -28,7 +28,7 @@ LEAST_TAKEN = 60
 EU = MemberCluster.model_validate(
     {
         "metadata": {"name": "eu", "namespace": NAMESPACE, "uid": "uid-eu"},
-        "spec": {"kubeconfigSecretRef": {"name": "s"}, "link": {"capacityMbps": 100}},
+        "spec": {"kubeconfigSecretRef": {"name": "s-kubeconfig"}, "link": {"capacityMbps": 100}},
     }
 )
 taken: list[str] = []

@@ -12,6 +12,8 @@ from pydantic.config import JsonDict
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
+from prfaas.names import API_KEYS_SECRET_SUFFIX, KUBECONFIG_SECRET_SUFFIX
+
 VALIDATIONS = "x-kubernetes-validations"
 
 
@@ -79,6 +81,16 @@ DnsName = Annotated[
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253),
     Hint("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
 ]
+KubeconfigSecretName = Annotated[
+    str,
+    StringConstraints(pattern=rf"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{KUBECONFIG_SECRET_SUFFIX}$", max_length=253),
+    Hint(f"must be the name of a Secret that ends with {KUBECONFIG_SECRET_SUFFIX}: no pool may mount such a Secret"),
+]
+ApiKeysSecretName = Annotated[
+    str,
+    StringConstraints(pattern=rf"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{API_KEYS_SECRET_SUFFIX}$", max_length=253),
+    Hint(f"must be the name of a Secret that ends with {API_KEYS_SECRET_SUFFIX}: no pool may mount such a Secret"),
+]
 DataKey = Annotated[
     str,
     StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253),
@@ -121,6 +133,14 @@ class Column(NamedTuple):
     type: Literal["string", "integer", "date"] = "string"
     description: str = ""
     priority: int = 0
+
+
+class Scale(NamedTuple):
+    """The numbers behind the subresource /scale: paths of the wanted one, of the present one and of a selector."""
+
+    wanted: str
+    present: str
+    selector: str = ""
 
 
 def add_rules(schema: JsonDict, model: type["ApiModel"]) -> None:
@@ -202,7 +222,7 @@ class Resource(ApiModel):
     plural: ClassVar[str]
     short_names: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[tuple[Column, ...]] = ()
-    scalable: ClassVar[bool] = False
+    scale: ClassVar[Scale | None] = None
     max_name_length: ClassVar[int] = 63
     """Longest metadata.name in characters, because names and labels of children contain it."""
 

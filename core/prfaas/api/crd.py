@@ -150,12 +150,10 @@ def _columns(kind: type[Resource]) -> list[Schema]:
 
 
 def _subresources(kind: type[Resource]) -> Schema:
-    scale = {
-        "specReplicasPath": ".spec.replicas",
-        "statusReplicasPath": ".status.replicas",
-        "labelSelectorPath": ".status.selector",
-    }
-    return {"status": {}, "scale": scale} if kind.scalable else {"status": {}}
+    if kind.scale is None:
+        return {"status": {}}
+    scale = {"specReplicasPath": kind.scale.wanted, "statusReplicasPath": kind.scale.present}
+    return {"status": {}, "scale": scale | ({"labelSelectorPath": kind.scale.selector} if kind.scale.selector else {})}
 
 
 class _Converter:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from prfaas.api.base import PoolStatus, Resource, Rule
-from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, PoolSpec
+from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, POOL_SCALE, ClusterName, PoolSpec
 
 
 class DecodePoolSpec(PoolSpec):
@@ -44,7 +44,7 @@ class DecodePool(Resource):
     plural: ClassVar = "decodepools"
     short_names: ClassVar = ("dcpool",)
     columns: ClassVar = POOL_COLUMNS
-    scalable: ClassVar = True
+    scale: ClassVar = POOL_SCALE
     max_name_length: ClassVar = 50
     rules: ClassVar = (POOL_NAME,)
 

@@ -10,9 +10,9 @@ from prfaas.api.base import (
     Conditions,
     DataKey,
     DnsLabel,
-    DnsName,
     Generation,
     Hint,
+    KubeconfigSecretName,
     Resource,
     Rule,
     Timestamp,
@@ -41,8 +41,10 @@ class KubeconfigSecretRef(ApiModel):
     and insecure TLS would run or be read inside the operator.
     """
 
-    name: DnsName
-    """Name of the Secret."""
+    name: KubeconfigSecretName
+    """Name of the Secret, NAME-kubeconfig. It has the label prfaas.io/secret=kubeconfig, as `prfaas cluster join`
+    writes it.
+    """
     key: DataKey = "kubeconfig"
     """Key of the Secret's data that holds the kubeconfig."""
 

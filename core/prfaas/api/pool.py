@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, StringConstraints
 
-from prfaas.api.base import ApiModel, Column, Hint, ModelName, Rule, keyed_by
+from prfaas.api.base import ApiModel, Column, Hint, ModelName, Rule, Scale, keyed_by
 from prfaas.api.engine import Engine, Parallelism
 from prfaas.api.engine_rules import pool_rules
 from prfaas.api.template import PodTemplate
@@ -164,6 +164,8 @@ POOL_NAME = Rule(
     "a pool's name must be lower-case letters, digits and '-', start with a letter and end with a letter or digit",
     field="metadata.name",
 )
+
+POOL_SCALE = Scale(".spec.replicas", ".status.replicas", ".status.selector")
 
 POOL_COLUMNS = (
     Column("Ready", '.status.conditions[?(@.type=="Ready")].status', description="True if all wanted instances serve"),

@@ -12,7 +12,7 @@ from pydantic.config import JsonDict
 
 from prfaas.api.base import ApiModel, Column, Hint, PoolStatus, Resource, Rule, add_rules
 from prfaas.api.engine_rules import prefill_pool_rules
-from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, ClusterName, ModelRef, PoolSpec
+from prfaas.api.pool import POOL_COLUMNS, POOL_NAME, POOL_SCALE, ClusterName, ModelRef, PoolSpec
 
 # The default makes the field present in every stored object, so that the rule also sees a move from or to the hub.
 CLUSTER_IS_FIXED = Rule(
@@ -106,7 +106,7 @@ class PrefillPool(Resource):
         Column("Shares", ".spec.shareWith", description="DecodePool whose instances it shares", priority=1),
         POOL_COLUMNS[-1],
     )
-    scalable: ClassVar = True
+    scale: ClassVar = POOL_SCALE
     max_name_length: ClassVar = 50
     rules: ClassVar = (POOL_NAME,)
 

@@ -6,16 +6,16 @@ from pydantic import Field, StringConstraints
 
 from prfaas.api.base import (
     AS_SET,
+    ApiKeysSecretName,
     ApiModel,
     Column,
     DatacenterName,
     DnsLabel,
-    DnsName,
     Hint,
-    Image,
     ModelName,
     Resource,
     Rule,
+    Scale,
 )
 from prfaas.api.policystatus import PrfaaSPolicyStatus, TokenCount
 from prfaas.api.template import Resources
@@ -164,8 +164,10 @@ class Datacenters(ApiModel):
 class ApiKeysSecretRef(ApiModel):
     """The Secret in the policy's own namespace with the gateway's clients: each entry is a name and its keys."""
 
-    name: DnsName
-    """Name of the Secret. The gateway's pods mount it and reread it when it changes; the operator never reads it."""
+    name: ApiKeysSecretName
+    """Name of the Secret, NAME-api-keys, with the label prfaas.io/secret=api-keys. The gateway's pods mount it and
+    reread it when it changes.
+    """
 
 
 class GatewaySpec(ApiModel):
@@ -173,8 +175,6 @@ class GatewaySpec(ApiModel):
 
     replicas: Annotated[int, Field(ge=0, le=100)] = 1
     """Number of gateway pods."""
-    image: Image = "prfaas/gateway:0.1.0"
-    """Container image of the gateway and its scheduler sidecar."""
     resources: Resources = Resources()
     """Requests and limits of the gateway container. Unless named here: 100m of cpu; 256Mi of memory, at most 4Gi."""
     scheduler_resources: Resources = Resources()
@@ -244,6 +244,8 @@ class PrfaaSPolicy(Resource):
     kind_name: ClassVar = "PrfaaSPolicy"
     plural: ClassVar = "prfaaspolicies"
     short_names: ClassVar = ("prfaas",)
+    # For people who may set the threshold and nothing else: the right to this subresource gives no other field.
+    scale: ClassVar = Scale(".spec.threshold.tokens", ".status.thresholdTokens")
     max_name_length: ClassVar = 50
     rules: ClassVar = (
         Rule(

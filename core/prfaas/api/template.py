@@ -306,6 +306,12 @@ class PodTemplate(ApiModel):
             field="annotations",
             reason="FieldValueForbidden",
         ),
+        Rule(
+            "!has(self.priorityClassName) || !self.priorityClassName.startsWith('system-')",
+            "classes whose names start with system- are Kubernetes' own and preempt a cluster's parts: use another one",
+            field="priorityClassName",
+            reason="FieldValueForbidden",
+        ),
     )
 
     labels: LabelMap = {}

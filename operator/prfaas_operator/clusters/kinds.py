@@ -33,6 +33,8 @@ EVENT: Final = ObjectKind("v1", "Event", "events")
 DEPLOYMENT: Final = ObjectKind("apps/v1", "Deployment", "deployments")
 ROLE: Final = ObjectKind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING: Final = ObjectKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+CLUSTER_ROLE: Final = ObjectKind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+RESOURCE_QUOTA: Final = ObjectKind("v1", "ResourceQuota", "resourcequotas")
 CUSTOM_RESOURCE: Final = ObjectKind(
     "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False
 )

@@ -1,15 +1,19 @@
 """MemberCluster: computes its conditions from its Secret, its API server's answer and its pools.
 
-It also decides which Secrets no pool may read. A pool's author chooses the image, and so reads everything that its pods
-mount. The kubeconfigs of members open other clusters, and the authority makes certificates of every cluster. They lie
-in the namespace of the hub's pools, so a template that names one is refused in every cluster. Another cluster may be
-the same namespace reached by another address. The check uses names, because a pool may exist before the Secret.
+It also decides which Secrets no pool may read, and which ones prfaas may use. A pool's author chooses the image, and so
+reads everything that its pods mount. The kubeconfigs of members open other clusters, the authority makes certificates
+of every cluster, and API keys are their clients'. They lie in the namespace of the hub's pools, so a template that
+names one is refused in every cluster. Another cluster may be the same namespace reached by another address. This check
+uses names, because a pool may exist before the Secret; the schemas give kubeconfigs and API keys no other names.
+
+What a MemberCluster or a policy names is used only with a label: else whoever may write these objects would use every
+Secret of the namespace through the operator.
 """
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
@@ -19,6 +23,7 @@ from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError, reason_of
 from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, yes
 from prfaas_operator.plan.credentials import TokenFacts
+from prfaas_operator.plan.ownership import has_labels
 
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
@@ -91,20 +96,21 @@ def contact_time(known: str | None, now: datetime) -> str:
 
 
 RESERVED: Final = re.compile(
-    rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|prfaas-.*-issued|.*{names.KUBECONFIG_SECRET_SUFFIX}"
+    rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|prfaas-.*-issued"
+    rf"|.*{names.KUBECONFIG_SECRET_SUFFIX}|.*{names.API_KEYS_SECRET_SUFFIX}"
 )
-"""The authority, the clusters' certificates, those of an issuer, and the Secrets of `prfaas cluster join`."""
+"""The authority, the clusters' certificates, those of an issuer, kubeconfigs of members, and API keys of gateways."""
 
 
-def check_secrets(template: PodTemplate, kubeconfigs: Collection[str]) -> None:
-    """Refuse a template that reads a Secret of the operator; `kubeconfigs` are Secrets that MemberClusters name.
+def check_secrets(template: PodTemplate) -> None:
+    """Refuse a template that reads a Secret of the operator or of a gateway.
 
     Raises ForbiddenSecretError: the template names such a Secret; the message has the Secret and the field.
     """
     for name, where in _read_by(template):
-        if name in kubeconfigs or RESERVED.fullmatch(name):
+        if RESERVED.fullmatch(name):
             raise ForbiddenSecretError(
-                f"Secret {name} is the operator's own and no pool may read it: remove it from {where}, "
+                f"Secret {name} is the operator's or a gateway's, and no pool may read it: remove it from {where}, "
                 "or give a Secret of yours another name"
             )
 
@@ -117,3 +123,19 @@ def _read_by(template: PodTemplate) -> Iterator[tuple[str, str]]:
     for variable in template.env:
         if variable.value_from is not None and variable.value_from.secret_key_ref is not None:
             yield variable.value_from.secret_key_ref.name, f"template.env[{variable.name}]"
+    for reference in template.image_pull_secrets:
+        yield reference.name, "template.imagePullSecrets"
+
+
+def check_given(secret: Mapping[str, Any], use: str) -> None:
+    """Refuse a Secret that is not for prfaas to use; `use` is the label's value.
+
+    Raises ForbiddenSecretError: its owner did not label it so.
+    """
+    if not has_labels(secret, {names.LABEL_SECRET: use}):
+        label = f"{names.LABEL_SECRET}={use}"
+        name = secret["metadata"]["name"]
+        raise ForbiddenSecretError(
+            f"Secret {name} is not labelled {label}, and prfaas uses no other; if it was made for this, "
+            f"run `kubectl label secret {name} {label}`"
+        )

@@ -16,18 +16,20 @@ from prfaas_operator.render import service_account
 from prfaas_operator.render.common import rule
 
 POD_MONITORS: Final = "podmonitors.monitoring.coreos.com"
-INSTALLED: Final = (
+_INSTALLED: Final = (
     *(kinds.NAMESPACE, kinds.SERVICE_ACCOUNT, kinds.ROLE, kinds.ROLE_BINDING, kinds.SECRET, kinds.NETWORK_POLICY),
 )
+INSTALLED_IN_MEMBER: Final = (*_INSTALLED, kinds.RESOURCE_QUOTA)
 """What the chart prfaas-member and Helm itself create."""
 INSTALLED_IN_HUB: Final = (
-    *INSTALLED,
-    *(kinds.CUSTOM_RESOURCE, kinds.DEPLOYMENT, kinds.SERVICE, CONFIG_MAP, kinds.DISRUPTION_BUDGET),
+    *_INSTALLED,
+    *(kinds.CUSTOM_RESOURCE, kinds.CLUSTER_ROLE, kinds.DEPLOYMENT, kinds.SERVICE, CONFIG_MAP, kinds.DISRUPTION_BUDGET),
 )
 """The same of the chart prfaas."""
 OURS: Final = (kinds.MEMBER_CLUSTER, kinds.PREFILL_POOL, kinds.DECODE_POOL, kinds.POLICY)
 GRANTED_IN_HUB: Final[tuple[tuple[str, str, tuple[ObjectKind, ...]], ...]] = (
-    ("get list watch patch", "", OURS),
+    ("get list watch create update patch delete", "", OURS),
+    ("get update patch", "/scale", (kinds.PREFILL_POOL, kinds.DECODE_POOL, kinds.POLICY)),
     ("get patch", "/status", OURS),
     ("get patch", "", (kinds.SECRET,)),
     ("list watch patch", "", (kinds.POD,)),
@@ -38,7 +40,9 @@ GRANTED_IN_HUB: Final[tuple[tuple[str, str, tuple[ObjectKind, ...]], ...]] = (
     ("get list watch create patch delete", "", (kinds.DEPLOYMENT, kinds.DISRUPTION_BUDGET, CONFIG_MAP)),
     ("get list create update patch delete", "", (LEASE_KIND,)),
 )
-"""Verbs, part and kinds that the chart prfaas grants its operator: RBAC lets nobody grant what they do not hold."""
+"""Verbs, part and kinds that the chart prfaas grants its operator and people: RBAC lets nobody grant what they do not
+hold.
+"""
 
 
 def rights_of_hub() -> list[Object]:
@@ -50,7 +54,7 @@ def rights_of_hub() -> list[Object]:
 def rights_of_member(namespace: str) -> list[Object]:
     """Return the same of a member, with what the operator is granted there."""
     (role,) = [one for one in service_account.member_account(namespace) if one["kind"] == kinds.ROLE.name]
-    return [*(_rule(kind, "create") for kind in INSTALLED), *role["rules"]]
+    return [*(_rule(kind, "create") for kind in INSTALLED_IN_MEMBER), *role["rules"]]
 
 
 def _rule(kind: ObjectKind, verbs: str, part: str = "") -> Object:

@@ -22,7 +22,7 @@ from prfaas_operator.clusters.kinds import PREFILL_POOL, SECRET, Object, manifes
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.status import ReconcileResult
-from prfaas_operator.errors import ConflictError
+from prfaas_operator.errors import ConflictError, ForbiddenSecretError
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan import member as plan
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, TokenFacts
@@ -152,7 +152,7 @@ class MemberReconciler:
         hub, member = self.hub.client, read(MemberCluster, live)
         secret = await hub.get(SECRET, member.spec.kubeconfig_secret_ref.name)
         contact = await self.members.contact(member, secret)
-        if secret is not None:
+        if secret is not None and not isinstance(contact.error, ForbiddenSecretError):
             await self.secrets.while_needed(secret)
         await self.secrets.release_others()
         orphans = await self._sweep(member) if contact.error is None else []

@@ -26,7 +26,7 @@ from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError, TokenExpiredError, UnauthorizedError
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan.credentials import Access, TokenFacts
-from prfaas_operator.plan.member import Contact
+from prfaas_operator.plan.member import Contact, check_given
 from prfaas_operator.plan.pod_facts import PodFacts, project_pod
 from prfaas_operator.plan.policy import ObservedCluster
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, selector_text
@@ -196,7 +196,8 @@ class Members:
 def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Access:
     """Read a member's credentials from its Secret.
 
-    Raises SecretNotFoundError: the Secret or the key does not exist.
+    Raises SecretNotFoundError: the Secret or the key does not exist. The message names no other key of it.
+    Raises ForbiddenSecretError: the Secret is not labelled as a kubeconfig.
     Raises KubeconfigRefusedError: see `plan.credentials`.
     """
     reference = member.spec.kubeconfig_secret_ref
@@ -205,12 +206,10 @@ def access_from(member: MemberCluster, secret: Mapping[str, Any] | None) -> Acce
             f"Secret {reference.name} does not exist in {member.metadata.namespace}; "
             f"create it, or run `prfaas cluster join {member.metadata.name}`"
         )
+    check_given(secret, names.KUBECONFIG_SECRET)
     data = secret.get("data") or {}
     if reference.key not in data:
-        raise SecretNotFoundError(
-            f"Secret {reference.name} has no key {reference.key} (it has: {', '.join(sorted(data)) or 'none'}); "
-            "set spec.kubeconfigSecretRef.key"
-        )
+        raise SecretNotFoundError(f"Secret {reference.name} has no key {reference.key}: correct one of the two")
     return credentials.parse_kubeconfig(base64.b64decode(data[reference.key]))
 
 

@@ -17,11 +17,12 @@ from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult
-from prfaas_operator.errors import CertificateNotReadyError
+from prfaas_operator.errors import CertificateNotReadyError, SecretNotFoundError
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan import roles, transfers
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.longloop import LongLoopResult
+from prfaas_operator.plan.member import check_given
 from prfaas_operator.plan.pool_status import Counts, counts
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
@@ -51,6 +52,7 @@ class PolicyReconciler:
     certificates: Certificates
     children: Children
     long_loop: PolicyBalancer
+    gateway_image: str
 
     async def reconcile(self, live: Object) -> ReconcileResult:
         policy = read(PrfaaSPolicy, live)
@@ -61,7 +63,9 @@ class PolicyReconciler:
             return ReconcileResult({READY: waiting}) if remaining else ReconcileResult(gone=True)
         facts = self._observe(policy)
         table, tls = await self._table(facts), self.certificates.gateway_uses_tls(facts.clusters)
-        gateway_counts, failures = await self._apply(policy, _manifests(policy, table, tls=tls))
+        deployment = gateway.deployment(policy, self.gateway_image)
+        deployment = certificates.gateway_in_tls(deployment) if tls else deployment
+        gateway_counts, failures = await self._apply(policy, _manifests(policy, table, deployment))
         if tls and gateway_counts.ready < policy.spec.gateway.replicas:
             try:
                 await self.certificates.wait_delivered(names.HUB)
@@ -111,15 +115,29 @@ class PolicyReconciler:
         table, *gateway_objects = manifests
         applied: list[Object] = []
         failures: list[PrfaasError] = []
-        for together in ([table], gateway_objects):
-            try:
-                applied += await self.children.apply_all(ref, self.hub.client, together)
-            except PrfaasError as error:
-                failures.append(error)
+        try:
+            await self.children.apply(ref, self.hub.client, table)
+        except PrfaasError as error:
+            failures.append(error)
+        try:
+            await self._check_keys(policy)
+            applied = await self.children.apply_all(ref, self.hub.client, gateway_objects)
+        except PrfaasError as error:
+            failures.append(error)
         if all(manifest["kind"] != kinds.DISRUPTION_BUDGET.name for manifest in gateway_objects):
             selector = f"{names.LABEL_POLICY_UID}={policy.metadata.uid}"
             await remove(self.hub.client, (kinds.DISRUPTION_BUDGET,), selector)
         return next((counts(one) for one in applied if one["kind"] == kinds.DEPLOYMENT.name), Counts()), failures
+
+    async def _check_keys(self, policy: PrfaaSPolicy) -> None:
+        """Raise an error unless the Secret that the gateway would mount is there, and is given to gateways."""
+        keys = policy.spec.gateway.api_keys_secret_ref
+        if keys is None:
+            return
+        secret = await self.hub.client.get(kinds.SECRET, keys.name)
+        if secret is None:
+            raise SecretNotFoundError(f"Secret {keys.name} does not exist; the gateway does not start without its keys")
+        check_given(secret, names.API_KEYS_SECRET)
 
 
 def _again_seconds(ready: ConditionState, balance: LongLoopResult) -> float | None:
@@ -130,12 +148,8 @@ def _again_seconds(ready: ConditionState, balance: LongLoopResult) -> float | No
     return min(left_seconds, RESYNC_SECONDS if ready.good else RETRY_SECONDS)
 
 
-def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[Object]:
-    """Return the routing table, then the other children in the order of their dependencies.
-
-    `tls`: workers may use TLS.
-    """
-    deployment = gateway.deployment(policy)
+def _manifests(policy: PrfaaSPolicy, table: RoutingTable, deployment: Object) -> list[Object]:
+    """Return the routing table, then the other children in the order of their dependencies."""
     budget = protection.disruption_budget(policy)
     return [
         gateway.config_map(policy, table),
@@ -143,7 +157,7 @@ def _manifests(policy: PrfaaSPolicy, table: RoutingTable, *, tls: bool) -> list[
         gateway.role(policy),
         gateway.role_binding(policy),
         gateway.lease(policy),
-        certificates.gateway_in_tls(deployment) if tls else deployment,
+        deployment,
         gateway.service(policy),
         protection.network_policy(policy, table.instances),
         *([budget] if budget else []),

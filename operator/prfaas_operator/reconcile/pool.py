@@ -57,7 +57,7 @@ class PoolReconciler:
             return await self._remove(pool, live)
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.roles.reconcile_sharer(pool, live)
-        check_secrets(pool.spec.template, self.hub.kubeconfigs().values())
+        check_secrets(pool.spec.template)
         member = self._member(pool)
         plan.check_addressing(pool, member)
         check_profile(pool)

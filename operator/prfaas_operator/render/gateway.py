@@ -30,8 +30,8 @@ SCHEDULER_DEFAULTS: Final = Resources(requests={"cpu": "25m", "memory": "64Mi"},
 """With 16 links it computes for 9 ms in each second. It takes 40 MiB at its peak; its tests allow 100."""
 
 
-def deployment(policy: PrfaaSPolicy) -> Object:
-    """Return the gateway's Deployment: the gateway and the scheduler in one pod."""
+def deployment(policy: PrfaaSPolicy, image: str = names.GATEWAY_IMAGE) -> Object:
+    """Return the gateway's Deployment: the gateway and the scheduler in one pod, both of one image."""
     name = names.gateway_name(policy.metadata.name)
     pod = {
         "serviceAccountName": name,
@@ -39,7 +39,7 @@ def deployment(policy: PrfaaSPolicy) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(policy.spec.gateway.drain_seconds),
         "securityContext": common.POD_SECURITY,
-        "containers": [_gateway(policy), _scheduler(policy)],
+        "containers": [one | {"image": image} for one in (_gateway(policy), _scheduler(policy))],
         "volumes": _volumes(policy),
     }
     spec = {
@@ -73,7 +73,7 @@ def _gateway(policy: PrfaaSPolicy) -> Object:
         arguments["--keys-dir"] = KEYS_PATH
     if origins := policy.spec.gateway.cors_origins:
         arguments["--cors-origins"] = ",".join(sorted(origins))
-    container = _container(policy, "gateway", "prfaas-gateway", arguments)
+    container = _container("gateway", "prfaas-gateway", arguments)
     if keys is not None:
         # The whole folder: the kubelet never updates a file that is mounted by itself.
         container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_PATH, "readOnly": True})
@@ -93,16 +93,15 @@ def _scheduler(policy: PrfaaSPolicy) -> Object:
         "--host": "$(POD_IP)",
         "--metrics-port": str(names.SCHEDULER_METRICS_PORT),
     }
-    container = _container(policy, "scheduler", "prfaas-scheduler", arguments)
+    container = _container("scheduler", "prfaas-scheduler", arguments)
     container["ports"] = [{"name": "metrics", "containerPort": names.SCHEDULER_METRICS_PORT, "protocol": "TCP"}]
     container["livenessProbe"] = http_probe("/metrics", "metrics", period_seconds=10, failures=6)
     return container | common.resources(policy.spec.gateway.scheduler_resources, SCHEDULER_DEFAULTS)
 
 
-def _container(policy: PrfaaSPolicy, name: str, command: str, arguments: dict[str, str]) -> Object:
+def _container(name: str, command: str, arguments: dict[str, str]) -> Object:
     return {
         "name": name,
-        "image": policy.spec.gateway.image,
         "command": [command],
         "args": common.words(arguments),
         "env": common.pod_environment(),

@@ -74,7 +74,8 @@ def secret_name(member: str) -> str:
 def secret(member: str, document: str) -> Object:
     """Return the Secret that holds a member's kubeconfig."""
     data = {"kubeconfig": base64.b64encode(document.encode()).decode()}
-    return manifest(kinds.SECRET, {"name": secret_name(member), "labels": LABELS}, type="Opaque", data=data)
+    labels = {**LABELS, names.LABEL_SECRET: names.KUBECONFIG_SECRET}
+    return manifest(kinds.SECRET, {"name": secret_name(member), "labels": labels}, type="Opaque", data=data)
 
 
 def member_cluster(registration: Registration) -> Object:

@@ -181,11 +181,16 @@ class ExampleInstallation:
 
 
 def operator_values(images: Images | None) -> list[str]:
-    """Return the Helm flags for our own images of operator and connector, none for the chart's."""
+    """Return the Helm flags for our own images, none for the chart's."""
     if images is None:
         return []
     repository, _, tag = images.operator.rpartition(":")
-    values = {"operator.image.repository": repository, "operator.image.tag": tag, "connectorImage": images.connector}
+    values = {
+        "operator.image.repository": repository,
+        "operator.image.tag": tag,
+        "gatewayImage": images.gateway,
+        "connectorImage": images.connector,
+    }
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -195,9 +200,7 @@ def example(text: str, images: Images | None) -> str:
         return text
     objects = list(yaml.safe_load_all(text))
     for each in objects:
-        if each["kind"] == "PrfaaSPolicy":
-            each["spec"].setdefault("gateway", {})["image"] = images.gateway
-        else:
+        if each["kind"] != "PrfaaSPolicy":
             engine = each["spec"].setdefault("engine", {})
             engine["image"] = images.vllm if engine.get("type") == "vllm" else images.worker
     return yaml.safe_dump_all(objects)

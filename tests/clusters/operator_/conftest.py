@@ -24,6 +24,7 @@ import yaml
 from tests import waiting
 from tests.waiting import PATIENCE_SECONDS
 
+from prfaas.names import KUBECONFIG_SECRET, LABEL_SECRET
 from prfaas.ports import free_ports
 from prfaas.processes import ends_with_us
 
@@ -224,7 +225,7 @@ class World:
         return {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": {"name": name},
+            "metadata": {"name": f"{name}-kubeconfig", "labels": {LABEL_SECRET: KUBECONFIG_SECRET}},
             "stringData": {"kubeconfig": document},
         }
 
@@ -232,7 +233,7 @@ class World:
         return resource(
             "MemberCluster",
             name,
-            kubeconfigSecretRef={"name": secret},
+            kubeconfigSecretRef={"name": f"{secret}-kubeconfig"},
             namespace=self.member.name,
             link={"capacityMbps": 100},
             **spec,
@@ -240,8 +241,7 @@ class World:
 
     def join(self, name: str, **spec: Any) -> None:
         """Register the member under a name, and wait until it can be used."""
-        secret = f"{name}-kubeconfig"
-        self.hub.apply(self.secret(secret, self.kubeconfig()), self.member_cluster(name, secret, **spec))
+        self.hub.apply(self.secret(name, self.kubeconfig()), self.member_cluster(name, name, **spec))
         self.hub.wait_reason("pmc", name, "AllReady")
 
     def metrics(self) -> dict[str, float]:

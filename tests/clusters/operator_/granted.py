@@ -42,5 +42,5 @@ def secret_with(
     user = document["users"][0]["user"]
     user["token"] = dated(world, user["token"], issued, expires)
     body = world.secret(name, document)
-    body["metadata"]["labels"] = labels
+    body["metadata"]["labels"] |= labels
     return body

@@ -151,9 +151,7 @@ def test_keeps_another_hubs_certificate_and_pools_say_why(world, joined):
 
 def test_a_second_registration_reports_whose_certificate_it_would_overwrite(joined):
     theirs = read(joined.member)
-    joined.hub.apply(
-        joined.member_cluster("twin", "eu-kubeconfig"), joined.pool("PrefillPool", "second", clusterName="twin")
-    )
+    joined.hub.apply(joined.member_cluster("twin", "eu"), joined.pool("PrefillPool", "second", clusterName="twin"))
     message = joined.hub.wait_reason("pfpool", "second", "CertificateNotReady")["message"]
     assert "twin shares its namespace with MemberCluster eu" in message
     assert "give twin another spec.namespace" in message
@@ -186,7 +184,7 @@ def test_a_member_that_leaves_takes_its_certificate_along(joined):
 
 def test_of_two_registered_at_once_for_one_namespace_one_is_served_and_one_refused(joined):
     names = {"north", "south"}
-    bodies = [joined.member_cluster(name, "eu-kubeconfig") for name in sorted(names)]
+    bodies = [joined.member_cluster(name, "eu") for name in sorted(names)]
     bodies += [joined.pool("PrefillPool", f"{name}-pool", clusterName=name) for name in sorted(names)]
     joined.hub.apply(*bodies)
 

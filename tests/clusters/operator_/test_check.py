@@ -65,7 +65,7 @@ def test_a_namespace_that_is_not_there_is_named(world):
 
 def test_an_unreachable_server_fails_and_a_bad_secret_is_reported(world):
     far = world.secret("far", world.kubeconfig(server="https://127.0.0.1:1"))
-    bad = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "bad"}, "stringData": {"kubeconfig": "{}"}}
+    bad = world.secret("bad", {})
     world.hub.apply(far, bad, world.member_cluster("far", "far"), world.member_cluster("bad", "bad"))
     world.hub.wait_reason("pmc", "far", "ClusterUnreachable", 120)
     world.hub.wait_reason("pmc", "bad", "KubeconfigRefused", 120)

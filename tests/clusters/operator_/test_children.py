@@ -92,8 +92,8 @@ def test_an_owner_may_claim_what_has_its_childrens_names(world, home):
 
 
 @pytest.fixture
-def no_bad_images(world, home):
-    """An admission policy of the cluster that refuses Deployments with some image."""
+def refusals(world, home):
+    """An admission policy of the cluster that refuses Deployments with some image or number of instances."""
     rule = {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "ValidatingAdmissionPolicy",
@@ -108,7 +108,8 @@ def no_bad_images(world, home):
                 {
                     "expression": "!object.spec.template.spec.containers.exists(c, c.image.startsWith('bad/'))",
                     "message": "images from bad/ are not for us",
-                }
+                },
+                {"expression": "object.spec.replicas != 7", "message": "seven are not for us"},
             ],
         },
     }
@@ -133,20 +134,20 @@ def no_bad_images(world, home):
     home.kubectl("delete", "validatingadmissionpolicy", "no-bad-images")
 
 
-def test_a_refused_child_leaves_the_whole_set_as_it_was(world, home, no_bad_images):
+def test_a_refused_child_leaves_the_whole_set_as_it_was(world, home, refusals):
     home.apply(world.resource("PrfaaSPolicy", "kimi", **POLICY))
     world.eventually(lambda: home.exists("networkpolicy", "kimi-gateway"), "the gateway's objects")
     home.apply(world.pool("PrefillPool", "held", egressMbps=10, replicas=0))
     home.wait_reason("pfpool", "held", "AllReady")
     before = home.get("networkpolicy", "kimi-gateway")["spec"]
     url = {"prometheusUrl": "http://prometheus:19090"}
-    home.patch("prfaas", "kimi", {"spec": {"gateway": {"image": "bad/gateway"}, "metrics": url}})
+    home.patch("prfaas", "kimi", {"spec": {"gateway": {"replicas": 7}, "metrics": url}})
     home.patch("pfpool", "held", {"spec": {"engine": {"image": "bad/worker"}, "egressMbps": 30}})
-    for kind, name in (("prfaas", "kimi"), ("pfpool", "held")):
-        assert "images from bad/ are not for us" in home.wait_reason(kind, name, "Invalid")["message"]
+    assert "seven are not for us" in home.wait_reason("prfaas", "kimi", "Invalid")["message"]
+    assert "images from bad/ are not for us" in home.wait_reason("pfpool", "held", "Invalid")["message"]
     assert home.get("networkpolicy", "kimi-gateway")["spec"] == before
     assert home.get("configmap", "held-settings")["data"] == {"egress-mbps": "10"}
-    home.patch("prfaas", "kimi", {"spec": {"gateway": {"image": "good/gateway"}}})
+    home.patch("prfaas", "kimi", {"spec": {"gateway": {"replicas": 1}}})
     home.patch("pfpool", "held", {"spec": {"engine": {"image": "good/worker"}}})
     home.wait_reason("pfpool", "held", "AllReady")
     assert home.get("configmap", "held-settings")["data"] == {"egress-mbps": "30"}

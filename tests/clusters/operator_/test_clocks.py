@@ -109,7 +109,7 @@ def test_a_contact_in_the_future_is_dated_again(joined):
 
 
 def test_a_young_token_is_kept_and_an_old_one_renewed(joined, line):
-    token = lambda: joined.hub.get("secret", "eu")["data"]["kubeconfig"]  # noqa: E731
+    token = lambda: joined.hub.get("secret", "eu-kubeconfig")["data"]["kubeconfig"]  # noqa: E731
     young, before = token(), probes(joined)
     joined.eventually(lambda: probes(joined) > before + 3, "a few looks at the member")
     assert token() == young

@@ -28,7 +28,7 @@ DRAWN = 180
 JUDGED_SECONDS = 120.0
 MODEL = {"name": "m", "source": "builtin:m"}
 GOOD: dict[str, dict[str, Any]] = {
-    "MemberCluster": {"kubeconfigSecretRef": {"name": "nobody"}, "link": {"capacityMbps": 1}},
+    "MemberCluster": {"kubeconfigSecretRef": {"name": "nobody-kubeconfig"}, "link": {"capacityMbps": 1}},
     "PrefillPool": {"model": MODEL, "replicas": 0},
     "DecodePool": {"model": MODEL, "replicas": 0},
     "PrfaaSPolicy": {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled"}, "gateway": {"replicas": 0}},

@@ -17,19 +17,18 @@ def operator_flags() -> tuple[str, ...]:
 
 
 def test_a_missing_secret_is_named_and_its_creation_heals_cluster_and_pool(world):
-    world.hub.apply(
-        world.member_cluster("late", "late-kubeconfig"), world.pool("PrefillPool", "late-pool", clusterName="late")
-    )
+    world.hub.apply(world.member_cluster("late", "late"), world.pool("PrefillPool", "late-pool", clusterName="late"))
     assert "Secret late-kubeconfig" in world.hub.wait_reason("pmc", "late", "SecretNotFound")["message"]
     assert "Secret late-kubeconfig" in world.hub.wait_reason("pfpool", "late-pool", "SecretNotFound")["message"]
     assert world.hub.condition("pmc", "late", "Reachable")["status"] == "Unknown"
-    world.hub.apply({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late-kubeconfig"}, "data": {"x": ""}})
-
-    def names_key() -> bool:
-        return "no key kubeconfig (it has: x)" in world.hub.condition("pmc", "late")["message"]
-
-    world.eventually(names_key, "the missing key is named")
-    world.hub.apply(world.secret("late-kubeconfig", world.kubeconfig()))
+    other = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "late-kubeconfig"}, "data": {"x": ""}}
+    world.hub.apply(other)
+    world.hub.wait_reason("pmc", "late", "ForbiddenSecret")
+    other["metadata"]["labels"] = {"prfaas.io/secret": "kubeconfig"}
+    world.hub.apply(other)
+    found = world.hub.wait_reason("pmc", "late", "SecretNotFound")["message"]
+    assert found == "Secret late-kubeconfig has no key kubeconfig: correct one of the two"
+    world.hub.apply(world.secret("late", world.kubeconfig()))
     world.hub.wait_reason("pmc", "late", "AllReady")
     world.eventually(lambda: world.member.exists("deployment", "late-pool"), "the pool heals too")
     status = world.hub.get("pmc", "late")["status"]
@@ -140,9 +139,7 @@ def test_a_secret_that_a_member_names_no_more_is_let_go(world):
     world.join("moving")
     world.hub.apply(world.pool("PrefillPool", "stays", clusterName="moving"))
     world.eventually(lambda: world.member.exists("deployment", "stays"), "its Deployment")
-    world.hub.apply(
-        world.secret("another-kubeconfig", world.kubeconfig()), world.member_cluster("moving", "another-kubeconfig")
-    )
+    world.hub.apply(world.secret("another", world.kubeconfig()), world.member_cluster("moving", "another"))
     world.eventually(lambda: world.hub.get("secret", "another-kubeconfig")["metadata"].get("finalizers"), "it is kept")
     world.hub.delete("secret", "moving-kubeconfig")
     world.hub.delete("pfpool", "stays")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.clusters
 
 
 def document_of(world, secret: str) -> dict[str, Any]:
-    return json.loads(base64.b64decode(world.hub.get("secret", secret)["data"]["kubeconfig"]))
+    return json.loads(base64.b64decode(world.hub.get("secret", f"{secret}-kubeconfig")["data"]["kubeconfig"]))
 
 
 def token_of(world, secret: str) -> str:
@@ -34,7 +34,7 @@ def test_a_token_past_half_its_life_is_replaced_and_nothing_else(world):
     after["users"][0]["user"]["token"] = old
     assert after == before
     world.hub.wait_reason("pmc", "ageing", "AllReady")
-    finalizers = lambda: world.hub.get("secret", "ageing")["metadata"].get("finalizers")  # noqa: E731
+    finalizers = lambda: world.hub.get("secret", "ageing-kubeconfig")["metadata"].get("finalizers")  # noqa: E731
     world.eventually(lambda: finalizers() == ["prfaas.io/cleanup"], "the Secret is guarded for the pool")
     world.hub.delete("pfpool", "p")
     world.eventually(lambda: not finalizers(), "and let go, with what is in it")

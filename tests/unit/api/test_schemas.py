@@ -9,7 +9,7 @@ from prfaas.api import KINDS, crd
 from prfaas.api.base import ApiModel, Resource
 
 MINIMAL_SPECS: dict[str, dict[str, Any]] = {
-    "MemberCluster": {"kubeconfigSecretRef": {"name": "eu"}, "link": {"capacityMbps": 100}},
+    "MemberCluster": {"kubeconfigSecretRef": {"name": "eu-kubeconfig"}, "link": {"capacityMbps": 100}},
     "PrefillPool": {"model": {"name": "m", "source": "/m"}},
     "DecodePool": {"model": {"name": "m", "source": "/m"}},
     "PrfaaSPolicy": {"model": "m", "decodePool": "d"},

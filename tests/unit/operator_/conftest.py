@@ -43,7 +43,7 @@ def decode_pool(name: str = "decode", **spec: Any) -> DecodePool:
 
 
 def member(name: str = "eu", meta: dict[str, Any] | None = None, **spec: Any) -> MemberCluster:
-    wanted = {"kubeconfigSecretRef": {"name": "s"}, "link": {"capacityMbps": 100}, **spec}
+    wanted = {"kubeconfigSecretRef": {"name": "eu-kubeconfig"}, "link": {"capacityMbps": 100}, **spec}
     return MemberCluster.model_validate({"metadata": metadata(name, **(meta or {})), "spec": wanted})
 
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 MODEL = {"name": "kimi", "source": "/models/kimi"}
 GPU = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
 STOCK_VLLM = {"type": "vllm", "image": "vllm/vllm-openai:v0"}
-KEYS = {"apiKeysSecretRef": {"name": "keys"}}
+KEYS = {"apiKeysSecretRef": {"name": "chat-api-keys"}}
 
 
 def engines() -> dict[str, dict[str, Any]]:

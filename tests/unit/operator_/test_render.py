@@ -255,8 +255,14 @@ def test_instances_spread_across_zones_and_nodes_unless_the_pool_says_otherwise(
     assert "topologySpreadConstraints" not in pod_of(pool_deployment.deployment(nowhere, None))
 
 
+def test_the_operator_and_no_policy_chooses_the_gateways_image(make):
+    evil = {"image": "evil.example/exfil:1"}
+    serving, scheduler = pod_of(gateway.deployment(make.policy(gateway=evil), "reg/g:1"))["containers"]
+    assert (serving["image"], scheduler["image"]) == ("reg/g:1", "reg/g:1")
+
+
 def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
-    manifest = gateway.deployment(make.policy(gateway={"replicas": 3, "image": "reg/g:1"}))
+    manifest = gateway.deployment(make.policy(gateway={"replicas": 3}), "reg/g:1")
     serving, scheduler = pod_of(manifest)["containers"]
     assert (serving["name"], scheduler["name"]) == ("gateway", "scheduler")
     assert (serving["command"], scheduler["command"]) == (["prfaas-gateway"], ["prfaas-scheduler"])

@@ -467,7 +467,7 @@ def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_s
     old, new = (pod_of(wanted, terms=StartTerms(f"prfaas/vllm-connector:{version}")) for version in ("1", "2"))
     assert old != new
     page = (Path(__file__).parents[3] / "docs" / "use" / "install.md").read_text()
-    assert "Set `connectorImage` to the image that runs" in page.partition("## Upgrade")[2]
+    assert "Set `gatewayImage` and `connectorImage` to the images that run" in page.partition("## Upgrade")[2]
     assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
 
 

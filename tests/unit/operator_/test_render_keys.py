@@ -6,7 +6,7 @@ import pytest
 
 from prfaas_operator.render import gateway
 
-KEYS = {"apiKeysSecretRef": {"name": "gateway-keys"}}
+KEYS = {"apiKeysSecretRef": {"name": "chat-api-keys"}}
 
 
 def pod_of(policy) -> dict:
@@ -16,7 +16,7 @@ def pod_of(policy) -> dict:
 def test_the_gateway_reads_the_folder_that_the_secret_is_mounted_as_and_the_scheduler_does_not(make):
     pod = pod_of(make.policy(gateway=KEYS))
     (volume,) = [one for one in pod["volumes"] if "secret" in one]
-    assert volume["secret"] == {"secretName": "gateway-keys", "defaultMode": 0o440}
+    assert volume["secret"] == {"secretName": "chat-api-keys", "defaultMode": 0o440}
     serving, scheduler = pod["containers"]
     (mount,) = [one for one in serving["volumeMounts"] if one["name"] == volume["name"]]
     assert (mount["readOnly"], "subPath" in mount) == (True, False)

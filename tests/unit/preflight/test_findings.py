@@ -10,7 +10,7 @@ import yaml
 from prfaas_operator.clusters import kinds
 from prfaas_operator.preflight import findings
 from prfaas_operator.preflight.facts import Admission, Scrape
-from prfaas_operator.preflight.look import INSTALLED, INSTALLED_IN_HUB, rights_of_hub
+from prfaas_operator.preflight.look import INSTALLED_IN_HUB, INSTALLED_IN_MEMBER, rights_of_hub
 
 from .conftest import NOW, WELL, cluster, devices, path
 
@@ -129,7 +129,7 @@ def test_durations_are_read_as_prometheus_writes_them(text, seconds):
     assert findings.seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize(("chart", "asked"), [("prfaas", INSTALLED_IN_HUB), ("prfaas-member", INSTALLED)])
+@pytest.mark.parametrize(("chart", "asked"), [("prfaas", INSTALLED_IN_HUB), ("prfaas-member", INSTALLED_IN_MEMBER)])
 def test_the_right_to_create_whatever_a_chart_creates_is_asked_for(chart, asked):
     templates = "".join(file.read_text() for file in (CHARTS / chart / "templates").glob("*.yaml"))
     created = set(re.findall(r"^kind: (\w+)$", templates, re.MULTILINE)) - {"PodMonitor", "PrometheusRule"}
@@ -151,10 +151,12 @@ def rights(rules) -> set[tuple[str, str, str]]:
 
 
 def test_the_rights_that_the_hubs_chart_grants_are_asked_for_and_no_others():
-    text = re.sub(r"{{.*?}}", "", (CHARTS / "prfaas" / "templates" / "rbac.yaml").read_text(), flags=re.DOTALL)
-    (role,) = [one for one in yaml.safe_load_all(text) if one["kind"] == "Role"]
+    files = [CHARTS / "prfaas" / "templates" / name for name in ("rbac.yaml", "roles.yaml")]
+    texts = [re.sub(r"{{.*?}}", "", file.read_text(), flags=re.DOTALL) for file in files]
+    roles = [one for text in texts for one in yaml.safe_load_all(text) if one["kind"] in {"Role", "ClusterRole"}]
+    assert len(roles) == 5
     # Certificates are granted where cert-manager is chosen.
-    granted = {one for one in rights(role["rules"]) if one[0] != "cert-manager.io"}
+    granted = {one for role in roles for one in rights(role["rules"]) if one[0] != "cert-manager.io"}
     created = {one for one in rights(rights_of_hub()) if one[2] == "create"}
     assert granted <= rights(rights_of_hub())
     assert rights(rights_of_hub()) - granted <= created
