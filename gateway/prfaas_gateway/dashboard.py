@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
+from prfaas.wire.preferences import forbids
 from prfaas.wire.routes import RoutingTable
 from prfaas_gateway.openai import error_response
 from prfaas_gateway.request import Progress
@@ -169,7 +170,8 @@ def _clusters(state: GatewayState) -> list[PagePart]:
             "name": cluster.name,
             "datacenter": cluster.datacenter,
             "reachable": cluster.reachable,
-            "in_use": cluster.name in rule.offload_clusters and cluster.datacenter not in table.forbid_datacenters,
+            "in_use": cluster.name in rule.offload_clusters
+            and not forbids(table.forbid_datacenters, cluster.datacenter),
             "capacity_mbps": cluster.capacity_mbps,
             "link": links.get(cluster.name),
         }

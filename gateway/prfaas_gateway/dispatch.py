@@ -7,6 +7,7 @@ import random
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
+from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire.trace import read_trace
@@ -69,6 +70,8 @@ class Dispatcher:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
         request, fields = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
+        if parts.state.table is not None:
+            check_places(request.preferences, parts.state.table)
         no_hand_off = without_hand_off(request)
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)

@@ -25,6 +25,7 @@ from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.util import LogOnce
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.preferences import forbids
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable, measured_as
 from prfaas_scheduler import observe, status
@@ -180,7 +181,7 @@ class Loop:
 
 def permitted(table: RoutingTable) -> RoutingTable:
     """Return the table without clusters whose datacenter is forbidden: a link that is never used must not move t."""
-    clusters = tuple(one for one in table.clusters if one.datacenter not in table.forbid_datacenters)
+    clusters = tuple(one for one in table.clusters if not forbids(table.forbid_datacenters, one.datacenter))
     return msgspec.structs.replace(table, clusters=clusters)
 
 

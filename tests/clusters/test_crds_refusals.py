@@ -232,6 +232,7 @@ POLICIES = [
     ("metrics.prometheusUrl", "http://", "spec.metrics.prometheusUrl", "must be an http:// or https:// address"),
     ("onOffloadFailure", "Retry", 'supported values: "PrefillLocally", "Reject"', ""),
     ("datacenters", {"prefer": ["a"], "forbid": ["a"]}, "spec.datacenters.prefer", "remove it from one"),
+    ("datacenters", {"prefer": ["EU-west"], "forbid": ["eu"]}, "spec.datacenters.prefer", "remove it from one"),
     ("datacenters.forbid", [""], "spec.datacenters.forbid[0]", "must be letters, digits"),
     ("gateway.apiKeysSecretRef", {}, "spec.gateway.apiKeysSecretRef.name: Required value", ""),
     ("gateway.apiKeysSecretRef.name", "prfaas-ca", "spec.gateway.apiKeysSecretRef.name", "ends with -api-keys"),

@@ -149,16 +149,21 @@ class Datacenters(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            "!has(self.prefer) || !has(self.forbid) || !self.prefer.exists(d, d in self.forbid)",
+            "!has(self.prefer) || !has(self.forbid) || !self.prefer.exists(p, self.forbid.exists(f, "
+            "p.lowerAscii() == f.lowerAscii() || p.lowerAscii().startsWith(f.lowerAscii() + '-')))",
             "a datacenter cannot be both in prefer and in forbid: remove it from one",
             field="prefer",
         ),
     )
 
     prefer: DatacenterSet = []
-    """Datacenters to choose first among the permitted clusters."""
+    """Datacenters to choose first among the permitted clusters. A name covers the places within it, in upper or lower
+    case: us covers us-east-1.
+    """
     forbid: DatacenterSet = []
-    """Datacenters that no prompt of this policy may reach."""
+    """Datacenters that no prompt of this policy may reach, by names as in prefer. With any, no prompt reaches a
+    MemberCluster that names no datacenter.
+    """
 
 
 class ApiKeysSecretRef(ApiModel):

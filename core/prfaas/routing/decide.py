@@ -31,6 +31,7 @@ from prfaas.routing.drafts import drafts_fit
 from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
+from prfaas.wire.preferences import covers, forbids
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure, ranks_divide
 
 
@@ -249,14 +250,19 @@ def _offload_clusters(facts: RoutingFacts) -> list[Cluster]:
         for cluster in facts.table.clusters
         if cluster.reachable
         and cluster.name in facts.rule.offload_clusters
-        and cluster.datacenter not in facts.table.forbid_datacenters
+        and not forbids(facts.table.forbid_datacenters, cluster.datacenter)
     ]
+
+
+def _preference(facts: RoutingFacts, cluster: Cluster) -> int:
+    """Return the place of a cluster's datacenter among those that are preferred; after all of them if it is none."""
+    prefer = facts.table.prefer_datacenters
+    return next((place for place, name in enumerate(prefer) if covers(name, cluster.datacenter)), len(prefer))
 
 
 def _preferred(facts: RoutingFacts, clusters: Sequence[Cluster], instances: Sequence[Instance]) -> list[Instance]:
     """Return the instances in the datacenter that the policy likes best of theirs."""
-    prefer = facts.table.prefer_datacenters
-    ranks = {one.name: prefer.index(one.datacenter) if one.datacenter in prefer else len(prefer) for one in clusters}
+    ranks = {one.name: _preference(facts, one) for one in clusters}
     best = min((ranks[one.cluster] for one in instances), default=0)
     return [one for one in instances if ranks[one.cluster] == best]
 
@@ -264,11 +270,9 @@ def _preferred(facts: RoutingFacts, clusters: Sequence[Cluster], instances: Sequ
 def _offload_instances(facts: RoutingFacts, clusters: Sequence[Cluster]) -> list[Instance]:
     """Return the instances of the best clusters that have some."""
     usable = _prefills(facts)
-    prefer = facts.table.prefer_datacenters
 
     def rank(cluster: Cluster) -> tuple[int, int]:
-        preference = prefer.index(cluster.datacenter) if cluster.datacenter in prefer else len(prefer)
-        return preference, -facts.cached_tokens.get(cluster.name, 0)
+        return _preference(facts, cluster), -facts.cached_tokens.get(cluster.name, 0)
 
     serving = {one.cluster for one in usable}
     candidates = [cluster for cluster in clusters if cluster.name in serving]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
-from prfaas.wire.preferences import NO_PREFERENCES, Preferences, covers
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import EngineName, Instance, RoutingTable
 
@@ -132,7 +132,8 @@ def rule_in_force(table: RoutingTable, update: ThresholdUpdate | None) -> Routin
 def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> tuple[RoutingRule, RoutingTable]:
     """Return the rule and the table that a request with these preferences is decided by.
 
-    forbid     clusters in such a datacenter get no prompt of this request, beside those that the policy forbids
+    forbid     clusters in such a datacenter, or in an unknown one, get no prompt of this request, beside those that the
+               policy forbids
     prefer     its datacenters come before those that the policy prefers, among clusters that may serve
     never      the prompt is prefilled in the hub
     always     the threshold is the lowest that the policy allows, `threshold.min`, and prices do not count
@@ -142,19 +143,21 @@ def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> 
     """
     if preferences == NO_PREFERENCES:
         return rule, table
-    forbidden = {one.name for one in table.clusters if any(covers(name, one.datacenter) for name in preferences.forbid)}
+    forbidden = {one.name for one in table.clusters if forbids(preferences.forbid, one.datacenter)}
     clusters = frozenset[str]() if preferences.offload == "never" else rule.offload_clusters - forbidden
     rule = replace(rule, offload_clusters=clusters)
     if preferences.offload == "always":
         rule = replace(rule, threshold_tokens=min(rule.threshold_tokens, table.threshold.min_tokens), prices=())
-    return rule, _prefer(table, preferences)
+    if preferences.prefer:
+        table = replace(table, prefer_datacenters=(*preferences.prefer, *table.prefer_datacenters))
+    return rule, table
 
 
-def _prefer(table: RoutingTable, preferences: Preferences) -> RoutingTable:
-    """Return the table with the preferred datacenters in front of those that the policy prefers."""
-    if not preferences.prefer:
-        return table
-    preferred = [
-        one.datacenter for name in preferences.prefer for one in table.clusters if covers(name, one.datacenter)
-    ]
-    return replace(table, prefer_datacenters=tuple(dict.fromkeys([*preferred, *table.prefer_datacenters])))
+def check_places(preferences: Preferences, table: RoutingTable) -> None:
+    """Raise RequestError (400) if a request forbids a place that neither a cluster nor the policy names.
+
+    Where no cluster names its place, each is forbidden, and nothing can be sent away by a misspelt name.
+    """
+    places = [one.datacenter for one in table.clusters if one.datacenter]
+    if places:
+        check_known(preferences.forbid, [*places, *table.prefer_datacenters, *table.forbid_datacenters])

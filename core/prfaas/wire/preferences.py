@@ -5,11 +5,12 @@
     x-prfaas-deadline-seconds: 2.5
 
 Preferences narrow the policy's permissions and never widen them (prfaas.routing.facts.narrow). A malformed header is
-refused, because an ignored misspelt `forbid` would send a prompt to a forbidden place.
+refused, because an ignored misspelt `forbid` would send a prompt to a forbidden place; so is the name of a place where
+no cluster is. Header and policy name places by one rule, `covers`.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -44,8 +45,29 @@ NO_PREFERENCES: Final = Preferences()
 
 
 def covers(name: str, datacenter: str) -> bool:
-    """Return true if a name in a preference means this datacenter."""
+    """Return true if a name in a preference or a policy means this datacenter, in upper or lower case."""
+    name, datacenter = name.casefold(), datacenter.casefold()
     return datacenter == name or datacenter.startswith(f"{name}-")
+
+
+def forbids(names: Collection[str], datacenter: str) -> bool:
+    """Return true if a prompt for which these names are forbidden may not reach a datacenter.
+
+    A place that nobody named (an empty `datacenter`) may be any of them, and so is forbidden with each.
+    """
+    return bool(names) and (not datacenter or any(covers(name, datacenter) for name in names))
+
+
+def unknown_places(names: Iterable[str], datacenters: Collection[str]) -> list[str]:
+    """Return the names that mean none of the datacenters: misspelt ones forbid nothing."""
+    return [name for name in names if not any(covers(name, one) for one in datacenters)]
+
+
+def check_known(forbid: Iterable[str], datacenters: Collection[str]) -> None:
+    """Raise RequestError (400) if a request forbids a place that is none of the datacenters."""
+    if unknown := unknown_places(forbid, datacenters):
+        known = ", ".join(sorted(set(datacenters)))
+        raise _refused(DATACENTERS, f"forbids {unknown[0]!r}, where no cluster is; the places are: {known}")
 
 
 def read_preferences(headers: Mapping[str, str]) -> Preferences:

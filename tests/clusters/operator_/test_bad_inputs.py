@@ -145,9 +145,7 @@ def test_a_pool_that_would_read_the_operators_secrets_gets_no_instance_and_anoth
     for name, secret in (("thief", "prfaas-ca"), ("burglar", "eu-kubeconfig")):
         volume = {"volumes": [{"name": "loot", "secret": {"secretName": secret}}]}
         joined.hub.apply(joined.pool("DecodePool", name, template=volume))
-        assert f"Secret {secret} is the operator's or" in wait_warning(
-            joined, "dcpool", name, "ForbiddenSecret"
-        )
+        assert f"Secret {secret} is the operator's or" in wait_warning(joined, "dcpool", name, "ForbiddenSecret")
         assert not joined.hub.exists("deployment", name)
     joined.hub.kubectl("patch", "dcpool", "thief", "--type=json", "-p", '[{"op": "remove", "path": "/spec/template"}]')
     joined.hub.ready_up("thief", "10.6.3")

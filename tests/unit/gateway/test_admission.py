@@ -92,13 +92,26 @@ EU = Cluster(name="eu", datacenter="eu-west", capacity_mbps=100, utilisation_que
         ({}, "offload"),
         ({headers.OFFLOAD: "never"}, "local"),
         ({headers.DATACENTERS: "forbid eu"}, "local"),
-        ({headers.DATACENTERS: "forbid us; prefer eu-west"}, "offload"),
+        ({headers.DATACENTERS: "forbid US; prefer eu-west"}, "offload"),
     ],
 )
 async def test_headers_narrow_where_a_long_prompt_goes(world, long, sent, decision):
-    await world.start("d0", "x0", clusters=(EU,))
+    await world.start("d0", "x0", clusters=(EU,), forbid_datacenters=("us",))
     got = await world.post(long, headers=sent)
     assert (got.status, got.headers[headers.DECISION]) == (200, decision)
+
+
+async def test_a_forbidden_place_where_no_cluster_is_gets_a_400_and_no_instance_gets_the_prompt(world, long):
+    """A misspelt name would forbid nothing."""
+    await world.start("d0", "x0", clusters=(EU,))
+    got = await world.post(long, headers={headers.DATACENTERS: "forbid ue"})
+    assert (got.status, got.json["error"]["code"], got.json["error"]["param"]) == (
+        400,
+        "invalid_header",
+        headers.DATACENTERS,
+    )
+    assert "the places are: eu-west" in got.json["error"]["message"]
+    assert [one.seen for one in world.workers.values()] == [[], []]
 
 
 async def test_always_offloads_a_prompt_below_the_threshold(world, short):

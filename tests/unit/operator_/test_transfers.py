@@ -1,9 +1,9 @@
-"""Proves that a policy says what crosses between its clusters unencrypted, or unchecked."""
+"""Proves that a policy says what crosses between its clusters unencrypted or unchecked, and what it forbids in vain."""
 
 import pytest
 from tests.tables import make_table
 
-from prfaas.wire.routes import Instance
+from prfaas.wire.routes import Cluster, Instance
 from prfaas_operator.plan.transfers import conditions
 
 
@@ -46,3 +46,22 @@ def test_a_reason_names_the_pool_the_cluster_and_the_cure():
     for state in conditions(make_table(instance("vllm-nixl"))).values():
         assert state.message.startswith("PrefillPool offload in eu runs vllm-nixl")
         assert "vllm with connector Prfaas" in state.message
+
+
+@pytest.mark.parametrize(
+    ("datacenters", "forbidden", "wanted"),
+    [
+        (("us-east-1", "eu"), ("US", "eu"), ("True", "AllKnown")),
+        ((), ("us",), ("True", "AllKnown")),
+        (("us-east-1",), ("us-eats",), ("False", "UnknownDatacenter")),
+        (("us-east-1", ""), ("us",), ("False", "ClusterWithoutDatacenter")),
+    ],
+)
+def test_a_policy_says_whether_it_knows_the_places_that_it_forbids(datacenters, forbidden, wanted):
+    clusters = tuple(
+        Cluster(name=f"m{number}", datacenter=place, capacity_mbps=1, utilisation_query="")
+        for number, place in enumerate(datacenters)
+    )
+    state = conditions(make_table(clusters=clusters, forbid_datacenters=forbidden))["PlacesKnown"]
+    assert (state.status, state.reason) == wanted
+    assert "PlacesKnown" not in conditions(make_table(clusters=clusters))

@@ -15,6 +15,7 @@ from prfaas.names import HUB
 from prfaas.routing.decide import decide, decide_again, decide_at_last
 from prfaas.routing.facts import Refusal, Route, RoutingFacts, RoutingRule, rule_in_force
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.preferences import forbids
 from prfaas.wire.routes import Cluster, Instance, RoutingTable, Threshold
 
 NOW = 100.0
@@ -322,7 +323,7 @@ def check(decision, world: RoutingFacts) -> None:
     at = {one.name: one for one in world.table.clusters}[decision.prefill.cluster]
     assert at.reachable
     assert at.name in world.rule.offload_clusters
-    assert at.datacenter not in world.table.forbid_datacenters
+    assert not forbids(world.table.forbid_datacenters, at.datacenter)
 
 
 @given(worlds())

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.tables import make_instance, make_table
 
+from prfaas.errors import RequestError
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Refusal, Route, RoutingFacts, rule_in_force
+from prfaas.routing.facts import Refusal, Route, RoutingFacts, check_places, rule_in_force
 from prfaas.routing.facts import narrow as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
-from prfaas.wire.preferences import Preferences, covers
+from prfaas.wire.preferences import Preferences, forbids
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, RoutingTable, Threshold
 
@@ -74,8 +75,33 @@ def test_a_forbidden_datacenter_is_not_used_even_where_the_policy_prefers_it():
 
 
 def test_where_every_datacenter_is_forbidden_the_prompt_stays_at_home():
-    world = table(forbid_datacenters=("",))
-    assert decided(LONG, world=world, forbid=("us", "eu")).kind == "local"
+    assert decided(LONG, forbid=("us", "eu")).kind == "local", "d names no datacenter, so it may be in either"
+    assert decided(LONG, world=table(forbid_datacenters=("us", "eu"))).kind == "local"
+
+
+@pytest.mark.parametrize("name", ["us", "US", "us-east", "Us-East"])
+def test_policy_and_request_forbid_by_one_rule(name):
+    here = replace(table(prefer_datacenters=("us",)), clusters=table().clusters[2:3])
+    assert decided(LONG, world=here).kind == "offload"
+    assert decided(LONG, world=here, forbid=(name,)).kind == "local"
+    assert decided(LONG, world=replace(here, forbid_datacenters=(name,))).kind == "local"
+
+
+def test_a_policy_prefers_what_its_names_cover_as_a_request_does():
+    assert decided(LONG, world=table(prefer_datacenters=("US", "eu"))).prefill.cluster == "c"
+
+
+def test_a_request_may_forbid_only_places_that_somebody_knows():
+    world = table(forbid_datacenters=("cn",))
+    for known in ("us", "EU", "eu-west", "cn"):
+        check_places(Preferences(forbid=(known,)), world)
+    for unknown in ("us-eats", "eu-west-1a", "usa"):
+        with pytest.raises(RequestError, match=f"forbids '{unknown}', where no cluster is; the places are: cn, eu-"):
+            check_places(Preferences(forbid=("us", unknown)), world)
+    for nowhere in ((), tuple(replace(one, datacenter="") for one in world.clusters)):
+        lost = replace(world, clusters=nowhere, forbid_datacenters=())
+        check_places(Preferences(forbid=("anywhere",)), lost)
+        assert decided(LONG, world=lost, forbid=("anywhere",)).kind == "local"
 
 
 def test_never_keeps_the_longest_prompt_at_home():
@@ -117,7 +143,7 @@ NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])
 @given(
     tokens=st.integers(0, 20_000),
     mode=st.sampled_from(["Auto", "Fixed", "Disabled"]),
-    forbidden=st.lists(st.sampled_from(list(PLACES.values())), unique=True),
+    forbidden=st.lists(NAMES, unique=True),
     preferences=st.builds(
         Preferences,
         st.lists(NAMES, unique=True).map(tuple),
@@ -132,7 +158,7 @@ def test_no_preference_reaches_a_cluster_that_policy_or_request_forbid(tokens, m
     place = PLACES.get(decision.prefill.cluster) if decision.prefill else None
     if decision.kind == "offload":
         assert mode != "Disabled"
-        assert place not in forbidden
-        assert not any(covers(name, place) for name in preferences.forbid)
+        assert not forbids(forbidden, place)
+        assert not forbids(preferences.forbid, place)
         assert preferences.offload != "never"
         assert tokens > world.threshold.min_tokens

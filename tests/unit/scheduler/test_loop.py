@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from tests.clocks import Clock
@@ -147,7 +148,7 @@ async def test_a_policy_whose_threshold_changed_starts_from_its_own_tokens(gatew
 
 
 async def test_the_link_of_a_forbidden_datacenter_is_neither_measured_nor_used(gateway, table):
-    (eu,) = table().clusters
+    (eu,) = (msgspec.structs.replace(one, datacenter="eu") for one in table().clusters)
     abroad = type(eu)(name="abroad", datacenter="x", capacity_mbps=1, utilisation_query="vector(1000)")
     async with prometheus_answering(quiet_link("65")) as url, looping(gateway) as (loop, metrics):
         gateway.table = table(prometheus_url=url, clusters=(eu, abroad), forbid_datacenters=("x",))

@@ -12,6 +12,7 @@ from prfaas.wire.preferences import (
     NO_PREFERENCES,
     Preferences,
     covers,
+    forbids,
     read_datacenters,
     read_deadline_seconds,
     read_offload,
@@ -94,7 +95,15 @@ def test_a_deadline_is_a_plain_number_above_zero_and_within_a_day(text):
 
 
 @pytest.mark.parametrize(
-    ("datacenter", "is_covered"), [("us", True), ("us-east-1", True), ("usa", False), ("eu-us", False), ("", False)]
+    ("datacenter", "is_covered"),
+    [("us", True), ("US-East-1", True), ("us-east-1", True), ("usa", False), ("eu-us", False), ("", False)],
 )
 def test_a_name_covers_its_datacenter_and_those_within_it(datacenter, is_covered):
-    assert covers("us", datacenter) is is_covered
+    assert covers("us", datacenter) is covers("US", datacenter) is is_covered
+
+
+def test_where_anything_is_forbidden_a_place_that_nobody_named_is_too():
+    assert forbids(("us",), "us-east-1")
+    assert forbids(("us",), "")
+    assert not forbids(("us",), "eu")
+    assert not forbids((), "")
