@@ -35,6 +35,9 @@ CONTACT_AGE = Gauge(
 )
 
 OBJECT_READY = Gauge("prfaas_operator_object_ready", "1 while an object's condition Ready is True.", ("kind", "name"))
+OBJECT_ENCRYPTED = Gauge(
+    "prfaas_operator_object_encrypted", "1 while an object's condition Encrypted is True.", ("kind", "name")
+)
 LEADER = Gauge("prfaas_operator_leader", "1 while this replica works: it holds the Lease, or there is no election.")
 API_REQUESTS = Counter(
     "prfaas_operator_api_requests_total",
@@ -97,6 +100,7 @@ def forget_object(kind: str, name: str) -> None:
         for stage in STAGES:
             LOAD_SHARE.remove(name, stage)
     OBJECT_READY.remove(kind, name)
+    OBJECT_ENCRYPTED.remove(kind, name)
 
 
 def forget_member(cluster: str) -> None:

@@ -49,6 +49,9 @@ CASES = {
     "PrfaasObjectNotReady": by_leader(
         'prfaas_operator_object_ready{{kind="PrfaaSPolicy",name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
     ),
+    "PrfaasNotEncrypted": by_leader(
+        'prfaas_operator_object_encrypted{{kind="PrfaaSPolicy",name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
+    ),
     "PrfaasReconcileErrors": one(
         'prfaas_operator_reconcile_errors_total{kind="PrefillPool",reason="QuotaExceeded"}', "0+2x60", "0+2x2 4x60", 45
     ),

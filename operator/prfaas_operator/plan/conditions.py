@@ -9,6 +9,7 @@ from prfaas.conditions import ConditionState, conditions_body
 READY: Final = "Ready"
 REACHABLE: Final = "Reachable"
 CERTIFICATE_READY: Final = "CertificateReady"
+ENCRYPTED: Final = "Encrypted"
 ENGINE_PROVEN: Final = "EngineProven"
 DELETING: Final = "Deleting"
 """Reason of an object that waits for its children to end."""

@@ -1,28 +1,62 @@
-"""Conditions of a policy about what crosses between its clusters: whether it is encrypted, whether it is checked, and
-whether the places where it may not go are known.
+"""Conditions of a policy and its pools about what crosses between clusters: whether it is encrypted, whether it is
+checked, and whether the places where it may not go are known.
 
-They are read from the routing table, and so from what the instances are and not from what their pools want. What
-crosses inside the hub is left to the hub's network.
+They are read from the routing table and from pods, and so from what the instances are and not from what their pools
+want. What crosses inside the hub is left to the hub's network.
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
+from prfaas.engines import ENGINES, EngineRecord
 from prfaas.names import HUB
 from prfaas.wire.preferences import unknown_places
-from prfaas.wire.routes import Instance, RoutingTable
-from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas.wire.routes import RoutingTable
+from prfaas_operator.plan.conditions import ENCRYPTED, ConditionState, no, yes
+from prfaas_operator.plan.pod_facts import PodFacts
+from prfaas_operator.plan.pool_status import PoolObject
 
-ENCRYPTED: Final = "Encrypted"
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
 PLACES_KNOWN: Final = "PlacesKnown"
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
+_NO_INSTANCE: Final = yes("NothingCrosses", "this pool has no instance")
+
+
+class _Crossing(NamedTuple):
+    """An instance in another cluster than the hub."""
+
+    pool: str
+    cluster: str
+    record: EngineRecord
+    in_tls: bool
+
+
+def pool_conditions(pool: PoolObject, pods: Iterable[PodFacts]) -> dict[str, ConditionState]:
+    """Return the condition Encrypted of a pool in a member cluster from its pods; none of a pool in the hub."""
+    cluster = pool.spec.cluster_name
+    if not cluster:
+        return {}
+    crossing = [
+        _Crossing(
+            pool.metadata.name,
+            cluster,
+            ENGINES.get(pod.instance.engine, pool.spec.engine.record),
+            pod.scheme == "https",
+        )
+        for pod in pods
+        if not pod.shared.over
+    ]
+    return {ENCRYPTED: _encrypted(crossing) if crossing else _NO_INSTANCE}
 
 
 def conditions(table: RoutingTable) -> dict[str, ConditionState]:
     """Return these conditions of a policy; PlacesKnown only of one that forbids a place."""
     places = {PLACES_KNOWN: _places(table)} if table.forbid_datacenters else {}
-    crossing = [instance for instance in table.instances if instance.cluster != HUB]
+    crossing = [
+        _Crossing(one.pool, one.cluster, one.record, one.url.startswith("https:"))
+        for one in table.instances
+        if one.cluster != HUB
+    ]
     if not crossing:
         return {ENCRYPTED: _NOTHING, INTEGRITY_CHECKED: _NOTHING, **places}
     return {ENCRYPTED: _encrypted(crossing), INTEGRITY_CHECKED: _checked(crossing), **places}
@@ -47,15 +81,15 @@ def _places(table: RoutingTable) -> ConditionState:
     return yes("AllKnown", "every cluster names its datacenter, and every forbidden name is one of theirs")
 
 
-def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
+def _encrypted(crossing: Iterable[_Crossing]) -> ConditionState:
     for one in crossing:
         if not one.record.is_encrypted:
             return no(
                 "PlainTransfers",
-                f"{_what(one)} runs {one.engine}: requests, caches and cache events cross unencrypted; use a network "
-                "that encrypts, or vllm with connector Prfaas",
+                f"{_what(one)} runs {one.record.name}: requests, caches and cache events cross unencrypted; use a "
+                "network that encrypts, or vllm with connector Prfaas",
             )
-        if not one.url.startswith("https:"):
+        if not one.in_tls:
             return no(
                 "WithoutCertificate",
                 f"{_what(one)} has an instance without certificate: requests and caches cross unencrypted; see "
@@ -64,16 +98,16 @@ def _encrypted(crossing: Iterable[Instance]) -> ConditionState:
     return yes("MutualTls", "requests, caches and cache events cross inside TLS with certificates of both ends")
 
 
-def _checked(crossing: Iterable[Instance]) -> ConditionState:
-    weaker: list[Instance] = []
+def _checked(crossing: Iterable[_Crossing]) -> ConditionState:
+    weaker: list[_Crossing] = []
     for one in crossing:
         if one.record.checked == "Request":
             weaker.append(one)
         elif one.record.checked == "Nothing":
             return no(
                 "CachesNotChecked",
-                f"{_what(one)} runs {one.engine}, which does not check a cache on arrival: a damaged one gives wrong "
-                "answers; use vllm with connector Prfaas",
+                f"{_what(one)} runs {one.record.name}, which does not check a cache on arrival: a damaged one gives "
+                "wrong answers; use vllm with connector Prfaas",
             )
     if weaker:
         return yes(
@@ -84,5 +118,5 @@ def _checked(crossing: Iterable[Instance]) -> ConditionState:
     return yes("DigestPerFrame", "each frame of a cache has a digest that its destination checks")
 
 
-def _what(instance: Instance) -> str:
+def _what(instance: _Crossing) -> str:
     return f"PrefillPool {instance.pool} in {instance.cluster}"

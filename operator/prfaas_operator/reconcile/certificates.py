@@ -11,7 +11,7 @@ Secrets stay in the hub. Instances mount copies, which change only when every in
 import asyncio
 import logging
 import secrets as random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Final, Literal, NamedTuple
@@ -52,7 +52,6 @@ from prfaas_operator.plan.certificates_read import Store
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
 from prfaas_operator.plan.drift import view
 from prfaas_operator.plan.ownership import has_labels
-from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
 from prfaas_operator.render.common import GROUP_MANAGED
@@ -126,19 +125,21 @@ class Certificates:
             CERTIFICATE_READY: self._states.get(cluster) or ConditionState("Unknown", "NotNeeded", "no pool runs here")
         }
 
-    async def pool_uses_tls(self, cluster: str, pods: Iterable[PodFacts]) -> bool:
-        """Return true if instances in a cluster must use TLS; then their Secret exists. `pods` are the pool's present.
+    async def pool_uses_tls(self, cluster: str, deployed: Callable[[], Awaitable[Object | None]]) -> bool:
+        """Return true if a pool's instances must use TLS; then their Secret exists. `deployed` reads its Deployment.
 
-        Gateways change first: a gateway without TLS would lose every instance that uses it. A pool that is inside TLS
-        stays there until certificates are disabled, whatever any other pod says.
+        Only a pool that is plain already may wait for TLS, while a gateway is plain: gateways change first, because one
+        without TLS loses every instance that uses it. No other pod, and no lack of pods, makes a pool plain.
 
         Raises CertificateNotReadyError: the Secret does not exist, and a pod that mounts it could not start.
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return False
         await self.wait_delivered(cluster)
-        inside = any(pod.scheme == "https" for pod in pods)
-        return inside or all(pod.scheme == "https" for pod in self._hub.gateway_pods())
+        if all(pod.scheme == "https" for pod in self._hub.gateway_pods()):
+            return True
+        live = await deployed()
+        return live is None or render.is_in_tls(live)
 
     async def wait_delivered(self, cluster: str) -> None:
         """Request a cluster's Secret, and wait a moment for it.

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 
 from prfaas import names
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
@@ -16,7 +17,7 @@ from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, ReconcileResult
 from prfaas_operator.errors import ClusterNotFoundError, ForbiddenError, reason_of
-from prfaas_operator.plan import ownership
+from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.member import check_secrets
@@ -64,8 +65,8 @@ class PoolReconciler:
         cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)
-        present = self._pods(pool, member)
-        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB, present)
+        deployed = partial(cluster.get, DEPLOYMENT, pool.metadata.name)
+        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB, deployed)
         # Settings come before the pods that read them.
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
@@ -80,7 +81,7 @@ class PoolReconciler:
         pods = self._pods(pool, member)
         counts, ready = plan.counts(deployment), plan.readiness(pool, deployment, pods)
         result = ReconcileResult(
-            conditions={READY: ready, **plan.version_proof(pods)},
+            conditions={READY: ready, **plan.version_proof(pods), **transfers.pool_conditions(pool, pods)},
             fields={
                 "replicas": counts.replicas,
                 "readyReplicas": counts.ready,

@@ -54,6 +54,12 @@ def _with_certificate(deployment: Object, args: Sequence[str]) -> Object:
     return changed
 
 
+def is_in_tls(deployment: Object) -> bool:
+    """Return true if the pods of a live Deployment have the certificate."""
+    annotations = deployment["spec"]["template"]["metadata"].get("annotations") or {}
+    return annotations.get(names.ANNOTATION_SCHEME) == "https"
+
+
 def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
     """Return the labels of a cluster's Secret; `member_uid` is the uid of its MemberCluster, none for the hub."""
     mine = {**PART_OF, names.LABEL_CLUSTER: cluster}

@@ -16,6 +16,7 @@ from prfaas_operator.plan.policy import ObservedCluster, readiness, routing_tabl
 from prfaas_operator.plan.pool_status import Counts, check_addressing
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.render import pool_deployment
+from prfaas_operator.render.launch import StartTerms
 
 VLLM = {"type": "vllm", "image": "v:1"}
 FOLDER = {"name": "tiny", "source": "/models/tiny"}
@@ -142,22 +143,27 @@ def bare_pod(labels: dict, phase: str = "Running", **annotations: str):
     return project_pod({"metadata": metadata, "spec": {}, "status": {"phase": phase}})
 
 
+def deployed(make, *, in_tls: bool) -> dict:
+    return pool_deployment.deployment(make.prefill_pool(), make.member(), StartTerms(tls=in_tls))
+
+
 @pytest.mark.parametrize(
-    ("gateways", "is_inside", "tls"),
+    ("gateways", "was", "tls"),
     [
-        ([bare_pod(GATEWAY, scheme="https")], False, True),
-        ([bare_pod(GATEWAY, scheme="https"), bare_pod(GATEWAY)], False, False),
-        ([bare_pod(GATEWAY, scheme="https"), bare_pod(GATEWAY, phase="Failed")], False, True),
-        ([bare_pod(GATEWAY, scheme="https"), bare_pod(OURS)], False, True),
-        ([bare_pod(GATEWAY)], True, True),
+        ([bare_pod(GATEWAY, scheme="https")], "plain", True),
+        ([bare_pod(GATEWAY, scheme="https"), bare_pod(GATEWAY)], "plain", False),
+        ([bare_pod(GATEWAY, scheme="https"), bare_pod(GATEWAY, phase="Failed")], "plain", True),
+        ([bare_pod(GATEWAY, scheme="https"), bare_pod(OURS)], "plain", True),
+        ([bare_pod(GATEWAY)], "in-tls", True),
+        ([bare_pod(GATEWAY)], "new", True),
     ],
-    ids=["all", "one-not-yet", "one-evicted", "a-stranger", "already-inside"],
+    ids=["all", "one-not-yet", "one-evicted", "a-stranger", "already-inside", "a-new-pool"],
 )
-async def test_no_dead_and_no_strange_pod_takes_instances_out_of_tls(make, gateways, is_inside, tls):
+async def test_no_dead_and_no_strange_pod_takes_instances_out_of_tls(make, gateways, was, tls):
     """One evicted gateway without certificate once rolled every pool back to plain connections."""
+    live = None if was == "new" else deployed(make, in_tls=was == "in-tls")
     hub = HubView(SimpleNamespace(namespace="ns"), ReconcileQueue())
     hub.pods.items.update({str(number): pod for number, pod in enumerate(gateways)})
     found = Certificates(hub, SimpleNamespace(), terms_of(CertificateMode.OPERATOR, "", 2160, 8760, 180))
     found.wait_delivered = AsyncMock()
-    mine = [make.pod("o-1", "offload", scheme="https" if is_inside else "http")]
-    assert await found.pool_uses_tls(HUB, mine) is tls
+    assert await found.pool_uses_tls(HUB, AsyncMock(return_value=live)) is tls

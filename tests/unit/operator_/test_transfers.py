@@ -4,7 +4,7 @@ import pytest
 from tests.tables import make_table
 
 from prfaas.wire.routes import Cluster, Instance
-from prfaas_operator.plan.transfers import conditions
+from prfaas_operator.plan.transfers import conditions, pool_conditions
 
 
 def instance(engine: str, scheme: str = "http", cluster: str = "eu") -> Instance:
@@ -65,3 +65,18 @@ def test_a_policy_says_whether_it_knows_the_places_that_it_forbids(datacenters, 
     state = conditions(make_table(clusters=clusters, forbid_datacenters=forbidden))["PlacesKnown"]
     assert (state.status, state.reason) == wanted
     assert "PlacesKnown" not in conditions(make_table(clusters=clusters))
+
+
+@pytest.mark.parametrize(
+    ("schemes", "wanted"),
+    [
+        ((), ("True", "NothingCrosses")),
+        (("https",), ("True", "MutualTls")),
+        (("https", "http"), ("False", "WithoutCertificate")),
+    ],
+)
+def test_a_pool_in_a_member_says_the_same_of_its_pods(make, schemes, wanted):
+    pods = [make.pod(f"o-{number}", "offload", scheme=scheme) for number, scheme in enumerate(schemes)]
+    state = pool_conditions(make.prefill_pool(), pods)["Encrypted"]
+    assert (state.status, state.reason) == wanted
+    assert pool_conditions(make.prefill_pool(clusterName=""), pods) == {}
