@@ -87,6 +87,17 @@ def test_every_threat_names_a_test():
     assert [title for title, text in threats.items() if not named_tests(text) and title not in WITHOUT_TESTS] == []
 
 
+def test_every_attack_is_named_by_the_page_and_has_a_control():
+    """An attack that fails proves little while nobody saw it succeed."""
+    page = (ROOT / "docs/operate/security.md").read_text()
+    files = sorted(f"tests/attacks/{path.name}" for path in (ROOT / "tests/attacks").glob("test_*.py"))
+    assert len(files) >= 5
+    assert [file for file in files if f"`{file}::test_" not in page] == []
+    controls = {file: [one for one in functions_of(file) if one.startswith("test_control_")] for file in files}
+    assert [file for file, found in controls.items() if not found] == []
+    assert "tests/attacks" in (ROOT / "SECURITY.md").read_text()
+
+
 def test_security_limits_stand_in_one_place():
     """SECURITY.md once claimed that clients are not authenticated, when they were."""
     text = (ROOT / "SECURITY.md").read_text()

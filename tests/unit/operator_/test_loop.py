@@ -1,15 +1,11 @@
 """Proves on an API server in memory that a status is always written, and that informers lose nothing."""
 
-# ruff: noqa: ARG002  # the fakes take what the Protocol passes
 import asyncio
-import copy
-import itertools
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from tests.memory_cluster import MemoryCluster
 
-from prfaas.kube.session import ObjectKind
 from prfaas.telemetry.tracing import OFF
 from prfaas_operator.clusters.kinds import DECODE_POOL, MEMBER_CLUSTER, PREFILL_POOL, SECRET, Object
 from prfaas_operator.controller.children import Children
@@ -24,58 +20,6 @@ from prfaas_operator.plan.roles import Sharer
 from prfaas_operator.serve import assemble
 
 REF = Ref(DECODE_POOL, "decode")
-
-
-class MemoryCluster:
-    """`clusters.api.Cluster` over a dict; an apply replaces what it names, which is enough for one writer."""
-
-    namespace = "ns"
-
-    def __init__(self, *objects: Object):
-        self.objects = {(one["kind"], one["metadata"]["name"]): one for one in objects}
-        self._versions = itertools.count(1)
-        self.applied: list[Object] = []
-        self.tried: list[str] = []
-        self.refuses = ""
-        self.failure: Exception | None = None
-
-    def now(self) -> datetime:
-        return datetime.now(UTC)
-
-    async def get(self, kind: ObjectKind, name: str) -> Object | None:
-        if self.failure:
-            raise self.failure
-        return self._newer(self.objects.get((kind.name, name)))
-
-    async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
-        return [one for (name, _), one in self.objects.items() if name == kind.name]
-
-    async def apply(self, body: Object, *, subresource: str = "", dry_run: bool = False) -> Object:
-        if dry_run:
-            self.tried.append(body["kind"])
-            if body["kind"] == self.refuses:
-                raise InvalidObjectError("not here")
-            return body
-        self.applied.append(body)
-        key = (body["kind"], body["metadata"]["name"])
-        live = self.objects.setdefault(key, {"metadata": {"uid": "u", "generation": 1, "resourceVersion": "1"}})
-        for part, value in body.items():
-            live[part] = {**live["metadata"], **value} if part == "metadata" else value
-        return self._newer(live)
-
-    def _newer(self, live: Object | None) -> Any:
-        """Return a copy; whatever a test did to the object in between, it is a newer version."""
-        found = copy.deepcopy(live)
-        if found is not None:
-            found["metadata"]["resourceVersion"] = str(next(self._versions))
-        return found
-
-    async def create(self, kind: ObjectKind, body: Object) -> Object:
-        self.applied.append(body)
-        return body
-
-    async def delete(self, kind: ObjectKind, name: str, *, uid: str = "") -> None:
-        self.objects.pop((kind.name, name), None)
 
 
 def decode_pool(**metadata: Any) -> Object:

@@ -1,0 +1,73 @@
+"""An editor of policies wants to run an image, or to read a Secret: the authority, a kubeconfig, somebody's token."""
+
+import pytest
+from tests.attacks.conftest import GATEWAY_IMAGE, policy, pool, secret
+
+from prfaas.api import PrfaaSPolicy
+from prfaas.api.prfaaspolicy import ApiKeysSecretRef
+from prfaas_operator.render import gateway
+
+EVIL = "evil.example/exfil:1"
+
+
+def taking(name: str, **more):
+    return policy(apiKeysSecretRef={"name": name}, **more)
+
+
+@pytest.mark.parametrize("name", ["prfaas-ca", "prfaas-tls", "eu-kubeconfig", "huggingface"])
+async def test_a_secret_of_the_operator_or_of_others_is_not_mounted(plain_hub, name):
+    hub = plain_hub(pool(), taking(name, image=EVIL), secret(name, "api-keys"))
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.ready("PrfaaSPolicy", "kimi")["reason"] == "Invalid"
+    assert hub.loot("kimi-gateway") == hub.images("kimi-gateway") == set()
+
+
+def test_control_a_name_that_the_schema_lets_through_is_mounted():
+    body = PrfaaSPolicy.model_validate(taking("chat-api-keys"))
+    free = body.spec.gateway.model_copy(
+        update={"api_keys_secret_ref": ApiKeysSecretRef.model_construct(name="prfaas-ca")}
+    )
+    body = body.model_copy(update={"spec": body.spec.model_copy(update={"gateway": free})})
+    volumes = gateway.deployment(body)["spec"]["template"]["spec"]["volumes"]
+    assert "prfaas-ca" in [one["secret"]["secretName"] for one in volumes if "secret" in one]
+
+
+@pytest.mark.parametrize("objects", [[], [secret("stripe-api-keys")], [secret("stripe-api-keys", "kubeconfig")]])
+async def test_a_secret_that_nobody_gave_to_gateways_is_not_mounted(plain_hub, objects):
+    hub = plain_hub(pool(), taking("stripe-api-keys"), *objects)
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.ready("PrfaaSPolicy", "kimi")["reason"] == ("ForbiddenSecret" if objects else "SecretNotFound")
+    assert hub.loot("kimi-gateway") == set()
+
+
+async def test_an_editor_cannot_swap_the_secret_of_a_running_gateway(plain_hub):
+    hub = plain_hub(pool(), taking("chat-api-keys"), secret("chat-api-keys", "api-keys"), secret("stripe-api-keys"))
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.loot("kimi-gateway") == {"chat-api-keys"}
+    hub.server.objects["PrfaaSPolicy", "kimi"]["spec"]["gateway"]["apiKeysSecretRef"]["name"] = "stripe-api-keys"
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.loot("kimi-gateway") == {"chat-api-keys"}
+    assert ("ConfigMap", "kimi-routes") in hub.server.objects, "its routing table stays current"
+
+
+async def test_control_without_the_look_at_its_label_it_is_mounted(plain_hub, monkeypatch):
+    monkeypatch.setattr("prfaas_operator.reconcile.policy.check_given", lambda *_: None)
+    hub = plain_hub(pool(), taking("stripe-api-keys"), secret("stripe-api-keys"))
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.loot("kimi-gateway") == {"stripe-api-keys"}
+
+
+async def test_no_field_of_a_policy_names_the_image_or_the_account(plain_hub):
+    free = {"image": EVIL, "serviceAccountName": "admin", "priorityClassName": "system-node-critical"}
+    hub = plain_hub(pool(), policy(**free))
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    spec = hub.pod("kimi-gateway")["spec"]
+    assert hub.images("kimi-gateway") == {GATEWAY_IMAGE}
+    assert (spec["serviceAccountName"], "priorityClassName" in spec) == ("kimi-gateway", False)
+
+
+async def test_control_the_same_image_in_a_pool_runs(plain_hub):
+    """So the right to write pools is the right to run images; the page says who should have it."""
+    hub = plain_hub(pool(engine={"image": EVIL}))
+    await hub.reconcile("DecodePool", "decode")
+    assert hub.images("decode") == {EVIL}
