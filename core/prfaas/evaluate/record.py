@@ -1,0 +1,106 @@
+"""The record of a run: one system of a case at one load, request by request.
+
+Times are the case's own: what the clock showed, divided by the stretch of the emulated instances. Bytes and rates are
+the case's, too: multiplied by the scale of the caches. So a record compares with a plan and a simulation as it stands.
+A run is one file. A run that was interrupted leaves none, so a second call of the command does only what is missing.
+"""
+
+from typing import Final
+
+import msgspec
+
+from prfaas.simulate.scenario import PolicyName
+from prfaas.wire.trace import Parts
+
+VERSION: Final = 1
+"""Of the record's form; a reader refuses others."""
+
+
+class RunKey(msgspec.Struct, frozen=True, order=True):
+    """A run of a case. `load` is the share of the planned lambda_max of this policy that arrives."""
+
+    policy: PolicyName
+    load: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The file's, without its ending."""
+        return f"{self.policy}-{self.load * 100:g}-{self.seed}"
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. `at_seconds` counts from the start of the run; `error` says why there is no answer."""
+
+    at_seconds: float
+    prompt_tokens: int
+    ttft_seconds: float | None = None
+    seconds: float | None = None
+    """Until the last token."""
+    offloaded: bool = False
+    """Its prefill succeeded in another cluster."""
+    fallback: bool = False
+    parts: Parts = {}
+    """Of the time to the first token: see `prfaas.wire.trace`."""
+    error: str = ""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What the installation's own metrics said at one time."""
+
+    at_seconds: float
+    threshold_tokens: float | None = None
+    utilisation_percent: float | None = None
+    link_mbps: float | None = None
+    """What the link could carry."""
+    egress_mbps: float | None = None
+    in_flight: int = 0
+    """Requests that were sent and not yet answered whole."""
+
+
+class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether emulated time kept up: shares of a step's time by which 99 % of all steps end late at most."""
+
+    prefill_late: float
+    decode_late: float
+    busy_share: float
+    """Of the machine's cores."""
+    too_slow: tuple[str, ...] = ()
+    """Instances that say so of themselves."""
+
+    @property
+    def why_invalid(self) -> str:
+        """Why no figure of the run counts; empty if all do."""
+        if self.too_slow:
+            return f"the machine was too slow for {', '.join(self.too_slow)}: {self.busy_share:.0%} of it was busy"
+        worst = max(self.prefill_late, self.decode_late)
+        return f"1 % of the steps ended more than {worst:.0%} of their time late" if worst > MOST_LATE else ""
+
+
+MOST_LATE: Final = 0.05
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run, whole."""
+
+    key: RunKey
+    case: str
+    """A digest of the case's file: records of another file are of another case."""
+    rate_per_second: float
+    """Of arrivals, planned."""
+    instances: dict[str, int]
+    """By pool and role."""
+    stretch: float
+    cache_scale: int
+    answers: tuple[Answer, ...]
+    readings: tuple[Reading, ...]
+    machine: MachineTruth
+    began_at: str
+    """UTC, ISO 8601."""
+    software: str
+    """Version and commit."""
+    version: int = VERSION
+
+    @property
+    def failed(self) -> tuple[Answer, ...]:
+        return tuple(one for one in self.answers if one.error)
