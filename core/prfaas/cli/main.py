@@ -27,7 +27,7 @@ CORE_COMMANDS: Final = {
     "verify": "prfaas.cli.verify.command:verify",
     "certs": "prfaas.cli.certs:app",
 }
-SANDBOX_COMMANDS: Final = {"demo": "make demo", "kind": "make kind", "sandbox": "make setup"}
+SANDBOX_COMMANDS: Final = {"demo": "make demo", "evaluate": "make setup", "kind": "make kind", "sandbox": "make setup"}
 """Commands of the distribution prfaas-sandbox, which only a clone of the repository has."""
 PASSED_ON: Final[dict[str, Any]] = {"ignore_unknown_options": True, "allow_extra_args": True}
 

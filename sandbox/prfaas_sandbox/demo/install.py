@@ -65,14 +65,7 @@ class ExampleInstallation:
 
         Raises PeerError, with the last output, after a failed command or if an object is not Ready in time.
         """
-        self = cls(environment, file)
-        report("helm install prfaas and prfaas-member")
-        await asyncio.gather(
-            self.helm_install(environment.hub, "prfaas", *operator_values(environment.images)),
-            self.helm_install(environment.member, "prfaas-member"),
-        )
-        report(f"prfaas cluster join {MEMBER}")
-        await self.join()
+        self = await cls.without_objects(environment, report=report, file=file)
         report(f"kubectl apply -f {file.path}")
         objects = example((repository_root() / file.path).read_text(), environment.images)
         await environment.kubectl(environment.hub, "apply", "-f", "-", stdin=objects)
@@ -83,13 +76,33 @@ class ExampleInstallation:
         self.gateway_url = await environment.forward(environment.hub, NAMESPACE, f"{file.policy}-gateway", 80)
         return self
 
+    @classmethod
+    async def without_objects(
+        cls,
+        environment: Environment,
+        *,
+        report: Callable[[str], None],
+        file: ExampleFile = OUR_WORKERS,
+        link_mbps: int = 100,
+    ) -> "ExampleInstallation":
+        """Install both charts and join the member cluster, and no more."""
+        self = cls(environment, file)
+        report("helm install prfaas and prfaas-member")
+        await asyncio.gather(
+            self.helm_install(environment.hub, "prfaas", *operator_values(environment.images)),
+            self.helm_install(environment.member, "prfaas-member"),
+        )
+        report(f"prfaas cluster join {MEMBER}")
+        await self.join(link_mbps)
+        return self
+
     async def helm_install(self, cluster: ClusterAccess, chart: str, *arguments: str) -> None:
         """Install one of our charts as the release `prfaas`, or upgrade the release."""
         path = str(repository_root() / "charts" / chart)
         words = ("upgrade", "--install", "prfaas", path, "-n", NAMESPACE, "--create-namespace", *arguments)
         await self.environment.helm(cluster, *words)
 
-    async def join(self) -> None:
+    async def join(self, link_mbps: int = 100) -> None:
         """Register the member cluster in the hub by the users' command."""
         member, hub = self.environment.member, self.environment.hub
         command = [sys.executable, "-m", "prfaas.cli.main", "cluster", "join", MEMBER]
@@ -101,7 +114,7 @@ class ExampleInstallation:
             "--namespace",
             NAMESPACE,
         ]
-        command += ["--server", member.internal_server, "--link-mbps", "100"]
+        command += ["--server", member.internal_server, "--link-mbps", str(link_mbps)]
         process = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )

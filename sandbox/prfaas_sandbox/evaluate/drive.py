@@ -1,0 +1,94 @@
+"""Sends a run's requests at their times, whatever the answers do, and notes when each answer's tokens came.
+
+A request is sent at its time even if all before it wait. Its first token is timed from when it should have been sent.
+So neither a slow system nor a slow client makes waits look shorter (coordinated omission).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import aiohttp
+
+from prfaas.errors import PrfaasError
+from prfaas.evaluate.record import Answer
+from prfaas.measure.answers import TokenStream
+from prfaas.names import HUB
+from prfaas.simulate.request import Arrival
+from prfaas.wire import headers
+from prfaas.wire.trace import read_parts
+
+_FIRST_LENGTHS: Final = (500, 2_000, 8_000, 500)
+"""Of the prompts before a run: connections open, and the gateway learns how many bytes a token has."""
+_LONGEST_SECONDS: Final = 3600.0
+_SAY_EVERY_SECONDS: Final = 10.0
+
+
+class Driver:
+    """Sends requests to one gateway; times on the clock are `stretch` times those of the case."""
+
+    def __init__(self, url: str, model: str, stretch: float, seed: int):
+        self._url, self._model, self._stretch = url, model, stretch
+        self._rng = random.Random(f"prompts of {seed}")  # noqa: S311 - the same prompts each time are the purpose
+        self._open = 0
+
+    async def run(self, arrivals: Iterable[Arrival], say: Callable[[str], None]) -> tuple[Answer, ...]:
+        """Send all requests, and return their answers in order of arrival."""
+        requests = list(arrivals)
+        timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            for tokens in _FIRST_LENGTHS:
+                await self._ask(session, Arrival(0.0, tokens, 1), time.monotonic())
+            began = time.monotonic()
+            tasks: list[asyncio.Task[Answer]] = []
+            said = began
+            for request in requests:
+                at = began + request.at_seconds * self._stretch
+                await asyncio.sleep(max(0.0, at - time.monotonic()))
+                tasks.append(asyncio.create_task(self._ask(session, request, at)))
+                if time.monotonic() - said > _SAY_EVERY_SECONDS:
+                    said = time.monotonic()
+                    say(f"{len(tasks)} of {len(requests)} requests sent, {self._open} under way")
+            return tuple(await asyncio.gather(*tasks))
+
+    async def _ask(self, session: aiohttp.ClientSession, request: Arrival, at: float) -> Answer:
+        """Send one prompt that no cache knows."""
+        self._open += 1
+        prompt = self._rng.randbytes(request.input_tokens // 2 + 1).hex()[: request.input_tokens]
+        body = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        stream = TokenStream(self._url, at)
+        try:
+            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+                if response.status != 200:
+                    return self._failed(request, f"{response.status}: {(await response.text())[:300]}")
+                async for piece in response.content.iter_any():
+                    stream.feed(piece, time.monotonic())
+                answer = stream.end()
+        except (aiohttp.ClientError, TimeoutError, PrfaasError) as error:
+            return self._failed(request, f"{type(error).__name__}: {error}")
+        finally:
+            self._open -= 1
+        head = response.headers
+        parts = read_parts(head.get(headers.TTFT_SECONDS, ""))
+        return Answer(
+            at_seconds=request.at_seconds,
+            prompt_tokens=answer.prompt_tokens,
+            ttft_seconds=answer.first_seconds / self._stretch,
+            seconds=(answer.marks[-1].seconds - at) / self._stretch,
+            offloaded=head.get(headers.PREFILL_CLUSTER, HUB) != HUB,
+            fallback=head.get(headers.OUTCOME, "ok") != "ok",
+            parts={name: seconds / self._stretch for name, seconds in parts.items()},
+        )
+
+    def _failed(self, request: Arrival, why: str) -> Answer:
+        return Answer(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, error=why)

@@ -1,0 +1,158 @@
+"""Runs systems of a case one after the other in a sandbox: two clusters, the operator, a shaped link, Prometheus.
+
+Every run starts its own pods, so that no cache, role or threshold of another run is left. A run is written when it is
+whole. One that the machine was too slow for is tried once again, and kept as invalid if it fails again.
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from prfaas.errors import ConfigError
+from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, scenario_of
+from prfaas.evaluate.record import Run, RunKey
+from prfaas.simulate.scenario import Scenario
+from prfaas.util import replace_file
+from prfaas_sandbox.demo.install import MEMBER, NAMESPACE, ExampleInstallation
+from prfaas_sandbox.environment import ClusterAccess, Environment
+from prfaas_sandbox.evaluate.drive import Driver
+from prfaas_sandbox.evaluate.objects import (
+    MODEL,
+    POLICY,
+    Object,
+    Scale,
+    instances,
+    link_mbps,
+    pool_objects,
+    profiles_object,
+    utilisation_query,
+)
+from prfaas_sandbox.evaluate.readings import RunMetrics
+from prfaas_sandbox.sandbox import Sandbox
+
+READY_SECONDS: Final = 300.0
+_TRIES: Final = 2
+Report = Callable[[str], None]
+
+
+class LiveCase:
+    """A case in an installation without objects. `folder` keeps its runs."""
+
+    def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: Report):
+        self._installation, self._environment = installation, installation.environment
+        self._case, self._folder, self._report = case, folder, report
+        self._scale = Scale(stretch=case.stretch, cache_scale=case.cache_scale)
+
+    async def run_all(self, keys: Sequence[RunKey]) -> None:
+        """Make the runs in this order, and write each when it is whole."""
+        await self._prepare(keys)
+        left_seconds = sum(run_seconds(self._case, key) for key in keys)
+        for number, key in enumerate(keys, 1):
+            self._report(f"run {number} of {len(keys)}: {key.name}; {_minutes(left_seconds)} left")
+            for _ in range(_TRIES):
+                run = await self._run(key)
+                if not run.machine.why_invalid:
+                    break
+                self._report(f"{key.name} is invalid: {run.machine.why_invalid}")
+            replace_file(self._folder / f"{key.name}.json", msgspec.json.encode(run))
+            left_seconds -= run_seconds(self._case, key)
+
+    async def _prepare(self, keys: Sequence[RunKey]) -> None:
+        """Have the profiles in both clusters, and the link's query with stretched windows."""
+        profiles = profiles_object(scenario_of(self._case, key) for key in keys)
+        for cluster in (self._environment.hub, self._environment.member):
+            await _apply(self._environment, cluster, [profiles])
+        patch = json.dumps({"spec": {"link": {"utilisationQuery": utilisation_query(self._scale)}}})
+        words = ("patch", "membercluster", MEMBER, "--type=merge", "-p", patch)
+        await self._environment.kubectl(self._environment.hub, "-n", NAMESPACE, *words)
+
+    async def _run(self, key: RunKey) -> Run:
+        case, scenario = self._case, scenario_of(self._case, key)
+        began_at = datetime.now(UTC).isoformat(timespec="seconds")
+        await self._environment.shape_link(self._scale.link_mbps(link_mbps(scenario)))
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(self._system(scenario))
+            metrics = RunMetrics(self._environment.prometheus_url, self._scale)
+            stack.push_async_callback(metrics.close)
+            await metrics.begin()
+            driver = Driver(url, MODEL, case.stretch, key.seed)
+            link = asyncio.create_task(self._change_link(scenario))
+            try:
+                answers = await driver.run(arrivals_of(case, key, random.Random), self._report)
+            finally:
+                link.cancel()
+            return Run(
+                key=key,
+                case=case.digest,
+                rate_per_second=rate_per_second(case, key),
+                instances=instances(scenario),
+                stretch=case.stretch,
+                cache_scale=case.cache_scale,
+                answers=answers,
+                machine=await metrics.machine(),
+                readings=await metrics.readings(answers),
+                began_at=began_at,
+                software=f"prfaas {version('prfaas')}",
+            )
+
+    @asynccontextmanager
+    async def _system(self, scenario: Scenario) -> AsyncIterator[str]:
+        """Have a system's pools and policy; give its gateway's address."""
+        longest = self._case.file.workload.max_tokens + round(self._case.file.system.output_tokens)
+        objects = pool_objects(scenario, self._scale, longest, self._environment.images)
+        hub = self._environment.hub
+        try:
+            await _apply(self._environment, hub, objects)
+            await self._installation.wait_ready("prfaaspolicy", POLICY, timeout_seconds=READY_SECONDS)
+            for one in objects:
+                await self._installation.wait_ready(one["kind"], one["metadata"]["name"], timeout_seconds=READY_SECONDS)
+            if scenario.offloads and scenario.policy.threshold.mode != "Fixed":
+                await self._installation.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=READY_SECONDS)
+            yield await self._environment.forward(hub, NAMESPACE, f"{POLICY}-gateway", 80)
+        finally:
+            for one in reversed(objects):
+                name = f"{one['kind'].lower()}/{one['metadata']['name']}"
+                words = ("-n", NAMESPACE, "delete", name, "--timeout=120s", "--ignore-not-found")
+                await self._environment.kubectl(hub, *words)
+
+    async def _change_link(self, scenario: Scenario) -> None:
+        """Follow the schedule of the case's link."""
+        began = time.monotonic()
+        steps = [step for shape in scenario.conditions.values() for step in shape.schedule]
+        for at_seconds, mbps in steps:
+            await asyncio.sleep(max(0.0, began + at_seconds * self._scale.stretch - time.monotonic()))
+            if mbps > 0:
+                await self._environment.shape_link(self._scale.link_mbps(mbps))
+                await self._environment.restore_link()
+            else:
+                await self._environment.cut_link()
+
+
+async def evaluate(case: Case, keys: Sequence[RunKey], folder: Path, state: Path, report: Report) -> None:
+    """Start a sandbox, install prfaas, make the runs, and end all of it."""
+    scenarios = [scenario_of(case, key) for key in keys]
+    if failing := next((one for one in scenarios if one.failures), None):
+        raise ConfigError(f"simulation.failures: {failing.failures[0].name} fails in the simulator only; leave it out")
+    scale = Scale(stretch=case.stretch, cache_scale=case.cache_scale)
+    mbps = scale.link_mbps(max(link_mbps(one) for one in scenarios))
+    async with Sandbox.start(state / "sandbox", link_mbps=mbps, report=report) as sandbox:
+        installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
+        await LiveCase(installation, case, folder, report).run_all(keys)
+
+
+async def _apply(environment: Environment, cluster: ClusterAccess, objects: Sequence[Object]) -> None:
+    listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+    await environment.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(listed))
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} s"

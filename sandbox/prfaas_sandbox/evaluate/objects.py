@@ -1,0 +1,195 @@
+"""The objects of a system that is evaluated: pools of emulated instances, their profiles, and a policy. Pure.
+
+A scenario of the simulator says all: hardware, split of the hub, threshold. Times of the policy are stretched as those
+of the instances are, and caches are as much smaller as the link is slower.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import msgspec
+
+from prfaas.api.membercluster import DEFAULT_UTILISATION_QUERY
+from prfaas.capacity.builtin import Builtin, DecodeStep, PrefillTime
+from prfaas.capacity.profile import POINT_TOKENS, prefill_seconds
+from prfaas.capacity.system import HubPool, OffloadPool
+from prfaas.errors import ConfigError
+from prfaas.simulate.scenario import Scenario
+from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
+from prfaas_sandbox.environment import Images
+
+Object = dict[str, Any]
+API: Final = "prfaas.io/v1alpha1"
+POLICY: Final = "evaluation"
+MODEL: Final = "evaluated"
+PROFILES: Final = "evaluation-profiles"
+_SOURCE: Final = "builtin:kimi-linear-tiny"
+"""Only its tokenizer is used: a token a byte."""
+_SHAPE: Final = "kimi-k3"
+"""Has the layers of a cache of which only the sizes are known."""
+_MOUNTED: Final = "/evaluation"
+_PREFILLS_AT_ONCE: Final = 16
+_CACHE_MIB: Final = 512
+_RATE_WINDOW_SECONDS: Final = 5
+"""Of a MemberCluster's default query."""
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """How a case is made to fit this machine: times are `stretch` times as long, caches 1/`cache_scale` as large."""
+
+    stretch: float
+    cache_scale: int
+
+    def link_mbps(self, mbps: float) -> float:
+        """Return the rate of the sandbox's link that stands for this one."""
+        return mbps / (self.cache_scale * self.stretch)
+
+    def case_mbps(self, mbps: float) -> float:
+        return mbps * self.cache_scale * self.stretch
+
+    def whole_seconds(self, seconds: float) -> int:
+        return max(1, round(seconds * self.stretch))
+
+
+def instances(scenario: Scenario) -> dict[str, int]:
+    """Return the instances by name of the pool; raises ConfigError for a system that two clusters cannot hold."""
+    if len({pool.link for pool in scenario.system.offload}) > 1:
+        raise ConfigError("links: the evaluation has one member cluster; describe one link")
+    found = {pool.name: pool.instances for pool in scenario.system.offload if scenario.offloads}
+    decoding = []
+    for pool in scenario.system.hub:
+        prefilling = scenario.prefilling(pool)
+        found |= {f"{pool.name}-prefill": prefilling} if prefilling else {}
+        if pool.instances > prefilling:
+            found[f"{pool.name}-decode"] = pool.instances - prefilling
+            decoding.append(pool.name)
+    if len(decoding) != 1:
+        raise ConfigError(f"hub: a policy has one decode pool, and here {', '.join(decoding)} decode; describe one")
+    return found
+
+
+def link_mbps(scenario: Scenario) -> float:
+    """Return what the link carries at first."""
+    return scenario.system.links[0].capacity_mbps if scenario.system.links else 1000.0
+
+
+def pool_objects(scenario: Scenario, scale: Scale, longest_tokens: int, images: Images | None) -> list[Object]:
+    """Return the pools and the policy. `longest_tokens` are of a prompt and its answer."""
+    objects: list[Object] = []
+    wanted = instances(scenario)
+    prefill_pools: list[str] = []
+    for pool, name in _named(scenario):
+        decodes = name.endswith("-decode") and isinstance(pool, HubPool)
+        args = [
+            f"--emulate={_emulated(pool)}",
+            f"--cache-scale={scale.cache_scale}",
+            f"--stretch={scale.stretch:g}",
+            f"--max-running={pool.max_batch if isinstance(pool, HubPool) and decodes else _PREFILLS_AT_ONCE}",
+            f"--max-context={longest_tokens}",
+            f"--cache-mib={_CACHE_MIB}",
+        ]
+        engine: Object = {"type": "emulated", "args": args}
+        if images is not None:
+            engine["image"] = images.worker
+        spec: Object = {
+            "model": {"name": MODEL, "source": _SOURCE},
+            "engine": engine,
+            "replicas": wanted[name],
+            "template": {
+                "volumes": [{"name": "profiles", "configMap": {"name": PROFILES}}],
+                "volumeMounts": [{"name": "profiles", "mountPath": _MOUNTED}],
+            },
+        }
+        if isinstance(pool, OffloadPool):
+            spec["clusterName"] = MEMBER
+        if not decodes:
+            prefill_pools.append(name)
+        objects.append(_object("DecodePool" if decodes else "PrefillPool", name, spec))
+    return [*objects, _policy(scenario, scale, prefill_pools, images)]
+
+
+def profiles_object(scenarios: Iterable[Scenario]) -> Object:
+    """Return the ConfigMap with the profiles of all pools that have no built-in one."""
+    pools = {pool.name: pool for scenario in scenarios for pool, _ in _named(scenario)}
+    data = {f"{name}.json": _profile(pool) for name, pool in pools.items() if not pool.builtin}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _named_here(PROFILES), "data": data}
+
+
+def utilisation_query(scale: Scale) -> str:
+    """Return the query of the link's traffic, its window stretched like all times."""
+    window = scale.whole_seconds(_RATE_WINDOW_SECONDS)
+    return DEFAULT_UTILISATION_QUERY.replace(f"[{_RATE_WINDOW_SECONDS}s]", f"[{window}s]")
+
+
+def _named(scenario: Scenario) -> list[tuple[OffloadPool | HubPool, str]]:
+    """Return each pool of the system with the names of the pools that stand for it."""
+    wanted = instances(scenario)
+    names = [
+        *((pool, pool.name) for pool in scenario.system.offload),
+        *((pool, f"{pool.name}-{role}") for pool in scenario.system.hub for role in ("prefill", "decode")),
+    ]
+    return [(pool, name) for pool, name in names if name in wanted]
+
+
+def _policy(scenario: Scenario, scale: Scale, prefill_pools: list[str], images: Images | None) -> Object:
+    threshold, policy = scenario.policy.threshold, scenario.policy
+    gateway: Object = {"image": images.gateway} if images is not None else {}
+    decode_pool = next(name for name in instances(scenario) if name.endswith("-decode"))
+    spec = {
+        "model": MODEL,
+        "decodePool": decode_pool,
+        "prefillPools": prefill_pools,
+        "threshold": {
+            "mode": threshold.mode,
+            "tokens": threshold.tokens,
+            "min": threshold.min_tokens,
+            "max": threshold.max_tokens,
+        },
+        "intervals": {"shortSeconds": scale.whole_seconds(policy.short_interval_seconds)},
+        "metrics": {
+            "prometheusUrl": "http://prometheus.monitoring.svc:9090",
+            "staleAfterSeconds": scale.whole_seconds(policy.stale_after_seconds),
+        },
+        "onOffloadFailure": policy.on_offload_failure,
+        "gateway": gateway,
+    }
+    return _object("PrfaaSPolicy", POLICY, spec)
+
+
+def _emulated(pool: OffloadPool | HubPool) -> str:
+    return pool.builtin or f"{_MOUNTED}/{pool.name}.json"
+
+
+def _profile(pool: OffloadPool | HubPool) -> str:
+    """Return a pool's profile in the form of `prfaas profile show NAME -o json`."""
+    step_seconds, batch = (pool.step_seconds, pool.max_batch) if isinstance(pool, HubPool) else (0.025, 1)
+    document = Builtin(
+        name=f"{pool.model or _SHAPE}-{pool.name}",
+        model=pool.model or "of the case",
+        precision="",
+        device="",
+        devices=1,
+        parallelism="",
+        source="the case's file",
+        basis="assumed",
+        weights_bytes=0,
+        state_bytes=pool.profile.state_bytes,
+        token_bytes=pool.profile.token_bytes,
+        points=tuple(
+            PrefillTime(tokens=tokens, seconds=prefill_seconds(pool.profile, tokens)) for tokens in POINT_TOKENS
+        ),
+        checks=(),
+        context_tokens=0,
+        decode_steps=tuple(
+            DecodeStep(batch=one, seconds=step_seconds) for one in sorted({1, max(batch, _PREFILLS_AT_ONCE)})
+        ),
+    )
+    return msgspec.json.encode(document).decode()
+
+
+def _object(kind: str, name: str, spec: Object) -> Object:
+    return {"apiVersion": API, "kind": kind, "metadata": _named_here(name), "spec": spec}
+
+
+def _named_here(name: str) -> Object:
+    return {"name": name, "namespace": NAMESPACE}

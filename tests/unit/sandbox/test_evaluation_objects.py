@@ -1,0 +1,116 @@
+"""The objects of an evaluated system are those of its scenario, scaled, and what an emulated worker accepts."""
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import yaml
+
+from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
+from prfaas.capacity.builtin import Builtin
+from prfaas.cli.plan import load
+from prfaas.errors import ConfigError
+from prfaas.evaluate.case import Case, arrivals_of, run_seconds, runs_of, scenario_of
+from prfaas.evaluate.record import RunKey
+from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas_sandbox.evaluate.objects import Scale, instances, pool_objects, profiles_object, utilisation_query
+from prfaas_sandbox.evaluate.readings import late_share
+
+ROOT = Path(__file__).parents[3]
+SCALE = Scale(stretch=4.0, cache_scale=128)
+KINDS = {"PrefillPool": PrefillPool, "DecodePool": DecodePool, "PrfaaSPolicy": PrfaaSPolicy}
+
+
+def case(path: Path = ROOT / "examples/paper.yaml", stretch: float = 4.0) -> Case:
+    return Case(name=path.stem, file=load(path), requests=100, stretch=stretch, cache_scale=128, text=path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("threshold", {"prfaas": 4, "pd-prefill": 3, "pd-decode": 5}),
+        ("homogeneous", {"pd-prefill": 9, "pd-decode": 3}),
+        ("naive", {"prfaas": 4, "pd-decode": 8}),
+    ],
+)
+def test_each_system_has_the_instances_of_table_6(policy: PolicyName, expected: dict[str, int]):
+    assert instances(scenario_of(case(), RunKey(policy, 0.5, 1))) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_objects_are_valid_and_offload_only_where_the_system_does(policy: PolicyName):
+    scenario = scenario_of(case(), RunKey(policy, 0.5, 1))
+    objects = pool_objects(scenario, SCALE, 132_096, None)
+    for one in objects:
+        KINDS[one["kind"]].model_validate(one)
+    offload = [one for one in objects if one["spec"].get("clusterName")]
+    assert bool(offload) == (policy != "homogeneous")
+    *_, made = objects
+    assert made["spec"]["intervals"] == {"shortSeconds": 4}
+    assert made["spec"]["metrics"]["staleAfterSeconds"] == 40
+
+
+def test_a_profile_has_the_times_and_the_cache_of_the_case():
+    made = profiles_object([scenario_of(case(), RunKey("threshold", 0.5, 1))])
+    assert set(made["data"]) == {"prfaas.json", "pd.json"}
+    known = msgspec.json.decode(made["data"]["pd.json"], type=Builtin)
+    pool = case().file.system.hub[0]
+    assert known.profile().token_seconds == pytest.approx(pool.profile.token_seconds, rel=1e-3)
+    assert (known.state_bytes, known.token_bytes) == (pool.profile.state_bytes, pool.profile.token_bytes)
+    assert known.step_seconds(20) == pool.step_seconds
+
+
+def test_a_built_in_profile_is_named_and_not_copied():
+    path = ROOT / "examples/qwen3.5-397b.yaml"
+    scenario = scenario_of(case(path), RunKey("threshold", 0.5, 1))
+    assert profiles_object([scenario])["data"] == {}
+    first, *_ = pool_objects(scenario, SCALE, 200_000, None)
+    assert any("--emulate=qwen3.5-397b-" in word for word in first["spec"]["engine"]["args"])
+
+
+def test_the_window_of_the_query_is_stretched():
+    assert "[20s]" in utilisation_query(SCALE)
+    assert "[5s]" in utilisation_query(Scale(stretch=1.0, cache_scale=1))
+
+
+def test_a_hub_with_two_decoding_pools_is_refused(tmp_path: Path):
+    document = yaml.safe_load((ROOT / "examples/paper.yaml").read_text())
+    document["hub"] = [document["hub"][0] | {"name": name, "instances": 4, "minDecode": 1} for name in ("pd", "qd")]
+    del document["published"]
+    (path := tmp_path / "two.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError, match="one decode pool, and here pd, qd decode"):
+        instances(scenario_of(case(path), RunKey("threshold", 0.5, 1)))
+
+
+def test_runs_that_are_there_are_not_made_again_and_the_order_is_by_chance():
+    wanted = runs_of(("threshold", "naive"), (0.5, 0.9), 3, (), Random(1))
+    assert sorted(wanted) == sorted({*wanted})
+    assert len(wanted) == 8
+    assert wanted != sorted(wanted)
+    assert wanted == runs_of(("threshold", "naive"), (0.5, 0.9), 3, (), Random(1))
+    assert len(runs_of(("threshold", "naive"), (0.5, 0.9), 3, wanted[:5], Random(1))) == 3
+
+
+def test_a_run_has_the_same_requests_each_time_and_others_with_another_seed():
+    first, again, other = (list(arrivals_of(case(), RunKey("naive", 0.5, seed), Random)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert len(first) == 100
+
+
+def test_a_run_lasts_as_long_as_its_arrivals_at_the_stretch():
+    short, long = (run_seconds(case(stretch=stretch), RunKey("naive", 0.5, 1)) for stretch in (1.0, 4.0))
+    assert long > 3 * short
+    assert case(stretch=1.0).digest != case(stretch=4.0).digest
+
+
+def test_lateness_is_the_bound_that_99_of_100_steps_keep():
+    counts = {
+        ("decode", "0.01"): 980.0,
+        ("decode", "0.05"): 990.0,
+        ("decode", "+Inf"): 1000.0,
+        ("prefill", "0.01"): 5.0,
+    }
+    assert late_share(counts, "decode") == 0.05
+    assert late_share(counts, "prefill") == 0.01
+    assert late_share({}, "decode") == 0.0
