@@ -5,10 +5,12 @@ the case's, too: multiplied by the scale of the caches. So a record compares wit
 A run is one file. A run that was interrupted leaves none, so a second call of the command does only what is missing.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
+from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.simulate.scenario import PolicyName
 from prfaas.wire.trace import Parts
 
@@ -104,3 +106,40 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failed(self) -> tuple[Answer, ...]:
         return tuple(one for one in self.answers if one.error)
+
+
+class ExcludedRun(msgspec.Struct, frozen=True):
+    """A run, by its name, of which no figure counts."""
+
+    name: str
+    why: str
+
+
+def read_runs(files: Iterable[tuple[str, bytes]], case: str) -> tuple[list[Run], list[ExcludedRun]]:
+    """Return the runs of a case in order, and the files that hold none, from names and contents of files."""
+    runs: list[Run] = []
+    excluded: list[ExcludedRun] = []
+    for name, content in files:
+        try:
+            runs.append(read_run(content, case))
+        except ConfigError as error:
+            excluded.append(ExcludedRun(name, str(error)))
+    return sorted(runs, key=lambda run: run.key), excluded
+
+
+def read_run(content: bytes, case: str) -> Run:
+    """Return the run that a file holds. Raises ConfigError for a file that is torn, of another version or case."""
+    try:
+        version = msgspec.json.decode(content, type=_Versioned).version
+        if version != VERSION:
+            raise ConfigError(f"it is a record of version {version}, and this is {VERSION}: run the load again")
+        run = msgspec.json.decode(content, type=Run)
+    except UNREADABLE as error:
+        raise ConfigError(f"it is no whole record ({error}): delete it, and run the load again") from error
+    if run.case != case:
+        raise ConfigError("it is of another case, or the case's file has changed since: run the load again")
+    return run
+
+
+class _Versioned(msgspec.Struct):
+    version: int

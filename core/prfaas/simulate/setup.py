@@ -212,6 +212,7 @@ def _at_least_0(section: Section, key: str, default: float | None = None) -> flo
 
 
 def planned(file: PlanFile, policy: PolicyName) -> tuple[System, Plan]:
+    """Return the hardware of a policy, and its plan; raises ConfigError if it has nowhere to offload."""
     if policy == "homogeneous":
         alone = optimum.homogeneous(file.system)
         return alone, optimum.best(alone, file.workload)

@@ -1,0 +1,107 @@
+"""What the plan and the simulator expect of a run: the figures that a measurement stands beside.
+
+The plan takes waits from equations (`prfaas.capacity.ttft`). The simulator serves the run's own requests one by one in
+virtual time, and is summed up as a live run is: what differs is then neither luck nor the way of counting.
+"""
+
+from collections.abc import Callable
+
+import msgspec
+
+from prfaas.capacity import equations, ttft
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.workload import Randomness
+from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, scenario_of
+from prfaas.evaluate.record import Answer, MachineTruth, Reading, Run, RunKey
+from prfaas.simulate import setup as setups
+from prfaas.simulate.outcome import Outcome, Tally
+from prfaas.simulate.request import Request
+from prfaas.simulate.run import simulate
+from prfaas.simulate.scenario import PolicyName
+
+
+class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan says of one policy at one rate; the utilisation is the busiest link's."""
+
+    ttft_mean_seconds: float
+    ttft_p90_seconds: float
+    ttft_p99_seconds: float
+    requests_per_second: float
+    offloaded_share: float
+    egress_gbps: float
+    utilisation_percent: float
+
+
+def plan_figures(file: PlanFile, policy: PolicyName, arrivals_per_second: float) -> PlanFigures | None:
+    """Return what the plan says; None where it does not carry this rate."""
+    system, plan = setups.planned(file, policy)
+    if arrivals_per_second >= plan.lambda_max:
+        return None
+    first = ttft.queued(system, file.workload, plan, arrivals_per_second)
+    above = file.workload.above(ttft.threshold(file.workload, plan))
+    egress_mbps = equations.egress_mbps(equations.offload_shares(system, above), above, arrivals_per_second)
+    busy = [egress_mbps.get(link.name, 0.0) / link.capacity_mbps for link in system.links]
+    return PlanFigures(
+        ttft_mean_seconds=first.mean_seconds,
+        ttft_p90_seconds=first.p90_seconds,
+        ttft_p99_seconds=first.p99_seconds,
+        requests_per_second=arrivals_per_second,
+        offloaded_share=plan.offloaded_fraction,
+        egress_gbps=sum(egress_mbps.values()) / 1000,
+        utilisation_percent=100 * max(busy, default=0.0),
+    )
+
+
+def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Run:
+    """Return the record that the run would have, were it simulated: of the same requests, and without parts."""
+    scenario, tally = scenario_of(case, key), _Answers()
+    result = simulate(scenario, arrivals_of(case, key, new_rng), tally)
+    link_mbps = scenario.system.links[0].capacity_mbps if scenario.offloads else None
+    return Run(
+        key=key,
+        case=case.digest,
+        rate_per_second=rate_per_second(case, key),
+        instances={},
+        stretch=1.0,
+        cache_scale=1,
+        answers=tuple(sorted(tally.answers, key=lambda one: one.at_seconds)),
+        readings=tuple(
+            Reading(
+                at_seconds=one.at_seconds,
+                threshold_tokens=one.threshold_tokens,
+                utilisation_percent=one.utilisation_percent,
+                link_mbps=link_mbps,
+                egress_mbps=one.utilisation_percent / 100 * link_mbps if link_mbps is not None else None,
+                in_flight=one.in_flight,
+            )
+            for one in result.timeline
+        ),
+        machine=MachineTruth(prefill_late=0.0, decode_late=0.0, busy_share=0.0),
+        began_at="",
+        software="simulator",
+    )
+
+
+class _Answers(Tally):
+    """Keeps each request beside the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Answer] = []
+
+    def end(self, request: Request, outcome: Outcome, now_seconds: float) -> None:
+        super().end(request, outcome, now_seconds)
+        at_seconds, first = request.arrival.at_seconds, request.first_token_seconds
+        is_served = outcome == "completed" and first is not None
+        route = request.route or request.began
+        self.answers.append(
+            Answer(
+                at_seconds=at_seconds,
+                prompt_tokens=request.arrival.input_tokens,
+                ttft_seconds=first - at_seconds if is_served and first is not None else None,
+                seconds=now_seconds - at_seconds if is_served else None,
+                offloaded=route is not None and route.kind == "offload",
+                fallback=request.attempts > 1,
+                error="" if is_served else outcome,
+            )
+        )
