@@ -37,6 +37,17 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) in the order of x, by the name of their line."""
 
 
+class Beside(NamedTuple):
+    """What else is known at the points of lines, by their names: intervals (x, low, high), and two kinds of points."""
+
+    intervals: Mapping[str, Sequence[tuple[float, float, float]]]
+    rings: Lines
+    crosses: Lines
+
+
+NOTHING_BESIDE: Final = Beside({}, {}, {})
+
+
 class _Scale(NamedTuple):
     """Maps values from `low` to `high` onto pixels from `start` to `end`."""
 
@@ -51,9 +62,10 @@ class _Scale(NamedTuple):
         return round(self.start + (self.end - self.start) * (value - low) / (high - low), 1)
 
 
-def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None) -> str:
-    """Return a chart of lines; one without any point says so."""
-    points = [point for line in lines.values() for point in line]
+def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None, beside: Beside = NOTHING_BESIDE) -> str:
+    """Return a chart of lines; one without any point says so. What stands beside has the colour of its line."""
+    points = [point for some in (lines, beside.rings, beside.crosses) for line in some.values() for point in line]
+    points += [(at, end) for spans in beside.intervals.values() for at, *ends in spans for end in ends]
     if not points:
         return _svg(y.title, [_text((_LEFT + _RIGHT) / 2, (_TOP + _BOTTOM) / 2, "nothing to show", "middle")])
     across = _scale(x, [one for one, _ in points] + ([mark.x] if mark else []), (_LEFT, _RIGHT))
@@ -66,7 +78,8 @@ def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None) -> str:
         anchor = "end" if place > (_LEFT + _RIGHT) / 2 else "start"
         drawn.append(f'<path class="mark" d="M{place} {_TOP}V{_BOTTOM}"/>')
         drawn.append(_text(place + (-5 if anchor == "end" else 5), _TOP + 12, mark.word, anchor))
-    for number, line in enumerate(lines.values()):
+    for number, (name, line) in enumerate(lines.items()):
+        drawn += _beside(name, number, beside, across, upward)
         places = [f"{across.at(a)},{upward.at(b)}" for a, b in line]
         drawn.append(f'<polyline class="line s{number}" points="{" ".join(places)}"/>')
         if len(places) == 1:
@@ -88,6 +101,42 @@ def draw_bars(y: Axis, groups: Sequence[str], bars: Mapping[str, Sequence[float]
             drawn.append(f'<rect class="bar s{number}" x="{left:.1f}" y="{top}" {size}/>')
             drawn.append(_text(left + width / 2 - 1, top - 4, y.shown(values[place]), "middle"))
     return _svg(y.title, drawn)
+
+
+def draw_stacks(y: Axis, groups: Sequence[str], parts: Mapping[str, Sequence[float]]) -> str:
+    """Return a chart of one bar a group, whose parts stand upon each other; a page says what their colours mean."""
+    sums = [sum(values) for values in zip(*parts.values(), strict=True)]
+    upward = _scale(y, [0.0, *sums], (_BOTTOM, _TOP))
+    drawn = _frame(upward, "")
+    room = (_RIGHT - _LEFT) / max(1, len(groups))
+    for place, group in enumerate(groups):
+        left, below = _LEFT + room * (place + _GAP / 2), 0.0
+        for number, (name, values) in enumerate(parts.items()):
+            top, bottom = upward.at(below + values[place]), upward.at(below)
+            size = f'width="{room * (1 - _GAP):.1f}" height="{bottom - top:.1f}"'
+            title = f"<title>{escape(name)}: {escape(y.shown(values[place]))}</title>"
+            drawn.append(f'<rect class="bar s{number}" x="{left:.1f}" y="{top}" {size}>{title}</rect>')
+            below += values[place]
+        middle = _LEFT + room * (place + 0.5)
+        drawn.append(_text(middle, upward.at(below) - 4, y.shown(below), "middle"))
+        drawn.append(_text(middle, _BOTTOM + 16, group, "middle"))
+    return _svg(y.title, drawn)
+
+
+def _beside(name: str, number: int, beside: Beside, across: _Scale, upward: _Scale) -> list[str]:
+    """Return what stands beside one line."""
+    drawn: list[str] = []
+    for at, low, high in beside.intervals.get(name, ()):
+        x, bottom, top = across.at(at), upward.at(low), upward.at(high)
+        ends = f"M{x} {bottom}V{top}M{x - 4:.1f} {top}h8M{x - 4:.1f} {bottom}h8"
+        drawn.append(f'<path class="sign s{number}" d="{ends}"/>')
+    for at, value in beside.rings.get(name, ()):
+        drawn.append(f'<circle class="sign s{number}" cx="{across.at(at)}" cy="{upward.at(value)}" r="4.5"/>')
+    for at, value in beside.crosses.get(name, ()):
+        x, y = across.at(at), upward.at(value)
+        cross = f"M{x - 4:.1f} {y - 4:.1f}l8 8M{x - 4:.1f} {y + 4:.1f}l8 -8"
+        drawn.append(f'<path class="sign s{number}" d="{cross}"/>')
+    return drawn
 
 
 def _scale(axis: Axis, values: Iterable[float], pixels: tuple[int, int]) -> _Scale:

@@ -8,11 +8,13 @@ from typing import Final
 
 STYLE: Final = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1a1f2b; --soft: #5b6472; --rule: #dfe3ea; --panel: #f4f6fa;
-  --c0: #1d5fd1; --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; }
+  --c0: #1d5fd1; --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5;
+  --c4: #0f8588; --c5: #b3307a; --c6: #8a6d1c; --c7: #7d8794; }
 @media (prefers-color-scheme: dark) { :root { --ground: #12161f; --ink: #e6e9ef; --soft: #9aa4b5; --rule: #2c3444;
-  --panel: #1b212d; --c0: #6ea8ff; --c1: #ff9d5c; --c2: #9ccc65; --c3: #c3a0f5; } }
+  --panel: #1b212d; --c0: #6ea8ff; --c1: #ff9d5c; --c2: #9ccc65; --c3: #c3a0f5;
+  --c4: #4fc4c7; --c5: #f07fbf; --c6: #dcb95a; --c7: #8d97a6; } }
 @media print { :root { --ground: #fff; --ink: #000; --soft: #444; --rule: #ccc; --panel: #fff; --c0: #1d5fd1;
-  --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; } }
+  --c1: #c2560c; --c2: #4b7a1f; --c3: #7a4fb5; --c4: #0f8588; --c5: #b3307a; --c6: #8a6d1c; --c7: #7d8794; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--ground); color: var(--ink);
   font: 15px/1.55 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; print-color-adjust: exact; }
@@ -35,7 +37,10 @@ svg { width: 100%; height: auto; display: block; overflow: visible; }
 .line { fill: none; stroke: currentColor; stroke-width: 2.25; stroke-linejoin: round; }
 .bar { fill: currentColor; }
 .s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }
+.s4 { color: var(--c4); } .s5 { color: var(--c5); } .s6 { color: var(--c6); } .s7 { color: var(--c7); }
 .line.s1 { stroke-dasharray: 7 4; } .line.s2 { stroke-dasharray: 2 3; } .line.s3 { stroke-dasharray: 9 3 2 3; }
+.line.s4 { stroke-dasharray: 12 3; } .line.s5 { stroke-dasharray: 1 4; }
+.sign { fill: none; stroke: currentColor; stroke-width: 1.5; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; margin: .5rem 0 1rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top; }

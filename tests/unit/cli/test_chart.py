@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cli.chart import Axis, Mark, draw_bars, draw_lines
+from prfaas.cli.chart import Axis, Beside, Mark, draw_bars, draw_lines, draw_stacks
 
 LINEAR, LOGARITHMIC = Axis("requests/s"), Axis("tokens", is_log=True)
 
@@ -71,3 +71,27 @@ def test_any_values_stay_within_the_frame_with_few_round_ticks(points: list[tupl
     assert all(62 <= x <= 622 and 34 <= y <= 254 for line in places(chart) for x, y in line)
     assert chart.count('class="grid"') <= 9
     assert "nan" not in chart
+
+
+def test_what_stands_beside_a_line_stands_at_its_values_and_widens_the_axis():
+    beside = Beside({"a": [(1, 0, 40)]}, {"a": [(1, 10)]}, {"a": [(1, 20)]})
+    chart = draw_lines(LINEAR, LINEAR, {"a": [(1, 20), (2, 20)]}, beside=beside)
+    (interval, cross) = re.findall(r'<path class="sign s0" d="M([\d.]+) ([\d.]+)', chart)
+    ((ring_x, ring_y),) = re.findall(r'<circle class="sign s0" cx="([\d.]+)" cy="([\d.]+)"', chart)
+    line = places(chart)[0]
+    assert float(interval[0]) == float(ring_x) == line[0][0]
+    assert float(ring_y) == pytest.approx((float(interval[1]) + line[0][1]) / 2, abs=0.2)
+    assert (float(cross[0]) + 4, float(cross[1]) + 4) == pytest.approx(line[0], abs=0.2)
+
+
+def test_parts_stand_upon_each_other_and_say_their_sum():
+    chart = draw_stacks(LINEAR, ["low", "high"], {"waits": [1, 2], "works": [3, 4]})
+    rects = [one.attrib for one in ET.fromstring(chart).iter("rect")]
+    first, second = ((float(one["y"]), float(one["height"])) for one in rects[:2])
+    assert second[0] + second[1] == pytest.approx(first[0], abs=0.2)
+    assert second[1] == pytest.approx(3 * first[1], abs=0.5)
+    assert {"low", "high", "4", "6"} <= set(words(chart))
+
+
+def test_parts_of_no_group_are_an_empty_chart():
+    assert "rect" not in draw_stacks(LINEAR, [], {"waits": []})

@@ -1,0 +1,179 @@
+"""The page of an evaluation: one file of HTML that loads nothing. It opens with the answer and ends with how to repeat
+it; what failed stands before the tables.
+"""
+
+from html import escape
+from typing import Final
+
+from prfaas.cli.chart import Axis, Beside, draw_lines, draw_stacks
+from prfaas.cli.evaluation.content import (
+    COUNTED,
+    EMULATED,
+    TITLES,
+    Evaluation,
+    TextTable,
+    against_expected,
+    answer,
+    answer_table,
+    failed_table,
+    figure_tables,
+    load_sentence,
+    made_table,
+    question,
+    run_table,
+    system_table,
+)
+from prfaas.cli.page import make_table, wrap_page
+from prfaas.evaluate.record import Reading
+from prfaas.evaluate.summary import CaseSummary, LoadRow
+from prfaas.simulate.scenario import POLICIES
+from prfaas.wire.trace import PARTS, UNKNOWN
+
+SAID: Final = {
+    "gateway_queue": "waits at the gateway",
+    "prefill_queue": "waits for a prefill",
+    "prefill": "is prefilled",
+    "link_wait": "waits for the link",
+    "transfer": "the cache crosses",
+    "decode_queue": "waits to be decoded",
+    "first_step": "first decode step",
+    UNKNOWN: "not known",
+}
+"""The parts of the time to the first token, in words."""
+
+
+def evaluation_page(evaluation: Evaluation) -> str:
+    """Return the page."""
+    summary, case = evaluation.summary, evaluation.case
+    failed = failed_table(evaluation)
+    total = len(evaluation.runs) + len(evaluation.unread) + len(summary.missing)
+    return wrap_page(
+        f"Evaluation of {case.name}",
+        f'<p class="verdict">{escape(answer(summary))}</p>',
+        f"<p>{escape(against_expected(summary))}</p>",
+        _table(answer_table(summary)),
+        "<h2>What was asked</h2>",
+        f"<p>{escape(question(evaluation))} {escape(load_sentence(case.file, case.requests))}</p>",
+        _table(system_table(evaluation), are_words=True),
+        "<h2>How it was done</h2>",
+        f"<p>{EMULATED} Times are {case.stretch:g} times as long as said here, and caches and the link "
+        f"{case.cache_scale:,} times as small: a machine without a GPU holds the whole system.</p><p>{COUNTED}</p>",
+        "<h2>What came out</h2>",
+        *_first_tokens(summary),
+        *_over_time(summary),
+        *_parts(summary),
+        "<h2>What failed</h2>",
+        f"<p>{len(failed.rows)} of {total} runs give no figure.</p>",
+        _table(failed, are_words=True) if failed.rows else "",
+        "<h2>All figures</h2>",
+        "<p>What stands beside a figure is not measured, and <i>off</i> is by how much measured is more.</p>",
+        *(_table(one) for one in (*figure_tables(summary), run_table(summary))),
+        "<h2>How it was made</h2>",
+        _table(made_table(evaluation)._replace(title=""), are_words=True),
+    )
+
+
+def _first_tokens(summary: CaseSummary) -> list[str]:
+    """Return P90 by rate, a line a system."""
+    by_system = _rows_by_system(summary)
+    lines = {title: _points(rows, "measured") for title, rows in by_system.items()}
+    rates = [row.rate_per_second for row in summary.rows]
+    if any(lines.values()):
+        lines["limit"] = [(min(rates), summary.limit_seconds), (max(rates), summary.limit_seconds)]
+    beside = Beside(
+        intervals={
+            title: [
+                (row.rate_per_second, row.measured.ttft_p90_seconds.low, row.measured.ttft_p90_seconds.high)
+                for row in rows
+                if row.measured
+            ]
+            for title, rows in by_system.items()
+        },
+        rings={title: _points(rows, "planned") for title, rows in by_system.items()},
+        crosses={title: _points(rows, "simulated") for title, rows in by_system.items()},
+    )
+    chart = draw_lines(Axis(""), Axis("P90 of the time to the first token, s, by requests/s"), lines, beside=beside)
+    return [
+        _figure("Nine of ten first tokens come within", chart),
+        '<p class="soft">Lines: measured, with 95 % intervals. Rings: the plan. Crosses: the simulator.</p>',
+    ]
+
+
+def _rows_by_system(summary: CaseSummary) -> dict[str, list[LoadRow]]:
+    return {
+        TITLES[policy]: [row for row in summary.rows if row.policy == policy]
+        for policy in POLICIES
+        if policy in summary.answers
+    }
+
+
+def _points(rows: list[LoadRow], field: str) -> list[tuple[float, float]]:
+    """Return P90 by rate, as measured or as expected."""
+    found: list[tuple[float, float]] = []
+    for row in rows:
+        p90 = getattr(getattr(row, field), "ttft_p90_seconds", None)
+        if p90 is not None:
+            found.append((row.rate_per_second, p90 if field == "planned" else p90.value))
+    return found
+
+
+def _over_time(summary: CaseSummary) -> list[str]:
+    """Return threshold and link of one run of PrfaaS-PD; nothing if none counts."""
+    run = summary.shown
+    if run is None:
+        return []
+    seconds = Axis("s")
+    threshold = draw_lines(
+        seconds, Axis("threshold, tokens"), {"threshold": _series(run.readings, "threshold_tokens", 1)}
+    )
+    link = {
+        "sent": _series(run.readings, "egress_mbps", 1000),
+        "what the link carries": _series(run.readings, "link_mbps", 1000),
+    }
+    return [
+        f"<h3>PrfaaS-PD over time, at {run.key.load:.0%} load, seed {run.key.seed}</h3>",
+        '<div class="row wide">',
+        _figure("Longer prompts are prefilled elsewhere", threshold),
+        _figure("The link", draw_lines(seconds, Axis("Gbit/s"), link)),
+        "</div>",
+    ]
+
+
+def _series(readings: tuple[Reading, ...], field: str, unit: float) -> list[tuple[float, float]]:
+    return [(one.at_seconds, value / unit) for one in readings if (value := getattr(one, field)) is not None]
+
+
+def _parts(summary: CaseSummary) -> list[str]:
+    """Return where the first token's time went, a chart a system."""
+    charts: list[str] = []
+    names = (*PARTS, UNKNOWN)
+    for title, rows in _rows_by_system(summary).items():
+        known = [row.measured.parts for row in rows if row.measured and row.measured.parts]
+        loads = [f"{row.load:.0%}" for row in rows if row.measured and row.measured.parts]
+        if known:
+            stacks = {SAID[name]: [parts.get(name, 0.0) for parts in known] for name in names}
+            charts.append(
+                _figure(title, draw_stacks(Axis("mean seconds, by load", shown="{:,.2f}".format), loads, stacks))
+            )
+    if not charts:
+        return []
+    key = " ".join(
+        f'<span style="white-space: nowrap"><span class="s{number}">&#9632;</span> {SAID[name]}</span>'
+        for number, name in enumerate(names)
+    )
+    return [
+        "<h3>Where the time to the first token went</h3>",
+        f"<p>{key}</p>",
+        '<div class="row wide">',
+        *charts,
+        "</div>",
+    ]
+
+
+def _table(table: TextTable, *, are_words: bool = False) -> str:
+    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    return title + make_table(table.head, table.rows, are_words=are_words)
+
+
+def _figure(title: str, drawing: str) -> str:
+    return f"<figure><h3>{escape(title)}</h3>\n{drawing}</figure>"

@@ -1,0 +1,130 @@
+"""Proves that the page and the document of an evaluation say its figures, its failures and what repeats it."""
+
+import re
+from xml.etree import ElementTree as ET
+
+import msgspec
+import pytest
+
+from prfaas.cli.evaluation.content import Evaluation, answer, off_by
+from prfaas.cli.evaluation.document import evaluation_markdown
+from prfaas.cli.evaluation.folder import evaluation_of
+from prfaas.cli.evaluation.report import evaluation_page
+from prfaas.errors import ConfigError
+from prfaas.evaluate.record import ExcludedRun, Run, RunKey
+from prfaas.evaluate.summary import summarise
+
+from .cases import CASE, LIMIT_SECONDS, invalid, keys, live, simulated
+
+COMMAND = "prfaas evaluate -f examples/paper.yaml"
+
+
+def evaluation(*runs: Run, unread=(), asked=()) -> Evaluation:
+    made = summarise(CASE.file, runs, simulated, LIMIT_SECONDS, asked)
+    return Evaluation(case=CASE, runs=runs, summary=made, unread=unread, command=COMMAND, machine="2 cores")
+
+
+@pytest.fixture(scope="module")
+def whole() -> Evaluation:
+    runs = [live(key, 0.2) for policy in ("threshold", "naive", "homogeneous") for key in keys(policy, 0.5, 0.7, 0.9)]
+    bad = invalid(live(RunKey("static", 0.7, 1)))
+    torn = ExcludedRun("torn.json", "it is no whole <record>")
+    return evaluation(*runs, bad, unread=(torn,), asked=keys("naive", 1.2))
+
+
+def test_the_page_opens_with_the_answer_and_ends_with_the_command(whole):
+    page = evaluation_page(whole)
+
+    assert page.index(answer(whole.summary)) < page.index("What was asked")
+    assert page.rindex(COMMAND) > page.index("How it was made")
+
+
+def test_the_page_is_whole_and_loads_nothing(whole):
+    page = evaluation_page(whole)
+
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(chart)
+    assert not re.search(r"<script|<link|src=|https?://", page)
+    assert "nan" not in page
+
+
+def test_every_line_of_the_chart_has_its_intervals_plan_and_simulator(whole):
+    chart = re.findall(r"<svg.*?</svg>", evaluation_page(whole), re.DOTALL)[0]
+
+    assert chart.count("<polyline") == 5, "four systems, of which one has no figure, and the limit"
+    assert chart.count("<circle") == 10, "the plan says something of each load"
+    assert len(re.findall(r'<path class="sign s\d" d="M[\d. ]+V', chart)) == sum(
+        row.measured is not None for row in whole.summary.rows
+    )
+
+
+def test_what_failed_is_listed_and_escaped(whole):
+    page = evaluation_page(whole)
+
+    for name in ("static-70-1", "torn.json", "naive-120-1"):
+        assert name in page
+    assert "&lt;record&gt;" in page
+    assert "static-70-1" in evaluation_markdown(whole)
+    assert "&lt;record>" in evaluation_markdown(whole)
+
+
+def test_the_document_says_what_the_page_says(whole):
+    document = evaluation_markdown(whole)
+    row = next(row for row in whole.summary.rows if row.policy == "threshold")
+
+    assert answer(whole.summary) in document
+    assert f"{row.measured.ttft_p90_seconds.value:.2f}" in document
+    assert f"{off_by(row, 'ttft_p90_seconds', 'planned'):+.0%}" in document
+    assert COMMAND in document
+
+
+def test_the_tables_of_the_document_have_as_many_cells_as_their_heads(whole):
+    for table in re.findall(r"(?:^\|.*\|\n?)+", evaluation_markdown(whole), re.MULTILINE):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().split("\n")}) == 1
+
+
+def test_the_answer_names_the_ratios_and_their_bounds(whole):
+    ratio = whole.summary.ratios["homogeneous"]
+
+    assert f"{ratio.value:.2f} times as many as homogeneous" in answer(whole.summary)
+    assert ratio.bound in answer(whole.summary)
+
+
+def test_without_our_system_there_is_no_answer():
+    assert "no answer" in answer(evaluation(live(RunKey("homogeneous", 0.5, 1))).summary)
+
+
+def test_a_limit_that_nothing_keeps_is_said():
+    made = summarise(CASE.file, [live(RunKey("threshold", 0.5, 1))], simulated, 0.1)
+
+    assert "at none of the measured loads" in answer(made)
+
+
+def test_no_runs_are_a_page_too():
+    made = evaluation()
+
+    assert "nothing to show" in evaluation_page(made)
+    assert "Every run gives figures" in evaluation_markdown(made)
+
+
+def test_a_run_without_parts_or_readings_is_drawn():
+    run = simulated(RunKey("threshold", 0.5, 1))
+
+    assert "Where the time to the first token went" not in evaluation_page(evaluation(run))
+    assert "nothing to show" in evaluation_page(evaluation(msgspec.structs.replace(run, readings=())))
+
+
+def test_a_folder_of_runs_is_an_evaluation(tmp_path):
+    key = RunKey("threshold", 0.5, 1)
+    (tmp_path / f"{key.name}.json").write_bytes(msgspec.json.encode(live(key)))
+    (tmp_path / "torn.json").write_bytes(b"{")
+    made = evaluation_of(CASE, tmp_path, COMMAND, limit_seconds=LIMIT_SECONDS)
+
+    assert [run.key for run in made.runs] == [key]
+    assert [one.name for one in made.unread] == ["torn.json"]
+    assert made.summary.rows[0].measured.ttft_mean_seconds == made.summary.rows[0].simulated.ttft_mean_seconds
+
+
+def test_a_case_without_a_limit_needs_one(tmp_path):
+    with pytest.raises(ConfigError, match=r"slo\.ttftMillis"):
+        evaluation_of(CASE, tmp_path, COMMAND)
