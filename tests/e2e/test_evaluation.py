@@ -1,0 +1,58 @@
+"""The evaluation's short form: two systems of a small case, live, whose requests and bytes all add up.
+
+Its ratio is printed, and not a promise: a run of a minute has no steady state.
+"""
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from prfaas.cli.plan import load
+from prfaas.evaluate.case import Case, arrivals_of
+from prfaas.evaluate.record import Run, RunKey
+from prfaas_sandbox.demo.install import ExampleInstallation, repository_root
+from prfaas_sandbox.evaluate.live import LiveCase
+
+from .checks import only_in_the_sandbox
+from .conftest import LINK_MBPS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
+
+FILE = repository_root() / "examples/evaluation.yaml"
+OFFLOADING, AT_HOME = RunKey("static", 0.7, 1), RunKey("homogeneous", 0.7, 1)
+
+
+@only_in_the_sandbox
+async def test_two_systems_answer_all_requests_in_the_time_of_their_profiles(
+    installation: ExampleInstallation, tmp_path: Path, record_property
+):
+    file = load(FILE)
+    scale = round(file.system.links[0].capacity_mbps / LINK_MBPS)
+    case = Case(name="short", file=file, requests=40, stretch=1.0, cache_scale=scale, text=FILE.read_text())
+    await LiveCase(installation, case, tmp_path, print).run_all([OFFLOADING, AT_HOME])
+    runs = {
+        key: msgspec.json.decode((tmp_path / f"{key.name}.json").read_bytes(), type=Run)
+        for key in (OFFLOADING, AT_HOME)
+    }
+    for key, run in runs.items():
+        asked = list(arrivals_of(case, key, Random))
+        assert not run.failed
+        assert [one.prompt_tokens for one in run.answers] == [one.input_tokens for one in asked]
+        for one in run.answers:
+            assert one.ttft_seconds is not None
+            assert sum(one.parts.values()) == pytest.approx(one.ttft_seconds, rel=0.05, abs=0.05)
+        assert not run.machine.why_invalid
+    away = [one.offloaded for one in runs[OFFLOADING].answers]
+    assert any(away)
+    assert not all(away)
+    assert not any(one.offloaded for one in runs[AT_HOME].answers)
+    ratio = _p90(runs[OFFLOADING]) / _p90(runs[AT_HOME])
+    record_property("p90_ratio", ratio)
+    print(f"P90 of the time to the first token, offloading over at home: {ratio:.2f}")
+
+
+def _p90(run: Run) -> float:
+    waited = sorted(one.ttft_seconds for one in run.answers if one.ttft_seconds is not None)
+    return waited[int(0.9 * len(waited))]
