@@ -158,6 +158,7 @@ class Loop:
             hub_measured=measured.hub_measured,
             recent_offloads=self._history.offloads_since(now_seconds - config.window_seconds),
             offered=self._offered(table, measured),
+            recent_prompts=sum(lengths) if (lengths := self._history.lengths()) else None,
         )
         step = controller.step(config, known.state, facts)
         if self.report is None or self.report.figures["thresholdTokens"] != step.tokens:

@@ -7,8 +7,9 @@ One pure step an interval (section 3.4.3 of the paper) makes the threshold from 
     back       above the high watermark the threshold rises, by up to x1.5 an interval at 100 % pressure; below the low
                one it falls, by down to x0.7 at 0 %; between the two it holds (pressures: prfaas.routing.links)
 
-The first is where the second may fall to, and the threshold jumps up at once when it rises. Where lengths or profiles
-are not known yet, that is the policy's minimum, and feedback alone finds the link's limit.
+The first is where the second may fall to, and the threshold jumps up at once when it rises. While too few prompts have
+come, that is the policy's own `tokens`: an idle link says nothing of what the offload pools can do. Where profiles are
+not known, it is the policy's minimum, and feedback alone finds the link's limit.
 
 The hub has a pressure too, of the time that prefills wait there. It may be the worse one: the profiles were wrong, or
 more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where the
@@ -39,7 +40,7 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas.names import HUB
-from prfaas.routing.feedforward import PoolFacts, optimum, sustainable_in_hub
+from prfaas.routing.feedforward import MIN_PROMPTS, PoolFacts, optimum, sustainable_in_hub
 from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkFacts, LinkView, view_link
 from prfaas.routing.prices import prices_of
@@ -80,6 +81,8 @@ class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts offloaded within the last `window_seconds`; None: not known."""
     offered: Offered | None = None
     """None: no lengths or no profile are known."""
+    recent_prompts: int | None = None
+    """Prompts whose lengths are known lately; None: nobody counts them."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +226,7 @@ def _decide(
     local_percent = 100.0 * local_seconds / SATURATED_DRAIN_SECONDS
     base = _base(config, state, facts.offered, alive, local_seconds)
     relief = _relief(config, state, pressure_percent, local_percent) if base is not None else 1.0
-    floor = base * relief if base is not None else 0.0
+    floor = base * relief if base is not None else _unknown_floor(config, state, facts)
     moved, word = _fed_back(config, state, facts, pressure_percent, local_percent)
     if moved < floor:
         moved, word = floor, "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
@@ -240,6 +243,12 @@ def _decide(
         jumped=moved == floor > state.tokens and base != state.base_tokens,
     )
     return after, reason
+
+
+def _unknown_floor(config: Config, state: State, facts: ControllerFacts) -> float:
+    """Return how far the threshold may fall without an optimum."""
+    few = facts.recent_prompts is not None and facts.recent_prompts < MIN_PROMPTS
+    return min(state.tokens, float(config.threshold.tokens)) if few else 0.0
 
 
 def _base(

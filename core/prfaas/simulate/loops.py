@@ -62,6 +62,7 @@ class ShortLoop:
                 hub_measured=True,
                 recent_offloads=self._recent_offloads(now_seconds),
                 offered=self._offered(now_seconds),
+                recent_prompts=sum(self.lengths_lately()),
             ),
         )
         self._state, self.links = made.state, made.links

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from prfaas.routing.controller import Config, ControllerFacts, State, Step, initial_state, step
 from prfaas.routing.links import LinkFacts, LinkSample, effective_capacity_mbps
@@ -118,6 +119,18 @@ def test_a_longer_prefill_queue_never_means_a_lower_threshold(one_depth, other_d
 def test_a_saturated_link_raises_by_half():
     result = one(sample(traffic_mbps=100.0))
     assert (result.tokens, result.bandwidth) == (3000, "Scarce")
+
+
+@pytest.mark.parametrize(("prompts", "tokens"), [(0, 1024), (199, 1024), (200, 752), (None, 752)])
+def test_before_lengths_are_known_an_idle_link_lowers_no_further_than_the_policy_says(prompts, tokens):
+    """An idle link says nothing of what the offload pools can do. It falls from 200 prompts on, or if nobody counts."""
+    facts = replace(world(sample(traffic_mbps=0.0)), recent_prompts=prompts)
+    assert step(CONFIG, at(1074.0), facts).tokens == tokens
+
+
+def test_a_threshold_below_the_policys_is_not_raised_by_few_prompts():
+    facts = replace(world(sample(traffic_mbps=0.0)), recent_prompts=0)
+    assert step(CONFIG, at(700.0), facts).tokens == 700
 
 
 def test_an_idle_link_lowers_by_three_tenths():

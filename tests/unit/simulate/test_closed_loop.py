@@ -54,3 +54,9 @@ def test_it_follows_when_the_lengths_change():
     assert before == pytest.approx(planned(scenario, PAPER), rel=0.15)
     assert after == pytest.approx(planned(scenario, SHORTER), rel=0.2)
     assert after < 0.5 * before
+
+
+def test_until_it_knows_the_lengths_it_stays_at_its_start():
+    """Else a link that idles at first would send everything away, to instances that cannot do it."""
+    timeline = run(world(threshold(19_400, "Auto")), list(requests(150, RATE))).timeline
+    assert min(one.threshold_tokens for one in timeline) == 19_400
