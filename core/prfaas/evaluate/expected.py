@@ -12,7 +12,7 @@ from prfaas.capacity import equations, ttft
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Randomness
 from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, scenario_of
-from prfaas.evaluate.record import Answer, MachineTruth, Reading, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Reading, Run, RunKey
 from prfaas.simulate import setup as setups
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.request import Request
@@ -87,7 +87,7 @@ class _Answers(Tally):
 
     def __init__(self) -> None:
         super().__init__()
-        self.answers: list[Answer] = []
+        self.answers: list[AnsweredRequest] = []
 
     def end(self, request: Request, outcome: Outcome, now_seconds: float) -> None:
         super().end(request, outcome, now_seconds)
@@ -95,7 +95,7 @@ class _Answers(Tally):
         is_served = outcome == "completed" and first is not None
         route = request.route or request.began
         self.answers.append(
-            Answer(
+            AnsweredRequest(
                 at_seconds=at_seconds,
                 prompt_tokens=request.arrival.input_tokens,
                 ttft_seconds=first - at_seconds if is_served and first is not None else None,

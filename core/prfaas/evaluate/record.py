@@ -31,7 +31,7 @@ class RunKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.policy}-{self.load * 100:g}-{self.seed}"
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `at_seconds` counts from the start of the run; `error` says why there is no answer."""
 
     at_seconds: float
@@ -94,7 +94,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """By pool and role."""
     stretch: float
     cache_scale: int
-    answers: tuple[Answer, ...]
+    answers: tuple[AnsweredRequest, ...]
     readings: tuple[Reading, ...]
     machine: MachineTruth
     began_at: str
@@ -104,7 +104,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
     @property
-    def failed(self) -> tuple[Answer, ...]:
+    def failed(self) -> tuple[AnsweredRequest, ...]:
         return tuple(one for one in self.answers if one.error)
 
 

@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.evaluate.record import Answer, Run
+from prfaas.evaluate.record import AnsweredRequest, Run
 
 BATCHES: Final = 5
 """As few, and so as long, as an interval bears: with more of them, it holds the true value too rarely."""
@@ -57,7 +57,7 @@ class Sampled(msgspec.Struct, frozen=True):
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     """What of a run counts; times are the case's seconds from the start of the run."""
 
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[AnsweredRequest, ...] = ()
     """With a first token, in order of arrival."""
     begin_seconds: float = 0.0
     end_seconds: float = 0.0

@@ -24,6 +24,9 @@ from prfaas.simulate.scenario import POLICIES, PolicyName
 
 COMPARED_AT: Final = 0.9
 """Of what homogeneous serves: where the first tokens of both are compared."""
+LOAD_STEP: Final = 0.1
+MOST_LOAD: Final = 1.5
+"""Of what a plan carries: to where loads rise that find no limit."""
 Simulated = Callable[[RunKey], Run]
 RateBound = Literal["", "at least", "at most"]
 
@@ -141,6 +144,18 @@ def summarise(
         missing=tuple(sorted(set(asked) - {run.key for run in ordered})),
         shown=max(ours, key=lambda run: run.key, default=None),
     )
+
+
+def rising_loads(summary: CaseSummary, policies: Iterable[PolicyName]) -> list[RunKey]:
+    """Return for each policy the next load to try: none once the highest one gave no figure, or broke the limit."""
+    found: list[RunKey] = []
+    for policy in policies:
+        rows = [row for row in summary.rows if row.policy == policy]
+        if not rows or rows[-1].measured is None or rows[-1].load >= MOST_LOAD:
+            continue
+        if rows[-1].measured.ttft_p90_seconds.value <= summary.limit_seconds:
+            found.append(RunKey(policy, round(rows[-1].load + LOAD_STEP, 2), 1))
+    return found
 
 
 def figures_of(run: Run, part: SteadyPart) -> LoadFigures:

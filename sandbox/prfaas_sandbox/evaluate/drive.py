@@ -13,7 +13,7 @@ from typing import Final
 import aiohttp
 
 from prfaas.errors import PrfaasError
-from prfaas.evaluate.record import Answer
+from prfaas.evaluate.record import AnsweredRequest
 from prfaas.measure.answers import TokenStream
 from prfaas.names import HUB
 from prfaas.simulate.request import Arrival
@@ -34,7 +34,7 @@ class Driver:
         self._rng = random.Random(f"prompts of {seed}")  # noqa: S311 - the same prompts each time are the purpose
         self._open = 0
 
-    async def run(self, arrivals: Iterable[Arrival], say: Callable[[str], None]) -> tuple[Answer, ...]:
+    async def run(self, arrivals: Iterable[Arrival], say: Callable[[str], None]) -> tuple[AnsweredRequest, ...]:
         """Send all requests, and return their answers in order of arrival."""
         requests = list(arrivals)
         timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
@@ -43,7 +43,7 @@ class Driver:
             for tokens in _FIRST_LENGTHS:
                 await self._ask(session, Arrival(0.0, tokens, 1), time.monotonic())
             began = time.monotonic()
-            tasks: list[asyncio.Task[Answer]] = []
+            tasks: list[asyncio.Task[AnsweredRequest]] = []
             said = began
             for request in requests:
                 at = began + request.at_seconds * self._stretch
@@ -54,7 +54,7 @@ class Driver:
                     say(f"{len(tasks)} of {len(requests)} requests sent, {self._open} under way")
             return tuple(await asyncio.gather(*tasks))
 
-    async def _ask(self, session: aiohttp.ClientSession, request: Arrival, at: float) -> Answer:
+    async def _ask(self, session: aiohttp.ClientSession, request: Arrival, at: float) -> AnsweredRequest:
         """Send one prompt that no cache knows."""
         self._open += 1
         prompt = self._rng.randbytes(request.input_tokens // 2 + 1).hex()[: request.input_tokens]
@@ -80,7 +80,7 @@ class Driver:
             self._open -= 1
         head = response.headers
         parts = read_parts(head.get(headers.TTFT_SECONDS, ""))
-        return Answer(
+        return AnsweredRequest(
             at_seconds=request.at_seconds,
             prompt_tokens=answer.prompt_tokens,
             ttft_seconds=answer.first_seconds / self._stretch,
@@ -90,5 +90,5 @@ class Driver:
             parts={name: seconds / self._stretch for name, seconds in parts.items()},
         )
 
-    def _failed(self, request: Arrival, why: str) -> Answer:
-        return Answer(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, error=why)
+    def _failed(self, request: Arrival, why: str) -> AnsweredRequest:
+        return AnsweredRequest(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, error=why)

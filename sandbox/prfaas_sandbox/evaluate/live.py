@@ -20,6 +20,7 @@ import msgspec
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, scenario_of
 from prfaas.evaluate.record import Run, RunKey
+from prfaas.kube.session import Object
 from prfaas.simulate.scenario import Scenario
 from prfaas.util import replace_file
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE, ExampleInstallation
@@ -28,7 +29,6 @@ from prfaas_sandbox.evaluate.drive import Driver
 from prfaas_sandbox.evaluate.objects import (
     MODEL,
     POLICY,
-    Object,
     Scale,
     instances,
     link_mbps,
@@ -37,17 +37,17 @@ from prfaas_sandbox.evaluate.objects import (
     utilisation_query,
 )
 from prfaas_sandbox.evaluate.readings import RunMetrics
+from prfaas_sandbox.progress import OnProgress
 from prfaas_sandbox.sandbox import Sandbox
 
 READY_SECONDS: Final = 300.0
 _TRIES: Final = 2
-Report = Callable[[str], None]
 
 
 class LiveCase:
     """A case in an installation without objects. `folder` keeps its runs."""
 
-    def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: Report):
+    def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: OnProgress):
         self._installation, self._environment = installation, installation.environment
         self._case, self._folder, self._report = case, folder, report
         self._scale = Scale(stretch=case.stretch, cache_scale=case.cache_scale)
@@ -137,8 +137,15 @@ class LiveCase:
                 await self._environment.cut_link()
 
 
-async def evaluate(case: Case, keys: Sequence[RunKey], folder: Path, state: Path, report: Report) -> None:
-    """Start a sandbox, install prfaas, make the runs, and end all of it."""
+async def evaluate(
+    case: Case,
+    keys: Sequence[RunKey],
+    missing: Callable[[], Sequence[RunKey]],
+    folder: Path,
+    state: Path,
+    report: OnProgress,
+) -> None:
+    """Start a sandbox, install prfaas, make the runs and all that are `missing` then, and end all of it."""
     scenarios = [scenario_of(case, key) for key in keys]
     if failing := next((one for one in scenarios if one.failures), None):
         raise ConfigError(f"simulation.failures: {failing.failures[0].name} fails in the simulator only; leave it out")
@@ -146,7 +153,10 @@ async def evaluate(case: Case, keys: Sequence[RunKey], folder: Path, state: Path
     mbps = scale.link_mbps(max(link_mbps(one) for one in scenarios))
     async with Sandbox.start(state / "sandbox", link_mbps=mbps, report=report) as sandbox:
         installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
-        await LiveCase(installation, case, folder, report).run_all(keys)
+        live = LiveCase(installation, case, folder, report)
+        while keys:
+            await live.run_all(keys)
+            keys = missing()
 
 
 async def _apply(environment: Environment, cluster: ClusterAccess, objects: Sequence[Object]) -> None:

@@ -5,7 +5,7 @@ of the instances are, and caches are as much smaller as the link is slower.
 """
 
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -14,11 +14,11 @@ from prfaas.capacity.builtin import Builtin, DecodeStep, PrefillTime
 from prfaas.capacity.profile import POINT_TOKENS, prefill_seconds
 from prfaas.capacity.system import HubPool, OffloadPool
 from prfaas.errors import ConfigError
+from prfaas.kube.session import Object
 from prfaas.simulate.scenario import Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
 from prfaas_sandbox.environment import Images
 
-Object = dict[str, Any]
 API: Final = "prfaas.io/v1alpha1"
 POLICY: Final = "evaluation"
 MODEL: Final = "evaluated"
@@ -105,7 +105,7 @@ def pool_objects(scenario: Scenario, scale: Scale, longest_tokens: int, images: 
         if not decodes:
             prefill_pools.append(name)
         objects.append(_object("DecodePool" if decodes else "PrefillPool", name, spec))
-    return [*objects, _policy(scenario, scale, prefill_pools, images)]
+    return [*objects, _policy(scenario, scale, prefill_pools)]
 
 
 def profiles_object(scenarios: Iterable[Scenario]) -> Object:
@@ -131,9 +131,8 @@ def _named(scenario: Scenario) -> list[tuple[OffloadPool | HubPool, str]]:
     return [(pool, name) for pool, name in names if name in wanted]
 
 
-def _policy(scenario: Scenario, scale: Scale, prefill_pools: list[str], images: Images | None) -> Object:
+def _policy(scenario: Scenario, scale: Scale, prefill_pools: list[str]) -> Object:
     threshold, policy = scenario.policy.threshold, scenario.policy
-    gateway: Object = {"image": images.gateway} if images is not None else {}
     decode_pool = next(name for name in instances(scenario) if name.endswith("-decode"))
     spec = {
         "model": MODEL,
@@ -151,7 +150,6 @@ def _policy(scenario: Scenario, scale: Scale, prefill_pools: list[str], images: 
             "staleAfterSeconds": scale.whole_seconds(policy.stale_after_seconds),
         },
         "onOffloadFailure": policy.on_offload_failure,
-        "gateway": gateway,
     }
     return _object("PrfaaSPolicy", POLICY, spec)
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import httpx
 
 from prfaas.errors import PeerError
-from prfaas.evaluate.record import Answer, MachineTruth, Reading
+from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Reading
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate.objects import Scale
 
@@ -26,8 +26,8 @@ _TIMEOUT_SECONDS: Final = 30.0
 _SCRAPED_SECONDS: Final = 2.5
 """After so long Prometheus has read all metrics once more."""
 
-Vector = list[dict[str, Any]]
-Counts = dict[tuple[str, str], float]
+_Vector = list[dict[str, Any]]
+_Counts = dict[tuple[str, str], float]
 
 
 class RunMetrics:
@@ -36,7 +36,7 @@ class RunMetrics:
     def __init__(self, prometheus_url: str, scale: Scale):
         self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=_TIMEOUT_SECONDS, trust_env=False)
         self._scale = scale
-        self._before: tuple[Counts, Counts] = ({}, {})
+        self._before: tuple[_Counts, _Counts] = ({}, {})
         self._began = 0.0
 
     async def close(self) -> None:
@@ -63,7 +63,7 @@ class RunMetrics:
             too_slow=tuple(sorted(one["metric"].get("pod", "?") for one in slow)),
         )
 
-    async def readings(self, answers: tuple[Answer, ...]) -> tuple[Reading, ...]:
+    async def readings(self, answers: tuple[AnsweredRequest, ...]) -> tuple[Reading, ...]:
         """Return what metrics said since `begin`, at even times."""
         ended = time.time()
         step = max(1.0, (ended - self._began) / _POINTS)
@@ -71,7 +71,9 @@ class RunMetrics:
         times = sorted({at for points in series.values() for at in points})
         return tuple(self._reading(at, series, answers) for at in times)
 
-    def _reading(self, at: float, series: dict[str, dict[float, float]], answers: tuple[Answer, ...]) -> Reading:
+    def _reading(
+        self, at: float, series: dict[str, dict[float, float]], answers: tuple[AnsweredRequest, ...]
+    ) -> Reading:
         seconds = (at - self._began) / self._scale.stretch
         values = {
             name: self._scale.case_mbps(points[at]) if name in _RATES else points[at]
@@ -83,12 +85,12 @@ class RunMetrics:
         )
         return Reading(at_seconds=seconds, in_flight=in_flight, **values)
 
-    async def _counts(self) -> tuple[Counts, Counts]:
+    async def _counts(self) -> tuple[_Counts, _Counts]:
         late = await self._query(_LATE)
         cores = {(state, ""): sum(_value(one) for one in await self._query(query)) for state, query in _CORES.items()}
         return {(one["metric"]["step"], one["metric"]["le"]): _value(one) for one in late}, cores
 
-    async def _query(self, promql: str) -> Vector:
+    async def _query(self, promql: str) -> _Vector:
         return await self._get("/api/v1/query", {"query": promql})
 
     async def _range(self, promql: str, ended: float, step: float) -> dict[float, float]:
@@ -98,7 +100,7 @@ class RunMetrics:
         points = found[0]["values"] if found else []
         return {float(at): float(value) for at, value in points if value not in {"NaN", "+Inf", "-Inf"}}
 
-    async def _get(self, path: str, asked: dict[str, str]) -> Vector:
+    async def _get(self, path: str, asked: dict[str, str]) -> _Vector:
         try:
             answer = await self._http.get(path, params=asked)
             return answer.raise_for_status().json()["data"]["result"]
@@ -106,7 +108,7 @@ class RunMetrics:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
 
 
-def late_share(counts: Counts, step: str) -> float:
+def late_share(counts: _Counts, step: str) -> float:
     """Return the smallest bound that 99 % of the steps of this kind do not exceed; 0 without any."""
     bounds = {float(le): count for (name, le), count in counts.items() if name == step}
     most = max(bounds.values(), default=0.0)

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from prfaas.evaluate.record import Answer, MachineTruth, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Run, RunKey
 from prfaas.evaluate.steady import (
     FEWEST,
     Sampled,
@@ -40,8 +40,12 @@ def noise(seed: int, count: int) -> list[float]:
 
 def run_of(requests: list[Request], lost: int = 0) -> Run:
     """Return a run whose first token is its last."""
-    answers = [Answer(at_seconds=at, prompt_tokens=1, ttft_seconds=took, seconds=took) for at, took, _ in requests]
-    answers[:lost] = [Answer(at_seconds=one.at_seconds, prompt_tokens=1, error="refused") for one in answers[:lost]]
+    answers = [
+        AnsweredRequest(at_seconds=at, prompt_tokens=1, ttft_seconds=took, seconds=took) for at, took, _ in requests
+    ]
+    answers[:lost] = [
+        AnsweredRequest(at_seconds=one.at_seconds, prompt_tokens=1, error="refused") for one in answers[:lost]
+    ]
     return Run(
         key=RunKey("threshold", 0.5, 1),
         case="",
