@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help sweep setup tools browser docker vllm clients demo kind kind-down test test-vllm test-kind release-checks test-all soak compiled unit \
-	lint format lock crds charts reference clean
+	lint format evaluation lock crds charts reference clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -38,6 +38,9 @@ browser: ## Chromium, for the tests of the live page (Debian's package; elsewher
 
 demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running, ENGINE=vllm runs vLLM
 	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,) $(if $(ENGINE),--engine $(ENGINE),)
+
+evaluation: tools ## The paper's case live on emulated instances, with a report; hours, and it goes on after an interruption
+	@prfaas evaluate -f examples/paper.yaml --loads 0.3,0.5,0.7,0.9 --rise --limit-seconds 20
 
 kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
 	@prfaas kind up

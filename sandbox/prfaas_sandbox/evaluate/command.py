@@ -4,13 +4,11 @@ A call makes the runs that its folder lacks, and once more those that are invali
 are there. So an evaluation of hours can be made in parts, and goes on after an interruption.
 """
 
-import asyncio
-import random
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -18,18 +16,15 @@ from rich.table import Table
 
 from prfaas.cli.evaluation.content import Evaluation, TextTable, answer, answer_table, figure_tables
 from prfaas.cli.evaluation.document import evaluation_markdown
-from prfaas.cli.evaluation.folder import evaluation_of
 from prfaas.cli.evaluation.report import evaluation_page
-from prfaas.cli.plan import load
 from prfaas.console import TableOrJson, echo_json, new_app
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, runs_of, scenario_of
-from prfaas.evaluate.record import RunKey
-from prfaas.evaluate.summary import rising_loads
 from prfaas.simulate.scenario import POLICIES, PolicyName
-from prfaas_sandbox.evaluate.objects import instances
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.tools import ensure_tools
+
+if TYPE_CHECKING:
+    from prfaas_sandbox.evaluate.campaign import Campaign
 
 app = new_app()
 _WIDTH: Final = 110
@@ -54,24 +49,22 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     output: TableOrJson = "table",
 ) -> None:
     """Run a case live on emulated instances. Example: prfaas evaluate -f examples/evaluation.yaml --loads 0.7."""
-    case = _case(file, requests, stretch, cache_scale)
-    folder = runs / f"{case.name}-{case.digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = _wanted(systems), _loads(loads)
-    asked = runs_of(*wanted, seeds, (), random.Random(f"order of {case.digest}"))  # noqa: S311 - as before an end
-    command = shlex.join(["prfaas", *sys.argv[1:]])
+    from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case
 
-    def read() -> Evaluation:
-        return evaluation_of(case, folder, command, asked, limit_seconds)
-
-    def missing() -> list[RunKey]:
-        summary = read().summary
-        higher = rising_loads(summary, wanted[0]) if rise else []
-        return [*(key for key in asked if key in summary.missing), *higher]
-
-    if not report_only and (keys := [*missing(), *(run.key for run in read().runs if run.machine.why_invalid)]):
-        _run(case, keys, missing, folder, state)
-    evaluation = read()
+    case = read_case(file, requests, stretch, cache_scale)
+    campaign = Campaign(
+        case=case,
+        policies=_wanted(systems),
+        loads=_loads(loads),
+        seeds=seeds,
+        limit_seconds=limit_seconds,
+        rises=rise,
+        folder=(folder := folder_of(case, runs)),
+        command=shlex.join(["prfaas", *sys.argv[1:]]),
+    )
+    if not report_only:
+        _run(campaign, state)
+    evaluation = campaign.evaluation()
     (folder / "report.html").write_text(evaluation_page(evaluation), encoding="utf-8")
     (folder / "evaluation.md").write_text(evaluation_markdown(evaluation), encoding="utf-8")
     if output == "json":
@@ -82,19 +75,14 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
         raise typer.Exit(1)
 
 
-def _run(
-    case: Case, keys: Sequence[RunKey], missing: Callable[[], Sequence[RunKey]], folder: Path, state: Path
-) -> None:
-    from prfaas_sandbox.evaluate.live import evaluate as run  # it imports what only a run needs
-
-    for key in keys:
-        instances(scenario_of(case, key))  # what cannot be run is said before anything starts
+def _run(campaign: "Campaign", state: Path) -> None:
+    campaign.check(campaign.missing())  # what cannot be run is said before anything is built
     try:
         with progress() as report:
-            ensure_tools(report)
-            asyncio.run(run(case, keys, missing, folder, state, report))
+            ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
+            campaign.run(state, report)
     except KeyboardInterrupt:
-        typer.echo(f"\nInterrupted. Whole runs are kept in {folder}: the same command makes the others.", err=True)
+        typer.echo(f"\nInterrupted. Whole runs are in {campaign.folder}: the same command makes the others.", err=True)
         raise typer.Exit(130) from None
 
 
@@ -113,18 +101,6 @@ def _table(table: TextTable) -> Table:
     for row in table.rows:
         shown.add_row(*row)
     return shown
-
-
-def _case(file: Path, requests: int, stretch: float, cache_scale: int) -> Case:
-    read = load(file)
-    return Case(
-        name=file.stem,
-        file=read,
-        requests=requests,
-        stretch=stretch,
-        cache_scale=cache_scale,
-        text=file.read_text(encoding="utf-8"),
-    )
 
 
 def _wanted(text: str) -> Sequence[PolicyName]:

@@ -29,7 +29,7 @@ from prfaas_sandbox.evaluate.drive import Driver
 from prfaas_sandbox.evaluate.objects import (
     MODEL,
     POLICY,
-    Scale,
+    CaseScale,
     instances,
     link_mbps,
     pool_objects,
@@ -50,7 +50,7 @@ class LiveCase:
     def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: OnProgress):
         self._installation, self._environment = installation, installation.environment
         self._case, self._folder, self._report = case, folder, report
-        self._scale = Scale(stretch=case.stretch, cache_scale=case.cache_scale)
+        self._scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
 
     async def run_all(self, keys: Sequence[RunKey]) -> None:
         """Make the runs in this order, and write each when it is whole."""
@@ -149,7 +149,7 @@ async def evaluate(
     scenarios = [scenario_of(case, key) for key in keys]
     if failing := next((one for one in scenarios if one.failures), None):
         raise ConfigError(f"simulation.failures: {failing.failures[0].name} fails in the simulator only; leave it out")
-    scale = Scale(stretch=case.stretch, cache_scale=case.cache_scale)
+    scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
     mbps = scale.link_mbps(max(link_mbps(one) for one in scenarios))
     async with Sandbox.start(state / "sandbox", link_mbps=mbps, report=report) as sandbox:
         installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))

@@ -34,7 +34,7 @@ _RATE_WINDOW_SECONDS: Final = 5
 """Of a MemberCluster's default query."""
 
 
-class Scale(msgspec.Struct, frozen=True, kw_only=True):
+class CaseScale(msgspec.Struct, frozen=True, kw_only=True):
     """How a case is made to fit this machine: times are `stretch` times as long, caches 1/`cache_scale` as large."""
 
     stretch: float
@@ -73,7 +73,7 @@ def link_mbps(scenario: Scenario) -> float:
     return scenario.system.links[0].capacity_mbps if scenario.system.links else 1000.0
 
 
-def pool_objects(scenario: Scenario, scale: Scale, longest_tokens: int, images: Images | None) -> list[Object]:
+def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, images: Images | None) -> list[Object]:
     """Return the pools and the policy. `longest_tokens` are of a prompt and its answer."""
     objects: list[Object] = []
     wanted = instances(scenario)
@@ -115,7 +115,7 @@ def profiles_object(scenarios: Iterable[Scenario]) -> Object:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _named_here(PROFILES), "data": data}
 
 
-def utilisation_query(scale: Scale) -> str:
+def utilisation_query(scale: CaseScale) -> str:
     """Return the query of the link's traffic, its window stretched like all times."""
     window = scale.whole_seconds(_RATE_WINDOW_SECONDS)
     return DEFAULT_UTILISATION_QUERY.replace(f"[{_RATE_WINDOW_SECONDS}s]", f"[{window}s]")
@@ -131,7 +131,7 @@ def _named(scenario: Scenario) -> list[tuple[OffloadPool | HubPool, str]]:
     return [(pool, name) for pool, name in names if name in wanted]
 
 
-def _policy(scenario: Scenario, scale: Scale, prefill_pools: list[str]) -> Object:
+def _policy(scenario: Scenario, scale: CaseScale, prefill_pools: list[str]) -> Object:
     threshold, policy = scenario.policy.threshold, scenario.policy
     decode_pool = next(name for name in instances(scenario) if name.endswith("-decode"))
     spec = {

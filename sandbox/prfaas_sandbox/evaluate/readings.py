@@ -9,7 +9,7 @@ import httpx
 from prfaas.errors import PeerError
 from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Reading
 from prfaas_sandbox.demo.install import MEMBER
-from prfaas_sandbox.evaluate.objects import Scale
+from prfaas_sandbox.evaluate.objects import CaseScale
 
 _QUERIES: Final = {
     "threshold_tokens": "max(prfaas_gateway_threshold_tokens)",
@@ -33,7 +33,7 @@ _Counts = dict[tuple[str, str], float]
 class RunMetrics:
     """Reads one run's metrics: `begin` before its first request, the rest after its last answer."""
 
-    def __init__(self, prometheus_url: str, scale: Scale):
+    def __init__(self, prometheus_url: str, scale: CaseScale):
         self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=_TIMEOUT_SECONDS, trust_env=False)
         self._scale = scale
         self._before: tuple[_Counts, _Counts] = ({}, {})

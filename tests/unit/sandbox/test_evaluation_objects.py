@@ -14,11 +14,11 @@ from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, arrivals_of, run_seconds, runs_of, scenario_of
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate.scenario import POLICIES, PolicyName
-from prfaas_sandbox.evaluate.objects import Scale, instances, pool_objects, profiles_object, utilisation_query
+from prfaas_sandbox.evaluate.objects import CaseScale, instances, pool_objects, profiles_object, utilisation_query
 from prfaas_sandbox.evaluate.readings import late_share
 
 ROOT = Path(__file__).parents[3]
-SCALE = Scale(stretch=4.0, cache_scale=128)
+SCALE = CaseScale(stretch=4.0, cache_scale=128)
 KINDS = {"PrefillPool": PrefillPool, "DecodePool": DecodePool, "PrfaaSPolicy": PrfaaSPolicy}
 
 
@@ -71,7 +71,7 @@ def test_a_built_in_profile_is_named_and_not_copied():
 
 def test_the_window_of_the_query_is_stretched():
     assert "[20s]" in utilisation_query(SCALE)
-    assert "[5s]" in utilisation_query(Scale(stretch=1.0, cache_scale=1))
+    assert "[5s]" in utilisation_query(CaseScale(stretch=1.0, cache_scale=1))
 
 
 def test_a_hub_with_two_decoding_pools_is_refused(tmp_path: Path):
