@@ -1,8 +1,11 @@
 """Certificates between clusters: a certificate authority, the certificates that it issues, and their checks.
 
-An instance proves its cluster by a certificate with one URI, as in SPIFFE:
+An instance proves its cluster by a certificate with one URI, as in SPIFFE. It may name a part of the cluster:
 
     spiffe://prfaas.io/cluster/<name>
+    spiffe://prfaas.io/cluster/<name>/<part>        gateway or worker
+
+What each of them may do is in `prfaas.rights`.
 
 Pod addresses change and clusters may share them, so host names prove nothing. Each certificate of the authority belongs
 to a cluster of this installation. Clocks differ, so validity begins in the past. Certificates are renewed long before
@@ -27,6 +30,7 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from prfaas.errors import ConfigError, IdentityError
+from prfaas.rights import PARTS, Identity
 
 URI_PREFIX: Final = "spiffe://prfaas.io/cluster/"
 DNS_SUFFIX: Final = ".prfaas.internal"
@@ -55,10 +59,14 @@ class KeyPair:
 
 
 class CertificateFacts(NamedTuple):
-    cluster: str
+    identity: Identity
     validity: Validity
     authority: str
     """Digest of the trusted authority at the end of its chain."""
+
+    @property
+    def cluster(self) -> str:
+        return self.identity.cluster
 
 
 def valid_for(now: datetime.datetime, days: float) -> Validity:
@@ -82,11 +90,15 @@ def make_authority(name: str, validity: Validity) -> KeyPair:
     return KeyPair(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
 
 
-def issue(authority: KeyPair, cluster: str, validity: Validity) -> KeyPair:
-    """Return a server and client certificate for a cluster; raises ConfigError for what cannot be issued."""
+def issue(authority: KeyPair, cluster: str, validity: Validity, part: str = "") -> KeyPair:
+    """Return a server and client certificate for a cluster, or a part of it; raises ConfigError for what cannot be
+    issued."""
     if not _NAME.fullmatch(cluster):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
-    names = [x509.UniformResourceIdentifier(URI_PREFIX + cluster), x509.DNSName(cluster + DNS_SUFFIX)]
+    if part not in ("", *PARTS):
+        raise ConfigError(f"{part!r} is no part of a cluster; give one of {', '.join(PARTS)}, or none")
+    uri = f"{URI_PREFIX}{cluster}{'/' if part else ''}{part}"
+    names = [x509.UniformResourceIdentifier(uri), x509.DNSName(cluster + DNS_SUFFIX)]
     return _issue(authority, _name(cluster), names, validity)
 
 
@@ -152,17 +164,17 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     if _load_key(key).public_key() != leaf.public_key():
         raise ConfigError("the private key is not the certificate's; issue both together")
     authority = _check_chain(leaf, intermediates, _load_all(trusted), now)
-    return CertificateFacts(_cluster_of(leaf), validity_of(leaf), _digest(authority))
+    return CertificateFacts(_identity_of(leaf), validity_of(leaf), _digest(authority))
 
 
-def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> str:
-    """Return the cluster that a peer's certificate (DER) names; with `trusted`, check its chain too."""
+def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> Identity:
+    """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too."""
     try:
         leaf = x509.load_der_x509_certificate(der)
         _check_time(leaf, now)
         if trusted is not None:
             _check_chain(leaf, [], _load_all(trusted), now)
-        return _cluster_of(leaf)
+        return _identity_of(leaf)
     except ValueError as error:
         raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
 
@@ -241,20 +253,23 @@ def _check_time(certificate: x509.Certificate, now: datetime.datetime) -> None:
         )
 
 
-def _cluster_of(certificate: x509.Certificate) -> str:
+def _identity_of(certificate: x509.Certificate) -> Identity:
     """Return the one cluster that a certificate names. Two names are refused: each reader could pick another."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except x509.ExtensionNotFound:
         uris = []
-    cluster = uris[0].removeprefix(URI_PREFIX) if len(uris) == 1 else ""
-    if not _NAME.fullmatch(cluster) or uris != [URI_PREFIX + cluster]:
+    named = uris[0].removeprefix(URI_PREFIX) if len(uris) == 1 else ""
+    cluster, slash, part = named.partition("/")
+    is_known = bool(_NAME.fullmatch(cluster)) and (part in PARTS if slash else True)
+    if not is_known or uris != [URI_PREFIX + named]:
         raise IdentityError(
-            f"{_describe(certificate)} names no cluster: its URIs are {uris}, and one {URI_PREFIX}NAME is needed; "
+            f"{_describe(certificate)} names no cluster: its URIs are {uris}, and one {URI_PREFIX}NAME is needed, "
+            f"or one of NAME/{' and NAME/'.join(PARTS)}; "
             "issue it with `prfaas certs issue`"
         )
-    return cluster
+    return Identity(cluster, part)
 
 
 def _describe(certificate: x509.Certificate) -> str:

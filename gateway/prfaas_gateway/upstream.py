@@ -272,7 +272,7 @@ class _Proof(ssl.SSLObject):
         context = self.context
         if isinstance(context, _Context):
             try:
-                found = identity.check_peer(self.getpeercert(binary_form=True) or b"", None, utc_now())
+                found = identity.check_peer(self.getpeercert(binary_form=True) or b"", None, utc_now()).cluster
             except IdentityError as error:
                 raise ssl.CertificateError(str(error)) from error
             if found != context.cluster:

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from prfaas import identity
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
+from prfaas.rights import Identity
 
 # X509_V_ERR_* of openssl/x509_vfy.h.
 _WRONG_WITH_THEM: Final = {
@@ -84,8 +85,8 @@ class PeerCredentials:
         """Return the contexts for new connections; read the files again if they changed."""
         return self._current.now()
 
-    def check(self, certificate: bytes, checked_by: bytes | None = None) -> str:
-        """Return the cluster that a peer's certificate (DER) names.
+    def check(self, certificate: bytes, checked_by: bytes | None = None) -> Identity:
+        """Return what a peer's certificate (DER) proves.
 
         For an old connection pass the authorities of its handshake as `checked_by`: if they changed since, the chain is
         checked again. A new handshake may then succeed where the connection is refused. Raises IdentityError if the

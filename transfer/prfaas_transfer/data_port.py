@@ -16,8 +16,10 @@ from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 
 from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.rights import TRANSFER
 from prfaas.util import Deadline
 from prfaas.wire.frames import Address, Kind
+from prfaas.wire.kvevents import EVENTS_PATH
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
 from prfaas_transfer.events import follow
 from prfaas_transfer.events.log import EventLog
@@ -116,7 +118,7 @@ class DataPort:
                 patience, begun = patient(HELLO_SECONDS), bytearray(len(follow.GET))
                 stream.receive_into(begun, on_wait=patience)
                 if begun == follow.GET:
-                    self._followers.answer(stream, patience, self._traffic.auth.check)
+                    self._followers.answer(stream, patience, partial(self._traffic.auth.check, stream, EVENTS_PATH))
                     return
                 self._transfer(stream, patience, bytes(begun))
                 while True:
@@ -141,7 +143,7 @@ class DataPort:
                     f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
                 )
             # A kept connection was proven in an earlier handshake; certificates and authorities may have changed since.
-            self._traffic.auth.check(stream)
+            self._traffic.auth.check(stream, TRANSFER)
             if not hello.declines:  # one that comes early is remembered
                 self._await_announced(stream, address, hello.rank)
             cluster = stream.peer.cluster if stream.peer else ""

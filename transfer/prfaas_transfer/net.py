@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from prfaas.errors import PeerError, UnreachableError
+from prfaas.rights import Identity
 from prfaas.wire.frames import Buffer
 from prfaas_transfer.credentials import explain, is_alert
 from prfaas_transfer.link_stats import read_tcp_info
@@ -109,13 +110,17 @@ class SentShare:
 
 
 class ProvenPeer(NamedTuple):
-    """The result of a handshake: the peer's cluster, its certificate (DER), the authorities that accepted it, and the
+    """The result of a handshake: what the peer proved, its certificate (DER), the authorities that accepted it, and the
     generation of our own credentials."""
 
-    cluster: str
+    identity: Identity
     certificate: bytes
     authorities: bytes
     generation: int = 0
+
+    @property
+    def cluster(self) -> str:
+        return self.identity.cluster
 
 
 class DataStream:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
+from prfaas.rights import Identity, refusal
 from prfaas.util import Deadline
 from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
 from prfaas_transfer.net import DataStream, ProvenPeer, TlsChannel, TlsStream, plain, tune
@@ -116,8 +117,9 @@ class PeerAuth:
         """Make a stream of a connection to this cluster (empty: any). With TLS, raises PeerError if it is another."""
         return plain(sock)
 
-    def check(self, stream: DataStream) -> None:
-        """Check an old connection again. Raises IdentityError if its certificate is no longer valid."""
+    def check(self, stream: DataStream, endpoint: str) -> None:
+        """Check a connection, old or new. Raises IdentityError if its peer's certificate is no longer valid, or its
+        peer may not use this endpoint."""
 
     def is_reusable(self, _stream: DataStream, /) -> bool:
         """Return True if an older connection of ours may carry another transfer. After a change of our own credentials
@@ -137,15 +139,21 @@ class TlsAuth(PeerAuth):
     def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
         return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
 
-    def check(self, stream: DataStream) -> None:
-        if stream.peer is not None:
-            self._credentials.check(stream.peer.certificate, stream.peer.authorities)
+    def check(self, stream: DataStream, endpoint: str) -> None:
+        if stream.peer is not None and (
+            reason := refusal(endpoint, self._prove(stream.peer), self._credentials.cluster)
+        ):
+            raise IdentityError(f"{endpoint}: {reason}")
 
     def is_reusable(self, stream: DataStream, /) -> bool:
         if stream.peer is None or stream.peer.generation != self._credentials.now().files.generation:
             return False
         try:
-            self.check(stream)
+            self._prove(stream.peer)
         except IdentityError:
             return False
         return True
+
+    def _prove(self, peer: ProvenPeer) -> Identity:
+        """Return what a peer proves now."""
+        return self._credentials.check(peer.certificate, peer.authorities)

@@ -7,7 +7,7 @@ printed, and only their owner can read them from the first byte on. Files are ov
 import datetime
 import secrets
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 import typer
@@ -31,6 +31,7 @@ class CertificateSummary(msgspec.Struct, frozen=True):
     """The output of `show`. `problem` is empty when peers accept the certificate now."""
 
     cluster: str
+    part: str
     not_before: datetime.datetime
     not_after: datetime.datetime
     renew_after: datetime.datetime
@@ -57,6 +58,9 @@ def issue(
     ca: Annotated[Path, typer.Option("--ca", help="Directory with ca.crt and ca.key.")],
     cluster: Annotated[str, typer.Option("--cluster", help="The cluster's name: its MemberCluster's, or hub.")],
     out: Out,
+    part: Annotated[
+        Literal["gateway", "worker"] | None, typer.Option(help="The part of the cluster; both if not given.")
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 90,
     force: Force = False,
 ) -> None:
@@ -67,7 +71,7 @@ def issue(
     from prfaas import identity
 
     authority = identity.KeyPair(_read(ca / TLS_TRUSTED), _read(ca / AUTHORITY_KEY))
-    pair = identity.issue(authority, cluster, identity.valid_for(_now(), days))
+    pair = identity.issue(authority, cluster, identity.valid_for(_now(), days), part or "")
     trusted = identity.bundle(authority.certificate)
     _write(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
 
@@ -85,7 +89,7 @@ def show(
     if output == "json":
         typer.echo(msgspec.json.encode(shown))
     else:
-        typer.echo(f"cluster    {shown.cluster or '-'}")
+        typer.echo(f"cluster    {shown.cluster or '-'}{f', {shown.part}' if shown.part else ''}")
         typer.echo(f"valid      {shown.not_before:%F %R} to {shown.not_after:%F %R} UTC")
         typer.echo(f"renew      {shown.renew_after:%F %R} UTC")
         typer.echo(f"accepted   {shown.problem or 'yes'}")
@@ -97,12 +101,12 @@ def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> CertificateSumma
     from prfaas import identity
 
     begin, end = identity.validity_of_pem(certificate)
-    cluster, problem = "", ""
+    cluster, part, problem = "", "", ""
     try:
-        cluster = identity.check(certificate, key, trusted, _now()).cluster
+        cluster, part = identity.check(certificate, key, trusted, _now()).identity
     except (ConfigError, IdentityError) as error:
         problem = str(error)
-    return CertificateSummary(cluster, begin, end, identity.when_to_renew(begin, end), not problem, problem)
+    return CertificateSummary(cluster, part, begin, end, identity.when_to_renew(begin, end), not problem, problem)
 
 
 def _read(path: Path) -> bytes:

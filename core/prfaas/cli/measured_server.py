@@ -204,6 +204,8 @@ class HttpServer:
 
     def _refusal(self, path: str, status: int, content: bytes) -> PeerError | ConfigError | RequestError:
         text = content[:300].decode(errors="replace")
+        if headers.CODE_NO_CERTIFICATE in text or headers.CODE_NOT_ALLOWED in text:
+            return ConfigError(f"{self.url} refuses the caller: {text}; give --tls-dir with the hub's certificate")
         if status in {401, 403}:
             return ConfigError(f"{self.url}{path} wants a key: put it into the environment variable {KEY_VARIABLE}")
         if path == COMPLETIONS:

@@ -55,6 +55,9 @@ def measure(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fla
         int | None, typer.Option(min=1, help="Longest prompt; the model's context if not given.", show_default=False)
     ] = None,
     ca: Annotated[Path | None, typer.Option(help="Authority of the server's certificate.", show_default=False)] = None,
+    tls_dir: Annotated[
+        Path | None, typer.Option(help="Directory with a certificate that the server asks for.", show_default=False)
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Also write YAML or JSON here.", show_default=False)] = None,
     output: TableOrJson = "table",
 ) -> None:
@@ -71,7 +74,7 @@ def measure(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fla
         raise ConfigError("--cache-metrics gives the size of the caches: leave --model and --token-bytes out")
     if cache_metrics is not None:
         cache = _published(cache_metrics, ca)
-    found = _measure(url, ca, cache, max_tokens) if url is not None else _read(from_bench or [], cache)
+    found = _measure(url, ca, tls_dir, cache, max_tokens) if url is not None else _read(from_bench or [], cache)
     document = (
         msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if output == "json" else as_yaml(found)
     )
@@ -91,8 +94,10 @@ def _write(path: Path, document: str) -> None:
         raise ConfigError(f"--save {path} cannot be written: {error.strerror}") from error
 
 
-def _measure(url: str, ca: Path | None, cache: CacheBytes | None, max_tokens: int | None) -> Measurement:
-    with HttpServer(url, ca, os.environ.get(KEY_VARIABLE) or None) as server:
+def _measure(
+    url: str, ca: Path | None, tls_dir: Path | None, cache: CacheBytes | None, max_tokens: int | None
+) -> Measurement:
+    with HttpServer(url, ca, os.environ.get(KEY_VARIABLE) or None, tls_dir=tls_dir) as server:
         card = server.card()
         cache = cache or _own_cache(server) or cache_bytes_by_name(card.id, card.root)
         if cache is None:

@@ -56,5 +56,7 @@ THRESHOLD_TOKENS: Final = "x-prfaas-threshold-tokens"  # the threshold that deci
 
 # Error codes in an OpenAI-style error body of a worker.
 CODE_OVERLOADED: Final = "overloaded"  # HTTP 503
+CODE_NO_CERTIFICATE: Final = "client_certificate_required"  # HTTP 401
+CODE_NOT_ALLOWED: Final = "not_allowed"  # HTTP 403: a certificate without the right
 CODE_PREFIX_NOT_FOUND: Final = "prefix_not_found"
 """HTTP 404 to a source's leg: no prefix of this length is cached here."""

@@ -153,6 +153,7 @@ def prefill() -> Document:
     refusals = {
         "400": "The body is not valid, or asks for what no prompt of this model can be",
         "401": "The caller has no certificate of this installation",
+        "403": "The caller's certificate is not the hub's",
         "404": "The model is not served here",
         "409": "A transfer of this name is open here",
         "413": "The body is too long",

@@ -68,10 +68,18 @@ def handshake(folder: Path, server: KeyPair, client: KeyPair, trusted: bytes) ->
 def test_a_certificate_says_its_cluster_and_openssl_accepts_it_on_both_sides(tmp_path, authority):
     hub, eu = (identity.issue(authority, name, YEAR) for name in ("hub", "prefill-eu"))
     facts = identity.check(hub.certificate, hub.key, authority.certificate, NOW)
-    assert facts == ("hub", YEAR, *identity.by_digest(authority.certificate))
+    assert facts == (("hub", ""), YEAR, *identity.by_digest(authority.certificate))
     seen_by_server, seen_by_client = handshake(tmp_path, hub, eu, authority.certificate)
     assert (seen_by_server, seen_by_client) == (der(eu), der(hub))
-    assert identity.check_peer(der(eu), authority.certificate, NOW) == "prefill-eu"
+    assert identity.check_peer(der(eu), authority.certificate, NOW) == ("prefill-eu", "")
+
+
+def test_a_certificate_may_say_which_part_of_its_cluster_it_is(authority):
+    for part in ("gateway", "worker"):
+        pair = identity.issue(authority, "hub", YEAR, part)
+        assert identity.check_peer(der(pair), authority.certificate, NOW) == ("hub", part)
+    with pytest.raises(ConfigError, match="'king' is no part of a cluster; give one of gateway, worker"):
+        identity.issue(authority, "hub", YEAR, "king")
 
 
 def test_a_client_is_a_user_in_groups_and_no_server(authority):
@@ -106,13 +114,13 @@ def test_a_bundle_of_two_authorities_accepts_both_while_one_replaces_the_other(t
     assert both == authority.certificate + other.certificate
     old, new = identity.issue(authority, "a", YEAR), identity.issue(other, "b", YEAR)
     handshake(tmp_path, old, new, both)
-    assert [identity.check_peer(der(pair), both, NOW) for pair in (old, new)] == ["a", "b"]
+    assert [identity.check_peer(der(pair), both, NOW).cluster for pair in (old, new)] == ["a", "b"]
 
 
 def test_the_signer_is_found_in_a_bundle_by_its_key(authority, other):
     both = KeyPair(authority.certificate + other.certificate, other.key)
     made = identity.issue(both, "hub", YEAR)
-    assert identity.check_peer(der(made), other.certificate, NOW) == "hub"
+    assert identity.check_peer(der(made), other.certificate, NOW).cluster == "hub"
     with pytest.raises(ConfigError, match="fits none of its certificates"):
         identity.issue(KeyPair(authority.certificate, other.key), "hub", YEAR)
 
@@ -140,7 +148,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
 def test_validity_begins_before_now_for_slow_clocks_and_ends_when_requested(authority):
     pair = identity.issue(authority, "hub", identity.valid_for(NOW, 1))
     for moment in (NOW - identity.CLOCK_SKEW, NOW, NOW + DAY):
-        assert identity.check_peer(der(pair), authority.certificate, moment) == "hub"
+        assert identity.check_peer(der(pair), authority.certificate, moment).cluster == "hub"
     with pytest.raises(IdentityError, match=r"is not valid before .* UTC; check both clocks"):
         identity.check_peer(der(pair), authority.certificate, NOW - identity.CLOCK_SKEW - datetime.timedelta(seconds=1))
     with pytest.raises(IdentityError, match=r"expired at .* UTC; renew it"):
@@ -176,6 +184,10 @@ def test_names_that_no_member_cluster_can_have_are_refused(authority, name: str)
         [],
         ["spiffe://prfaas.io/cluster/"],
         ["spiffe://prfaas.io/cluster/a/b"],
+        ["spiffe://prfaas.io/cluster/a/"],
+        ["spiffe://prfaas.io/cluster/a/gateway/"],
+        ["spiffe://prfaas.io/cluster/a/gateway/worker"],
+        ["spiffe://prfaas.io/cluster//gateway"],
         ["spiffe://prfaas.io/cluster/HUB"],
         ["spiffe://example.com/cluster/hub"],
         ["https://prfaas.io/cluster/hub"],

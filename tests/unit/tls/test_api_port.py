@@ -21,11 +21,12 @@ from aiohttp import web
 import prfaas_worker.assets
 from prfaas import identity
 from prfaas.ports import free_ports
+from prfaas.rights import RIGHTS, is_open
 from prfaas.wire.engine import LENGTH, Announced, GiveCache, Started, decode_for_engine, encode_batch
 from prfaas.wire.prefill import PrefillOffer, new_transfer
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front import auth
-from prfaas_worker.front.auth import OPEN_PATHS, open_api_port
+from prfaas_worker.front.auth import open_api_port
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
@@ -110,13 +111,13 @@ def run_port(directory: Path, loop: Callable[[], asyncio.AbstractEventLoop] = uv
 
 
 @pytest.fixture
-def eu_mount(mount):
+def own_mount(mount):
     return mount("hub")
 
 
 @pytest.fixture
-def port(eu_mount) -> Iterator[Port]:
-    yield from run_port(eu_mount.path)
+def port(own_mount) -> Iterator[Port]:
+    yield from run_port(own_mount.path)
 
 
 class Calls:
@@ -166,28 +167,38 @@ def calls(port: Port) -> Iterator[Calls]:
         connection.close()
 
 
-def test_a_caller_with_a_certificate_of_a_cluster_may_buy_a_prefill(calls: Calls, eu: PeerCredentials):
-    status, body = calls.once(eu, *PREFILL)
+def test_a_caller_with_a_certificate_of_the_hub_may_buy_a_prefill(calls: Calls, hub: PeerCredentials):
+    status, body = calls.once(hub, *PREFILL)
     offer = PrefillOffer(data_port=8001, end_token=2)
     assert (status, msgspec.json.decode(body, type=PrefillOffer)) == (201, offer)
     assert [message.leg.token for message in calls.port.requests] == [LEG["token"]]
 
 
-def test_clients_and_probes_need_no_certificate(calls: Calls):
+def test_a_member_may_buy_none_and_hears_who_may(calls: Calls, eu: PeerCredentials):
+    status, body = calls.once(eu, *PREFILL)
+    error = msgspec.json.decode(body)["error"]
+    assert (status, error["code"]) == (403, "not_allowed")
+    assert error["message"] == (
+        "POST /v1/prefills: only workers of the hub, gateways of the hub may use this, "
+        "and the caller's certificate is of cluster 'eu'"
+    )
+    assert not calls.port.requests
+
+
+def test_probes_need_no_certificate(calls: Calls):
     assert calls.once(None, "GET", "/healthz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
     assert calls.once(None, "GET", "/health") == (200, b"ok\n")
-    assert calls.once(None, "GET", "/v1/models")[0] == 200
-    assert calls.once(None, "POST", "/v1/completions", {"model": "other", "prompt": "x"})[0] == 404, "it arrives"
+
+
+def test_every_path_has_its_rights(calls: Calls):
+    assert {route.resource.canonical for route in calls.port.app.router.routes()} <= RIGHTS.keys()
 
 
 def test_all_that_is_not_open_wants_a_certificate(calls: Calls):
-    closed = {
-        (route.method, route.resource.canonical.replace("{id}", "0" * 32))
-        for route in calls.port.app.router.routes()
-        if route.resource.canonical not in OPEN_PATHS
-    }
-    wanted = {("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset")}
+    routes = {(route.method, route.resource.canonical) for route in calls.port.app.router.routes()}
+    closed = {(method, path) for method, path in routes if not is_open(path)} | {("GET", "/v1/unknown")}
+    wanted = {("POST", "/v1/completions"), ("POST", "/v1/prefills"), ("PUT", "/v1/role"), ("POST", "/v1/cache/reset")}
     assert wanted < closed
     for method, path in sorted(closed):
         status, body = calls.once(None, method, path, {})
@@ -213,7 +224,7 @@ def test_a_call_of_another_scheme_is_no_answer(calls: Calls):
 def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, authority, other, loop):
     """The steps of docs/operate/tls.md: trust both, issue anew, trust only the new one."""
     year = identity.valid_for(CREATED, 300)
-    server_mount, client_mount = mount("hub"), mount("eu")
+    server_mount, client_mount = mount("hub"), mount("hub")
     client = PeerCredentials(client_mount.path)
     old = PeerCredentials(mount("old", trusts=(authority, other)).path)
     port = next(running := run_port(server_mount.path, loop))
@@ -231,11 +242,11 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
     try:
         steps = [
             (server_mount, identity.issue(authority, "hub", year), (authority, other)),
-            (client_mount, identity.issue(authority, "eu", year), (authority, other)),
+            (client_mount, identity.issue(authority, "hub", year), (authority, other)),
             (server_mount, identity.issue(other, "hub", year), (authority, other)),
-            (client_mount, identity.issue(other, "eu", year), (authority, other)),
+            (client_mount, identity.issue(other, "hub", year), (authority, other)),
             (server_mount, identity.issue(other, "hub", year), (other,)),
-            (client_mount, identity.issue(other, "eu", year), (other,)),
+            (client_mount, identity.issue(other, "hub", year), (other,)),
         ]
         for changed, pair, trusted in steps:
             changed.put(pair, *trusted)
@@ -256,21 +267,21 @@ def test_an_authority_is_replaced_while_requests_run_and_none_fails(mount, autho
     assert set(served) == {201}
 
 
-def test_a_kept_connection_is_checked_by_the_authorities_of_the_moment(calls: Calls, eu_mount, eu, authority, other):
-    kept = calls.connect(eu)
+def test_a_kept_connection_is_checked_by_the_authorities_of_the_moment(calls: Calls, own_mount, hub, authority, other):
+    kept = calls.connect(hub)
     assert calls.ask(kept, *PREFILL)[0] == 201
-    eu_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), authority, other)
+    own_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), authority, other)
     assert calls.ask(kept, *PREFILL)[0] == 201, "its authority is one of two now"
-    eu_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), other)
+    own_mount.put(identity.issue(other, "hub", identity.valid_for(CREATED, 30)), other)
     kept.request("POST", "/v1/prefills", msgspec.json.encode(PREFILL[2]))
     answer = kept.getresponse()
     assert (answer.status, answer.getheader("connection")) == (401, "close")
     assert b"not trusted" in answer.read()
 
 
-def test_a_caller_that_never_finishes_its_handshake_is_cut_off(eu_mount, monkeypatch):
+def test_a_caller_that_never_finishes_its_handshake_is_cut_off(own_mount, monkeypatch):
     monkeypatch.setattr(auth, "HANDSHAKE_SECONDS", 0.2)
-    port = next(running := run_port(eu_mount.path))
+    port = next(running := run_port(own_mount.path))
     try:
         with (
             socket.create_connection(port.address, SECONDS) as silent,

@@ -1,4 +1,4 @@
-"""Cache events leave a mover inside mutual TLS alone: to whoever shows a certificate of a cluster, and by the gateway's
+"""Cache events leave a mover inside mutual TLS alone: to whoever shows a certificate of the hub, and by the gateway's
 own client to the cluster that its table names.
 """
 
@@ -9,6 +9,7 @@ from tests.tables import make_instance
 
 from prfaas.errors import UnreachableError
 from prfaas.kvindex.index import InstanceIndex
+from prfaas_gateway.kv.cache_events import NoStreamError
 from prfaas_gateway.kv.mover_events import MoverEventStream
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.upstream import GatewayCredentials, Upstream
@@ -43,6 +44,11 @@ async def read(engine: Engine, credentials: Mount | None, cluster: str = "eu", s
             list(await anext(portions))
         await portions.aclose()
     return len(index.tree)
+
+
+async def test_a_member_reads_no_events_not_even_of_its_own_cluster(engine: Engine, mount):
+    with pytest.raises(NoStreamError, match="HTTP 403"):
+        await read(engine, mount("eu"))
 
 
 async def test_only_a_certificate_of_the_installation_opens_the_events_of_the_cluster_that_is_meant(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from prfaas.errors import IdentityError, PeerError, UnreachableError
-from prfaas.wire.kvevents import BlockStored, attention_stored
+from prfaas.wire.kvevents import BlockStored
 from prfaas_transfer.data_port import patient
 from prfaas_transfer.events import follow as follow_module
 from prfaas_transfer.events import log as log_module
@@ -39,7 +39,7 @@ def connect() -> Iterator[Connect]:
 
         def serve() -> None:
             try:
-                followers.answer(DataStream(theirs), **{"on_wait": patient(20), "check": lambda _: None} | more)
+                followers.answer(DataStream(theirs), **{"on_wait": patient(20), "check": lambda: None} | more)
             except PeerError as error:
                 if isinstance(ends, list):
                     ends.append(error)
@@ -85,13 +85,27 @@ def test_a_request_that_comes_byte_by_byte_has_an_end(connect: Connect):
 def test_a_follower_is_checked_again(connect: Connect, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(follow_module, "ALIVE_SECONDS", 0.01)
     ends: list[Exception] = []
+    results = iter([None, IdentityError("it has expired")])
 
-    def check(_stream: DataStream) -> None:
-        raise IdentityError("it has expired")
+    def check() -> None:
+        if (error := next(results)) is not None:
+            raise error
 
     assert status_of(connect(Followers(EventLog()), ends=ends, check=check)) == b"200"
     eventually(lambda: ends, "it is sent away")
     assert str(ends[0]) == "it has expired"
+
+
+def test_a_follower_that_may_not_read_events_gets_the_reason_and_no_event(connect: Connect):
+    ends: list[Exception] = []
+
+    def check() -> None:
+        raise IdentityError("only gateways may use this")
+
+    sock = connect(Followers(hear(EventLog(), stored(0, 1))), ends=ends, check=check)
+    answer = b"".join(iter(lambda: sock.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 403 ")
+    assert answer.endswith(b"\r\n\r\nonly gateways may use this\n")
 
 
 def test_a_follower_that_takes_nothing_is_given_up(connect: Connect, monkeypatch: pytest.MonkeyPatch):
@@ -104,8 +118,8 @@ def test_a_follower_that_takes_nothing_is_given_up(connect: Connect, monkeypatch
 
 
 def large(number: int) -> BlockStored:
-    """A block of a long state."""
-    return attention_stored([key(number)], None, [2**31] * 20_000, "mla_attention")
+    """A block of another engine, which names its tokens."""
+    return BlockStored([key(number)], None, [2**31] * 20_000, 20_000, group_idx=0)
 
 
 def test_a_snapshot_of_long_blocks_is_sent_in_parts():

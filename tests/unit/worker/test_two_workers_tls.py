@@ -165,10 +165,11 @@ async def test_an_instance_of_another_cluster_than_was_named_gives_nothing(clien
     await client.eventually(hub.worker, **IDLE)
 
 
-async def test_a_leg_of_a_caller_without_a_certificate_is_refused(client, secure):
+async def test_a_leg_of_a_caller_that_may_not_steer_is_refused(client, secure):
     eu, _ = secure
+    own = PeerCredentials(eu.mount.path).now().client
     params = {"prfaas": {"role": "source", **new_transfer()}}
     body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "kv_transfer_params": params}
-    async with client.session.post(f"{eu.worker.url}/v1/completions", json=body) as answer:
+    async with client.session.post(f"{eu.worker.url}/v1/completions", json=body, ssl=own) as answer:
         found = (await answer.json())["error"]
-    assert (answer.status, found["code"], found["param"]) == (401, "client_certificate_required", "kv_transfer_params")
+    assert (answer.status, found["code"], found["param"]) == (403, "not_allowed", "kv_transfer_params")

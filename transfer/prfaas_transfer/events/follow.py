@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from prfaas.errors import ProtocolError, RequestError, UnreachableError
+from prfaas.errors import IdentityError, ProtocolError, RequestError, UnreachableError
 from prfaas.util import Deadline
 from prfaas.wire.kvevents import EVENTS_CONTENT_TYPE, EVENTS_PATH
 from prfaas_transfer.events.log import EventLog, LoggedBatch, frame
@@ -44,15 +44,19 @@ class Followers:
         self._log = log
         self._free = threading.BoundedSemaphore(MAX_FOLLOWERS)
 
-    def answer(self, stream: DataStream, on_wait: OnWait, check: Callable[[DataStream], None]) -> None:
+    def answer(self, stream: DataStream, on_wait: OnWait, check: Callable[[], None]) -> None:
         """Answer a request that began with `GET` on a connection, until the follower leaves. Raises UnreachableError
-        then, or if it takes nothing for too long; ProtocolError for what is no request. `check` raises PeerError once
-        the follower's certificate is no longer valid."""
+        then, or if it takes nothing for too long; ProtocolError for what is no request. `check` raises IdentityError if
+        the follower may not read events, or its certificate is no longer valid."""
         try:
             wanted = read_wanted(_read_target(stream, on_wait))
+            check()
         except RequestError as error:
             stream.send([_head("400 Bad Request", "text/plain"), f"{error}\n".encode()])
             return
+        except IdentityError as error:
+            stream.send([_head("403 Forbidden", "text/plain"), f"{error}\n".encode()])
+            raise
         if self._log is None:
             stream.send([_head("404 Not Found", "text/plain"), b"this engine publishes no cache events here\n"])
         elif not self._free.acquire(blocking=False):
@@ -64,12 +68,12 @@ class Followers:
                 self._free.release()
 
 
-def _send_events(stream: DataStream, log: EventLog, wanted: Wanted, check: Callable[[DataStream], None]) -> None:
+def _send_events(stream: DataStream, log: EventLog, wanted: Wanted, check: Callable[[], None]) -> None:
     stream.send([_head("200 OK", EVENTS_CONTENT_TYPE)])
     checked = Deadline(ALIVE_SECONDS)
     for frames in follow(log, wanted):
         if checked.is_over:
-            check(stream)
+            check()
             checked.renew(ALIVE_SECONDS)
         stream.send(frames, on_wait=_stalled)
 

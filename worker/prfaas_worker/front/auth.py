@@ -1,7 +1,6 @@
-"""Protects the API port: TLS where there are credentials, and client certificates for all paths that are not open.
+"""Protects the API port: TLS where there are credentials, and for each path who may call it, as `prfaas.rights` says.
 
-A path that is not listed as open here is closed, so that a new endpoint is no gap. Without TLS no caller is known and
-no certificate is asked for: then only the network protects the port.
+Without TLS no caller is known and no certificate is asked for: then only the network protects the port.
 
 The other end of a handshake is a stranger: it gets seconds, where asyncio would wait for a minute. It also learns what
 is wrong with its certificate, where asyncio would close the connection before OpenSSL's alert has left.
@@ -18,6 +17,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError, RequestError
 from prfaas.http_server import error_body
+from prfaas.rights import Identity, is_open, refusal
+from prfaas.wire.headers import CODE_NO_CERTIFICATE, CODE_NOT_ALLOWED
 from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.options import Options
 
@@ -25,22 +26,6 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 1.0
-OPEN_PATHS: Final = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/openapi.json",
-        "/health",
-        "/healthz",
-        "/readyz",
-        "/metrics",
-    }
-)
-"""Paths for clients, probes and Prometheus, which have no certificates of ours."""
-CODE_NO_CERTIFICATE: Final = "client_certificate_required"
 
 
 def credentials_of(options: Options) -> PeerCredentials | None:
@@ -59,42 +44,43 @@ def credentials_of(options: Options) -> PeerCredentials | None:
     return credentials
 
 
-def require_certificates(credentials: PeerCredentials | None) -> Middleware:
-    """Return the middleware that requires certificates, if there are `credentials` to check them with."""
+def require_rights(credentials: PeerCredentials | None) -> Middleware:
+    """Return the middleware that asks who may call a path, if there are `credentials` to know callers by."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if credentials is not None and request.path not in OPEN_PATHS:
+        if credentials is not None and not is_open(request.path):
             try:
-                _check_caller(request, credentials)
-            except IdentityError as error:
-                return _refusal(f"{request.method} {request.path}: {error}")
+                require_right(request, credentials, request.path)
+            except RequestError as error:
+                return _refusal(f"{request.method} {error}", error)
         return await handler(request)
 
     return check
 
 
-def require_caller(request: web.Request, credentials: PeerCredentials, param: str) -> None:
-    """Raise RequestError for a field of a body that only instances and gateways may send."""
+def require_right(request: web.Request, credentials: PeerCredentials, endpoint: str, param: str | None = None) -> None:
+    """Raise RequestError unless a request's caller may use this endpoint, a path or what a field of its body asks."""
     try:
-        _check_caller(request, credentials)
+        caller = _caller(request, credentials)
     except IdentityError as error:
-        raise RequestError(f"{param}: {error}", status=401, code=CODE_NO_CERTIFICATE, param=param) from error
+        raise RequestError(f"{endpoint}: {error}", status=401, code=CODE_NO_CERTIFICATE, param=param) from error
+    if reason := refusal(endpoint, caller, credentials.cluster):
+        status, code = (401, CODE_NO_CERTIFICATE) if caller is None else (403, CODE_NOT_ALLOWED)
+        raise RequestError(f"{endpoint}: {reason}", status=status, code=code, param=param)
 
 
-def _check_caller(request: web.Request, credentials: PeerCredentials) -> None:
-    """Check a request's certificate now, since its connection may be old. Raises IdentityError."""
+def _caller(request: web.Request, credentials: PeerCredentials) -> Identity | None:
+    """Return what a request's caller proves now, since its connection may be old. Raises IdentityError."""
     tls = request.get_extra_info("ssl_object")
     certificate = tls.getpeercert(True) if tls is not None else None
-    if tls is None or not certificate:
-        raise IdentityError("only instances may call this: use a client certificate of a cluster")
-    credentials.check(certificate, tls.context.authorities)
+    return credentials.check(certificate, tls.context.authorities) if tls is not None and certificate else None
 
 
-def _refusal(message: str) -> web.Response:
-    """Refuse, and close the connection: the caller must connect again with a new certificate."""
-    body = error_body(message, status=401, code=CODE_NO_CERTIFICATE)
-    response = web.json_response(body=msgspec.json.encode(body), status=401)
+def _refusal(message: str, error: RequestError) -> web.Response:
+    """Refuse, and close the connection: the caller must connect again with another certificate."""
+    body = error_body(message, status=error.status, code=error.code)
+    response = web.json_response(body=msgspec.json.encode(body), status=error.status)
     response.force_close()
     return response
 

@@ -26,7 +26,7 @@ from prfaas.wire.engine import StartFailed
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front import control, generate, prefills
-from prfaas_worker.front.auth import credentials_of, open_api_port, require_certificates
+from prfaas_worker.front.auth import credentials_of, open_api_port, require_rights
 from prfaas_worker.front.engine_client import EngineClient, EngineError
 from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.serving import STATE, FrontState, ServedModel
@@ -163,7 +163,7 @@ async def _drain(state: FrontState, engine: asyncio.Task[None]) -> None:
 
 def build_app(state: FrontState) -> web.Application:
     """Return the application; with credentials, its port must use TLS."""
-    app = web.Application(middlewares=[_departures, require_certificates(state.credentials), _errors])
+    app = web.Application(middlewares=[_departures, require_rights(state.credentials), _errors])
     app[STATE] = state
     app.add_routes(
         [

@@ -22,7 +22,7 @@ def contract(
     ca: Annotated[Path | None, typer.Option(help="Authority of the certificates.", show_default=False)] = None,
     tls_dir: Annotated[
         Path | None,
-        typer.Option(help="Directory with a cluster's certificate, which a pair wants.", show_default=False),
+        typer.Option(help="Directory with the hub's certificate, which instances inside TLS want.", show_default=False),
     ] = None,
     output: TextOrJson = "text",
 ) -> None:

@@ -102,7 +102,7 @@ class Caller:
         if parts.scheme == "https" and self._context is not None:
             tls = self._context.now().wrap_socket(connection.sock, server_hostname=parts.hostname)
             connection.sock = tls
-            found = identity.check_peer(tls.getpeercert(binary_form=True) or b"", None, utc_now())
+            found = identity.check_peer(tls.getpeercert(binary_form=True) or b"", None, utc_now()).cluster
             if found != cluster:
                 raise IdentityError(f"{parts.netloc} shows a certificate of cluster {found!r}, not of {cluster!r}")
 

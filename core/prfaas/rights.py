@@ -1,0 +1,98 @@
+"""Who may call what of an instance inside TLS: one table of endpoints and callers, which a reader sees at once.
+
+A caller is what its certificate proves: a part of a cluster (`prfaas.identity`). Seen from an instance, it is one of
+five. The API port asks the table for each request, the data port for each transfer and each reader of events. Without
+TLS nobody is known, and nothing is asked.
+
+The hub's gateways decide where prompts go, so they alone steer, control, and read what is cached. The hub's workers and
+those of the instance's own cluster may use it: caches and answers go to the hub, or stay in their cluster. A member's
+worker has no right at any other cluster. Whoever has no certificate gets probes and metrics.
+"""
+
+from enum import Enum
+from typing import Final, NamedTuple
+
+from prfaas.names import HUB
+from prfaas.wire.kvevents import EVENTS_PATH
+
+GATEWAY: Final = "gateway"
+WORKER: Final = "worker"
+PARTS: Final = (GATEWAY, WORKER)
+
+
+class Identity(NamedTuple):
+    """What a certificate proves. One without a part, as the operator issues them for a whole cluster, is both."""
+
+    cluster: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"cluster {self.cluster!r}" + (f", part {self.part!r}" if self.part else "")
+
+
+class CallerKind(Enum):
+    """A caller as an instance sees it. The value is how a sentence names it."""
+
+    STRANGER = "callers without a certificate"
+    OTHER_MEMBER = "another member cluster"
+    NEIGHBOUR = "the instance's own cluster"
+    HUB_WORKER = "workers of the hub"
+    HUB_GATEWAY = "gateways of the hub"
+
+
+TRANSFER: Final = "a cache transfer"
+"""At the data port: the connection of a destination."""
+STEER: Final = "kv_transfer_params"
+"""In a body: the field that names where a cache comes from or goes to."""
+
+_ANYBODY: Final = frozenset(CallerKind)
+_USERS: Final = frozenset({CallerKind.NEIGHBOUR, CallerKind.HUB_WORKER, CallerKind.HUB_GATEWAY})
+_WORKERS: Final = frozenset({CallerKind.NEIGHBOUR, CallerKind.HUB_WORKER})
+_HUB: Final = frozenset({CallerKind.HUB_WORKER, CallerKind.HUB_GATEWAY})
+_GATEWAYS: Final = frozenset({CallerKind.HUB_GATEWAY})
+
+RIGHTS: Final = {
+    "/health": _ANYBODY,
+    "/healthz": _ANYBODY,
+    "/readyz": _ANYBODY,
+    "/metrics": _ANYBODY,
+    "/openapi.json": _USERS,
+    "/v1/models": _USERS,
+    "/v1/profile": _USERS,
+    "/tokenize": _USERS,
+    "/detokenize": _USERS,
+    "/v1/completions": _USERS,
+    "/v1/chat/completions": _USERS,
+    TRANSFER: _WORKERS,
+    "/v1/prefills": _HUB,
+    STEER: _GATEWAYS,
+    EVENTS_PATH: _GATEWAYS,
+    "/v1/role": _GATEWAYS,
+    "/v1/egress": _GATEWAYS,
+    "/v1/cache/reset": _GATEWAYS,
+}
+"""Who may call an endpoint. One that is not listed is for the hub's gateways, so that a new one is no gap."""
+
+
+def callers_of(identity: Identity | None, own_cluster: str) -> frozenset[CallerKind]:
+    """Return what a caller is to an instance of `own_cluster`; None is one without a certificate."""
+    if identity is None:
+        return frozenset({CallerKind.STRANGER})
+    if identity.cluster != HUB:  # gateways run in the hub: a member's part means nothing
+        return frozenset({CallerKind.NEIGHBOUR if identity.cluster == own_cluster else CallerKind.OTHER_MEMBER})
+    return {"": _HUB, GATEWAY: _GATEWAYS, WORKER: frozenset({CallerKind.HUB_WORKER})}[identity.part]
+
+
+def is_open(endpoint: str) -> bool:
+    """Return True if an endpoint needs no certificate."""
+    return CallerKind.STRANGER in RIGHTS.get(endpoint, _GATEWAYS)
+
+
+def refusal(endpoint: str, identity: Identity | None, own_cluster: str) -> str:
+    """Return why a caller may not use an endpoint of an instance of `own_cluster`; empty if it may."""
+    allowed = RIGHTS.get(endpoint, _GATEWAYS)
+    if allowed & callers_of(identity, own_cluster):
+        return ""
+    named = ", ".join(caller.value for caller in CallerKind if caller in allowed)
+    shown = "the caller shows no certificate" if identity is None else f"the caller's certificate is of {identity}"
+    return f"only {named} may use this, and {shown}"
