@@ -34,33 +34,30 @@ class BlockChain:
         self.block_tokens = block_tokens
         self.root = root
         self.hashes: list[BlockHash] = []
-        self._token_ids = array("I")
+        self._rest = array("I")  # tokens of the last, unfinished block
 
     @property
     def tokens(self) -> int:
         """Tokens so far, with those of the last, unfinished block."""
-        return len(self._token_ids)
+        return len(self.hashes) * self.block_tokens + len(self._rest)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Add tokens, each from 0 to 2**32 - 1."""
-        self._token_ids.extend(token_ids)
-        data = _little_endian(self._token_ids[len(self.hashes) * self.block_tokens :])
+        self._rest.extend(token_ids)
+        data = _little_endian(self._rest[:])
         parent, step = self.hashes[-1] if self.hashes else self.root, 4 * self.block_tokens
         for end in range(step, len(data) + 1, step):
             parent = hashlib.sha256(parent + data[end - step : end]).digest()
             self.hashes.append(parent)
+        self._rest = self._rest[len(data) // step * self.block_tokens :]
 
     def parent(self, block: int) -> BlockHash | None:
         """Return the name of the block before this one, None for the first."""
         return self.hashes[block - 1] if block else None
 
-    def token_ids(self, first: int, last: int) -> "array[int]":
-        """Return the token ids of the blocks from `first` to `last` - 1."""
-        return self._token_ids[first * self.block_tokens : last * self.block_tokens]
-
     def copy(self) -> "BlockChain":
         copy = BlockChain(self.root, self.block_tokens)
-        copy.hashes, copy._token_ids = self.hashes[:], self._token_ids[:]
+        copy.hashes, copy._rest = self.hashes[:], self._rest[:]
         return copy
 
 

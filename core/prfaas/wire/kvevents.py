@@ -98,27 +98,28 @@ class ByteMapBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 def attention_stored(
-    block_hashes: list[EventHash], parent: EventHash | None, token_ids: list[int], kind: AttentionSpecKind
+    block_hashes: list[EventHash], parent: EventHash | None, block_tokens: int, kind: AttentionSpecKind
 ) -> BlockStored:
-    """Return the event of attention blocks that became matchable; `token_ids` are those of all blocks."""
+    """Return the event of attention blocks that became matchable, of so many tokens each. It names no token: whoever
+    reads events reads no prompts."""
     return BlockStored(
         block_hashes=block_hashes,
         parent_block_hash=parent,
-        token_ids=token_ids,
-        block_size=len(token_ids) // len(block_hashes),
+        token_ids=[],
+        block_size=block_tokens,
         medium=MEDIUM_DEVICE,
         group_idx=ATTENTION_GROUP,
         kv_cache_spec_kind=kind,
     )
 
 
-def state_stored(block_hash: EventHash, parent: EventHash | None, token_ids: list[int]) -> BlockStored:
-    """Return the event of a checkpoint at the end of one block; `token_ids` are that block's."""
+def state_stored(block_hash: EventHash, parent: EventHash | None, block_tokens: int) -> BlockStored:
+    """Return the event of a checkpoint at the end of one block of so many tokens."""
     return BlockStored(
         block_hashes=[block_hash],
         parent_block_hash=parent,
-        token_ids=token_ids,
-        block_size=len(token_ids),
+        token_ids=[],
+        block_size=block_tokens,
         medium=MEDIUM_DEVICE,
         group_idx=STATE_GROUP,
         kv_cache_spec_kind=STATE_SPEC_KIND,

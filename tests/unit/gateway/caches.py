@@ -62,8 +62,8 @@ def holding(*bodies: bytes) -> bytes:
         canonical = canonical_completion(json.loads(body))
         data = canonical.data
         names = [hashlib.sha256(data[:end]).digest() for end in range(64, len(data) + 1, 64)]
-        events = [attention_stored(names, None, [0] * 64 * len(names), "mla_attention")]
-        events.append(state_stored(names[-1], names[-2], [0] * 64))
+        events = [attention_stored(names, None, 64, "mla_attention")]
+        events.append(state_stored(names[-1], names[-2], 64))
         frames.append(frame("kv", 2 * number, encode_events(EventBatch(0.0, events))))
         pairs = [
             ByteBlock(one, names[4 * at + 2], 64 * (4 * at + 3)) for at, one in enumerate(byte_hashes(*canonical[:2]))

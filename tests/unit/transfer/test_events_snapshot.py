@@ -30,13 +30,12 @@ def key(number: int) -> bytes:
 
 def stored(first: int, last: int) -> BlockStored:
     """Blocks of one chain, in which each is the next one's parent."""
-    tokens = [block for block in range(first, last) for _ in range(2)]
     parent = key(first - 1) if first else None
-    return attention_stored([key(n) for n in range(first, last)], parent, tokens, "mla_attention")
+    return attention_stored([key(n) for n in range(first, last)], parent, 2, "mla_attention")
 
 
 def state(number: int) -> BlockStored:
-    return state_stored(key(number), key(number - 1) if number else None, [number, number])
+    return state_stored(key(number), key(number - 1) if number else None, 2)
 
 
 def salted(first: int, last: int) -> BlockStored:

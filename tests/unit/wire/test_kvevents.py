@@ -34,18 +34,17 @@ def read(payload: bytes) -> list[KvEvent]:
 
 
 def test_attention_blocks_are_written_in_vllms_positions():
-    tokens = list(range(128))
-    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, tokens, "mla_attention")
+    event = attention_stored([b"a" * 32, b"b" * 32], b"p" * 32, 64, "mla_attention")
     ts, events, rank = unpack(encode_events(EventBatch(12.5, [event])))
     assert (ts, rank) == (12.5, None)
     hashes = [b"a" * 32, b"b" * 32]
-    assert events == [["BlockStored", hashes, b"p" * 32, tokens, 64, None, "GPU", None, None, 0, "mla_attention", None]]
+    assert events == [["BlockStored", hashes, b"p" * 32, [], 64, None, "GPU", None, None, 0, "mla_attention", None]]
 
 
 def test_writes_a_state_checkpoint_as_a_mamba_block_of_another_group():
-    event = state_stored(b"s" * 32, None, [7] * 64)
+    event = state_stored(b"s" * 32, None, 64)
     (raw,) = unpack(encode_events(EventBatch(0.0, [event])))[1]
-    assert raw == ["BlockStored", [b"s" * 32], None, [7] * 64, 64, None, "GPU", None, None, STATE_GROUP, "mamba", None]
+    assert raw == ["BlockStored", [b"s" * 32], None, [], 64, None, "GPU", None, None, STATE_GROUP, "mamba", None]
     assert STATE_GROUP != ATTENTION_GROUP
 
 

@@ -1,7 +1,7 @@
 """Reports changes of the prefix cache to routers, as vLLM's KV cache events.
 
-Attention blocks and state checkpoints are different groups. An event needs tokens, which the pool does not know: the
-chain of the sequence has them.
+Attention blocks and state checkpoints are different groups. An event has the hash that comes before, which the pool
+does not know: the chain of the sequence has it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,12 +32,10 @@ class CacheEventRecorder:
         """Report new blocks of a chain, ascending; neighbours share an event."""
         for first, last in _runs(blocks):
             hashes: list[BlockHash | int] = [*chain.hashes[first:last]]
-            tokens = chain.token_ids(first, last).tolist()
-            self._on_event(attention_stored(hashes, chain.parent(first), tokens, self._kind))
+            self._on_event(attention_stored(hashes, chain.parent(first), chain.block_tokens, self._kind))
 
     def record_checkpoint(self, chain: BlockChain, block: int) -> None:
-        tokens = chain.token_ids(block, block + 1).tolist()
-        self._on_event(state_stored(chain.hashes[block], chain.parent(block), tokens))
+        self._on_event(state_stored(chain.hashes[block], chain.parent(block), chain.block_tokens))
 
     def record_evicted(self, evicted: Sequence[Evicted]) -> None:
         for is_state, group in ((True, STATE_GROUP), (False, ATTENTION_GROUP)):
