@@ -55,7 +55,7 @@ class Offer:
         self.ended = False
         self._lock = threading.Lock()
         self._held: list[Frame] | None = []  # Until a destination says which rows it lacks.
-        self._finished: tuple[float, bool] | None = None
+        self._finished: tuple[float, bool, tuple[str, ...]] | None = None
 
     def note_life(self) -> None:
         self.lease.renew(LEASE_SECONDS if self.is_bound else ANNOUNCED_SECONDS)
@@ -89,15 +89,16 @@ class Offer:
             if self._finished is not None:
                 self._finish(*self._finished)
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec."""
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+        """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec.
+        `origins` are the other clusters whose bytes it stands on."""
         self.log.mark("computed")
         self.send_state.note_computed()
         with self._lock:
             if self._held is not None:
-                self._finished = prefill_seconds, is_exact
+                self._finished = prefill_seconds, is_exact, origins
                 return
-        self._finish(prefill_seconds, is_exact)
+        self._finish(prefill_seconds, is_exact, origins)
 
     def _put(self, frame: Frame) -> None:
         """Queue what the destination lacks of a frame."""
@@ -106,9 +107,9 @@ class Offer:
         if (rest := frame.rest(first)) is not None:
             self.send_state.put(rest)
 
-    def _finish(self, prefill_seconds: float, is_exact: bool) -> None:
+    def _finish(self, prefill_seconds: float, is_exact: bool, origins: tuple[str, ...]) -> None:
         self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
-        self.send_state.finish(prefill_seconds, is_exact=is_exact)
+        self.send_state.finish(prefill_seconds, is_exact=is_exact, origins=origins)
 
     def fail(self, message: str) -> None:
         """Note that the prefill failed; its connections, or its lease, end it."""

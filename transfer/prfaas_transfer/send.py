@@ -117,6 +117,7 @@ class SendState:
         self._announced_at = time.monotonic()
         self._prefill_seconds = 0.0
         self._is_exact = True
+        self._origins: tuple[str, ...] = ()
         self._computed_seconds: float | None = None
         self._paced_bytes = 0
         self._first_sent: float | None = None
@@ -133,9 +134,10 @@ class SendState:
         """Note that the cache is computed now: its frames may wait for the destination."""
         self._computed_seconds = time.monotonic() - self._announced_at
 
-    def finish(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`."""
-        self._prefill_seconds, self._is_exact = prefill_seconds, is_exact
+    def finish(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+        """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`, with
+        bytes of the clusters `origins`."""
+        self._prefill_seconds, self._is_exact, self._origins = prefill_seconds, is_exact, origins
         self.queue.finish()
         self._wake_loops()
 
@@ -186,7 +188,8 @@ class SendState:
         """The figures of all sent frames, and the times of the first and of the last computation."""
         first = self._first_sent if self._first_sent is not None else time.monotonic()
         done = self.queue.done(self._prefill_seconds, first - self._announced_at)
-        return msgspec.structs.replace(done, is_exact=self._is_exact, computed_seconds=self._computed_seconds)
+        noted = {"is_exact": self._is_exact, "computed_seconds": self._computed_seconds, "origins": self._origins}
+        return msgspec.structs.replace(done, **noted)
 
     def _wake_loops(self) -> None:
         with self._lock:

@@ -153,6 +153,15 @@ def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> 
     return rule, table
 
 
+def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
+    """Return the member clusters whose caches may serve a request: those of the table that neither the policy nor the
+    request forbids; none for a request that is never offloaded. The hub's own always may."""
+    if preferences.offload == "never":
+        return []
+    forbidden = (*table.forbid_datacenters, *preferences.forbid)
+    return [one.name for one in table.clusters if not forbids(forbidden, one.datacenter)]
+
+
 def check_places(preferences: Preferences, table: RoutingTable) -> None:
     """Raise RequestError (400) if a request forbids a place that neither a cluster nor the policy names.
 

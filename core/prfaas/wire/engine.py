@@ -67,6 +67,8 @@ class Generate(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first choice's number, from which its random numbers and its answers derive."""
     leg: LegParams | None = None
     """Another instance prefills at the same time, or has a prefix: that is fetched, or computed if it does not come."""
+    places: tuple[str, ...] | None = None
+    """The other clusters whose bytes in the cache it may use; None: all."""
 
 
 class GiveCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -80,6 +82,7 @@ class GiveCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
     leg: LegParams
     cache_salt: str = ""
     trace: TraceContext = NO_TRACE
+    places: tuple[str, ...] | None = None
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -14,7 +14,9 @@ OFFLOAD: Final = "x-prfaas-offload"  # auto | never | always
 DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 """Seconds from the request's arrival to its last byte. To a worker: the rest of them when the leg starts."""
 
-# gateway -> decode worker
+# gateway -> worker
+PLACES: Final = "x-prfaas-places"
+"""The other clusters whose cached bytes may serve the request, with spaces between; without it all may."""
 
 DATA_RANK: Final = "x-data-parallel-rank"
 """vLLM's own header, to an instance of several data-parallel ranks: the rank that serves the request."""

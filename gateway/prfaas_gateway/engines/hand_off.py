@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from prfaas.telemetry.logs import line
+from prfaas.wire import headers
 from prfaas.wire.prefill import new_transfer
 from prfaas.wire.routes import Instance
 from prfaas_gateway.engines.shared import (
@@ -62,11 +63,12 @@ async def call_legs(
     body."""
     route, named = attempt.route, _name_transfers(attempt)
     decode = decode_leg(with_fields(fields, named.decode))
+    places = {name: value for name, value in decode.headers.items() if name == headers.PLACES}
 
     def source_leg(instance: Instance | None, added: dict[str, Any] | None) -> Leg | None:
         if instance is None or added is None:
             return None
-        return Leg("prefill", instance, for_prefill(fields, added, answer_limit), path=decode.path)
+        return Leg("prefill", instance, for_prefill(fields, added, answer_limit), places, decode.path)
 
     prefill = source_leg(route.prefill, named.prefill)
     async with _giving(upstream, request, attempt, source_leg(route.prefix, named.prefix)):

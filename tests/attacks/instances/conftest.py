@@ -5,7 +5,7 @@ import http.client
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -122,6 +122,7 @@ async def _all_ready(targets: Targets) -> None:
 class Answer(NamedTuple):
     status: int
     body: bytes
+    headers: Mapping[str, str] = {}
 
     @property
     def error(self) -> dict[str, Any]:
@@ -156,7 +157,14 @@ REQUESTS: Final[dict[str, Callable[[], tuple[str, str, Any]]]] = {
 
 
 def call(
-    target: Target, shown: PeerCredentials | None, method: str, path: str, body: Any = None, port: int = WORKER_API_PORT
+    target: Target,
+    shown: PeerCredentials | None,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    port: int = WORKER_API_PORT,
+    headers: Mapping[str, str] = {},
 ) -> Answer:
     """Make one request inside TLS; status 0 if the handshake, or what follows it, is refused."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if shown is None else shown.now().client
@@ -166,10 +174,11 @@ def call(
     try:
         connection.connect()
         connection.sock = context.wrap_socket(connection.sock)
-        connection.request(method, path, None if body is None else msgspec.json.encode(body))
+        connection.request(method, path, None if body is None else msgspec.json.encode(body), dict(headers))
         answer = connection.getresponse()
         # Events have no end.
-        return Answer(answer.status, b"" if port != WORKER_API_PORT and answer.status == 200 else answer.read())
+        content = b"" if port != WORKER_API_PORT and answer.status == 200 else answer.read()
+        return Answer(answer.status, content, answer.headers)
     except (ssl.SSLError, ConnectionError):
         return Answer(0, b"")
     finally:

@@ -96,6 +96,7 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
     sent = {
         "X-PrfaaS-Prefill-URL": "http://127.0.0.1:1",
         "x-prfaas-anything": "1",
+        "x-prfaas-places": "us everywhere",
         "Authorization": "Bearer secret",
         "TE": "trailers",
     }
@@ -115,6 +116,7 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
         "content-type": "application/json",
         "traceparent": TRACEPARENT,
         "content-length": str(len(short)),
+        "x-prfaas-places": "eu",
     }
 
 

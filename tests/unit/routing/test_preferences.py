@@ -8,7 +8,7 @@ from tests.tables import make_instance, make_table
 
 from prfaas.errors import RequestError
 from prfaas.routing.decide import decide
-from prfaas.routing.facts import Refusal, Route, RoutingFacts, check_places, rule_in_force
+from prfaas.routing.facts import Refusal, Route, RoutingFacts, check_places, rule_in_force, usable_places
 from prfaas.routing.facts import narrow as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.preferences import Preferences, forbids
@@ -135,6 +135,21 @@ def test_preferences_hold_where_prices_decide(offload, home_seconds, kind):
         tokens=1000, bandwidth="Scarce", offload_clusters=("a",), expires_seconds=9, reason="", prices=prices
     )
     assert decide(narrowed(facts(SHORT, world, update), Preferences(offload=offload))).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("policy", "preferences", "usable"),
+    [
+        ((), Preferences(), ["a", "b", "c", "d"]),
+        (("us",), Preferences(), ["a", "b"]),
+        ((), Preferences(forbid=("EU-west",)), ["b", "c"]),
+        (("us",), Preferences(forbid=("eu",)), []),
+        ((), Preferences(prefer=("us",), offload="always"), ["a", "b", "c", "d"]),
+        ((), Preferences(offload="never"), []),
+    ],
+)
+def test_cached_bytes_serve_a_request_from_where_its_prompt_may_go(policy, preferences, usable):
+    assert usable_places(table(forbid_datacenters=policy), preferences) == usable
 
 
 NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])

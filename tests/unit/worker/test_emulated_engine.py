@@ -72,7 +72,7 @@ class Emulated:
             cache=cache,
             kv_events=[],
             publish=lambda _batch: None,
-            remote=RemoteCaches(runner, cache, fetcher, inbox.put),
+            remote=RemoteCaches(runner, cache, fetcher, inbox.put, "hub"),
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.sent.extend,
             role="mixed",

@@ -5,6 +5,7 @@ instance gives what it has, where that takes nothing from those that compute her
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from prfaas.errors import PeerError
@@ -316,3 +317,35 @@ def test_a_given_prefix_takes_no_page_that_a_stream_needs_next(model: Model):
     bench.offers.end(offer, "failed")
     bench.run()
     bench.assert_nothing_is_held()
+
+
+def test_a_prefix_of_another_cluster_serves_no_request_that_forbids_that_cluster(model: Model):
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
+    expected = generate(model, prompt, 6)
+    ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="eu"))
+    bench.step()
+    bring(model, bench.fetches[0])
+    bench.run()
+    strict, allowed, anybody = (bench.ask(prompt, places=places) for places in ((), ("eu",), None))
+    bench.run()
+    assert find_started(bench, strict).cached_tokens == 0
+    assert bench.tokens(strict) == expected
+    assert find_started(bench, allowed).cached_tokens >= len(SHARED)
+    assert find_started(bench, anybody).cached_tokens >= len(SHARED)
+    later = bench.ask(prompt, places=())
+    bench.run()
+    assert find_started(bench, later).cached_tokens >= len(SHARED), "what was computed here serves all"
+
+
+def test_a_given_prefix_says_whose_bytes_it_stands_on_and_is_not_given_against_the_places(model: Model):
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
+    ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="eu"))
+    bench.step()
+    bring(model, bench.fetches[0])
+    bench.run()
+    offer = bench.give(prompt, tokens=len(SHARED))
+    bench.step()
+    assert offer._finished == (0.0, True, ("eu",))
+    bench.give(prompt, handle=501, places=(), tokens=len(SHARED), transfer_id="b" * 32)
+    bench.step()
+    assert refusals(bench) == [(501, 404, "prefix_not_found")]

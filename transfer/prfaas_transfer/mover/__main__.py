@@ -147,8 +147,8 @@ class OpenOffers:
                 if place is not None:
                     self._places[message.key] = place
                 self._put(message.key, offer, parts)
-            case FinishCache(_, prefill_seconds, is_exact):
-                offer.finish_computing(prefill_seconds, is_exact=is_exact)
+            case FinishCache(_, prefill_seconds, is_exact, origins):
+                offer.finish_computing(prefill_seconds, is_exact=is_exact, origins=origins)
             case FailedCache(_, reason, at_once):
                 offer.fail(reason)
                 if at_once:

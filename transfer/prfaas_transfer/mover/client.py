@@ -135,8 +135,8 @@ class MoverClient:
     def put(self, key: str, parts: list[CopyPart], place: SharedPlace | None = None) -> None:
         self._send(ComputedParts(key, parts, place))
 
-    def finish(self, key: str, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        self._send(FinishCache(key, prefill_seconds, is_exact))
+    def finish(self, key: str, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+        self._send(FinishCache(key, prefill_seconds, is_exact, origins))
 
     def fail(self, key: str, reason: str, *, at_once: bool = True) -> None:
         self._send(FailedCache(key, reason, at_once))

@@ -135,11 +135,12 @@ class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
 
 
 class FinishCache(_Message, frozen=True, array_like=True, tag=True):
-    """Every part was put; computing them took so long, on a cache that `is_exact`."""
+    """Every part was put; computing them took so long, on a cache that `is_exact`, with bytes of clusters `origins`."""
 
     key: str
     prefill_seconds: float
     is_exact: bool = True
+    origins: tuple[str, ...] = ()
 
 
 class FailedCache(_Message, frozen=True, array_like=True, tag=True):

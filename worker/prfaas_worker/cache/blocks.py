@@ -19,17 +19,24 @@ conversation trace, asking that a state save 1,024 tokens costs a tenth of the h
 (`prfaas bench prefix_cache`; the trace cannot resolve less than 512.) So the rule by bytes is a low one: each page that
 a state takes must save a token.
 
+Bytes may come from other clusters, which could have forged them. Each block and checkpoint knows these clusters, its
+*origins*, as does all that is computed from it. A match holds only what its request's places allow. A block of fewer
+origins replaces one of more.
+
 Time is the order of calls. Questions that end in None or False change nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from prfaas.errors import InternalError
 
 Key: TypeAlias = Any  # Hashes of blocks here; anything that can be hashed would do.
+Origins: TypeAlias = frozenset[str]
+"""The other clusters whose bytes something stands on; none: it was made in this cluster."""
+OWN: Final[Origins] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +46,17 @@ class StateCheckpoint:
     key: Key
     pages: tuple[int, ...]
     uses: int = 0
+    origins: Origins = OWN
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence's memory: a state slot, and pages in order of its tokens. Only the cache uses the other fields."""
+    """One sequence's memory: a state slot, and pages in order of its tokens, with the origins of what they hold. Only
+    the cache uses the other fields."""
 
     slot: int
     pages: list[int]
+    origins: Origins = OWN
     branch_blocks: int = 0
     published: int = 0
     started_from: StateCheckpoint | None = None
@@ -84,6 +94,7 @@ class Blocks:
         self._free = list(range(num_pages - 1, -1, -1))
         self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
+        self._origins: dict[int, Origins] = {}  # of named pages that have any
         self._states: dict[Key, StateCheckpoint] = {}
         self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, its key in the orders
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -97,17 +108,18 @@ class Blocks:
     def has_state(self, key: Key) -> bool:
         return key in self._states
 
-    def match(self, chain: Sequence[Key], max_blocks: int) -> Match:
-        """Return the cached part of a prompt with this chain, at most so many blocks. Changes nothing."""
+    def match(self, chain: Sequence[Key], max_blocks: int, places: Collection[str] | None = None) -> Match:
+        """Return the cached part of a prompt with this chain, at most so many blocks, and only what was made in this
+        cluster or in `places` (None: anywhere). Changes nothing."""
         page_of, states = self._page_of, self._states
         pages: list[int] = []
         state_blocks = 0
         for key in chain[:max_blocks]:
             page = page_of.get(key)
-            if page is None:
+            if page is None or not _allows(places, self._origins.get(page, OWN)):
                 break
             pages.append(page)
-            if key in states:
+            if key in states and _allows(places, states[key].origins):
                 state_blocks = len(pages)
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
@@ -124,8 +136,10 @@ class Blocks:
         if not self.can_open(shared, count):
             return None
         lease = Lease(-1, [*shared], published=len(shared), epoch=self._epoch)
+        lease.origins = OWN.union(*(self._origins.get(page, OWN) for page in shared)) if self._origins else OWN
         if start is not None:
             lease.started_from = self._states[start]
+            lease.origins |= lease.started_from.origins
             lease.started_from.uses += 1
             self._touch(lease, lease.started_from)
         self.hold(shared)
@@ -149,11 +163,11 @@ class Blocks:
             return None
         self.hold(lease.pages[:shared])
         pages = [*lease.pages[:shared], *self._allocate(more)]
-        return Lease(-1, pages, published=min(lease.published, shared), epoch=lease.epoch)
+        return Lease(-1, pages, lease.origins, published=min(lease.published, shared), epoch=lease.epoch)
 
     def publish(self, lease: Lease, chain: Sequence[Key], blocks: int) -> list[int]:
         """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks. The page of
-        a block that exists stays private, unless only the cache holds the existing one."""
+        a block that exists stays private, unless the existing one has more origins, or as many and the cache alone."""
         new: list[int] = []
         # A reset came in between: nothing of the lease is found in the cache any more, and its rows get no names.
         if lease.epoch != self._epoch:
@@ -164,26 +178,33 @@ class Blocks:
             known = page_of.get(key)
             if known is None:
                 new.append(index)
-            elif known == page or self.holders[known]:
+            elif not self._gives_way(known, page, lease.origins):
                 continue
+            elif self.holders[known]:
+                self._forget_name(known)
             else:
                 self._drop_page(known)
             page_of[key] = page
             key_of[page] = key
+            if lease.origins:
+                self._origins[page] = lease.origins
         lease.published = max(lease.published, blocks)
         return new
 
     def checkpoint(
         self, lease: Lease, chain: Sequence[Key], blocks: int, *, rolling: bool = False
     ) -> tuple[int, ...] | None:
-        """Keep the state after `blocks` blocks. Return pages to copy it into now; None if it exists, its block is
-        missing, or there is no room. A rolling one replaces the lease's last, unless a sequence started from that."""
+        """Keep the state after `blocks` blocks. Return pages to copy it into now; None if it exists with no more
+        origins, its block is missing, or there is no room. A rolling one replaces the lease's last, unless a sequence
+        started from that."""
         if lease.epoch != self._epoch or not self.pages_per_state:
             return None
         key = chain[blocks - 1]
-        if key in self._states:
-            self._touch(lease, self._states[key])
-            return None
+        if (known := self._states.get(key)) is not None:
+            if not lease.origins < known.origins:
+                self._touch(lease, known)
+                return None
+            self._free += self._drop_state(known)
         if key not in self._page_of:
             return None
         if rolling and lease.rolling is not None:
@@ -191,7 +212,7 @@ class Blocks:
         made = self._new_state(key)
         if made is None:
             return None
-        made.uses = int(blocks == lease.branch_blocks)
+        made.uses, made.origins = int(blocks == lease.branch_blocks), lease.origins
         self._touch(lease, made)
         self._retire(lease)
         if rolling:
@@ -245,7 +266,7 @@ class Blocks:
             self._key_of[page] = None
             if not self.holders[page]:
                 self._free.append(page)
-        for forgotten in (self._states, self._state_at, self._page_of, self._order, self._spent):
+        for forgotten in (self._states, self._state_at, self._page_of, self._origins, self._order, self._spent):
             forgotten.clear()
         self.cached_pages = 0
         self._epoch += 1
@@ -267,6 +288,7 @@ class Blocks:
                 "a page has a name that leads nowhere",
             ),
             (self._states.keys() <= self._page_of.keys(), "a checkpoint has no block"),
+            (self._origins.keys() <= {*self._page_of.values()}, "a page without a name has origins"),
             ({s.pages[0]: s for s in self._states.values()} == self._state_at, "checkpoints are indexed wrongly"),
             (in_order == {*self._order, *self._spent}, "what is cached and what can give way differ"),
             (not self._order.keys() & self._spent.keys(), "a page gives way twice"),
@@ -339,7 +361,7 @@ class Blocks:
                 key = self._key_of[page]
                 state = self._states.get(key)
                 del self._page_of[key]
-                self._key_of[page] = None
+                self._forget_name(page)
                 self.cached_pages -= 1
                 self._free.append(page)
                 evicted.append(Evicted(key))
@@ -360,9 +382,23 @@ class Blocks:
     def _drop_page(self, page: int) -> None:
         """Free the page of a block that is kept in another page."""
         del self._order[page]
-        self._key_of[page] = None
+        self._forget_name(page)
         self.cached_pages -= 1
         self._free.append(page)
+
+    def _gives_way(self, known: int, page: int, origins: Origins) -> bool:
+        """Return whether a block in the page `known` is better kept in another page, of these origins."""
+        if self.holders[known]:
+            return origins < self._origins.get(known, OWN)
+        return known != page and origins <= self._origins.get(known, OWN)
+
+    def _forget_name(self, page: int) -> None:
+        self._key_of[page] = None
+        self._origins.pop(page, None)
+
+
+def _allows(places: Collection[str] | None, origins: Origins) -> bool:
+    return not origins or places is None or origins.issubset(places)
 
 
 def checkpoint_blocks(

@@ -8,8 +8,8 @@ Used from the engine's thread only. Questions that end in None or False change n
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from prfaas.errors import InternalError
 from prfaas.kvindex.blocks import BlockChain, BlockHash
@@ -18,6 +18,9 @@ from prfaas.wire.stats import CacheStats
 from prfaas_worker.cache.blocks import Blocks, Lease, Match, checkpoint_blocks
 from prfaas_worker.cache.kv_events import CacheEventRecorder
 from prfaas_worker.cache_spec import PagedMemory
+
+Places: TypeAlias = Collection[str] | None
+"""The other clusters whose bytes a request may use; None: all."""
 
 
 class Opened(NamedTuple):
@@ -68,18 +71,18 @@ class HybridCache:
     def capacity_tokens(self, lease: Lease) -> int:
         return len(lease.pages) * self._geometry.page_tokens
 
-    def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int) -> int:
+    def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int, places: Places = None) -> int:
         """Return how many of a prompt's first `max_tokens` tokens are cached, with a state."""
         size = self._geometry.page_tokens
-        return self._blocks.match(chain, max_tokens // size).state_blocks * size
+        return self._blocks.match(chain, max_tokens // size, places).state_blocks * size
 
     def open(
-        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True, places: Places = None
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None if either is short now. At most `max_tokens` come from the
         cache. Without `use_state` the state comes from elsewhere, so only rows count as cached."""
         size = self._geometry.page_tokens
-        match = self._blocks.match(chain, max_tokens // size)
+        match = self._blocks.match(chain, max_tokens // size, places)
         shared = _shared_pages(match, use_state=use_state)
         lease = self._take_lease(chain, match, shared, self._geometry.pages_for(tokens))
         if lease is None:
@@ -91,19 +94,23 @@ class HybridCache:
         return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
 
     def free_pages_for(
-        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True, places: Places = None
     ) -> int:
         """Return how many of the free pages `open` would take. Changes nothing."""
-        match = self._blocks.match(chain, max_tokens // self._geometry.page_tokens)
+        match = self._blocks.match(chain, max_tokens // self._geometry.page_tokens, places)
         shared = _shared_pages(match, use_state=use_state)
         return self._blocks.free_pages_for(shared, self._geometry.pages_for(tokens))
 
-    def open_prefix(self, chain: Sequence[BlockHash], tokens: int) -> Lease | None:
+    def open_prefix(self, chain: Sequence[BlockHash], tokens: int, places: Places = None) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
         Returns None if there is no slot, or they are not cached. This is not counted as a lookup."""
         blocks = tokens // self._geometry.page_tokens
-        match = self._blocks.match(chain, blocks)
+        match = self._blocks.match(chain, blocks, places)
         return self._take_lease(chain, match, match.pages, blocks) if match.state_blocks == blocks else None
+
+    def receive(self, lease: Lease, origins: Iterable[str]) -> None:
+        """Note that bytes of these clusters are in a lease: all that it publishes from now on stands on them."""
+        lease.origins |= frozenset(origins)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         had = len(lease.pages)

@@ -217,7 +217,8 @@ class EngineLoop:
             most, use_state = count - 1, True
         else:
             most, use_state = sequence.most_cached_tokens, not request.is_remote
-        opened = self.cache.open(sequence.chain.hashes, count, most, use_state=use_state)
+        places = request.message.places
+        opened = self.cache.open(sequence.chain.hashes, count, most, use_state=use_state, places=places)
         if opened is None:
             return False
         if has_nearly_all:
@@ -236,7 +237,8 @@ class EngineLoop:
         request, chain = sequence.request, sequence.chain
         if request.open_leg is None:
             return False
-        cached_tokens = self.cache.cached_tokens(chain.hashes, len(sequence.token_ids) - 1)
+        most, places = len(sequence.token_ids) - 1, request.message.places
+        cached_tokens = self.cache.cached_tokens(chain.hashes, most, places)
         goal = goal_of(request.message.token_ids, request.open_leg)
         return cached_tokens > 0 and goal - cached_tokens < chain.block_tokens
 
@@ -319,7 +321,8 @@ class EngineLoop:
             self.profiler.observe(count, request.prefill_seconds, request.cached_tokens)
         if request.offer is not None:
             sequence.phase = Phase.DELIVERING
-            request.offer.finish_computing(request.prefill_seconds, is_exact=sequence.is_exact)
+            origins = tuple(sorted(sequence.held.origins))
+            request.offer.finish_computing(request.prefill_seconds, is_exact=sequence.is_exact, origins=origins)
             if request.is_owed_answer:
                 self._answer_leg(request)
             return []

@@ -110,8 +110,8 @@ class MovedOffer:
                     return rest
         raise PeerError(f"rows of layer {part.layer} from token {part.start_token} were not computed")
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        self._mover.finish(self.manifest.transfer_id, prefill_seconds, is_exact=is_exact)
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+        self._mover.finish(self.manifest.transfer_id, prefill_seconds, is_exact=is_exact, origins=origins)
 
     def fail(self, message: str) -> None:
         """Note that the prefill failed; its connections, or its lease, end it."""
@@ -331,8 +331,10 @@ class Fetcher:
 class RemoteCaches:
     """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
-    def __init__(self, runner: StepRunner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None]):
-        self._runner, self._cache = runner, cache
+    def __init__(
+        self, runner: StepRunner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None], own_cluster: str
+    ):
+        self._runner, self._cache, self._own_cluster = runner, cache, own_cluster
         self._fetcher, self._post = fetcher, post
         self._waiting: dict[_PrefixName, list[Sequence]] = {}  # by the prefix that another sequence fetches
         self.outcomes: Counter[FetchOutcome] = Counter()
@@ -385,7 +387,7 @@ class RemoteCaches:
         if sequence.phase is Phase.ENDING:
             return
         if isinstance(result, Fetched):
-            self._adopt(sequence, result)
+            self._adopt(sequence, leg, result)
         else:
             log.warning("%s is computed here, its cache did not come: %s", request.message.request_id, result)
             sequence.release(self._cache)  # its state may be half written
@@ -397,10 +399,11 @@ class RemoteCaches:
         offer = request.offer
         if offer is None:
             raise InternalError(f"request {handle} asks for no prefix")
-        if self._cache.cached_tokens(sequence.chain.hashes, tokens) < tokens:
+        chain, places = sequence.chain.hashes, request.message.places
+        if self._cache.cached_tokens(chain, tokens, places) < tokens:
             text = f"no prefix of {tokens} tokens of this prompt is cached here"
             return Failed(handle, 404, CODE_PREFIX_NOT_FOUND, text)
-        lease = self._cache.open_prefix(sequence.chain.hashes, tokens) if slots > 0 else None
+        lease = self._cache.open_prefix(chain, tokens, places) if slots > 0 else None
         if lease is None:
             text = "all sequences of this instance are in use: no prefix can be given now"
             return Failed(handle, 503, CODE_OVERLOADED, text)
@@ -411,7 +414,7 @@ class RemoteCaches:
         sequence.lease, sequence.phase, request.cached_tokens = lease, Phase.DELIVERING, tokens
         for frame in prefix_frames(offer.manifest, self._runner.place(lease)):
             offer.put(frame)
-        offer.finish_computing(0.0)
+        offer.finish_computing(0.0, origins=tuple(sorted(lease.origins)))
         return None
 
     def _note_prefix(self, sequence: Sequence, leg: LegParams, result: Fetched | PrfaasError) -> None:
@@ -424,8 +427,9 @@ class RemoteCaches:
             if waiter.phase is Phase.JOINING:
                 waiter.phase = Phase.WAITING
 
-    def _adopt(self, sequence: Sequence, cache: Fetched) -> None:
+    def _adopt(self, sequence: Sequence, leg: LegParams, cache: Fetched) -> None:
         sequence.request.prefix = cache
+        self._cache.receive(sequence.held, {leg.cluster, *cache.done.origins} - {"", self._own_cluster})
         sequence.computed_tokens, sequence.phase, sequence.is_exact = cache.tokens, Phase.RUNNING, cache.is_exact
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))

@@ -43,8 +43,9 @@ class OfferedCache(Protocol):
 
     def put(self, frame: Frame) -> None: ...
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True) -> None:
-        """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec."""
+    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+        """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec.
+        `origins` are the other clusters whose bytes it stands on."""
         ...
 
     def fail(self, message: str) -> None:
@@ -378,7 +379,8 @@ def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
         return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
     # The other instance sends the state in any case, so cached pages count without one.
     use_state = not sequence.request.is_remote
-    return cache.free_pages_for(sequence.chain.hashes, tokens, sequence.most_cached_tokens, use_state=use_state)
+    most, places = sequence.most_cached_tokens, sequence.request.message.places
+    return cache.free_pages_for(sequence.chain.hashes, tokens, most, use_state=use_state, places=places)
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:

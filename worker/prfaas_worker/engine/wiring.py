@@ -62,7 +62,7 @@ def connect(
         cache=cache,
         kv_events=kv_events,
         publish=partial(transfers.publish, "kv"),
-        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put),
+        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put, options.cluster),
         profiler=profiler,
         send=outbox.put,
         role=options.role,

@@ -35,7 +35,15 @@ from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineEr
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestReader, conversation_tokens, refuse_unserved, refused_stream
 from prfaas_worker.front.openai_out import ChoiceDetokenizer, Piece, ResponseFormatter, sse, usage_body
-from prfaas_worker.front.serving import STATE, FrontState, ServedModel, read_request, require_model, require_tokens
+from prfaas_worker.front.serving import (
+    STATE,
+    FrontState,
+    ServedModel,
+    read_places,
+    read_request,
+    require_model,
+    require_tokens,
+)
 from prfaas_worker.front.spans import RequestSpans
 from prfaas_worker.tokenizer import Tokenizer
 
@@ -88,10 +96,10 @@ class EngineCalls:
                     raise refused_stream(f"choice {choice.index} has ended, and is to continue")
                 self._choices[handle, message.choice + number] = choice
 
-    def send(self, spans: RequestSpans) -> None:
+    def send(self, spans: RequestSpans, places: tuple[str, ...] | None) -> None:
         for handle, message in zip(self._call.handles, self._messages.values(), strict=True):
             trace = spans.begin(handle, message)
-            self._engine.send(msgspec.structs.replace(message, handle=handle, trace=trace))
+            self._engine.send(msgspec.structs.replace(message, handle=handle, trace=trace, places=places))
 
     async def start(self) -> list[Started]:
         """Wait until the first token of every prompt exists. Raises EngineError if a prompt fails."""
@@ -201,7 +209,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
     with state.engine.call(len(messages)) as call:
         calls = EngineCalls(call, messages, job, state)
         reply = _Reply(job, calls, formatter, spans)
-        calls.send(spans)
+        calls.send(spans, read_places(request))
         _record_prompt(state, job, size)
         started = await calls.start()
         ended = time.monotonic()
@@ -232,6 +240,7 @@ async def _give_cache(
             leg=leg,
             cache_salt=prompt.cache_salt,
             trace=trace,
+            places=read_places(request),
         )
         state.engine.send(message)
         await call.expect(Announced)

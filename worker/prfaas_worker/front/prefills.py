@@ -13,6 +13,7 @@ from prfaas_worker.front.openai_bodies import read_body
 from prfaas_worker.front.serving import (
     STATE,
     ServedModel,
+    read_places,
     read_request,
     require,
     require_model,
@@ -39,6 +40,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             leg=wanted.leg,
             cache_salt=wanted.cache_salt,
             trace=read_trace(request.headers),
+            places=read_places(request),
         )
         state.engine.send(message)
         offered = await call.expect(Announced)

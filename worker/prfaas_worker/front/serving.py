@@ -15,6 +15,7 @@ from aiohttp import web
 
 from prfaas.errors import CapacityError, RequestError
 from prfaas.telemetry.tracing import OFF, Tracing
+from prfaas.wire import headers
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.metrics import WorkerMetrics
@@ -164,6 +165,12 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
         wrong = next(entry for entry in token_ids if type(entry) is not int or not 0 <= entry < size)
         raise RequestError(f"{param} holds {repr(wrong)[:MAX_NAME]}: want token ids of 0 to {size - 1}", param=param)
     return token_ids
+
+
+def read_places(request: web.Request) -> tuple[str, ...] | None:
+    """Return the other clusters whose cached bytes a request may use; None if it may use all."""
+    places = request.headers.get(headers.PLACES)
+    return None if places is None else tuple(places.split())
 
 
 async def read_request(request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read]) -> tuple[int, Read]:
