@@ -46,7 +46,6 @@ class StateCheckpoint:
     key: Key
     pages: tuple[int, ...]
     uses: int = 0
-    origins: Origins = OWN
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +93,7 @@ class Blocks:
         self._free = list(range(num_pages - 1, -1, -1))
         self._key_of: list[Key | None] = [None] * num_pages
         self._page_of: dict[Key, int] = {}
-        self._origins: dict[int, Origins] = {}  # of named pages that have any
+        self._origins: dict[int, Origins] = {}  # of blocks and checkpoints that have any, by their first pages
         self._states: dict[Key, StateCheckpoint] = {}
         self._state_at: dict[int, StateCheckpoint] = {}  # by its first page, its key in the orders
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -112,14 +111,16 @@ class Blocks:
         """Return the cached part of a prompt with this chain, at most so many blocks, and only what was made in this
         cluster or in `places` (None: anywhere). Changes nothing."""
         page_of, states = self._page_of, self._states
+        # Most caches have nothing of other clusters, and prompts have thousands of blocks.
+        foreign, allowed = ({}, ()) if places is None else (self._origins, places)
         pages: list[int] = []
         state_blocks = 0
         for key in chain[:max_blocks]:
             page = page_of.get(key)
-            if page is None or not _allows(places, self._origins.get(page, OWN)):
+            if page is None or (foreign and not foreign.get(page, OWN).issubset(allowed)):
                 break
             pages.append(page)
-            if key in states and _allows(places, states[key].origins):
+            if key in states and not (foreign and not self._origins_of(states[key]).issubset(allowed)):
                 state_blocks = len(pages)
         return Match(pages, state_blocks if self.pages_per_state else len(pages))
 
@@ -139,7 +140,7 @@ class Blocks:
         lease.origins = OWN.union(*(self._origins.get(page, OWN) for page in shared)) if self._origins else OWN
         if start is not None:
             lease.started_from = self._states[start]
-            lease.origins |= lease.started_from.origins
+            lease.origins |= self._origins_of(lease.started_from)
             lease.started_from.uses += 1
             self._touch(lease, lease.started_from)
         self.hold(shared)
@@ -201,7 +202,7 @@ class Blocks:
             return None
         key = chain[blocks - 1]
         if (known := self._states.get(key)) is not None:
-            if not lease.origins < known.origins:
+            if not lease.origins < self._origins_of(known):
                 self._touch(lease, known)
                 return None
             self._free += self._drop_state(known)
@@ -212,7 +213,9 @@ class Blocks:
         made = self._new_state(key)
         if made is None:
             return None
-        made.uses, made.origins = int(blocks == lease.branch_blocks), lease.origins
+        made.uses = int(blocks == lease.branch_blocks)
+        if lease.origins:
+            self._origins[made.pages[0]] = lease.origins
         self._touch(lease, made)
         self._retire(lease)
         if rolling:
@@ -288,7 +291,7 @@ class Blocks:
                 "a page has a name that leads nowhere",
             ),
             (self._states.keys() <= self._page_of.keys(), "a checkpoint has no block"),
-            (self._origins.keys() <= {*self._page_of.values()}, "a page without a name has origins"),
+            (self._origins.keys() <= {*self._page_of.values(), *self._state_at}, "a page without a name has origins"),
             ({s.pages[0]: s for s in self._states.values()} == self._state_at, "checkpoints are indexed wrongly"),
             (in_order == {*self._order, *self._spent}, "what is cached and what can give way differ"),
             (not self._order.keys() & self._spent.keys(), "a page gives way twice"),
@@ -374,6 +377,7 @@ class Blocks:
     def _drop_state(self, state: StateCheckpoint) -> tuple[int, ...]:
         """Forget a checkpoint and return its pages, which nothing owns then."""
         del self._states[state.key], self._state_at[state.pages[0]]
+        self._origins.pop(state.pages[0], None)
         self._order.pop(state.pages[0], None)
         self._spent.pop(state.pages[0], None)
         self.cached_pages -= len(state.pages)
@@ -392,13 +396,12 @@ class Blocks:
             return origins < self._origins.get(known, OWN)
         return known != page and origins <= self._origins.get(known, OWN)
 
+    def _origins_of(self, state: StateCheckpoint) -> Origins:
+        return self._origins.get(state.pages[0], OWN)
+
     def _forget_name(self, page: int) -> None:
         self._key_of[page] = None
         self._origins.pop(page, None)
-
-
-def _allows(places: Collection[str] | None, origins: Origins) -> bool:
-    return not origins or places is None or origins.issubset(places)
 
 
 def checkpoint_blocks(
