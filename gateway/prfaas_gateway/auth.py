@@ -43,6 +43,7 @@ _SCHEME: Final = "bearer "
 _KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 _KEY: Final = re.compile(rb"[!-~]{16,512}")
 _DIGEST: Final = re.compile(rb"sha256:([0-9a-f]{64})")
+_OF_NOTHING: Final = hashlib.sha256(b"").digest()
 
 Limit = Annotated[int, Meta(ge=1, le=1 << 40)]
 
@@ -295,7 +296,9 @@ def _read(path: Path) -> _KeyFile:
 def _digest(key: bytes) -> bytes:
     if key.lower().startswith(b"sha256:"):
         if digest := _DIGEST.fullmatch(key):
-            return bytes.fromhex(digest[1].decode())
+            if (found := bytes.fromhex(digest[1].decode())) == _OF_NOTHING:
+                raise ConfigError("sha256: is followed by the digest of an empty key; was the variable set?")
+            return found
         raise ConfigError("sha256: must be followed by 64 hexadecimal digits, lower case")
     if not _KEY.fullmatch(key):
         raise ConfigError("a key must have 16 to 512 characters, printable ASCII without spaces")

@@ -64,6 +64,7 @@ BAD = {
     "spaced": f"{KEY[:8]} {KEY[8:]}",
     "digest": "sha256:abc",
     "upper": DIGEST.upper(),
+    "unset": "sha256:" + hashlib.sha256(b"").hexdigest(),
     "none": '{"keys": []}',
     "unknown": json.dumps({"keys": [KEY], "requestPerMinute": 5}),
     "zero": json.dumps({"keys": [KEY], "maxInFlight": 0}),
@@ -77,7 +78,7 @@ BAD = {
 def test_an_unusable_file_admits_no_client_and_the_log_repeats_nothing_of_it(tmp_path, name, caplog):
     ring = ring_of(tmp_path, good=OTHER, **{name: BAD[name]})
     for _ in range(3):
-        assert (named(ring, KEY), named(ring, OTHER)) == (None, "good")
+        assert (named(ring, KEY), named(ring, OTHER), named(ring, "")) == (None, "good", None)
     assert caplog.text.count(f"'{name}'") == 1
     assert KEY not in caplog.text
     assert "hunter2" not in caplog.text
