@@ -124,7 +124,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         typer.Option(
             metavar="PROFILE",
             show_default="compute",
-            help="Compute nothing, and take the time of a built-in profile, or of a file like one, instead.",
+            help="Compute nothing, and take the time of a profile instead: a built-in one, or a file that `prfaas "
+            "profile measure -o json` has written.",
         ),
     ] = ""
     cache_scale: Annotated[int, _count("Divide the bytes of an emulated cache.")] = 1
@@ -162,10 +163,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 
 
 def _check_emulation(options: Options) -> None:
-    from prfaas_worker.emulated.instance import read_instance  # here: other workers need no profiles
+    from prfaas_worker.emulated.instance import EmulatedInstance  # here: other workers need no profiles
+    from prfaas_worker.emulated.profile import read_profile
 
     try:
-        instance = read_instance(options.emulate, options.cache_scale, options.stretch)
+        instance = EmulatedInstance(read_profile(options.emulate), options.cache_scale, options.stretch)
         instance.check_reach(options.max_context_tokens, options.max_running)
     except ConfigError as error:
         refuse("prfaas-worker", str(error))

@@ -9,6 +9,7 @@ The curve never sees them, and a test holds it to them. None is measured on an i
 """
 
 import difflib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -74,14 +75,7 @@ class Builtin(msgspec.Struct, frozen=True, kw_only=True):
         return _fitted(self)
 
     def step_seconds(self, batch: int) -> float | None:
-        """Return the seconds of a decode step, between batches on a line; None beyond what is known."""
-        if not self.decode_steps or batch > self.decode_steps[-1].batch:
-            return None
-        for low, high in pairwise(self.decode_steps):
-            if low.batch < batch <= high.batch:
-                share = (batch - low.batch) / (high.batch - low.batch)
-                return low.seconds + share * (high.seconds - low.seconds)
-        return self.decode_steps[0].seconds
+        return step_seconds(self.decode_steps, batch)
 
     @property
     def memory(self) -> InstanceMemory:
@@ -91,6 +85,17 @@ class Builtin(msgspec.Struct, frozen=True, kw_only=True):
             weights_bytes=self.weights_bytes,
             row_copies=MODEL_CACHES[self.cache_model].row_copies(self.devices),
         )
+
+
+def step_seconds(steps: Sequence[DecodeStep], batch: int) -> float | None:
+    """Return the seconds of a decode step, between batches on a line; None beyond what is known."""
+    if not steps or batch > steps[-1].batch:
+        return None
+    for low, high in pairwise(steps):
+        if low.batch < batch <= high.batch:
+            share = (batch - low.batch) / (high.batch - low.batch)
+            return low.seconds + share * (high.seconds - low.seconds)
+    return steps[0].seconds
 
 
 @cache

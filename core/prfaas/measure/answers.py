@@ -185,12 +185,18 @@ def known_caches() -> dict[str, CacheBytes]:
 
 
 def cache_bytes_by_name(*names: str | None) -> CacheBytes | None:
-    """Return the sizes of the known model that one of the names says: the last part of a path, with its variant."""
+    """Return the sizes of the known model that one of the names says."""
+    model = known_model(*names)
+    return None if model is None else known_caches()[model]
+
+
+def known_model(*names: str | None) -> str | None:
+    """Return the known model that one of the names says: the last part of a path, with its variant."""
     for name in filter(None, names):
         last = name.rstrip("/").rpartition("/")[2].lower()
-        for known, sizes in known_caches().items():
+        for known in known_caches():
             if last.startswith(known) and _VARIANT.fullmatch(last, len(known)):
-                return sizes
+                return known
     return None
 
 

@@ -2,17 +2,14 @@
 the tokens before them alone, and what cannot be emulated is refused."""
 
 import hashlib
-import json
 import queue
 from bisect import bisect_left
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from prfaas.capacity.builtin import all_builtins, read_builtin
+from prfaas.capacity.builtin import all_builtins
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.wire.engine import Generate, Sampling, Stats, ToFront, Tokens
 from prfaas.wire.receive_ledger import LayerRows, LayerState
@@ -22,8 +19,9 @@ from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.emulated.assembly import EmulatedModel
-from prfaas_worker.emulated.instance import EmulatedInstance, read_instance
+from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.memory import EmulatedMemory
+from prfaas_worker.emulated.profile import read_profile
 from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
@@ -35,8 +33,8 @@ from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.options import Options, parse
 
 NAME = "qwen3.5-397b-fp8-8xh200"
-PROFILE = read_builtin("", NAME)
-CURVE = PROFILE.profile()
+PROFILE = read_profile(NAME)
+CURVE = PROFILE.curve
 GREEDY = Sampling(0.0, 1.0, 0, 0)
 NEEDED = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny"]
 
@@ -176,7 +174,7 @@ def test_a_seed_and_a_choice_make_other_answers_and_a_stop_token_ends_one():
 @pytest.mark.parametrize("profile", [one for one in all_builtins() if one.decode_steps], ids=lambda one: one.name)
 @pytest.mark.parametrize("scale", [1, 64])
 def test_a_cache_has_the_models_layers_and_the_profiles_bytes(profile: Any, scale: int):
-    layers = EmulatedInstance(profile, scale).layers()
+    layers = EmulatedInstance(read_profile(profile.name), scale).layers()
     geometry, (linear, attention) = CacheGeometry(layers), sorted(layer_groups(layers), key=lambda one: one.kind)[::-1]
     assert geometry.token_bytes == pytest.approx(profile.token_bytes / scale, rel=0.01)
     assert len(linear.layers) * linear.nbytes == pytest.approx(profile.state_bytes / scale, rel=0.01)
@@ -245,19 +243,3 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 )
 def test_what_cannot_be_emulated_is_refused(capsys: pytest.CaptureFixture[str], flags: list[str], sentence: str):
     assert sentence in refusal(capsys, *flags)
-
-
-def test_a_file_is_read_as_a_built_in_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    path, good = tmp_path / "mine.json", msgspec.to_builtins(PROFILE)
-    path.write_text(json.dumps(good | {"name": "qwen3.5-397b-mine", "state_bytes": 45_000_000}))
-    read = read_instance(str(path), 10, 1.0)
-    assert read.profile.name == "qwen3.5-397b-mine"
-    assert CacheGeometry(read.layers()).state_bytes == pytest.approx(4_500_000, rel=0.01)
-    for change, sentence in (
-        ({"decode_steps": []}, "the profile has no decode step"),
-        ({"name": "mine"}, "its name must begin with one of kimi-k3"),
-        ({"points": good["points"][:1]}, "knows fewer than two lengths of prompts"),
-        ({"token_bytes": "many"}, "cannot be read: Expected `int`, got `str`"),
-    ):
-        path.write_text(json.dumps(good | change))
-        assert sentence in refusal(capsys, "--emulate", str(path))

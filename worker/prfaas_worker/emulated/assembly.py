@@ -16,8 +16,9 @@ from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.assets import model_directory, read_object
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache_spec import CacheGeometry, LayerSpec
-from prfaas_worker.emulated.instance import EmulatedInstance, read_instance
+from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.memory import EmulatedMemory
+from prfaas_worker.emulated.profile import read_profile
 from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
 from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
@@ -48,7 +49,7 @@ class EmulatedModel:
 def load_and_assemble(options: Options, outbox: Outbox) -> tuple[EmulatedModel, Path, EngineLoop, EngineTransfers]:
     """Return what the real engine's function of this name does, after the time that it takes to load. Raises
     ConfigError if the options name what cannot be had."""
-    instance = read_instance(options.emulate, options.cache_scale, options.stretch)
+    instance = EmulatedInstance(read_profile(options.emulate), options.cache_scale, options.stretch)
     directory = model_directory(options.model_source)
     model = _model_of(instance, directory, options)
     memory = _cache_memory(model, options)
@@ -71,7 +72,7 @@ def _model_of(instance: EmulatedInstance, directory: Path, options: Options) -> 
         raise ConfigError(f"{path}: vocab_size is {vocab_size!r}; an emulated engine draws tokens up to {TOKENS[-1]}")
     layers = instance.layers()
     # Of one model and scale, whatever hardware computes it: these exchange caches.
-    fingerprint = hashlib.sha256(repr(("emulated", instance.profile.cache_model, layers, vocab_size)).encode())
+    fingerprint = hashlib.sha256(repr(("emulated", instance.profile.model, layers, vocab_size)).encode())
     longest = options.max_context_tokens or instance.longest_tokens
     return EmulatedModel(vocab_size, longest, fingerprint.hexdigest(), layers)
 

@@ -1,19 +1,16 @@
 """What an emulated engine takes from a profile: how long its steps last, and the shape of its cache.
 
-The profile is a built-in one, or a file in the form of `prfaas profile show NAME -o json`. A cache has as many layers
-as the model's, each with the bytes of the profile, divided by a factor. Layers of both kinds are spread evenly.
+A cache has as many layers as the model's, each with the bytes of the profile, divided by a factor. Layers of both kinds
+are spread evenly.
 """
 
-from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
-
-from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
-from prfaas.capacity.models import MODEL_CACHES
+from prfaas.capacity.builtin import step_seconds
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.errors import UNREADABLE, ConfigError, InternalError
+from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
+from prfaas_worker.emulated.profile import EmulatedProfile
 
 _COVERED: Final = 2
 """Times the longest known prompt: as far as a fitted curve may be followed."""
@@ -22,40 +19,41 @@ _COVERED: Final = 2
 class EmulatedInstance(NamedTuple):
     """An instance as its profile says, its times `stretch` times as long and its cache 1/`cache_scale` as large."""
 
-    profile: Builtin
+    profile: EmulatedProfile
     cache_scale: int = 1
     stretch: float = 1.0
 
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that the profile knows."""
-        return self.profile.profile().max_tokens
+        return self.profile.curve.max_tokens
 
     def chunk_seconds(self, start: int, tokens: int, *, is_first: bool) -> float:
         """Return the seconds of a prompt's next tokens behind `start`. What a prefill costs however short it is, its
         first chunk takes."""
-        curve = self.profile.profile()
+        curve = self.profile.curve
         if is_first:
             return self.stretch * prefill_seconds(curve, tokens, start)
         return self.stretch * (prefill_seconds(curve, start + tokens) - prefill_seconds(curve, start))
 
     def decode_seconds(self, batch: int) -> float:
         """Return the seconds in which a step decodes a token of each of `batch` sequences, at most of those known."""
-        seconds = self.profile.step_seconds(batch) if batch else 0.0
+        seconds = step_seconds(self.profile.decode_steps, batch) if batch else 0.0
         if seconds is None:
             raise InternalError(f"{self.profile.name} knows no decode step of {batch} sequences")
         return self.stretch * seconds
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the cache's layers. Raises ConfigError if too little is left of them."""
-        shape = MODEL_CACHES[self.profile.cache_model]
-        rows = self._scaled("row", self.profile.token_bytes / shape.attention_layers)
-        state = self._scaled("state", self.profile.state_bytes / shape.linear_layers)
+        attention_layers, linear_layers = self.profile.layers
+        count, curve = attention_layers + linear_layers, self.profile.curve
+        rows = self._scaled("row", curve.token_bytes / attention_layers)
+        state = self._scaled("state", curve.state_bytes / linear_layers) if linear_layers else 0
         attention = LayerSpec(rows=(TensorSpec("rows", ("token", "byte"), (rows,), "uint8"),))
         linear = LayerSpec(state=(TensorSpec("state", ("byte",), (state,), "uint8"),))
-        count, kind = shape.attention_layers + shape.linear_layers, shape.attention_layers
         return tuple(
-            attention if (index + 1) * kind // count > index * kind // count else linear for index in range(count)
+            attention if (index + 1) * attention_layers // count > index * attention_layers // count else linear
+            for index in range(count)
         )
 
     def check_reach(self, max_context: int, max_running: int) -> None:
@@ -80,25 +78,3 @@ class EmulatedInstance(NamedTuple):
                 f"give at most {int(nbytes)}"
             )
         return round(nbytes / self.cache_scale)
-
-
-def read_instance(profile: str, cache_scale: int, stretch: float) -> EmulatedInstance:
-    """Read a profile by its name, or from a file. Raises ConfigError if an engine cannot be emulated by it."""
-    is_file = profile not in builtin_names() and Path(profile).is_file()
-    known = _read_file(Path(profile)) if is_file else read_builtin("--emulate", profile)
-    if not known.decode_steps:
-        raise ConfigError(f"--emulate {profile}: the profile has no decode step; take one that has")
-    return EmulatedInstance(known, cache_scale, stretch)
-
-
-def _read_file(path: Path) -> Builtin:
-    hint = "give the form of `prfaas profile show NAME -o json`"
-    try:
-        read = msgspec.json.decode(path.read_bytes(), type=Builtin)
-    except (OSError, *UNREADABLE) as error:
-        raise ConfigError(f"--emulate {path} cannot be read: {error}; {hint}") from error
-    if not any(read.name.startswith(f"{model}-") for model in MODEL_CACHES):
-        raise ConfigError(f"--emulate {path}: its name must begin with one of {', '.join(MODEL_CACHES)}, and a hyphen")
-    if len({point.tokens for point in read.points}) < 2:
-        raise ConfigError(f"--emulate {path} knows fewer than two lengths of prompts; {hint}")
-    return read
