@@ -16,10 +16,14 @@ from .bench import Bench, Instance
 FP32_NATS = 1e-4
 
 
-def ready(*workers: Worker) -> list[Instance]:
-    """Wait until workers are ready."""
+def ready(*workers: Worker, tls_dir: Path | None = None) -> list[Instance]:
+    """Wait until workers are ready. `tls_dir` has what to show to them."""
     asyncio.run(_all_ready(*workers))
-    return [Instance(CheckedEngine(one.url), (one.host, one.data_port), one.log, one.process.kill) for one in workers]
+    engines = [CheckedEngine(one.url, tls_dir=tls_dir) for one in workers]
+    return [
+        Instance(engine, (one.host, one.data_port), one.log, one.process.kill)
+        for engine, one in zip(engines, workers, strict=True)
+    ]
 
 
 @contextmanager

@@ -1,5 +1,7 @@
-"""Emulated workers keep the contract of engines, alone and in pairs, take their profile's time, and need no torch."""
+"""Emulated workers keep the contract of engines, alone and in pairs, inside TLS and while roles change. They take their
+profile's time or say that they do not, and need no torch."""
 
+import datetime
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -9,19 +11,26 @@ from typing import Final
 import msgspec
 import pytest
 
+from prfaas import identity
 from prfaas.capacity.builtin import read_builtin
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.cli.contract.checks import ALONE, PAIR, text_of
+from prfaas.cli.contract.calls import CheckedEngine
+from prfaas.cli.contract.checks import ALONE, PAIR, EnginePair, text_of
+from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire import headers
+from prfaas.wire.engine import Role
 
+from ..unit.tls.mounts import Mount
+from ..unit.worker.conftest import launched
 from ..waiting import assert_prompt
 from .bench import Bench, listener
-from .conftest import benches
+from .conftest import benches, ready
 
 pytestmark = pytest.mark.system
 
 PROFILE: Final = "qwen3.5-397b-fp8-8xh200"
 SCALE: Final = 256
+CLUSTERS: Final = ("eu", "hub")
 FLAGS: Final = ("--emulate", PROFILE, "--cache-scale", str(SCALE), "--cache-mib", "64", "--max-context", "65536")
 
 
@@ -46,6 +55,56 @@ def test_a_cache_crosses_with_the_scaled_bytes_of_its_profile(emulated: Bench):
     answer = emulated.pair().hand_off(text_of(20_001))[1].answer()
     wanted = (profile.state_bytes + 20_000 * profile.token_bytes) / SCALE
     assert int(answer.headers[headers.KV_BYTES]) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_cache_crosses_inside_tls_from_the_cluster_that_was_named_alone(tmp_path: Path):
+    until = identity.valid_for(datetime.datetime.now(datetime.UTC), 1)
+    authority = identity.make_authority("one", until)
+    mounts = {name: Mount(tmp_path / name).put(identity.issue(authority, name, until), authority) for name in CLUSTERS}
+    with launched(tmp_path) as launch:
+        workers = [
+            launch(f"of-{name}", "--cluster", name, "--tls-dir", str(mounts[name].path), *FLAGS) for name in CLUSTERS
+        ]
+        source, destination = (one.engine for one in ready(*workers, tls_dir=mounts["hub"].path))
+        pair, prompt = EnginePair(source, destination, WORKER_DATA_PORT), text_of(20_001)
+        for cluster in ("us", "eu"):
+            named = msgspec.structs.replace(pair.name_transfer(), cluster=cluster)
+            answer = pair.hand_off(prompt, named, cache_salt=cluster)[1].answer()
+            pair.require_same(answer, prompt, is_fetched=cluster == "eu")
+    profile = read_builtin("", PROFILE)
+    wanted = (profile.state_bytes + 20_000 * profile.token_bytes) / SCALE
+    assert int(answer.headers[headers.KV_BYTES]) == pytest.approx(wanted, rel=0.01)
+
+
+def put_role(engine: CheckedEngine, role: Role) -> None:
+    asked = urllib.request.Request(f"{engine.url}/v1/role", msgspec.json.encode({"role": role}), method="PUT")
+    with urllib.request.urlopen(asked) as answer:
+        assert msgspec.json.decode(answer.read()) == {"role": role}
+
+
+def test_a_role_that_changes_loses_no_request_and_changes_no_answer(emulated: Bench):
+    engine, prompts = emulated.destination.engine, [text_of(5000) for _ in range(4)]
+    wanted = [engine.ask(prompt=prompt, max_tokens=150).choice["text"] for prompt in prompts]
+    running = []
+    roles: tuple[Role, ...] = ("prefill", "decode", "mixed")
+    for role in roles:
+        begun = [engine.begin(prompt=prompt, max_tokens=150, cache_salt=role) for prompt in prompts]
+        engine.wait_busy(begun[0])
+        put_role(engine, role)
+        assert not any(one.is_answered() for one in begun), "the role changed while all of these ran or waited"
+        running += begun
+    assert [one.answer().choice["text"] for one in running] == wanted * len(roles)
+    assert len(set(wanted)) == len(prompts)
+    engine.wait_idle()
+
+
+def test_an_engine_whose_machine_is_too_slow_says_so(tmp_path: Path):
+    """Steps of five microseconds end late on any machine."""
+    with launched(tmp_path) as launch:
+        (worker,) = ready(launch("quick", *FLAGS, "--stretch", "0.001"))
+        assert worker.engine.metrics()["prfaas_emulation_too_slow"] == 0, "no step was late yet"
+        worker.engine.ask(prompt=text_of(100), max_tokens=200)
+        assert worker.engine.metrics()["prfaas_emulation_too_slow"] == 1
 
 
 def test_a_worker_says_that_it_is_emulated(emulated: Bench):
