@@ -61,6 +61,10 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     lengths: tuple[LengthTimes, ...]
     decode_context_tokens: int
     decode_steps: tuple[DecodeStep, ...]
+    decode_token_seconds: float = 0.0
+    """What each further token of its context adds to a stream's step."""
+    least_prompt_seconds: float = 0.0
+    """Of a prompt of a few tokens: what a chunk costs however short it is, and a step. 0: not known."""
     notes: tuple[str, ...] = ()
 
 

@@ -7,6 +7,7 @@ runs them together. The server and the source of chance are arguments.
 """
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Final, NamedTuple, Protocol
@@ -25,6 +26,7 @@ ANSWER_TOKENS: Final = 64
 """Steps that streams run together, about."""
 MAX_BATCH: Final = 128
 _DECODE_PROMPT_TOKENS: Final = 1024
+_LEAST_TOKENS: Final = 8
 _REPEATS: Final = 3
 _MOST_REPEATS: Final = 12
 _REPEATED_SECONDS: Final = 1.0
@@ -103,6 +105,7 @@ class Session:
         """Measure. Raises CapacityError where the server is too busy for it, PeerError where it fails."""
         self._choose_vocabulary()
         samples = self._prefills(cache)
+        least = statistics.median(self._lone(_LEAST_TOKENS).seconds for _ in range(_MOST_REPEATS))
         profile = fitted(samples, cache)
         lengths = times_of(samples, profile)
         notes = check_sound(lengths, self._others)
@@ -111,6 +114,7 @@ class Session:
         looks = len(self._others)
         prompt_tokens = min(_DECODE_PROMPT_TOKENS, self._reach.max_tokens // 2)
         steps = self._decodes(prompt_tokens, prefill_seconds(profile, prompt_tokens))
+        token_seconds = self._context_cost(prompt_tokens, profile.max_tokens, steps.get(1))
         try:
             notes += check_sound((), self._others[looks:])
         except CapacityError as error:
@@ -124,6 +128,8 @@ class Session:
             lengths=lengths,
             decode_context_tokens=prompt_tokens + ANSWER_TOKENS // 2,
             decode_steps=tuple(DecodeStep(batch=batch, seconds=seconds) for batch, seconds in steps.items()),
+            decode_token_seconds=token_seconds,
+            least_prompt_seconds=least,
             notes=(*notes, *self._notes),
         )
 
@@ -194,6 +200,15 @@ class Session:
                 self._notes.append(f"decode steps of {batch} streams were left out: no two of {len(found)} agree")
             batch *= 2
         return steps
+
+    def _context_cost(self, prompt_tokens: int, most_tokens: int, step: float | None) -> float:
+        """Return what each token of context, of which there may be so many, adds to a stream's step; 0 if not known."""
+        longest = min(most_tokens, self._reach.context_tokens - ANSWER_TOKENS)
+        if step is None or longest < 2 * prompt_tokens:
+            return 0.0
+        self._say(f"decode steps behind {longest:,} tokens")
+        found = [step_seconds(self._ask(1, longest, ANSWER_TOKENS)) or step for _ in range(_REPEATS)]
+        return max(0.0, (min(found) - step) / (longest - prompt_tokens))
 
     def _lone(self, tokens: int) -> Sample:
         (answer,) = self._ask(1, tokens, 1)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.capacity.builtin import all_builtins
+from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.wire.engine import Generate, Sampling, Stats, ToFront, Tokens
+from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.stats import LATE_BOUNDS
 from prfaas_transfer.cache import CacheLayout, MappedMemory, SharedPlace
@@ -21,7 +22,7 @@ from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.emulated.assembly import EmulatedModel
 from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.memory import EmulatedMemory
-from prfaas_worker.emulated.profile import read_profile
+from prfaas_worker.emulated.profile import EmulatedProfile, read_profile
 from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
@@ -55,13 +56,15 @@ class SlowClock:
 class Emulated:
     """An emulated engine without processes, whose clock the test has."""
 
-    def __init__(self, clock: SlowClock, step_tokens: int = 1024, max_running: int = 8):
+    def __init__(
+        self, clock: SlowClock, step_tokens: int = 1024, max_running: int = 8, profile: EmulatedProfile = PROFILE
+    ):
         self.clock, self.sent = clock, list[ToFront]()
-        instance = EmulatedInstance(PROFILE, cache_scale=1024)
+        instance = EmulatedInstance(profile, cache_scale=1024)
         geometry = CacheGeometry(instance.layers())
         memory = EmulatedMemory(geometry, num_pages=600, num_slots=max_running)
         model = EmulatedModel(264, 32_768, "f" * 64, instance.layers())
-        runner, cache = EmulatedRunner(model, memory, instance, clock, clock.sleep), HybridCache(memory)
+        runner, cache = EmulatedRunner(model, memory, instance, step_tokens, clock, clock.sleep), HybridCache(memory)
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         fetcher: Any = SimpleNamespace()
         self.engine = EngineLoop(
@@ -78,10 +81,13 @@ class Emulated:
             budgets=role_budgets(step_tokens),
         )
 
-    def answer(self, prompt: list[int], handle: int = 1, **fields: Any) -> tuple[list[int], float]:
-        """Return an answer's tokens, and how long it took."""
+    def ask(self, prompt: list[int], handle: int = 1, **fields: Any) -> None:
         known = {"choices": 1, "max_tokens": 1, "sampling": GREEDY, "logprobs": -1}
         self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=prompt, **(known | fields)))
+
+    def answer(self, prompt: list[int], handle: int = 1, **fields: Any) -> tuple[list[int], float]:
+        """Return an answer's tokens, and how long it took."""
+        self.ask(prompt, handle, **fields)
         began = self.clock()
         while self.engine.step(wait=False):
             pass
@@ -115,12 +121,65 @@ def test_a_step_decodes_in_the_time_of_its_batch(batch: int, seconds: float):
     assert long - short == pytest.approx(10 * seconds)
 
 
+# A prompt takes 10 ms and 0.1 ms a token, a decode step 2 ms, and a further chunk 3 ms.
+PLAIN = Profile(
+    state_bytes=CURVE.state_bytes,
+    token_bytes=CURVE.token_bytes,
+    fixed_seconds=0.01,
+    token_seconds=1e-4,
+    samples=2,
+    max_tokens=4096,
+)
+SIMPLE = PROFILE._replace(curve=PLAIN, decode_steps=(DecodeStep(batch=8, seconds=0.002),), cut_seconds=0.003)
+
+
+def begun(engine: Emulated, prompt: list[int], **fields: Any) -> None:
+    """Have a request's first token computed."""
+    engine.ask(prompt, **fields)
+    while not engine.sent:
+        engine.engine.step(wait=False)
+
+
+def test_prompts_of_one_step_pay_what_any_step_costs_once():
+    """Each prompt has two chunks: the second begins at the last block, where the state is kept."""
+    engine = Emulated(SlowClock(), 4096, profile=SIMPLE)
+    engine.ask(prompt_of(300))
+    _, seconds = engine.answer(prompt_of(700, seed=2), 2)
+    assert seconds == pytest.approx(0.04 + 0.08 - 2 * 0.002)
+
+
+def test_a_prompt_beside_decodes_costs_less_than_both_apart():
+    engine = Emulated(SlowClock(), 4096, profile=SIMPLE)
+    begun(engine, prompt_of(300), max_tokens=21)
+    _, seconds = engine.answer(prompt_of(700, seed=2), 2)
+    assert seconds == pytest.approx(20 * 0.002 + 0.08 - 2 * 0.002)
+
+
+def test_a_prompt_that_others_cut_short_pays_for_its_further_chunks():
+    """Beside decodes it has 256 tokens a step: 640 of its 700 are cut twice."""
+    engine = Emulated(SlowClock(), 512, profile=SIMPLE)
+    begun(engine, prompt_of(300), max_tokens=21)
+    _, seconds = engine.answer(prompt_of(700, seed=2), 2)
+    first_two_ms = 3 * 0.5 + 3  # half of a chunk of 512, then one that could have been the last but for the decodes
+    assert seconds == pytest.approx(20 * 0.002 + 0.08 + first_two_ms / 1000 - 2 * 0.002 - 0.5 * 0.002)
+
+
+def test_a_token_of_context_costs_what_was_measured():
+    profile = SIMPLE._replace(context_tokens=300, decode_token_seconds=1e-6)
+    short, long = (
+        Emulated(SlowClock(), profile=profile).answer(prompt_of(tokens), max_tokens=2)[1] for tokens in (300, 1300)
+    )
+    assert long - short == pytest.approx(1000 * (1e-4 + 1e-6))
+
+
 def test_all_times_are_stretched_alike():
     plain, slow = EmulatedInstance(PROFILE), EmulatedInstance(PROFILE, stretch=20)
     for is_first in (True, False):
         chunk = plain.chunk_seconds(4096, 1024, is_first=is_first)
         assert slow.chunk_seconds(4096, 1024, is_first=is_first) == pytest.approx(20 * chunk)
-    assert slow.decode_seconds(5) == pytest.approx(20 * plain.decode_seconds(5))
+    assert slow.decode_seconds(5, 99) == pytest.approx(20 * plain.decode_seconds(5, 99))
+    assert slow.shared_seconds(2) == pytest.approx(20 * plain.shared_seconds(2))
+    assert plain.shared_seconds(2) > 0
 
 
 def test_late_wake_ups_do_not_add_up_and_are_counted():

@@ -37,6 +37,8 @@ def measured(model: str = "org/Some_Model-8B", cache: CacheBytes | None = None) 
         lengths=times_of(samples, profile),
         decode_context_tokens=1056,
         decode_steps=STEPS,
+        decode_token_seconds=1e-7,
+        least_prompt_seconds=0.009,
     )
     return json.loads(msgspec.json.encode(found))
 
@@ -53,8 +55,10 @@ def test_a_measured_server_is_emulated_with_its_times(tmp_path: Path):
     for start, tokens in ((0, 300), (0, 4096), (1024, 512)):
         seconds = instance.chunk_seconds(start, tokens, is_first=True)
         assert seconds == pytest.approx(3 * prefill_seconds(TRUE, tokens, start), rel=1e-4)
-    assert instance.decode_seconds(1) == pytest.approx(3 * 0.004)
-    assert instance.decode_seconds(32) == pytest.approx(3 * 0.01)
+    assert instance.decode_seconds(1, 1056) == pytest.approx(3 * 0.004)
+    assert instance.decode_seconds(32, 32 * 1056) == pytest.approx(3 * 0.01)
+    assert instance.decode_seconds(2, 5000) - instance.decode_seconds(2, 3000) == pytest.approx(3 * 2000 * 1e-7)
+    assert instance.cut_seconds == pytest.approx(3 * (0.009 - 0.004))
     assert instance.longest_tokens == 4096
 
 

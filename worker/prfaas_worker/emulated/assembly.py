@@ -60,9 +60,14 @@ def load_and_assemble(options: Options, outbox: Outbox) -> tuple[EmulatedModel, 
         instance.stretch,
         instance.cache_scale,
     )
-    runner = EmulatedRunner(model, memory, instance)
+    tokens = options.step_tokens or _step_tokens(instance, max_context(model, options))
+    runner = EmulatedRunner(model, memory, instance, tokens)
     plain = msgspec.structs.replace(options, wire_codec="none")  # memory without content would shrink to nothing
-    return model, directory, *connect(runner, plain, outbox, partial(_calibrate, runner, instance, options, outbox))
+    return (
+        model,
+        directory,
+        *connect(runner, plain, outbox, partial(_calibrate, runner, instance, tokens, options, outbox)),
+    )
 
 
 def _model_of(instance: EmulatedInstance, directory: Path, options: Options) -> EmulatedModel:
@@ -85,16 +90,25 @@ def _cache_memory(model: EmulatedModel, options: Options) -> EmulatedMemory:
 
 
 def _calibrate(
-    runner: EmulatedRunner, instance: EmulatedInstance, options: Options, outbox: Outbox, _cache: HybridCache
+    runner: EmulatedRunner,
+    instance: EmulatedInstance,
+    tokens: int,
+    options: Options,
+    outbox: Outbox,
+    _cache: HybridCache,
 ) -> Calibration:
-    """Say at once what a worker would measure: the length of its steps, and the cost of prefills."""
+    """Say at once what a worker would measure: the length of its steps, `tokens`, and the cost of prefills."""
     context, geometry = max_context(runner.model, options), runner.memory.geometry
     prefill = partial(instance.chunk_seconds, 0, is_first=True)
-    steps = {tokens: prefill(tokens) / instance.stretch for tokens in STEP_SIZES if tokens <= context}
     profiler = Profiler(geometry.state_bytes, geometry.token_bytes, partial(put_profile, outbox))
     profiler.measure(prefill, math.inf, context)
-    tokens = _FIRST_LENGTH
-    while tokens <= context:
-        profiler.observe(tokens, prefill(tokens))
-        tokens *= 2
-    return Calibration(role_budgets(options.step_tokens or step_tokens(steps)), profiler)
+    length = _FIRST_LENGTH
+    while length <= context:
+        profiler.observe(length, prefill(length))
+        length *= 2
+    return Calibration(role_budgets(tokens), profiler)
+
+
+def _step_tokens(instance: EmulatedInstance, context: int) -> int:
+    sizes = [size for size in STEP_SIZES if size <= context]
+    return step_tokens({size: instance.chunk_seconds(0, size, is_first=True) / instance.stretch for size in sizes})

@@ -7,7 +7,7 @@ are spread evenly.
 from typing import Final, NamedTuple
 
 from prfaas.capacity.builtin import step_seconds
-from prfaas.capacity.profile import prefill_seconds
+from prfaas.capacity.profile import prefill_seconds, shared_seconds
 from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.emulated.profile import EmulatedProfile
@@ -36,12 +36,29 @@ class EmulatedInstance(NamedTuple):
             return self.stretch * prefill_seconds(curve, tokens, start)
         return self.stretch * (prefill_seconds(curve, start + tokens) - prefill_seconds(curve, start))
 
-    def decode_seconds(self, batch: int) -> float:
-        """Return the seconds in which a step decodes a token of each of `batch` sequences, at most of those known."""
-        seconds = step_seconds(self.profile.decode_steps, batch) if batch else 0.0
+    def decode_seconds(self, batch: int, context_tokens: int) -> float:
+        """Return the seconds in which a step decodes a token of each of `batch` sequences, which have so many tokens
+        together. The batch is one of those known."""
+        if not batch:
+            return 0.0
+        seconds = step_seconds(self.profile.decode_steps, batch)
         if seconds is None:
             raise InternalError(f"{self.profile.name} knows no decode step of {batch} sequences")
-        return self.stretch * seconds
+        more_tokens = context_tokens - batch * self.profile.context_tokens
+        return self.stretch * max(0.0, seconds + self.profile.decode_token_seconds * more_tokens)
+
+    @property
+    def least_step_seconds(self) -> float:
+        return self.stretch * self.profile.decode_steps[0].seconds
+
+    @property
+    def cut_seconds(self) -> float:
+        """What a chunk costs that a prompt alone would not have, however short it is."""
+        return self.stretch * self.profile.cut_seconds
+
+    def shared_seconds(self, parts: float) -> float:
+        """Return what a step of so many chunks and decode steps saves against one step for each."""
+        return self.stretch * shared_seconds(self.profile.curve, parts, self.profile.decode_steps[0].seconds)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the cache's layers. Raises ConfigError if too little is left of them."""

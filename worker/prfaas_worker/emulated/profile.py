@@ -35,6 +35,12 @@ class EmulatedProfile(NamedTuple):
     layers: tuple[int, int]
     """Of attention, and linear ones."""
     decode_steps: tuple[DecodeStep, ...]
+    context_tokens: int = 0
+    """Behind each sequence of these steps."""
+    decode_token_seconds: float = 0.0
+    """What each token of context more or less than that is to a sequence's step."""
+    cut_seconds: float = 0.0
+    """What a further chunk of a prompt costs, however short it is, beside the step that it is in."""
 
 
 def read_profile(name: str) -> EmulatedProfile:
@@ -71,7 +77,17 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
     shape = MODEL_CACHES.get(model)
     attention, linear = (shape.attention_layers, shape.linear_layers) if shape else _LAYERS
     layers = min(attention, found.profile.token_bytes), min(linear, found.profile.state_bytes)
-    read = EmulatedProfile(found.model, model, found.profile, layers, found.decode_steps)
+    least_step = min((step.seconds for step in found.decode_steps), default=0.0)
+    read = EmulatedProfile(
+        name=found.model,
+        model=model,
+        curve=found.profile,
+        layers=layers,
+        decode_steps=found.decode_steps,
+        context_tokens=found.decode_context_tokens,
+        decode_token_seconds=found.decode_token_seconds,
+        cut_seconds=max(0.0, found.least_prompt_seconds - least_step) if found.decode_steps else 0.0,
+    )
     return read, [one.tokens for one in found.lengths]
 
 

@@ -1,10 +1,13 @@
 """Takes the time of steps without computing them: a `StepRunner` of the step loop.
 
-A step lasts as long as its chunks of prompts, one after the other, and its decodes. A chunk of one token, as behind a
-cache that was fetched, is one more decode. A prefill for another instance leaves layer by layer, spread over the
-chunks' time, as from a model. A step begins where the one before should have
-ended if one of its sequences was in that, too. So neither a late wake-up nor the loop's own work adds up. How late each
-step ends is counted: emulated time that does not keep up is no measure of anything.
+A step lasts as long as its chunks of prompts, one after the other, and its decodes. What any step costs however little
+it computes, it costs once. A prompt alone takes the time of its profile; where others cut its chunks short, further
+chunks cost what the profile knows of short ones. A chunk of one token, as behind a cache that was fetched, is one more
+decode. A prefill for another instance leaves layer by layer, spread over the chunks' time, as from a model.
+
+A step begins where the one before should have ended if one of its sequences was in that, too. So neither a late wake-up
+nor the loop's own work adds up. How late each step ends is counted: emulated time that does not keep up is no measure
+of anything.
 
 A token is a hash of the tokens before it and of how many they are. So an answer is the same wherever its prompt was
 computed, and whoever continues it.
@@ -44,20 +47,23 @@ class EmulatedStep:
 
 
 class EmulatedRunner:
-    """Takes the time of one instance's steps. `sleep` waits for so many seconds of `clock`."""
+    """Takes the time of one instance's steps, which have `step_tokens` where a prompt is alone. `sleep` waits for
+    seconds of `clock`."""
 
     def __init__(
         self,
         model: ModelFacts,
         memory: EmulatedMemory,
         instance: EmulatedInstance,
+        step_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.model, self.memory = model, memory
         self._prefills, self._decodes = Lateness(), Lateness()
         self._cpu_before: tuple[float, float, float] | None = None
-        self._instance, self._clock, self._sleep = instance, clock, sleep
+        self._instance, self._step_tokens = instance, step_tokens
+        self._clock, self._sleep = clock, sleep
         self._before: set[Sequence] = set()
         self._ends_at = 0.0
 
@@ -69,13 +75,11 @@ class EmulatedRunner:
             self._cpu_before = _cpu_seconds()
         sequences = {*(sequence for sequence, _ in work.chunks), *work.decodes}
         begins_at = self._clock() if self._before.isdisjoint(sequences) else self._ends_at
-        lone = sum(tokens == 1 for _, tokens in work.chunks)
-        prefill_seconds = sum(self._chunk_seconds(*one) for one in work.chunks)
-        seconds = prefill_seconds + self._instance.decode_seconds(len(work.decodes) + lone)
+        prefill_seconds, seconds = self._seconds_of(work)
         self._send_layers(work, begins_at, prefill_seconds)
         self._before, self._ends_at = sequences, begins_at + seconds
         self._wait_until(self._ends_at)
-        self._count(work, (self._clock() - self._ends_at) / max(seconds, self._instance.decode_seconds(1)))
+        self._count(work, (self._clock() - self._ends_at) / max(seconds, self._instance.least_step_seconds))
         for sequence, _ in work.chunks:
             sequence.request.prefill_seconds += seconds
         return EmulatedStep()
@@ -86,11 +90,31 @@ class EmulatedRunner:
         names = self._instance.profile.name, self._instance.cache_scale, self._instance.stretch
         return EmulationStats(*names, self._prefills, self._decodes, *cpu)
 
-    def _chunk_seconds(self, sequence: Sequence, tokens: int) -> float:
-        if tokens == 1:
-            return 0.0  # it goes with the decodes
-        is_first = not sequence.request.prefill_seconds
-        return self._instance.chunk_seconds(sequence.computed_tokens, tokens, is_first=is_first)
+    def _seconds_of(self, work: StepWork) -> tuple[float, float]:
+        """Return how long a step computes prompts, and how long it lasts."""
+        instance, decodes, parts = self._instance, list(work.decodes), 0.0
+        chunks_seconds = list[float]()
+        for sequence, tokens in work.chunks:
+            if tokens == 1:
+                decodes.append(sequence)
+                continue
+            is_first, share = not sequence.request.prefill_seconds, self._share(sequence, tokens)
+            seconds = instance.chunk_seconds(sequence.computed_tokens, tokens, is_first=is_first)
+            chunks_seconds.append(seconds + (1 - share) * instance.cut_seconds)
+            parts += share
+        context_tokens = sum(sequence.computed_tokens for sequence in decodes)
+        alone = *chunks_seconds, instance.decode_seconds(len(decodes), context_tokens)
+        seconds = max(*alone, sum(alone) - instance.shared_seconds(parts + bool(decodes)))
+        return min(sum(chunks_seconds), seconds), seconds
+
+    def _share(self, sequence: Sequence, tokens: int) -> float:
+        """Return how much of a chunk that a prompt would have alone this one is. It is all of one unless other work of
+        the step cuts it short. Then the prompt takes more chunks, each with what it costs however short it is."""
+        cuts = [cut for cut in (*sequence.cuts, len(sequence.token_ids)) if cut > sequence.computed_tokens]
+        left = min(cuts) - sequence.computed_tokens
+        if tokens >= min(left, self._step_tokens):
+            return 1.0
+        return tokens / self._step_tokens if left > self._step_tokens else 0.0
 
     def _send_layers(self, work: StepWork, begins_at: float, seconds: float) -> None:
         """Send each layer of prefills for other instances when it would be computed."""
