@@ -46,8 +46,9 @@ VOCABULARY: Final = 256
 CACHE: Final = CacheBytes(62_976, 256, "the tiny model")  # no cache moves here
 NO_SECONDS: Final = 1e-6
 OWN_REPEATS: Final = 12
-MOST_WAITED: Final = 0.03
-"""Of a run, in which an engine's processes were ready and had no core."""
+MOST_WAITED: Final = 0.05
+"""Of a run, in which a thread of an engine was ready and had no core."""
+MOST_LATE: Final = 0.05
 
 Seconds = Annotated[float, typer.Option(min=1.0, help="Length of each run.")]
 
@@ -143,23 +144,30 @@ def ask_all(url: str, arrivals: Sequence[Arrival], answer_tokens: int, seed: int
 
 def met(engine: Engine, arrivals: Sequence[Arrival], mix: Mix, seed: int) -> Outcome | None:
     """Return what a client saw of a run; None if it does not count."""
-    waited, began = waited_seconds(engine.process), time.monotonic()
+    before, began = waited_seconds(engine.process), time.monotonic()
     seen = ask_all(engine.url, arrivals, mix.answer_tokens, seed)
-    share = (waited_seconds(engine.process) - waited) / (time.monotonic() - began)
+    seconds, after = time.monotonic() - began, waited_seconds(engine.process)
+    waited = max(after[task] - before.get(task, 0.0) for task in after) / seconds
     with HttpServer(engine.url) as server:
-        metrics = samples_of(server.get("/metrics").decode(errors="replace"))
-    too_slow = any(value for name, _, value in metrics if name == "prfaas_emulation_too_slow")
-    if share > MOST_WAITED or too_slow:
-        why = "steps ended late" if too_slow else f"its processes had no core for {share:.0%} of the time"
-        say(f"{engine.url}: this run does not count: {why}")
-        return None
-    return seen
+        late = mean_late(server.get("/metrics").decode(errors="replace"))
+    say(f"{engine.url}: a thread had no core for {waited:.1%} of the time; steps ended {late:.1%} of theirs late")
+    return seen if waited <= MOST_WAITED and late <= MOST_LATE else None
 
 
-def waited_seconds(process: int) -> float:
-    """Return how long threads of a process, and of those that it has started, were ready and had no core."""
+def mean_late(metrics: str) -> float:
+    """Return how late emulated steps ended, as a share of their time; 0 where they are computed. It is the mean: steps
+    of a tiny model take two milliseconds, of which no machine's timer keeps 99 % to 5 %."""
+    found = dict[str, float]()
+    for name, _, value in samples_of(metrics):
+        found[name] = found.get(name, 0.0) + value
+    late = "prfaas_emulation_late_ratio"
+    return found.get(f"{late}_sum", 0.0) / max(1.0, found.get(f"{late}_count", 0.0))
+
+
+def waited_seconds(process: int) -> dict[str, float]:
+    """Return how long each thread of a process, and of those that it has started, was ready and had no core."""
     tasks = [task for one in family(process) for task in Path(f"/proc/{one}/task").iterdir()]
-    return sum(int((task / "schedstat").read_text().split()[1]) for task in tasks) / 1e9
+    return {task.name: int((task / "schedstat").read_text().split()[1]) / 1e9 for task in tasks}
 
 
 def family(process: int) -> list[int]:

@@ -78,13 +78,6 @@ def kv_bits_per_second(profile: Profile, tokens: int) -> float:
     return 8 * cache_bytes(profile, tokens) / seconds if seconds > 0 else 0.0
 
 
-def shared_seconds(profile: Profile, parts: float, least_step_seconds: float) -> float:
-    """Seconds that one step saves against its parts in steps of their own: chunks of prompts, and a decode step that
-    takes `least_step_seconds` for one sequence. Each of them costs something however little it computes, such as
-    reading the weights, and one step does that once."""
-    return min(profile.fixed_seconds, least_step_seconds) * max(0.0, parts - 1)
-
-
 def points_of(profile: Profile) -> list[MeasuredPoint]:
     """Return three points that determine a profile."""
     return [MeasuredPoint(n, prefill_seconds(profile, n), cache_bytes(profile, n)) for n in POINT_TOKENS]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from prfaas.capacity.profile import Curve, Sample, cache_bytes, kv_bits_per_second, prefill_seconds, shared_seconds
+from prfaas.capacity.profile import Curve, Sample, cache_bytes, kv_bits_per_second, prefill_seconds
 from prfaas.wire.profile import Profile
 
 MIB = 1 << 20
@@ -182,9 +182,3 @@ def test_no_tokens_cost_nothing_and_no_samples_promise_nothing():
     assert cache_bytes(profile, 0) == 0
     assert kv_bits_per_second(profile, 1000) == 0.0
     assert profile.samples == 0
-
-
-def test_the_parts_of_a_step_pay_once_what_any_step_costs():
-    profile = Profile(state_bytes=1, token_bytes=1, fixed_seconds=0.02, token_seconds=1e-4)
-    for parts, step, saved in ((0, 0.005, 0), (1, 0.005, 0), (1.5, 0.005, 0.0025), (3, 0.005, 0.01), (2, 0.03, 0.02)):
-        assert shared_seconds(profile, parts, step) == pytest.approx(saved)

@@ -130,7 +130,9 @@ PLAIN = Profile(
     samples=2,
     max_tokens=4096,
 )
-SIMPLE = PROFILE._replace(curve=PLAIN, decode_steps=(DecodeStep(batch=8, seconds=0.002),), cut_seconds=0.003)
+SIMPLE = PROFILE._replace(
+    curve=PLAIN, decode_steps=(DecodeStep(batch=8, seconds=0.002),), common_seconds=0.002, cut_seconds=0.003
+)
 
 
 def begun(engine: Emulated, prompt: list[int], **fields: Any) -> None:

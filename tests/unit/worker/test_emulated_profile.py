@@ -58,6 +58,7 @@ def test_a_measured_server_is_emulated_with_its_times(tmp_path: Path):
     assert instance.decode_seconds(1, 1056) == pytest.approx(3 * 0.004)
     assert instance.decode_seconds(32, 32 * 1056) == pytest.approx(3 * 0.01)
     assert instance.decode_seconds(2, 5000) - instance.decode_seconds(2, 3000) == pytest.approx(3 * 2000 * 1e-7)
+    assert instance.shared_seconds(2.5) == pytest.approx(3 * 1.5 * 0.004)
     assert instance.cut_seconds == pytest.approx(3 * (0.009 - 0.004))
     assert instance.longest_tokens == 4096
 

@@ -7,7 +7,7 @@ are spread evenly.
 from typing import Final, NamedTuple
 
 from prfaas.capacity.builtin import step_seconds
-from prfaas.capacity.profile import prefill_seconds, shared_seconds
+from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.emulated.profile import EmulatedProfile
@@ -58,7 +58,7 @@ class EmulatedInstance(NamedTuple):
 
     def shared_seconds(self, parts: float) -> float:
         """Return what a step of so many chunks and decode steps saves against one step for each."""
-        return self.stretch * shared_seconds(self.profile.curve, parts, self.profile.decode_steps[0].seconds)
+        return self.stretch * self.profile.common_seconds * max(0.0, parts - 1)
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the cache's layers. Raises ConfigError if too little is left of them."""

@@ -35,6 +35,8 @@ class EmulatedProfile(NamedTuple):
     layers: tuple[int, int]
     """Of attention, and linear ones."""
     decode_steps: tuple[DecodeStep, ...]
+    common_seconds: float
+    """What any step costs, such as reading the weights: it is in the time of each prefill and of each decode step."""
     context_tokens: int = 0
     """Behind each sequence of these steps."""
     decode_token_seconds: float = 0.0
@@ -68,7 +70,9 @@ def _read_file(path: Path) -> tuple[EmulatedProfile, Collection[int]]:
 def _of_builtin(known: Builtin) -> tuple[EmulatedProfile, Collection[int]]:
     shape = MODEL_CACHES[known.cache_model]
     layers = shape.attention_layers, shape.linear_layers
-    read = EmulatedProfile(known.name, known.cache_model, known.profile(), layers, known.decode_steps)
+    curve, least_step = known.profile(), min((step.seconds for step in known.decode_steps), default=0.0)
+    common_seconds = min(curve.fixed_seconds, least_step)
+    read = EmulatedProfile(known.name, known.cache_model, curve, layers, known.decode_steps, common_seconds)
     return read, [point.tokens for point in known.points]
 
 
@@ -86,7 +90,8 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
         decode_steps=found.decode_steps,
         context_tokens=found.decode_context_tokens,
         decode_token_seconds=found.decode_token_seconds,
-        cut_seconds=max(0.0, found.least_prompt_seconds - least_step) if found.decode_steps else 0.0,
+        common_seconds=min(found.least_prompt_seconds, least_step),
+        cut_seconds=max(0.0, found.least_prompt_seconds - least_step),
     )
     return read, [one.tokens for one in found.lengths]
 
