@@ -22,7 +22,7 @@ import pytest
 STAGES: Final = ("gate", "system", "quiet", "vllm", "kind", "release")
 BESIDE_OTHERS: Final = ("gate", "system")
 FOLDERS: Final = {
-    "tests/attacks/instances/": "system",
+    "tests/attacks/workers/": "system",
     "tests/attacks/": "gate",
     "tests/chart/": "system",
     "tests/clients/": "quiet",

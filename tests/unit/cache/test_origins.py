@@ -1,6 +1,6 @@
 """What came from another cluster serves only requests that allow its bytes, and so does what was computed from it."""
 
-from prfaas_worker.cache.cache import Places
+from prfaas_worker.cache.cache import AllowedPlaces
 
 from .conftest import PAGE_TOKENS, Rig
 
@@ -21,7 +21,7 @@ def receive(rig: Rig, tokens: list[int], *clusters: str) -> None:
     rig.cache.check_integrity()
 
 
-def cached(rig: Rig, tokens: list[int], places: Places) -> int:
+def cached(rig: Rig, tokens: list[int], places: AllowedPlaces) -> int:
     return rig.cache.cached_tokens(rig.chain(tokens).hashes, len(tokens) - 1, places)
 
 
@@ -53,7 +53,7 @@ def test_a_choice_of_it_does_too(rig: Rig):
     assert rig.cache.open(chain.hashes, 21, 20, use_state=False, places=()).attention_tokens == 0
 
 
-def compute(rig: Rig, tokens: list[int], places: Places) -> None:
+def compute(rig: Rig, tokens: list[int], places: AllowedPlaces) -> None:
     chain = rig.chain(tokens)
     opened = rig.cache.open(chain.hashes, len(tokens), len(tokens) - 1, places=places)
     assert opened is not None

@@ -19,7 +19,7 @@ from prfaas_worker.cache.blocks import Blocks, Lease, Match, checkpoint_blocks
 from prfaas_worker.cache.kv_events import CacheEventRecorder
 from prfaas_worker.cache_spec import PagedMemory
 
-Places: TypeAlias = Collection[str] | None
+AllowedPlaces: TypeAlias = Collection[str] | None
 """The other clusters whose bytes a request may use; None: all."""
 
 
@@ -71,13 +71,19 @@ class HybridCache:
     def capacity_tokens(self, lease: Lease) -> int:
         return len(lease.pages) * self._geometry.page_tokens
 
-    def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int, places: Places = None) -> int:
+    def cached_tokens(self, chain: Sequence[BlockHash], max_tokens: int, places: AllowedPlaces = None) -> int:
         """Return how many of a prompt's first `max_tokens` tokens are cached, with a state."""
         size = self._geometry.page_tokens
         return self._blocks.match(chain, max_tokens // size, places).state_blocks * size
 
     def open(
-        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True, places: Places = None
+        self,
+        chain: Sequence[BlockHash],
+        tokens: int,
+        max_tokens: int,
+        *,
+        use_state: bool = True,
+        places: AllowedPlaces = None,
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None if either is short now. At most `max_tokens` come from the
         cache. Without `use_state` the state comes from elsewhere, so only rows count as cached."""
@@ -94,14 +100,20 @@ class HybridCache:
         return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
 
     def free_pages_for(
-        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, use_state: bool = True, places: Places = None
+        self,
+        chain: Sequence[BlockHash],
+        tokens: int,
+        max_tokens: int,
+        *,
+        use_state: bool = True,
+        places: AllowedPlaces = None,
     ) -> int:
         """Return how many of the free pages `open` would take. Changes nothing."""
         match = self._blocks.match(chain, max_tokens // self._geometry.page_tokens, places)
         shared = _shared_pages(match, use_state=use_state)
         return self._blocks.free_pages_for(shared, self._geometry.pages_for(tokens))
 
-    def open_prefix(self, chain: Sequence[BlockHash], tokens: int, places: Places = None) -> Lease | None:
+    def open_prefix(self, chain: Sequence[BlockHash], tokens: int, places: AllowedPlaces = None) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
         Returns None if there is no slot, or they are not cached. This is not counted as a lookup."""
         blocks = tokens // self._geometry.page_tokens

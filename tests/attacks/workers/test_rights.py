@@ -15,8 +15,11 @@ from prfaas import identity
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.rights import RIGHTS, STEER, TRANSFER, Identity, callers_of
 from prfaas.wire.kvevents import EVENTS_PATH, BlockStored, read_events
+from prfaas_transfer.credentials import PeerCredentials
 
 from .conftest import CALLERS, DAYS, PROMPT, SECONDS, Installation, Target, Targets, call, gets_through, leg
+
+pytestmark = pytest.mark.system
 
 US, EU, HUB = Identity("us"), Identity("eu"), Identity("hub")
 PATIENT = {"model": "tiny", "prompt": "Patient: John Q. Public, diagnosis: confidential. " * 8, "max_tokens": 1}
@@ -111,7 +114,7 @@ def test_a_certificate_of_another_installation_opens_no_port(
 ):
     """The control: it does as soon as the worker trusts the other authority, too."""
     theirs = stranger.mount(HUB, installation.authority)
-    shown = type(installation.credentials(HUB))(theirs.path)
+    shown = PeerCredentials(theirs.path)
     target, own = targets.hub, identity.issue(installation.authority, "hub", DAYS)
 
     def statuses() -> list[int]:

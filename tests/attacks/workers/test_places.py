@@ -6,12 +6,16 @@ The control is a request without places, as a gateway sends none that knows no s
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire import headers
 from prfaas.wire.prefill import new_transfer
 from prfaas_transfer.credentials import PeerCredentials
 
 from .conftest import CALLERS, STEER, Answer, Installation, Targets, call
+
+pytestmark = pytest.mark.system
 
 GATEWAY = CALLERS["a gateway of the hub"]
 # 512 tokens behind the first, so that the state that crosses is at a block's end.
