@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from benchmarks.report import Figure, run
 
+from prfaas.schedule import BUDGETS, schedule
 from prfaas.wire.engine import Generate, Sampling
 from prfaas_transfer.cache import CacheLayout
 from prfaas_worker.cache.cache import HybridCache
@@ -24,7 +25,6 @@ from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
 from prfaas_worker.engine.runner import Runner
-from prfaas_worker.engine.schedule import BUDGETS, schedule
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model

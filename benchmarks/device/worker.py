@@ -17,13 +17,13 @@ from benchmarks.device.memory import synchronize
 from benchmarks.kernels.model import random_model
 from benchmarks.report import Figure
 
+from prfaas.schedule import BUDGETS
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache.staging import Staging
 from prfaas_worker.cache.transfer_frames import TokenSpan
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.runner import Runner, prefill_seconds
-from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.model import KimiLinear
 from prfaas_worker.models.solo import Solo, SoloSequence

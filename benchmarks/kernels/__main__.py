@@ -16,11 +16,11 @@ from benchmarks.kernels.rival import inputs, transformers_rule
 from benchmarks.kernels.timing import GEMM_FLOPS, gemm, gflops, in_turns
 from benchmarks.report import Figure, run
 
+from prfaas.schedule import BUDGETS
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.memory import CacheMemory
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.runner import Runner, prefill_seconds
-from prfaas_worker.engine.schedule import BUDGETS
 from prfaas_worker.models import load_model
 from prfaas_worker.models.kimi_linear.delta_rule import kda_chunked
 from prfaas_worker.models.kimi_linear.model import KimiLinear

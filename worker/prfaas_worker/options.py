@@ -11,6 +11,7 @@ from prfaas.console import LogFormatOption, ip_address, port_option, read_option
 from prfaas.errors import ConfigError
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
+from prfaas.schedule import RUNNING
 from prfaas.wire.engine import Role
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -71,7 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
-    max_running: Annotated[int, _count("Sequences computed at once.")] = 32
+    max_running: Annotated[int, _count("Sequences computed at once.")] = RUNNING
     step_tokens: Annotated[
         int,
         _count("Most tokens of a step; twice as many with the role prefill.", shown="measured at the start, else 1024"),

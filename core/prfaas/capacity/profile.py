@@ -67,6 +67,13 @@ def prefill_seconds(profile: Profile, tokens: int, start_tokens: int = 0) -> flo
     return _seconds((profile.fixed_seconds, profile.token_seconds, profile.squared_seconds), tokens, start_tokens)
 
 
+def chunk_seconds(profile: Profile, start_tokens: int, tokens: int, *, is_first: bool) -> float:
+    """Seconds of a prompt's next `tokens`, with `start_tokens` cached or computed. The chunks of a prompt sum to its
+    prefill: what that costs however short it is, the first one takes."""
+    fixed_seconds = profile.fixed_seconds if is_first else 0.0
+    return _seconds((fixed_seconds, profile.token_seconds, profile.squared_seconds), tokens, start_tokens)
+
+
 def cache_bytes(profile: Profile, tokens: int) -> int:
     """S_kv: bytes of the cache of a prompt of `tokens`; 0 for no tokens."""
     return profile.state_bytes + profile.token_bytes * tokens if tokens > 0 else 0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from prfaas.capacity.profile import Curve, Sample, cache_bytes, kv_bits_per_second, prefill_seconds
+from prfaas.capacity.profile import Curve, Sample, cache_bytes, chunk_seconds, kv_bits_per_second, prefill_seconds
 from prfaas.wire.profile import Profile
 
 MIB = 1 << 20
@@ -182,3 +182,14 @@ def test_no_tokens_cost_nothing_and_no_samples_promise_nothing():
     assert cache_bytes(profile, 0) == 0
     assert kv_bits_per_second(profile, 1000) == 0.0
     assert profile.samples == 0
+
+
+@pytest.mark.parametrize("start_tokens", [0, 5_000])
+@pytest.mark.parametrize("chunks", [[9_000], [1, 8_999], [4_096, 4_096, 808]])
+def test_the_chunks_of_a_prompt_sum_to_its_prefill(chunks: list[int], start_tokens: int):
+    curve = Profile(state_bytes=1, token_bytes=1, fixed_seconds=0.4, token_seconds=4e-5, squared_seconds=1e-9)
+    done, seconds = start_tokens, 0.0
+    for tokens in chunks:
+        seconds += chunk_seconds(curve, done, tokens, is_first=done == start_tokens)
+        done += tokens
+    assert seconds == pytest.approx(prefill_seconds(curve, 9_000, start_tokens))

@@ -17,11 +17,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from prfaas import schedule
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.processes import ends_with_us
 from prfaas.wire.engine import LENGTH, ToEngine, ToFront, decode_for_engine, encode_batch
 from prfaas.wire.prefill import new_transfer
-from prfaas_worker.engine import schedule
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState

@@ -11,6 +11,7 @@ import pytest
 
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
+from prfaas.schedule import role_budgets
 from prfaas.wire.engine import Generate, Sampling, Stats, ToFront, Tokens
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
@@ -27,7 +28,6 @@ from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
-from prfaas_worker.engine.schedule import role_budgets
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.engine.shared import mover_options
 from prfaas_worker.front.metrics import WorkerMetrics

@@ -7,12 +7,12 @@ import time
 import msgspec
 import pytest
 
+from prfaas import schedule
 from prfaas.errors import PeerError, UnreachableError
 from prfaas.wire.engine import Cancel, Started
 from prfaas.wire.frames import Kind
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.trace import PARTS, UNKNOWN, split
-from prfaas_worker.engine import schedule
 from prfaas_worker.engine.sequences import Phase
 from prfaas_worker.models.base import Model
 

@@ -9,13 +9,13 @@ import torch
 
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import CapacityError
+from prfaas.schedule import Budgets
 from prfaas.wire.engine import Measured, Ready
 from prfaas.wire.profile import Profile
 from prfaas_worker.engine import assembly
 from prfaas_worker.engine.profiler import Profiler, measure_steps
 from prfaas_worker.engine.runner import prefill_seconds as prefill_through
 from prfaas_worker.engine.runner import warm_up
-from prfaas_worker.engine.schedule import Budgets
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Batch, Model
 from prfaas_worker.options import Options

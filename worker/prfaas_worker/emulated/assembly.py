@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from prfaas.errors import ConfigError
+from prfaas.schedule import STEP_SIZES, role_budgets, step_tokens
 from prfaas.wire.kvevents import AttentionSpecKind
 from prfaas_worker.assets import model_directory, read_object
 from prfaas_worker.cache.cache import HybridCache
@@ -22,9 +23,8 @@ from prfaas_worker.emulated.profile import read_profile
 from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
 from prfaas_worker.engine.ipc import Outbox, put_profile
 from prfaas_worker.engine.loop import EngineLoop
-from prfaas_worker.engine.profiler import STEP_SIZES, Profiler
+from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import EngineTransfers
-from prfaas_worker.engine.schedule import role_budgets, step_tokens
 from prfaas_worker.engine.wiring import HOST_CACHE_MIB, Calibration, connect, count_pages, max_context
 from prfaas_worker.options import Options
 

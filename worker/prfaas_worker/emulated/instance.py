@@ -7,7 +7,7 @@ are spread evenly.
 from typing import Final, NamedTuple
 
 from prfaas.capacity.builtin import step_seconds
-from prfaas.capacity.profile import prefill_seconds
+from prfaas.capacity.profile import chunk_seconds
 from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.emulated.profile import EmulatedProfile
@@ -29,12 +29,8 @@ class EmulatedInstance(NamedTuple):
         return self.profile.curve.max_tokens
 
     def chunk_seconds(self, start: int, tokens: int, *, is_first: bool) -> float:
-        """Return the seconds of a prompt's next tokens behind `start`. What a prefill costs however short it is, its
-        first chunk takes."""
-        curve = self.profile.curve
-        if is_first:
-            return self.stretch * prefill_seconds(curve, tokens, start)
-        return self.stretch * (prefill_seconds(curve, start + tokens) - prefill_seconds(curve, start))
+        """Return the seconds of a prompt's next tokens behind `start`."""
+        return self.stretch * chunk_seconds(self.profile.curve, start, tokens, is_first=is_first)
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """Return the seconds in which a step decodes a token of each of `batch` sequences, which have so many tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from prfaas.errors import CapacityError, ConfigError
+from prfaas.schedule import Budgets, role_budgets, step_tokens
 from prfaas.util import MIB
 from prfaas.wire.engine import Role
 from prfaas_worker.cache.cache import HybridCache
@@ -18,7 +19,6 @@ from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler, measure_steps
 from prfaas_worker.engine.remote import EngineTransfers
 from prfaas_worker.engine.runner import Runner, prefill_seconds, step_seconds, warm_up
-from prfaas_worker.engine.schedule import Budgets, role_budgets, step_tokens
 from prfaas_worker.engine.wiring import HOST_CACHE_MIB, Calibration, connect, count_pages, max_context
 from prfaas_worker.models import load_model
 from prfaas_worker.models.base import Model

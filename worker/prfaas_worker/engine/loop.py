@@ -15,6 +15,7 @@ import msgspec
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain, chain_root
+from prfaas.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas.wire.engine import (
     ALL_CHOICES,
     CacheReset,
@@ -38,7 +39,6 @@ from prfaas.wire.trace import Moment
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import RemoteCaches
-from prfaas_worker.engine.schedule import BUDGETS, Budgets, Schedule, schedule
 from prfaas_worker.engine.sequences import (
     EngineRequest,
     Event,

@@ -11,9 +11,9 @@ from typing import Final
 
 from prfaas.capacity.profile import Curve, Sample
 from prfaas.errors import CapacityError
+from prfaas.schedule import STEP_SIZES
 from prfaas.wire.profile import Profile
 
-STEP_SIZES: Final = tuple(256 << doublings for doublings in range(8))  # in tokens, to 32,768
 LENGTHS: Final = tuple(64 << doublings for doublings in range(7))  # in tokens, to 4,096
 REPEATS: Final = 3
 REPORT_SECONDS: Final = 1.0

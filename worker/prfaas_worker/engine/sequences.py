@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain
+from prfaas.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, Sampling, SetRole
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.trace import Moment, Stamps, first_token_moments
@@ -17,7 +18,6 @@ from prfaas_transfer.mover.messages import Fetched
 from prfaas_transfer.send import Frame
 from prfaas_worker.cache.blocks import Lease
 from prfaas_worker.cache.cache import HybridCache
-from prfaas_worker.engine.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 
 
 def goal_of(token_ids: Sized, leg: LegParams | None = None) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from prfaas.errors import ConfigError
+from prfaas.schedule import Budgets
 from prfaas.util import MIB
 from prfaas.wire.engine import Role
 from prfaas.wire.kvevents import KvEvent
@@ -21,7 +22,6 @@ from prfaas_worker.engine.ipc import Outbox
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
 from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
-from prfaas_worker.engine.schedule import Budgets
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.engine.steps import ModelFacts, StepRunner
 from prfaas_worker.memory import available_bytes

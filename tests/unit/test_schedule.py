@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas_worker.engine.schedule import (
+from prfaas.schedule import (
     Budgets,
     RunningSequence,
     Schedule,

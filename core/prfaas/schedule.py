@@ -1,10 +1,11 @@
 """Decides an engine's next step: a pure function of waiting and running sequences and free memory.
 
-This is continuous batching with chunked prefill. A step has a budget of tokens. Every decoding sequence takes one token
-of it, and prompts share the rest. Half of the rest is for the prompt that arrived first, so that each has its turn. The
-other half goes to the prompt with least to compute. So a short prompt never waits for all of a long one. Among equals
-both are the first: finishing one before starting the next gives the lowest mean wait. A long prompt delays running
-streams by one chunk, never by all of itself. An instance's role says how much prompt may be computed beside decodes.
+The worker and the simulator ask it. This is continuous batching with chunked prefill. A step has a budget of tokens.
+Every decoding sequence takes one token of it, and prompts share the rest. Half of the rest is for the prompt that
+arrived first, so that each has its turn. The other half goes to the prompt with least to compute. So a short prompt
+never waits for all of a long one. Among equals both are the first: finishing one before starting the next gives the
+lowest mean wait. A long prompt delays running streams by one chunk, never by all of itself. An instance's role says how
+much prompt may be computed beside decodes.
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
@@ -20,6 +21,10 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from prfaas.wire.engine import Role
 
 STEP_TOKENS: Final = 1024
+STEP_SIZES: Final = tuple(256 << doublings for doublings in range(8))
+"""Tokens of the steps whose seconds are asked for, to 32,768."""
+RUNNING: Final = 32
+"""Sequences that an engine computes at once, unless its options say otherwise."""
 MOST_STEP_SECONDS: Final = 0.5
 NEARLY: Final = 0.9
 
