@@ -29,7 +29,7 @@ STAGE_REQUESTS = 10_000
 QUIET_LOAD = 0.02
 QUIET_REQUESTS = 5_000
 WHOLE = 1 << 20
-"""A chunk as long as any prompt: a cache crosses after its whole prefill."""
+"""A step as long as any prompt: a cache crosses after its whole prefill."""
 NO_WORK = Profile(state_bytes=0, token_bytes=1, token_seconds=1e-11)
 
 
@@ -41,7 +41,7 @@ def carried(system: System, workload: Workload, plan: Plan, seed: int = 1) -> Re
 
 def first_token(system: System, workload: Workload, plan: Plan) -> Result:
     """Serve a load so low that no request waits."""
-    quiet = msgspec.structs.replace(scenario(system, plan), chunk_tokens=WHOLE)
+    quiet = msgspec.structs.replace(scenario(system, plan), step_tokens=WHOLE)
     return _serve(quiet, _requests(system, workload, QUIET_LOAD * plan.lambda_max, 1, QUIET_REQUESTS))
 
 
@@ -109,7 +109,7 @@ def _lone(profile: Profile, instances: int) -> Scenario:
         output_tokens=1,
     )
     threshold = Threshold(mode="Fixed", tokens=0, min_tokens=0, max_tokens=WHOLE)
-    return Scenario(system=system, prefill_instances={}, policy=Policy(threshold=threshold), chunk_tokens=WHOLE)
+    return Scenario(system=system, prefill_instances={}, policy=Policy(threshold=threshold), step_tokens=WHOLE)
 
 
 def _with_hub(system: System, **changes: object) -> System:

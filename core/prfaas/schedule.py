@@ -112,6 +112,8 @@ def most_further_slots(slots: int) -> int:
 
 
 class ScheduledChunk(NamedTuple, Generic[_Key]):
+    """A prompt's tokens of one step."""
+
     key: _Key
     tokens: int
 

@@ -23,15 +23,15 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._heap: list[tuple[float, int, Callable[[Any], object], Any]] = []
         self._count = 0
 
-    def at(self, seconds: float, action: Callable[[Any], None], subject: Any = None) -> None:
+    def at(self, seconds: float, action: Callable[[Any], object], subject: Any = None) -> None:
         """Have `action(subject)` called at this time; a time that has passed means now."""
         self._count += 1
         heappush(self._heap, (seconds if seconds > self.now else self.now, self._count, action, subject))
 
-    def after(self, seconds: float, action: Callable[[Any], None], subject: Any = None) -> None:
+    def after(self, seconds: float, action: Callable[[Any], object], subject: Any = None) -> None:
         self.at(self.now + seconds, action, subject)
 
     def step(self) -> bool:

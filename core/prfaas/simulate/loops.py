@@ -101,7 +101,7 @@ class ShortLoop:
         """Return the prompts that wait at prefill instances of a cluster."""
         process = self._process
         return sum(
-            process.prefills[one.name].waiting_prefills
+            process.instances[one.name].waiting_prefills
             for one in process.table.instances
             if one.cluster == cluster and one.role == "prefill"
         )
@@ -183,7 +183,7 @@ class LongLoop:
         if decision.changes:
             self._prefilling = decision.changes[SHARER.format(self._pool.name)]
             self._decided_at_seconds = now_seconds
-            convert = partial(self._process.gateway.divide, self._pool.name)
+            convert = partial(self._process.divide, self._pool.name)
             self._process.events.after(self._conversion.conversion_seconds, convert, self._prefilling)
 
     def _moment(self, installation: Installation) -> InstallationState:
@@ -244,7 +244,7 @@ class LongLoop:
     def _output_tokens(self) -> float | None:
         """Return the mean tokens of a finished answer."""
         process, now_seconds = self._process, self._process.events.now
-        tokens = sum(one.generated_tokens for one in process.hub.values())
+        tokens = sum(one.generated_tokens for one in map(process.instances.__getitem__, sorted(process.hub)))
         self._answers.append(_Answers(now_seconds, tokens, process.tally.completed))
         while len(self._answers) > 2 and self._answers[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
             self._answers.popleft()

@@ -51,14 +51,12 @@ class Request:
     """The prefix that its prefill instance fetches first, on its present route."""
     queued_tokens: int = 0
     """Tokens that its gateway counts as still to be prefilled."""
-    prefill_seconds: float = 0.0
     computed_tokens: int = 0
     """Tokens that its route prefills, beside those that a cache held."""
-    chunk_ends: Sequence[float] = ()
-    chunk_bytes: float = 0.0
-    """Bytes of its cache that each chunk but the last hands to the link."""
-    last_bytes: float = 0.0
-    """Bytes that follow the last chunk, with the linear state."""
+    crossing_token_bytes: float = 0.0
+    """Bytes of its cache that cross a link for each computed token."""
+    state_bytes: float = 0.0
+    """Bytes that follow the last chunk."""
     prefilled: bool = False
     """True when its prefill instance has computed all of it."""
 

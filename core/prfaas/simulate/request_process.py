@@ -1,29 +1,30 @@
 """Takes every request from its first decision to its one end.
 
-    decide -> [round trip, fetch of a longer prefix] -> queue -> prefill, chunks on the link -> cache whole in the hub
-    -> queue for the batch -> first token -> last token
+    decide -> [round trip, fetch of a longer prefix] -> prefill in steps, chunks on the link -> cache whole in the hub
+    -> slot at the decode instance -> first token -> last token
 
 A leg that fails goes through `routing.decide_again`, with what was generated so far as part of the prompt, as the
 gateway resumes. A request's `run` counts its routes, so that events of an abandoned route are recognised.
 
-Inside a cluster a prefilled cache reaches the decode instance in no time. A prefill is first come, first served; a link
-and a batch are shared equally. A prefix fetch inside a cluster takes as long as the decision estimated, and loads no
+Inside a cluster a prefilled cache reaches the decode instance in no time. Instances compute by the worker's schedule,
+and a link is shared equally. A prefix fetch inside a cluster takes as long as the decision estimated, and loads no
 resource. Between clusters its bytes cross the link among others.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from prfaas.capacity.profile import prefill_seconds
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
 from prfaas.routing.facts import Decision, LegName, Refusal, Route
 from prfaas.routing.lengths import LengthTally as Lengths
+from prfaas.schedule import RUNNING
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
 from prfaas.simulate.gateway import Gateway, routing_table
+from prfaas.simulate.instance import InstanceKind, Notices, SimulatedInstance
+from prfaas.simulate.link import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
-from prfaas.simulate.plant import HubServer, PrefillServer, SharedLink
 from prfaas.simulate.request import Arrival, PrefixFetch, Request
 from prfaas.simulate.scenario import LinkShape, Scenario
 from prfaas.wire.profile import Profile
@@ -58,18 +59,11 @@ class RequestProcess:
             )
             for link in scenario.system.links
         }
-        hub = {pool.name: pool for pool in scenario.system.hub}
-        self.hub = {
-            one.name: HubServer(self.events, hub[one.pool], self._first, self._last, self._in_hub)
-            for one in table.instances
-            if one.cluster == HUB
+        kinds, notices = self._kinds(), Notices(self._hand_over_chunk, self._hand_over_rest, self._first, self._last)
+        self.instances = {
+            one.name: SimulatedInstance(self.events, kinds[one.pool], one.role, notices) for one in table.instances
         }
-        """Instances of the hub, which prefill or decode."""
-        self.prefills: dict[str, PrefillServer | HubServer] = {
-            one.name: self.hub.get(one.name) or PrefillServer(self.events, self._hand_over_chunk, self._hand_over_rest)
-            for one in table.instances
-        }
-        """All instances: each prefills where it is asked to."""
+        self.hub = {one.name for one in table.instances if one.cluster == HUB}
         self.dead: set[str] = set()
         self.offloads = 0
         """Routes so far that were offloads."""
@@ -80,6 +74,18 @@ class RequestProcess:
     def table(self) -> RoutingTable:
         return self.gateway.table
 
+    def _kinds(self) -> dict[str, InstanceKind]:
+        """Return what the instances of each pool are. Those of an offload pool never decode."""
+        system, profiles, tokens = self.scenario.system, self.scenario.profiles, self.scenario.step_tokens
+        hub = {
+            pool.name: InstanceKind.of(profiles[pool.name], pool.max_batch, pool.step_seconds, tokens)
+            for pool in system.hub
+        }
+        return hub | {
+            pool.name: InstanceKind.of(profiles[pool.name], RUNNING, 0.0, tokens, hands_over=True)
+            for pool in system.offload
+        }
+
     def start(self, arrival: Arrival) -> None:
         request = Request(self.tally.arrived, arrival)
         self.tally.arrive(request)
@@ -88,6 +94,12 @@ class RequestProcess:
             request.began = decision
             self.lengths.add(decision.incremental_tokens)
         self._follow(request, decision)
+
+    def divide(self, pool: str, prefilling: int) -> None:
+        """Convert a hub pool's instances until so many of them prefill."""
+        self.gateway.divide(pool, prefilling)
+        for one in self.table.instances:
+            self.instances[one.name].set_role(one.role)
 
     def living(self) -> Iterable[Instance]:
         return (one for one in self.table.instances if one.name not in self.dead)
@@ -105,9 +117,9 @@ class RequestProcess:
         route = request.route
         if route is None:
             return
-        request.generated_tokens += self.hub[route.decode.name].withdraw(request)
+        request.generated_tokens += self.instances[route.decode.name].withdraw(request)
         if route.prefill is not None:
-            self.prefills[route.prefill.name].withdraw(request)
+            self.instances[route.prefill.name].withdraw(request)
         if route.kind == "offload":
             self._link(route).to_hub.remove(request)
         if request.fetch is not None and request.fetch.link:
@@ -215,7 +227,10 @@ class RequestProcess:
         if route is None:
             return
         self.tally.computed_tokens += request.computed_tokens
-        self.prefills[_prefiller(route).name].prefill(request)
+        answer_tokens = request.output_left_tokens if route.prefill is None else 0
+        self.instances[_prefiller(route).name].serve(
+            request, request.total_tokens - request.computed_tokens, request.computed_tokens, answer_tokens
+        )
 
     def _plan_fetch(self, request: Request, route: Route) -> PrefixFetch | None:
         """Return the fetch that precedes a route's prefill, from the instance that the gateway named; None: none."""
@@ -239,35 +254,29 @@ class RequestProcess:
         return PrefixFetch(facts.source_tokens, 0.0, cluster, float(fetched_bytes(facts)))
 
     def _plan_prefill(self, request: Request, one: Instance) -> None:
-        profile, cached_tokens = self._profiles[one.name], self.caches.match(one.name, request)
-        if request.fetch is not None:
-            cached_tokens = request.fetch.tokens
+        cached_tokens = self.caches.match(one.name, request) if request.fetch is None else request.fetch.tokens
         request.computed_tokens = request.total_tokens - cached_tokens
-        request.prefill_seconds = prefill_seconds(profile, request.computed_tokens, cached_tokens)
-        request.chunk_ends = ()
-        chunk_tokens = self.scenario.chunk_tokens
-        if one.cluster != HUB and request.computed_tokens > chunk_tokens:
-            request.chunk_ends = [
-                prefill_seconds(profile, end, cached_tokens) / request.prefill_seconds
-                for end in range(chunk_tokens, request.computed_tokens, chunk_tokens)
-            ]
 
     def _plan_transfer(self, request: Request, profile: Profile, cached_tokens: int) -> None:
-        """Share what the decode instance lacks among the chunks; the linear state crosses whole, and last."""
+        """Share what the decode instance lacks among the computed tokens; the linear state crosses whole, and last."""
         crossing_bytes = profile.token_bytes * (request.total_tokens - cached_tokens)
-        request.chunk_bytes = crossing_bytes / (len(request.chunk_ends) + 1)
-        request.last_bytes = request.chunk_bytes + profile.state_bytes
+        request.crossing_token_bytes = crossing_bytes / request.computed_tokens
+        request.state_bytes = profile.state_bytes
 
-    def _hand_over_chunk(self, request: Request) -> None:
+    def _hand_over_chunk(self, request: Request, tokens: int) -> None:
         if request.route is not None:
-            self._link(request.route).to_hub.add(request, request.chunk_bytes)
+            self._link(request.route).to_hub.add(request, request.crossing_token_bytes * tokens)
 
     def _hand_over_rest(self, request: Request) -> None:
         route = request.route
-        if route is not None:
-            request.prefilled = True
-            self.caches.insert(_prefiller(route).name, request)
-            self._link(route).to_hub.add(request, request.last_bytes)
+        if route is None:
+            return
+        if route.kind == "local":
+            self._in_hub(request)
+            return
+        request.prefilled = True
+        self.caches.insert(_prefiller(route).name, request)
+        self._link(route).to_hub.add(request, request.state_bytes)
 
     def _crossed(self, request: Request) -> None:
         route = request.route
@@ -286,18 +295,25 @@ class RequestProcess:
     # Decode.
 
     def _in_hub(self, request: Request) -> None:
+        """Decode a request that another instance prefilled."""
         route = request.route
         if route is None:
             return
-        for one in {route.decode.name, _prefiller(route).name} & self.hub.keys():
+        self.instances[_prefiller(route).name].withdraw(request)  # its slot
+        self._note_cache(request, route)
+        if route.decode.name not in self.dead:  # else it is about to be noticed
+            self.instances[route.decode.name].serve(request, request.total_tokens - 1, 1, request.output_left_tokens)
+
+    def _note_cache(self, request: Request, route: Route) -> None:
+        for one in {route.decode.name, _prefiller(route).name} & self.hub:
             self.caches.insert(one, request)
         self.gateway.prefilled(route, request)
-        if route.decode.name not in self.dead:  # else it is about to be noticed
-            self.hub[route.decode.name].decode(request)
 
     def _first(self, request: Request) -> None:
         if request.first_token_seconds is None:
             request.first_token_seconds = self.events.now
+        if request.route is not None and request.route.prefill is None:
+            self._note_cache(request, request.route)
 
     def _last(self, request: Request) -> None:
         self._end(request, "completed")

@@ -128,6 +128,7 @@ class Faults:
             route = request.route
             process.withdraw(request)
             process.fail_later(request, "decode" if route is not None and route.decode.name == name else "prefill")
+        process.instances[name].restart()
 
     def _notice(self, link: str) -> None:
         """Make the requests that need the link notice that it carries nothing."""

@@ -74,8 +74,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     cache_bytes: Mapping[str, float] = {}
     """Memory for prefix blocks and states by cluster: a link's name, or `hub`."""
     failures: tuple[Failure, ...] = ()
-    chunk_tokens: int = 8192
-    """Tokens of a prefill that are computed, and handed to the link, together."""
+    step_tokens: int = 0
+    """Tokens of an instance's step; 0: as many as a worker finds best by its profile."""
     block_tokens: int = 512
     """Tokens of a block, as the arrivals name them."""
     detection_seconds: float = 1.0
@@ -137,7 +137,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
                 ("conversionSeconds", conversion.conversion_seconds),
             ):
                 yield f"longLoop.{field}", value, 0 <= value < math.inf, "0 or more"
-        yield "chunkTokens", self.chunk_tokens, self.chunk_tokens >= 64, "at least 64"
+        yield "stepTokens", self.step_tokens, self.step_tokens == 0 or self.step_tokens >= 64, "at least 64, or 0"
         yield "blockTokens", self.block_tokens, self.block_tokens >= 1, "at least 1"
 
 

@@ -6,7 +6,7 @@
     prefixShare         share of the prompts that go on from an earlier one; none without it
     warmupRequests      the first ones are served but not timed
     thresholdTokens     where t starts, and stays for `static`; the plan's without it
-    shortIntervalSeconds, chunkTokens, cacheGib by cluster (`hub` or a link)
+    shortIntervalSeconds, stepTokens, cacheGib by cluster (`hub` or a link)
     links               name, roundTripMillis and one of
                           schedule [{atSeconds, capacityMbps}]
                           diurnal {everySeconds, lowMbps}: a cosine from the declared capacity to the low one and back
@@ -59,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     warmup_requests: int
     threshold_tokens: int | None
     short_interval_seconds: int
-    chunk_tokens: int
+    step_tokens: int
     cache_bytes: dict[str, float]
     links: dict[str, "LinkSetup"]
     failures: tuple[Failure, ...]
@@ -128,7 +128,7 @@ def read(file: PlanFile) -> Setup:
         warmup_requests=section.whole("warmupRequests", 0),
         threshold_tokens=section.whole("thresholdTokens") if "thresholdTokens" in section.keys else None,
         short_interval_seconds=section.whole("shortIntervalSeconds", 1),
-        chunk_tokens=section.whole("chunkTokens", 8192),
+        step_tokens=section.whole("stepTokens", 0),
         cache_bytes={name: gib * GIB for name, gib in section.section("cacheGib", numbers_of, {}).items()},
         links=dict(section.sections("links", _link_setup)),
         failures=tuple(section.sections("failures", _failure)),
@@ -247,7 +247,7 @@ def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: 
             name: link.conditions(links[name], horizon_seconds) for name, link in setup.links.items() if name in links
         },
         cache_bytes={name: size for name, size in setup.cache_bytes.items() if name in {HUB, *links}},
-        chunk_tokens=setup.chunk_tokens,
+        step_tokens=setup.step_tokens,
     )
     return msgspec.structs.replace(there, failures=_failures(file, setup, there)).validated()
 

@@ -24,6 +24,8 @@ from prfaas_gateway.state import GatewayState
 from .worlds import linear, threshold, world
 
 CACHES = {"hub": 1e12, "member": 1e12}
+STEP = world().system.hub[0].step_seconds
+"""From the end of a prefill to the first token at an idle decode instance."""
 
 
 class Live:
@@ -93,7 +95,7 @@ def turn(number: int, blocks: int, conversation: int = 0) -> Request:
 def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_computes_the_rest():
     cheap = linear(1e-3, token_bytes=10)  # 10 s to compute, no time to fetch
     costly = linear(1e-3, token_bytes=1_000_000)  # 82 s to fetch
-    for profile, seconds in ((cheap, 0.512), (costly, 10.752)):
+    for profile, seconds in ((cheap, 0.512 + STEP), (costly, 10.752 + STEP)):
         scenario = lone(decoding=1, prefilling=1, profiles=(profile, profile), cache_bytes={"hub": 1e12})
         process = RequestProcess(scenario.validated(), Tally())
         process.caches.insert("home-decode-0", turn(9, 20))
@@ -106,7 +108,7 @@ def test_a_prefill_takes_from_its_decode_instance_what_that_pays_for_and_compute
 def test_does_without_a_prefix_whose_link_stops():
     """A hub's instance takes a prefix from the member cluster, abundant as bandwidth is, until the link falls."""
     profile = linear(1e-3, token_bytes=6_000)  # 10,240 tokens take 4.9 s to cross, and 10.2 s to compute
-    for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512), (2.0, 2.0 + 1.0 + 10.752)):
+    for falls_at_seconds, seconds in ((1000.0, 4.915 + 0.512 + STEP), (2.0, 2.0 + 1.0 + 10.752 + STEP)):
         conditions = {"member": LinkShape(schedule=((falls_at_seconds, 0.0),))}
         scenario = world(
             threshold(1 << 20),

@@ -128,7 +128,7 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
         ),
         ({"longLoop": {"interval": 1}}, "longLoop.interval is no field here"),
         ({"longLoop": {"intervalSeconds": 0}}, "longLoop.intervalSeconds is 0.0; it must be above 0"),
-        ({"chunkTokens": 1}, "chunkTokens is 1; it must be at least 64"),
+        ({"stepTokens": 1}, "stepTokens is 1; it must be at least 64, or 0"),
     ],
 )
 def test_a_mistake_is_named_with_its_fix(wrong, message):

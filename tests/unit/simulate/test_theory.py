@@ -13,28 +13,33 @@ from prfaas.simulate.scenario import LinkShape
 
 from .worlds import FAST, OUTPUT_TOKENS, SLOW, linear, quick_decode, requests, run, world
 
+STEP = world().system.hub[0].step_seconds
+"""A decode instance computes the last token of a prompt whose cache came, and samples the first one from it."""
+
 
 def first_token_seconds(scenario, tokens: int) -> float:
     return run(scenario, [Arrival(5.0, tokens, 100)]).ttft_seconds.mean
 
 
-def test_a_local_prompt_waits_only_for_its_prefill():
-    assert first_token_seconds(world(), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000))
+def test_a_local_prompt_waits_only_for_its_prefill_and_a_decode_step():
+    assert first_token_seconds(world(), 10_000) == pytest.approx(prefill_seconds(SLOW, 10_000) + STEP)
 
 
 def test_an_offloaded_cache_crosses_during_the_prefill():
     tokens, mbps = 40_000, 1_000.0
-    scenario = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), chunk_tokens=10_000)
-    # Four chunks of 1 s and 10 MB, each 0.08 s on the link; only the last one and the state follow the prefill.
-    assert first_token_seconds(scenario, tokens) == pytest.approx(4.0 + (10e6 + 5e6) * 8 / (mbps * 1e6))
-    whole = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), chunk_tokens=tokens)
-    assert first_token_seconds(whole, tokens) == pytest.approx(4.0 + (40e6 + 5e6) * 8 / (mbps * 1e6))
+    scenario = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), step_tokens=5_000)
+    # Chunks of 1 s and 10 MB, each 0.08 s on the link. The fourth ends at 39,936 tokens, the last full block; only it,
+    # the rest and the state follow.
+    rest = 3.9936 + (10e6 + 5e6) * 8 / (mbps * 1e6) + STEP
+    assert first_token_seconds(scenario, tokens) == pytest.approx(rest)
+    whole = world(link_mbps=mbps, profiles=(linear(1e-4, 1000, 5_000_000), SLOW), step_tokens=tokens)
+    assert first_token_seconds(whole, tokens) == pytest.approx(3.9936 + (40e6 + 5e6) * 8 / (mbps * 1e6) + STEP)
 
 
 def test_a_link_slower_than_the_prefill_is_what_counts():
-    scenario = world(link_mbps=10.0, profiles=(linear(1e-4, 1000), SLOW), chunk_tokens=10_000)
+    scenario = world(link_mbps=10.0, profiles=(linear(1e-4, 1000), SLOW), step_tokens=5_000)
     # The first chunk is there after 1 s; from then on the link is never idle.
-    assert first_token_seconds(scenario, 40_000) == pytest.approx(1.0 + 40e6 * 8 / 10e6)
+    assert first_token_seconds(scenario, 40_000) == pytest.approx(1.0 + 40e6 * 8 / 10e6 + STEP)
 
 
 def test_the_round_trip_is_paid_before_the_prefill_and_half_after():
@@ -49,10 +54,13 @@ def test_a_decode_instance_without_prefill_beside_it_prefills_itself():
 
 @pytest.mark.parametrize("load", [0.5, 0.7])
 def test_waits_before_one_instance_are_those_of_m_d_1(load):
-    """W = rho S / (2 (1 - rho)): Pollaczek and Khinchine for equal service times."""
+    """W = rho S / (2 (1 - rho)): Pollaczek and Khinchine for equal service times. Of equal prompts the first is served
+    first. Steps are short, since a prompt's end waits for the end of its step."""
     tokens, count = 10_000, 12_000
     service_seconds = 1.0
-    scenario = quick_decode(world(offload=0, hub=(1, 1), profiles=(FAST, linear(service_seconds / tokens))))
+    scenario = quick_decode(
+        world(offload=0, hub=(1, 1), profiles=(FAST, linear(service_seconds / tokens)), step_tokens=64)
+    )
     served = run(scenario, requests(count, load / service_seconds, workload=Workload([tokens], [1.0])))
     waited = served.ttft_seconds.mean - service_seconds
     assert waited == pytest.approx(load * service_seconds / (2 * (1 - load)), rel=0.06)

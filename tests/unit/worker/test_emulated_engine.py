@@ -2,101 +2,32 @@
 the tokens before them alone, and what cannot be emulated is refused."""
 
 import hashlib
-import queue
 from bisect import bisect_left
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.schedule import role_budgets
-from prfaas.wire.engine import Generate, Sampling, Stats, ToFront, Tokens
+from prfaas.wire.engine import Sampling, Stats
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.stats import LATE_BOUNDS
 from prfaas_transfer.cache import CacheLayout, MappedMemory, SharedPlace
-from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.cache_spec import CacheGeometry
-from prfaas_worker.emulated.assembly import EmulatedModel
 from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.memory import EmulatedMemory
-from prfaas_worker.emulated.profile import EmulatedProfile, read_profile
-from prfaas_worker.emulated.runner import TOKENS, EmulatedRunner
-from prfaas_worker.engine.loop import EngineLoop
-from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import RemoteCaches
-from prfaas_worker.engine.sequences import Event
+from prfaas_worker.emulated.profile import read_profile
+from prfaas_worker.emulated.runner import TOKENS
 from prfaas_worker.engine.shared import mover_options
 from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.options import Options, parse
 
-NAME = "qwen3.5-397b-fp8-8xh200"
-PROFILE = read_profile(NAME)
+from .emulated_bench import NAME, PROFILE, Emulated, SlowClock, prompt_of
+
 CURVE = PROFILE.curve
-GREEDY = Sampling(0.0, 1.0, 0, 0)
 NEEDED = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny"]
-
-
-class SlowClock:
-    """A clock that stands still but for sleeps, each of which lasts longer than asked by so many seconds."""
-
-    def __init__(self, late_seconds: float = 0.0):
-        self.seconds, self.late_seconds = 100.0, late_seconds
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds + self.late_seconds
-
-
-class Emulated:
-    """An emulated engine without processes, whose clock the test has."""
-
-    def __init__(
-        self, clock: SlowClock, step_tokens: int = 1024, max_running: int = 8, profile: EmulatedProfile = PROFILE
-    ):
-        self.clock, self.sent = clock, list[ToFront]()
-        instance = EmulatedInstance(profile, cache_scale=1024)
-        geometry = CacheGeometry(instance.layers())
-        memory = EmulatedMemory(geometry, num_pages=600, num_slots=max_running)
-        model = EmulatedModel(264, 32_768, "f" * 64, instance.layers())
-        runner, cache = EmulatedRunner(model, memory, instance, step_tokens, clock, clock.sleep), HybridCache(memory)
-        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        fetcher: Any = SimpleNamespace()
-        self.engine = EngineLoop(
-            inbox=inbox,
-            runner=runner,
-            cache=cache,
-            kv_events=[],
-            publish=lambda _batch: None,
-            remote=RemoteCaches(runner, cache, fetcher, inbox.put, "hub"),
-            profiler=Profiler(1, 1, lambda _profile: None),
-            send=self.sent.extend,
-            role="mixed",
-            max_waiting=8,
-            budgets=role_budgets(step_tokens),
-        )
-
-    def ask(self, prompt: list[int], handle: int = 1, **fields: Any) -> None:
-        known = {"choices": 1, "max_tokens": 1, "sampling": GREEDY, "logprobs": -1}
-        self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=prompt, **(known | fields)))
-
-    def answer(self, prompt: list[int], handle: int = 1, **fields: Any) -> tuple[list[int], float]:
-        """Return an answer's tokens, and how long it took."""
-        self.ask(prompt, handle, **fields)
-        began = self.clock()
-        while self.engine.step(wait=False):
-            pass
-        mine = [one for one in self.sent if isinstance(one, Tokens) and one.handle == handle]
-        return [token for one in mine for token in one.token_ids], self.clock() - began
-
-
-def prompt_of(tokens: int, seed: int = 1) -> list[int]:
-    return [(seed + place * 7919) % 251 for place in range(tokens)]
 
 
 @pytest.mark.parametrize("step_tokens", [256, 4096, 32_768])
@@ -180,8 +111,8 @@ def test_all_times_are_stretched_alike():
         chunk = plain.chunk_seconds(4096, 1024, is_first=is_first)
         assert slow.chunk_seconds(4096, 1024, is_first=is_first) == pytest.approx(20 * chunk)
     assert slow.decode_seconds(5, 99) == pytest.approx(20 * plain.decode_seconds(5, 99))
-    assert slow.shared_seconds(2) == pytest.approx(20 * plain.shared_seconds(2))
-    assert plain.shared_seconds(2) > 0
+    simple, slower = EmulatedInstance(SIMPLE), EmulatedInstance(SIMPLE, stretch=20)
+    assert slower.shared_seconds(2) == pytest.approx(20 * simple.shared_seconds(2)) == pytest.approx(20 * 0.002)
 
 
 def test_late_wake_ups_do_not_add_up_and_are_counted():

@@ -35,8 +35,9 @@ class EmulatedProfile(NamedTuple):
     layers: tuple[int, int]
     """Of attention, and linear ones."""
     decode_steps: tuple[DecodeStep, ...]
-    common_seconds: float
-    """What any step costs, such as reading the weights: it is in the time of each prefill and of each decode step."""
+    common_seconds: float = 0.0
+    """What any step costs, such as reading the weights: it is in the time of each prefill and of each decode step. Only
+    a measurement knows it; without it a step's parts take as long as each by itself."""
     context_tokens: int = 0
     """Behind each sequence of these steps."""
     decode_token_seconds: float = 0.0
@@ -70,9 +71,7 @@ def _read_file(path: Path) -> tuple[EmulatedProfile, Collection[int]]:
 def _of_builtin(known: Builtin) -> tuple[EmulatedProfile, Collection[int]]:
     shape = MODEL_CACHES[known.cache_model]
     layers = shape.attention_layers, shape.linear_layers
-    curve, least_step = known.profile(), min((step.seconds for step in known.decode_steps), default=0.0)
-    common_seconds = min(curve.fixed_seconds, least_step)
-    read = EmulatedProfile(known.name, known.cache_model, curve, layers, known.decode_steps, common_seconds)
+    read = EmulatedProfile(known.name, known.cache_model, known.profile(), layers, known.decode_steps)
     return read, [point.tokens for point in known.points]
 
 
