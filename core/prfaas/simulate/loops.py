@@ -1,7 +1,7 @@
 """The control loops of a run: the scheduler's short loop and the operator's long loop, both with the live code.
 
-The short loop steps the controller once an interval. The metrics and counters that a scheduler would read are gathered
-here over windows of the same length. The long loop converts instances of the hub as load and links ask. Its input is
+The short loop steps the controller once an interval, on the metrics that Prometheus would have then, and on what the
+gateway counts itself. The long loop converts instances of the hub as load and links ask. Its input is
 the summary in a policy's status. A conversion costs as much as there. The role changes a moment later, and an instance
 finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
 """
@@ -20,9 +20,10 @@ from prfaas.names import HUB
 from prfaas.routing.controller import ControllerFacts, Offered, Step, config_of, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, EDGES, demand_of
-from prfaas.routing.links import LinkFacts, LinkSample
+from prfaas.routing.links import LinkFacts
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import ConversionPolicy
+from prfaas.simulate.scrapes import Scrapes
 from prfaas.wire.control import LinkReport
 
 LENGTHS_WINDOW_SECONDS: Final = 300.0
@@ -44,6 +45,7 @@ class ShortLoop:
         self._table = table
         self._config = config_of(table)
         self._state = initial_state(self._config)
+        self._scrapes = Scrapes(process, self._config.window_seconds)
         self._offloads = deque([(0.0, 0)])
         self._lengths: deque[_Counted] = deque()
         self.links: tuple[LinkReport, ...] = ()
@@ -59,7 +61,7 @@ class ShortLoop:
             ControllerFacts(
                 now_seconds=now_seconds,
                 links=self._links(),
-                hub_measured=True,
+                hub_measured=self._scrapes.began,
                 recent_offloads=self._recent_offloads(now_seconds),
                 offered=self._offered(now_seconds),
                 recent_prompts=sum(self.lengths_lately()),
@@ -87,23 +89,9 @@ class ShortLoop:
                 capacity_mbps=cluster.capacity_mbps,
                 reachable=cluster.reachable,
                 ready_instances=sum(one.cluster == cluster.name for one in self._process.living()),
-                sample=self._sample(cluster.name),
+                sample=self._scrapes.sample(cluster.name),
             )
             for cluster in self._table.clusters
-        )
-
-    def _sample(self, cluster: str) -> LinkSample | None:
-        link = self._process.links[cluster]
-        sample = link.sample(self._config.window_seconds, self._waiting(cluster))
-        return None if link.down else sample
-
-    def _waiting(self, cluster: str) -> int:
-        """Return the prompts that wait at prefill instances of a cluster."""
-        process = self._process
-        return sum(
-            process.instances[one.name].waiting_prefills
-            for one in process.table.instances
-            if one.cluster == cluster and one.role == "prefill"
         )
 
     def _recent_offloads(self, now_seconds: float) -> int:
@@ -137,7 +125,7 @@ class ShortLoop:
                 PoolFacts(cluster=cluster, ready_instances=count, profile=self._profiles[pool])
                 for (cluster, pool), count in ready.items()
             ),
-            local_waiting_prefills=float(self._waiting(HUB)),
+            local_waiting_prefills=float(self._scrapes.local_waiting_prefills),
         )
 
     def _arrivals_per_second(self, latest: _Counted) -> float | None:
