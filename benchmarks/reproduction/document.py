@@ -24,7 +24,8 @@ PLAINLY = """## Figures that do not reproduce
   4.44 s.
 - **+15 % at equal cost** depends on prices that are not published. Our ratio, 2 to 1, follows from the claim itself.
 - **Ring's 4.5 and 36** compare with a configuration that the paper does not name.
-- **TTFT of the two systems with offload** is 2-3 % below the published one. The paper does not give a reason.
+- **TTFT of the two systems with offload** is 2-3 % below the published one in the model. The paper does not give a
+  reason. In the simulation a first token takes a decode step more.
 """
 
 IMPLIED = """## Table 3: the implied prefill times

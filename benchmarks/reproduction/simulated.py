@@ -25,7 +25,7 @@ from prfaas.wire.routes import Threshold
 
 OVERLOAD = 1.15
 OVERLOAD_REQUESTS = 20_000
-STAGE_REQUESTS = 10_000
+STAGE_REQUESTS = 20_000
 QUIET_LOAD = 0.02
 QUIET_REQUESTS = 5_000
 WHOLE = 1 << 20
@@ -51,7 +51,8 @@ def stages(file: PlanFile, system: System, plan: Plan) -> dict[str, float]:
     if tokens is None:
         tokens = 0 if plan.offloaded_fraction > 0 else file.workload.max_tokens
     prefilling = scenario(_with_hub(system, max_batch=1_000_000, step_seconds=1e-9), plan)
-    decoding = scenario(_with_hub(system, profile=NO_WORK), plan, everything_at_home=True)
+    at_home = scenario(_with_hub(system, profile=NO_WORK), plan, everything_at_home=True)
+    decoding = msgspec.structs.replace(at_home, step_tokens=8 * WHOLE)  # no prompt takes a second step
     long, short = (_part(file.workload, offloaded, tokens) for offloaded in (True, False))
     found: dict[str, float] = {}
     for stage, one, own in (

@@ -13,6 +13,8 @@ from benchmarks.reproduction.rows import Row, cells
 from prfaas.cli.plan import load
 
 ROOT = Path(__file__).parents[3]
+STEP_SECONDS = 0.025
+"""In which a decode instance samples the first token; the model's times end with the cache's arrival."""
 PAGE = (ROOT / "docs" / "understand" / "reproduction.md").read_text(encoding="utf-8")
 
 
@@ -57,9 +59,10 @@ def test_what_was_simulated_is_the_models_within_3_percent():
         ours, found = number(model), number(seen)
         if ours is None or found is None or name == "Λ_max at equal cost, %":
             continue
-        # A hub that prefills all lengths waits for few long ones; times at 2 % load hold some waits.
+        # A hub that prefills all lengths waits for few long ones; times at 2 % load hold some waits, and a decode step.
         margin = 0.05 if name == "homogeneous: Θ_pd-p, 1/s" else 0.03
-        assert found == pytest.approx(ours, rel=margin, abs=0.005), name
+        step_seconds = STEP_SECONDS if name.endswith("TTFT, s") else 0.0
+        assert found == pytest.approx(ours + step_seconds, rel=margin, abs=0.005), name
 
 
 def test_short_simulations_are_made_anew():
