@@ -54,7 +54,7 @@ def folders(stage: str) -> tuple[str, ...]:
 STAGES: Final = {
     stage.name: stage
     for stage in (
-        Stage("gate", ("tests/unit/",), workers=2, before=("lint", "compiled")),
+        Stage("gate", ("tests/unit/", *folders("gate")), workers=2, before=("lint", "compiled")),
         Stage("system", folders("system"), workers=3, options=("--maxfail=25",)),
         Stage("quiet", folders("quiet"), before=("clients",)),
         Stage("vllm", folders("vllm"), before=("vllm", "clients")),
