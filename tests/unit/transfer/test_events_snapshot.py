@@ -94,4 +94,5 @@ def test_states_come_last_whatever_their_groups_number():
 
 def test_a_name_without_tokens_comes_behind_the_block_that_has_them():
     bare = BlockStored([key(0)], None, [], 2, medium=MEDIUM_HOST, group_idx=0, kv_cache_spec_kind="mla_attention")
-    assert take_snapshot([bare, stored(0, 1)]) == [stored(0, 1), bare]
+    whole = BlockStored([key(0)], None, [0, 1], 2, group_idx=0, kv_cache_spec_kind="mla_attention")
+    assert take_snapshot([bare, whole]) == [whole, bare]
