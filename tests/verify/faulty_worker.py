@@ -139,13 +139,13 @@ def harm_given(harm: Harm) -> None:
         begin(self, role)
         loops.append(self)
 
-    def finish_harmed(self: MovedOffer, prefill_seconds: float, *, is_exact: bool = True) -> None:
+    def finish_harmed(self: MovedOffer, prefill_seconds: float, **known: Any) -> None:
         (loop,) = loops
         sequence = next(one for one in loop.requests.sequences() if one.request.offer is self)
         harm(loop.runner, sequence, self.manifest.end_token)
         for frame in held.pop(self, ()):
             put(self, frame)
-        finish(self, prefill_seconds, is_exact=is_exact)
+        finish(self, prefill_seconds, **known)
 
     EngineLoop.__post_init__ = note_loop
     MovedOffer.put = lambda self, frame: held.setdefault(self, []).append(frame)

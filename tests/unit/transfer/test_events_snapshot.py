@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from prfaas.wire.kvevents import (
     MEDIUM_DEVICE,
@@ -94,5 +95,5 @@ def test_states_come_last_whatever_their_groups_number():
 
 def test_a_name_without_tokens_comes_behind_the_block_that_has_them():
     bare = BlockStored([key(0)], None, [], 2, medium=MEDIUM_HOST, group_idx=0, kv_cache_spec_kind="mla_attention")
-    whole = BlockStored([key(0)], None, [0, 1], 2, group_idx=0, kv_cache_spec_kind="mla_attention")
+    whole = replace(bare, token_ids=[0, 1], medium=MEDIUM_DEVICE)
     assert take_snapshot([bare, whole]) == [whole, bare]

@@ -297,7 +297,9 @@ async def test_a_clients_trace_has_the_spans_of_gateway_decode_and_prefill_below
         "source": "p0",
         "prefill": "p0",
     }
-    assert [span.error for span in spans] == [None] * 6
+    # The gateway leaves the source's leg when the answer has ended, which on a busy machine is a moment sooner.
+    assert by_name.pop("source").error in (None, "the client left")
+    assert [span.error for span in by_name.values()] == [None] * 5
     request, transfer, prefill = (by_name[name] for name in ("request", "transfer", "prefill"))
     assert request.attributes["threshold_tokens"] == THRESHOLD_TOKENS
     assert {request.attributes[name] for name in ("pool", "cluster", "outcome")} == {"far", "eu", "ok"}
