@@ -41,15 +41,14 @@ from prfaas_sandbox.progress import OnProgress
 from prfaas_sandbox.sandbox import Sandbox
 
 READY_SECONDS: Final = 300.0
-_TRIES: Final = 2
 
 
 class LiveCase:
-    """A case in an installation without objects. `folder` keeps its runs."""
+    """A case in an installation without objects. `folder` keeps its runs; an invalid one is made `tries` times."""
 
-    def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: OnProgress):
+    def __init__(self, installation: ExampleInstallation, case: Case, folder: Path, report: OnProgress, tries: int = 2):
         self._installation, self._environment = installation, installation.environment
-        self._case, self._folder, self._report = case, folder, report
+        self._case, self._folder, self._report, self._tries = case, folder, report, tries
         self._scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
 
     async def run_all(self, keys: Sequence[RunKey]) -> None:
@@ -58,7 +57,7 @@ class LiveCase:
         left_seconds = sum(run_seconds(self._case, key) for key in keys)
         for number, key in enumerate(keys, 1):
             self._report(f"run {number} of {len(keys)}: {key.name}; {_minutes(left_seconds)} left")
-            for _ in range(_TRIES):
+            for _ in range(self._tries):
                 run = await self._run(key)
                 if not run.machine.why_invalid:
                     break
