@@ -9,7 +9,14 @@ from prfaas.wire.preferences import Preferences
 from prfaas.wire.routes import Cluster, RoutingTable
 
 LONG_TOKENS = 5000
-WAYS = [("us", "us-east-1"), ("US", "us-east-1"), ("us-east-1", "US-East-1"), ("us", "US"), ("us", "")]
+WAYS = [
+    ("us", "us-east-1"),
+    ("US", "us-east-1"),
+    ("us-east-1", "US-East-1"),
+    ("us", "US"),
+    ("us", ""),
+    ("us-east-1", "us"),
+]
 """What is forbidden, and the datacenter of the only other cluster."""
 each_way = pytest.mark.parametrize(("name", "datacenter"), WAYS)
 
@@ -42,7 +49,7 @@ def test_the_requests_word_holds(name, datacenter):
     assert not leaves(world(datacenter), name)
 
 
-@pytest.mark.parametrize("misspelt", ["us-eats", "ues", "us-east-1-a"])
+@pytest.mark.parametrize("misspelt", ["us-eats", "ues", "us-west-1"])
 def test_a_word_that_means_nothing_is_refused(misspelt):
     with pytest.raises(RequestError) as refused:
         facts.check_places(Preferences(forbid=(misspelt,)), world("us-east-1"))

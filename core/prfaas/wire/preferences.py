@@ -50,17 +50,22 @@ def covers(name: str, datacenter: str) -> bool:
     return datacenter == name or datacenter.startswith(f"{name}-")
 
 
+def overlap(name: str, datacenter: str) -> bool:
+    """Return true if one of two places lies in the other: a cluster in `us` may be in us-east-1."""
+    return covers(name, datacenter) or covers(datacenter, name)
+
+
 def forbids(names: Collection[str], datacenter: str) -> bool:
     """Return true if a prompt for which these names are forbidden may not reach a datacenter.
 
     A place that nobody named (an empty `datacenter`) may be any of them, and so is forbidden with each.
     """
-    return bool(names) and (not datacenter or any(covers(name, datacenter) for name in names))
+    return bool(names) and (not datacenter or any(overlap(name, datacenter) for name in names))
 
 
 def unknown_places(names: Iterable[str], datacenters: Collection[str]) -> list[str]:
     """Return the names that mean none of the datacenters: misspelt ones forbid nothing."""
-    return [name for name in names if not any(covers(name, one) for one in datacenters)]
+    return [name for name in names if not any(overlap(name, one) for one in datacenters)]
 
 
 def check_known(forbid: Iterable[str], datacenters: Collection[str]) -> None:

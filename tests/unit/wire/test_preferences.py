@@ -102,6 +102,13 @@ def test_a_name_covers_its_datacenter_and_those_within_it(datacenter, is_covered
     assert covers("us", datacenter) is covers("US", datacenter) is is_covered
 
 
+def test_a_wider_place_may_be_the_forbidden_one():
+    assert forbids(("us-east-1",), "us")
+    assert forbids(("us-east-1",), "US-East")
+    assert not forbids(("us-east-1",), "us-east-2")
+    assert not forbids(("us-east-1",), "u")
+
+
 def test_where_anything_is_forbidden_a_place_that_nobody_named_is_too():
     assert forbids(("us",), "us-east-1")
     assert forbids(("us",), "")
