@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
-from prfaas.wire.preferences import forbids
+from prfaas.routing.facts import permitted_clusters
 from prfaas.wire.routes import RoutingTable
 from prfaas_gateway.openai import error_response
 from prfaas_gateway.request import Progress
@@ -163,15 +163,14 @@ def _clusters(state: GatewayState) -> list[PagePart]:
     rule, table = state.rule(), state.table
     if table is None or rule is None:
         return []
-    links = {link.cluster: link for link in state.links}
+    links, permitted = {link.cluster: link for link in state.links}, permitted_clusters(table)
     hub = {"name": HUB, "datacenter": "", "reachable": True, "in_use": True, "capacity_mbps": 0, "link": None}
     members = (
         {
             "name": cluster.name,
             "datacenter": cluster.datacenter,
             "reachable": cluster.reachable,
-            "in_use": cluster.name in rule.offload_clusters
-            and not forbids(table.forbid_datacenters, cluster.datacenter),
+            "in_use": cluster.name in rule.offload_clusters and cluster in permitted,
             "capacity_mbps": cluster.capacity_mbps,
             "link": links.get(cluster.name),
         }

@@ -20,12 +20,12 @@ from prfaas.conditions import rfc3339
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
 from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, config_of
+from prfaas.routing.facts import permitted_clusters
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.util import LogOnce
 from prfaas.wire.control import ThresholdUpdate
-from prfaas.wire.preferences import forbids
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable, measured_as
 from prfaas_scheduler import observe, status
@@ -181,9 +181,8 @@ class Loop:
 
 
 def permitted(table: RoutingTable) -> RoutingTable:
-    """Return the table without clusters whose datacenter is forbidden: a link that is never used must not move t."""
-    clusters = tuple(one for one in table.clusters if not forbids(table.forbid_datacenters, one.datacenter))
-    return msgspec.structs.replace(table, clusters=clusters)
+    """Return the table without clusters that no prompt may go to: a link that is never used must not move t."""
+    return msgspec.structs.replace(table, clusters=permitted_clusters(table))
 
 
 def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ...]:

@@ -1,6 +1,7 @@
 """A prompt that may not reach a place is sent there by a name that is written in another way, or by no name at all."""
 
 import pytest
+from msgspec.structs import replace
 from tests.tables import make_instance, make_table
 
 from prfaas.errors import RequestError
@@ -62,10 +63,28 @@ def equal(names, datacenter) -> bool:
 
 @each_way
 def test_control_where_names_are_only_compared_the_prompt_leaves(name, datacenter, monkeypatch):
-    monkeypatch.setattr(decide, "forbids", equal)
     monkeypatch.setattr(facts, "forbids", equal)
+    monkeypatch.setattr(facts, "unknown_places", lambda _names, _known: [])
     assert leaves(world(datacenter, name))
     assert leaves(world(datacenter), name)
+
+
+@pytest.mark.parametrize("misspelt", ["us-eats", "ues", "us-west-1"])
+def test_a_misspelt_word_of_the_policy_keeps_every_prompt_at_home(misspelt):
+    assert not leaves(world("us-east-1", misspelt))
+    assert not leaves(world("us-east-1", misspelt, "eu"))
+    assert facts.usable_places(world("us-east-1", misspelt), Preferences()) == []
+
+
+def test_a_word_that_the_policy_only_prefers_is_no_known_place():
+    preferring = replace(world("us-east-1"), prefer_datacenters=("us-eats",))
+    with pytest.raises(RequestError):
+        facts.check_places(Preferences(forbid=("us-eats",)), preferring)
+
+
+def test_control_without_this_rule_the_prompt_leaves(monkeypatch):
+    monkeypatch.setattr(facts, "unknown_places", lambda _names, _known: [])
+    assert leaves(world("us-east-1", "us-eats"))
 
 
 def test_control_without_the_refusal_a_misspelt_word_forbids_nothing():

@@ -162,7 +162,7 @@ class Datacenters(ApiModel):
     """
     forbid: DatacenterSet = []
     """Datacenters that no prompt of this policy may reach, by names as in prefer. With any, no prompt reaches a
-    MemberCluster that names no datacenter.
+    MemberCluster that names no datacenter. While one is the place of no cluster, nothing is offloaded.
     """
 
 

@@ -28,10 +28,10 @@ from msgspec.structs import replace
 from prfaas.names import HUB
 from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
 from prfaas.routing.drafts import drafts_fit
-from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
+from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts, permitted_clusters
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
-from prfaas.wire.preferences import covers, forbids
+from prfaas.wire.preferences import covers
 from prfaas.wire.routes import Cluster, EngineName, Instance, OnOffloadFailure, ranks_divide
 
 
@@ -247,10 +247,8 @@ def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
 def _offload_clusters(facts: RoutingFacts) -> list[Cluster]:
     return [
         cluster
-        for cluster in facts.table.clusters
-        if cluster.reachable
-        and cluster.name in facts.rule.offload_clusters
-        and not forbids(facts.table.forbid_datacenters, cluster.datacenter)
+        for cluster in permitted_clusters(facts.table)
+        if cluster.reachable and cluster.name in facts.rule.offload_clusters
     ]
 
 

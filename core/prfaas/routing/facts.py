@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
-from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids, unknown_places
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import EngineName, Instance, RoutingTable
+from prfaas.wire.routes import Cluster, EngineName, Instance, RoutingTable
 
 RouteKind = Literal["offload", "local"]
 LegName = Literal["prefill", "decode"]
@@ -153,20 +153,30 @@ def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> 
     return rule, table
 
 
+def permitted_clusters(table: RoutingTable) -> tuple[Cluster, ...]:
+    """Return the clusters that the policy lets prompts go to.
+
+    None while it forbids a place where no cluster is: a misspelt name may mean any of them.
+    """
+    forbidden, known = table.forbid_datacenters, [one.datacenter for one in table.clusters if one.datacenter]
+    if unknown_places(forbidden, known):
+        return ()
+    return tuple(one for one in table.clusters if not forbids(forbidden, one.datacenter))
+
+
 def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
     """Return the member clusters whose caches may serve a request: those of the table that neither the policy nor the
     request forbids; none for a request that is never offloaded. The hub's own always may."""
     if preferences.offload == "never":
         return []
-    forbidden = (*table.forbid_datacenters, *preferences.forbid)
-    return [one.name for one in table.clusters if not forbids(forbidden, one.datacenter)]
+    return [one.name for one in permitted_clusters(table) if not forbids(preferences.forbid, one.datacenter)]
 
 
 def check_places(preferences: Preferences, table: RoutingTable) -> None:
-    """Raise RequestError (400) if a request forbids a place that neither a cluster nor the policy names.
+    """Raise RequestError (400) if a request forbids a place where no cluster is and that the policy does not forbid.
 
     Where no cluster names its place, each is forbidden, and nothing can be sent away by a misspelt name.
     """
     places = [one.datacenter for one in table.clusters if one.datacenter]
     if places:
-        check_known(preferences.forbid, [*places, *table.prefer_datacenters, *table.forbid_datacenters])
+        check_known(preferences.forbid, [*places, *table.forbid_datacenters])

@@ -63,20 +63,21 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
 
 
 def _places(table: RoutingTable) -> ConditionState:
+    known = sorted({one.datacenter for one in table.clusters if one.datacenter})
+    unknown = unknown_places(table.forbid_datacenters, known)
+    if unknown and known:
+        return no(
+            "UnknownDatacenter",
+            f"datacenters.forbid names {unknown[0]}, where no cluster of this policy is; they are in "
+            f"{', '.join(known)}. It may be misspelt and mean any of them, so nothing is offloaded: correct it, or "
+            "remove it until a cluster is there",
+        )
     unnamed = [one.name for one in table.clusters if not one.datacenter]
     if unnamed:
         return no(
             "ClusterWithoutDatacenter",
             f"MemberCluster {unnamed[0]} names no datacenter, so it may lie in a forbidden one and gets no prompt; set "
             "its spec.datacenter",
-        )
-    known = sorted({one.datacenter for one in table.clusters})
-    unknown = unknown_places(table.forbid_datacenters, known)
-    if unknown and known:
-        return no(
-            "UnknownDatacenter",
-            f"datacenters.forbid names {unknown[0]}, where no cluster of this policy is; they are in "
-            f"{', '.join(known)}: correct a misspelt name, or keep one of a cluster that may come",
         )
     return yes("AllKnown", "every cluster names its datacenter, and every forbidden name is one of theirs")
 

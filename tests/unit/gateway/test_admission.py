@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from prfaas.wire import headers
 from prfaas.wire.routes import Cluster
@@ -96,7 +97,7 @@ EU = Cluster(name="eu", datacenter="eu-west", capacity_mbps=100, utilisation_que
     ],
 )
 async def test_headers_narrow_where_a_long_prompt_goes(world, long, sent, decision):
-    await world.start("d0", "x0", clusters=(EU,), forbid_datacenters=("us",))
+    await world.start("d0", "x0", clusters=(EU, replace(EU, name="us", datacenter="us")), forbid_datacenters=("us",))
     got = await world.post(long, headers=sent)
     assert (got.status, got.headers[headers.DECISION]) == (200, decision)
 

@@ -55,6 +55,7 @@ def test_a_reason_names_the_pool_the_cluster_and_the_cure():
         ((), ("us",), ("True", "AllKnown")),
         (("us-east-1",), ("us-eats",), ("False", "UnknownDatacenter")),
         (("us-east-1", ""), ("us",), ("False", "ClusterWithoutDatacenter")),
+        (("us-east-1", ""), ("us", "ue"), ("False", "UnknownDatacenter")),
     ],
 )
 def test_a_policy_says_whether_it_knows_the_places_that_it_forbids(datacenters, forbidden, wanted):
