@@ -67,7 +67,7 @@ def engine_of(model: Model | Instant) -> EngineLoop:
         cache=cache,
         kv_events=[],
         publish=lambda _batch: None,
-        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put),
+        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put, "hub"),
         profiler=Profiler(1, 1, lambda _profile: None),
         send=lambda _messages: None,
         role="mixed",

@@ -89,9 +89,11 @@ class Offer:
             if self._finished is not None:
                 self._finish(*self._finished)
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+    def finish_computing(
+        self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] | None = None
+    ) -> None:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec.
-        `origins` are the other clusters whose bytes it stands on."""
+        `origins` are the other clusters whose bytes it stands on; None: nobody knows."""
         self.log.mark("computed")
         self.send_state.note_computed()
         with self._lock:
@@ -107,7 +109,7 @@ class Offer:
         if (rest := frame.rest(first)) is not None:
             self.send_state.put(rest)
 
-    def _finish(self, prefill_seconds: float, is_exact: bool, origins: tuple[str, ...]) -> None:
+    def _finish(self, prefill_seconds: float, is_exact: bool, origins: tuple[str, ...] | None) -> None:
         self._delivery.renew(DELIVERY_GRACE_SECONDS + self.manifest.nbytes / DELIVERY_FLOOR_BYTES_PER_SECOND)
         self.send_state.finish(prefill_seconds, is_exact=is_exact, origins=origins)
 

@@ -117,7 +117,7 @@ class SendState:
         self._announced_at = time.monotonic()
         self._prefill_seconds = 0.0
         self._is_exact = True
-        self._origins: tuple[str, ...] = ()
+        self._origins: tuple[str, ...] | None = None
         self._computed_seconds: float | None = None
         self._paced_bytes = 0
         self._first_sent: float | None = None
@@ -134,9 +134,9 @@ class SendState:
         """Note that the cache is computed now: its frames may wait for the destination."""
         self._computed_seconds = time.monotonic() - self._announced_at
 
-    def finish(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+    def finish(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] | None = None) -> None:
         """Note that all frames are queued; `prefill_seconds` is their compute time, on a cache that `is_exact`, with
-        bytes of the clusters `origins`."""
+        bytes of the clusters `origins`; None: nobody knows of which."""
         self._prefill_seconds, self._is_exact, self._origins = prefill_seconds, is_exact, origins
         self.queue.finish()
         self._wake_loops()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
+from prfaas.wire.headers import UNKNOWN_PLACE
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids, unknown_places
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Cluster, EngineName, Instance, RoutingTable
@@ -166,10 +167,12 @@ def permitted_clusters(table: RoutingTable) -> tuple[Cluster, ...]:
 
 def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
     """Return the member clusters whose caches may serve a request: those of the table that neither the policy nor the
-    request forbids; none for a request that is never offloaded. The hub's own always may."""
+    request forbids; none for a request that is never offloaded. The hub's own always may. Where nothing is forbidden,
+    UNKNOWN_PLACE is one of them."""
     if preferences.offload == "never":
         return []
-    return [one.name for one in permitted_clusters(table) if not forbids(preferences.forbid, one.datacenter)]
+    anywhere = [] if table.forbid_datacenters or preferences.forbid else [UNKNOWN_PLACE]
+    return anywhere + [one.name for one in permitted_clusters(table) if not forbids(preferences.forbid, one.datacenter)]
 
 
 def check_places(preferences: Preferences, table: RoutingTable) -> None:

@@ -16,7 +16,10 @@ DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 
 # gateway -> worker
 PLACES: Final = "x-prfaas-places"
-"""The other clusters whose cached bytes may serve the request, with spaces between; without it all may."""
+"""The other clusters whose cached bytes may serve the request, with spaces between. Without it none may inside TLS, and
+all without."""
+UNKNOWN_PLACE: Final = "*"
+"""Among the places: bytes of which nobody knows where they were made may serve, too, as nothing is forbidden."""
 
 DATA_RANK: Final = "x-data-parallel-rank"
 """vLLM's own header, to an instance of several data-parallel ranks: the rank that serves the request."""

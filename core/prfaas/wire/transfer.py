@@ -152,11 +152,11 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The source's account of a transfer: data frames and their payload bytes as sent, the digest over all of them,
     compute time, announcement to first cache byte sent, and whether it stands on nothing that a codec has changed. Then
     from the announcement until all was computed; None if the source does not report it. `origins` are the clusters, but
-    the source's, whose bytes it stands on.
+    the source's, whose bytes it stands on; None if the source does not know them.
     """
 
     frames: int
@@ -166,7 +166,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     first_byte_seconds: float = 0.0
     is_exact: bool = True
     computed_seconds: float | None = None
-    origins: tuple[str, ...] = ()
+    origins: tuple[str, ...] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True):

@@ -116,7 +116,7 @@ async def test_a_client_cannot_choose_where_its_prompt_is_prefilled(world, short
         "content-type": "application/json",
         "traceparent": TRACEPARENT,
         "content-length": str(len(short)),
-        "x-prfaas-places": "eu",
+        "x-prfaas-places": "* eu",
     }
 
 

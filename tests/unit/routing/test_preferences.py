@@ -140,11 +140,11 @@ def test_preferences_hold_where_prices_decide(offload, home_seconds, kind):
 @pytest.mark.parametrize(
     ("policy", "preferences", "usable"),
     [
-        ((), Preferences(), ["a", "b", "c", "d"]),
+        ((), Preferences(), ["*", "a", "b", "c", "d"]),
         (("us",), Preferences(), ["a", "b"]),
         ((), Preferences(forbid=("EU-west",)), ["b", "c"]),
         (("us",), Preferences(forbid=("eu",)), []),
-        ((), Preferences(prefer=("us",), offload="always"), ["a", "b", "c", "d"]),
+        ((), Preferences(prefer=("us",), offload="always"), ["*", "a", "b", "c", "d"]),
         ((), Preferences(offload="never"), []),
     ],
 )

@@ -171,10 +171,12 @@ def generate(model: Model, prompt: bytes, count: int) -> list[int]:
     return tokens
 
 
-def prefix_fetched(model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True) -> Fetched:
+def prefix_fetched(
+    model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True, origins: tuple[str, ...] | None = ()
+) -> Fetched:
     """What the fetch of a cached prefix would bring: the first tokens prefilled into the sequence's memory."""
     start = sequence.computed_tokens
     chunk = torch.tensor(sequence.token_ids[start:tokens])
     with torch.inference_mode():
         model.forward(Batch(chunk, (Chunk(sequence.held.slot, start, len(chunk)),)))
-    return Fetched(tokens, Done(frames=1, payload_bytes=7, digest=""), 7, 0.25, is_exact)
+    return Fetched(tokens, Done(frames=1, payload_bytes=7, digest="", origins=origins), 7, 0.25, is_exact)

@@ -32,8 +32,8 @@ def ask(bench: Bench, prompt: bytes, tokens: int = len(SHARED), **fields: Any) -
     return bench.ask(prompt, **{"leg": leg_of(tokens)} | fields)
 
 
-def bring(model: Model, fetch: FetchByHand, tokens: int = len(SHARED), *, is_exact: bool = True) -> None:
-    fetch.on_end(prefix_fetched(model, fetch.sequence, tokens, is_exact=is_exact))
+def bring(model: Model, fetch: FetchByHand, tokens: int = len(SHARED), **facts: Any) -> None:
+    fetch.on_end(prefix_fetched(model, fetch.sequence, tokens, **facts))
 
 
 def find_started(bench: Bench, handle: int) -> Started:
@@ -335,6 +335,20 @@ def test_a_prefix_of_another_cluster_serves_no_request_that_forbids_that_cluster
     later = bench.ask(prompt, places=())
     bench.run()
     assert find_started(bench, later).cached_tokens >= len(SHARED), "what was computed here serves all"
+
+
+@pytest.mark.parametrize("cluster", ["hub", "eu"])
+def test_a_prefix_of_nobody_knows_where_serves_only_requests_that_forbid_nothing(model: Model, cluster: str):
+    """As an instance of an older version gives it, which may have it from anywhere."""
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
+    ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster=cluster))
+    bench.step()
+    bring(model, bench.fetches[0], origins=None)
+    bench.run()
+    allowed, strict = (bench.ask(prompt, places=places) for places in (("eu", "*"), ("eu", "us")))
+    bench.run()
+    assert find_started(bench, allowed).cached_tokens >= len(SHARED)
+    assert find_started(bench, strict).cached_tokens == 0
 
 
 def test_a_given_prefix_says_whose_bytes_it_stands_on_and_is_not_given_against_the_places(model: Model):

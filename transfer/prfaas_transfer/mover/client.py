@@ -135,7 +135,9 @@ class MoverClient:
     def put(self, key: str, parts: list[CopyPart], place: SharedPlace | None = None) -> None:
         self._send(ComputedParts(key, parts, place))
 
-    def finish(self, key: str, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+    def finish(
+        self, key: str, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] | None = None
+    ) -> None:
         self._send(FinishCache(key, prefill_seconds, is_exact, origins))
 
     def fail(self, key: str, reason: str, *, at_once: bool = True) -> None:

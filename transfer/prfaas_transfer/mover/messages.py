@@ -135,12 +135,13 @@ class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
 
 
 class FinishCache(_Message, frozen=True, array_like=True, tag=True):
-    """Every part was put; computing them took so long, on a cache that `is_exact`, with bytes of clusters `origins`."""
+    """Every part was put; computing them took so long, on a cache that `is_exact`, with bytes of clusters `origins`;
+    None: nobody knows of which."""
 
     key: str
     prefill_seconds: float
     is_exact: bool = True
-    origins: tuple[str, ...] = ()
+    origins: tuple[str, ...] | None = None
 
 
 class FailedCache(_Message, frozen=True, array_like=True, tag=True):

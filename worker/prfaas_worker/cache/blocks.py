@@ -21,7 +21,7 @@ a state takes must save a token.
 
 Bytes may come from other clusters, which could have forged them. Each block and checkpoint knows these clusters, its
 *origins*, as does all that is computed from it. A match holds only what its request's places allow. A block of fewer
-origins replaces one of more.
+origins replaces one of more. Where nobody knows them, UNKNOWN_PLACE stands for them.
 
 Time is the order of calls. Questions that end in None or False change nothing.
 """
@@ -35,7 +35,7 @@ from prfaas.errors import InternalError
 
 Key: TypeAlias = Any  # Hashes of blocks here; anything that can be hashed would do.
 Origins: TypeAlias = frozenset[str]
-"""The other clusters whose bytes something stands on; none: it was made in this cluster."""
+"""The other clusters whose bytes something stands on; none: it was made in this cluster. UNKNOWN_PLACE is one, too."""
 OWN: Final[Origins] = frozenset()
 
 

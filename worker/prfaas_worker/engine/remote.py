@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -31,7 +31,7 @@ from prfaas.errors import CapacityError, InternalError, PeerError, PrfaasError, 
 from prfaas.kvindex.blocks import BlockHash
 from prfaas.wire.engine import Direction, Failed, Generate, GiveCache, ToFront, TransferEnded, TransferSubject
 from prfaas.wire.frames import Address
-from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND, UNREACHABLE
+from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND, UNKNOWN_PLACE, UNREACHABLE
 from prfaas.wire.prefill import LegParams, token_digest
 from prfaas.wire.transfer import Manifest
 from prfaas_transfer.cache import CacheLayout, SharedPlace
@@ -110,7 +110,9 @@ class MovedOffer:
                     return rest
         raise PeerError(f"rows of layer {part.layer} from token {part.start_token} were not computed")
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+    def finish_computing(
+        self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] | None = None
+    ) -> None:
         self._mover.finish(self.manifest.transfer_id, prefill_seconds, is_exact=is_exact, origins=origins)
 
     def fail(self, message: str) -> None:
@@ -429,11 +431,16 @@ class RemoteCaches:
 
     def _adopt(self, sequence: Sequence, leg: LegParams, cache: Fetched) -> None:
         sequence.request.prefix = cache
-        self._cache.receive(sequence.held, {leg.cluster, *cache.done.origins} - {"", self._own_cluster})
+        self._cache.receive(sequence.held, received_origins(leg.cluster, cache.done.origins) - {self._own_cluster})
         sequence.computed_tokens, sequence.phase, sequence.is_exact = cache.tokens, Phase.RUNNING, cache.is_exact
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))
         sequence.publish(self._cache)
+
+
+def received_origins(cluster: str, stands_on: Collection[str] | None) -> frozenset[str]:
+    """Return the origins of a cache that an instance of a cluster gave; `stands_on` is what it says of others."""
+    return frozenset([cluster or UNKNOWN_PLACE, *([UNKNOWN_PLACE] if stands_on is None else stands_on)])
 
 
 def export_of(sequence: Sequence, tokens: int, place: CachePlace) -> Export | None:

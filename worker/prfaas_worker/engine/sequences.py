@@ -43,9 +43,11 @@ class OfferedCache(Protocol):
 
     def put(self, frame: Frame) -> None: ...
 
-    def finish_computing(self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] = ()) -> None:
+    def finish_computing(
+        self, prefill_seconds: float, *, is_exact: bool = True, origins: tuple[str, ...] | None = None
+    ) -> None:
         """Note that every frame was put; not `is_exact` if it was computed on a cache that passed a lossy codec.
-        `origins` are the other clusters whose bytes it stands on."""
+        `origins` are the other clusters whose bytes it stands on; None: nobody knows."""
         ...
 
     def fail(self, message: str) -> None:

@@ -168,9 +168,12 @@ def require_tokens(token_ids: list[Any], served: ServedModel, param: str = "prom
 
 
 def read_places(request: web.Request) -> tuple[str, ...] | None:
-    """Return the other clusters whose cached bytes a request may use; None if it may use all."""
+    """Return the other clusters whose cached bytes a request may use; None if it may use all. Inside TLS a caller that
+    does not say it, such as an old gateway, may have forbidden any of them."""
     places = request.headers.get(headers.PLACES)
-    return None if places is None else tuple(places.split())
+    if places is None:
+        return None if request.app[STATE].credentials is None else ()
+    return tuple(places.split())
 
 
 async def read_request(request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read]) -> tuple[int, Read]:
