@@ -10,6 +10,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from benchmarks.report import Figure, run
@@ -23,7 +24,7 @@ from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
+from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches, received_origins
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.models import load_model
@@ -67,7 +68,9 @@ def engine_of(model: Model | Instant) -> EngineLoop:
         cache=cache,
         kv_events=[],
         publish=lambda _batch: None,
-        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put, "hub"),
+        remote=RemoteCaches(
+            runner, cache, Fetcher(runner, transfers), inbox.put, partial(received_origins, "hub", True)
+        ),
         profiler=Profiler(1, 1, lambda _profile: None),
         send=lambda _messages: None,
         role="mixed",

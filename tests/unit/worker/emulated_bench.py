@@ -1,6 +1,7 @@
 """An emulated engine without processes, whose clock the test has."""
 
 import queue
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from prfaas_worker.emulated.profile import EmulatedProfile, read_profile
 from prfaas_worker.emulated.runner import EmulatedRunner
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import RemoteCaches
+from prfaas_worker.engine.remote import RemoteCaches, received_origins
 from prfaas_worker.engine.sequences import Event
 
 NAME = "qwen3.5-397b-fp8-8xh200"
@@ -64,7 +65,7 @@ class Emulated:
             cache=cache,
             kv_events=[],
             publish=lambda _batch: None,
-            remote=RemoteCaches(runner, cache, fetcher, inbox.put, "hub"),
+            remote=RemoteCaches(runner, cache, fetcher, inbox.put, partial(received_origins, "hub", True)),
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self._note,
             role=role,

@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import RemoteCaches
+from prfaas_worker.engine.remote import RemoteCaches, received_origins
 from prfaas_worker.engine.runner import Runner
 from prfaas_worker.engine.sequences import Event, OfferEnded, PrefillOffered, Sequence, goal_of
 from prfaas_worker.models.base import Batch, Chunk, Model
@@ -84,7 +85,15 @@ class OffersInReach(Offers):
 class Bench:
     """An engine that is stepped by hand."""
 
-    def __init__(self, model: Model, max_running: int = 8, max_waiting: int = 3, num_pages: int = 256):
+    def __init__(
+        self,
+        model: Model,
+        max_running: int = 8,
+        max_waiting: int = 3,
+        num_pages: int = 256,
+        *,
+        knows_peers: bool = True,
+    ):
         self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.declined: list[tuple[int, str]] = []
@@ -102,7 +111,7 @@ class Bench:
             cache=cache,
             kv_events=[],
             publish=lambda _batch: None,
-            remote=RemoteCaches(runner, cache, fetcher, inbox.put, "hub"),
+            remote=RemoteCaches(runner, cache, fetcher, inbox.put, partial(received_origins, "hub", knows_peers)),
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.sent.extend,
             role="mixed",

@@ -351,6 +351,20 @@ def test_a_prefix_of_nobody_knows_where_serves_only_requests_that_forbid_nothing
     assert find_started(bench, strict).cached_tokens == 0
 
 
+def test_without_certificates_what_another_cluster_gave_may_be_from_anywhere(model: Model):
+    """Nobody proves where a cache is from. What the own cluster gave is left to its own network."""
+    bench = Bench(model, knows_peers=False)
+    for number, cluster in enumerate(("eu", "hub")):
+        prompt = bytes([number]) + prompt_of(b"first" * 20)[1:]
+        ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster=cluster))
+        bench.step()
+        bring(model, bench.fetches[number])
+        bench.run()
+        strict = bench.ask(prompt, places=("eu",))
+        bench.run()
+        assert (find_started(bench, strict).cached_tokens > 0) is (cluster == "hub")
+
+
 def test_a_given_prefix_says_whose_bytes_it_stands_on_and_is_not_given_against_the_places(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first" * 20)
     ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="eu"))

@@ -71,6 +71,8 @@ log = logging.getLogger(__name__)
 
 _PrefixName = tuple[int, tuple[BlockHash, ...]]
 CODE_TRANSFER_OPEN: Final = "transfer_open"
+OriginsOf = Callable[[str, Collection[str] | None], frozenset[str]]
+"""What a source's cluster and its account say of a cache: see `received_origins`."""
 Export = Callable[[int, DeviceMark | None], None]
 """Sends a computed layer of a prefill to another instance."""
 FetchOutcome = Literal["fetched", "failed", "cancelled", "joined"]
@@ -334,9 +336,14 @@ class RemoteCaches:
     """The engine's fetches from and offers to other instances. `post` may be called from any thread."""
 
     def __init__(
-        self, runner: StepRunner, cache: HybridCache, fetcher: Fetcher, post: Callable[[Event], None], own_cluster: str
+        self,
+        runner: StepRunner,
+        cache: HybridCache,
+        fetcher: Fetcher,
+        post: Callable[[Event], None],
+        origins_of: OriginsOf,
     ):
-        self._runner, self._cache, self._own_cluster = runner, cache, own_cluster
+        self._runner, self._cache, self._origins_of = runner, cache, origins_of
         self._fetcher, self._post = fetcher, post
         self._waiting: dict[_PrefixName, list[Sequence]] = {}  # by the prefix that another sequence fetches
         self.outcomes: Counter[FetchOutcome] = Counter()
@@ -431,16 +438,20 @@ class RemoteCaches:
 
     def _adopt(self, sequence: Sequence, leg: LegParams, cache: Fetched) -> None:
         sequence.request.prefix = cache
-        self._cache.receive(sequence.held, received_origins(leg.cluster, cache.done.origins) - {self._own_cluster})
+        self._cache.receive(sequence.held, self._origins_of(leg.cluster, cache.done.origins))
         sequence.computed_tokens, sequence.phase, sequence.is_exact = cache.tokens, Phase.RUNNING, cache.is_exact
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))
         sequence.publish(self._cache)
 
 
-def received_origins(cluster: str, stands_on: Collection[str] | None) -> frozenset[str]:
-    """Return the origins of a cache that an instance of a cluster gave; `stands_on` is what it says of others."""
-    return frozenset([cluster or UNKNOWN_PLACE, *([UNKNOWN_PLACE] if stands_on is None else stands_on)])
+def received_origins(
+    own_cluster: str, knows_peers: bool, cluster: str, stands_on: Collection[str] | None
+) -> frozenset[str]:
+    """Return the origins of a cache that an instance of `cluster` gave; `stands_on` is what it says of others. Where no
+    peer proves what it is, whatever is not of the own cluster may be from anywhere."""
+    others = {cluster or UNKNOWN_PLACE, *([UNKNOWN_PLACE] if stands_on is None else stands_on)} - {own_cluster}
+    return frozenset(others if knows_peers or not others else [UNKNOWN_PLACE])
 
 
 def export_of(sequence: Sequence, tokens: int, place: CachePlace) -> Export | None:

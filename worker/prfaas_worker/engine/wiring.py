@@ -21,7 +21,7 @@ from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.engine.ipc import Outbox
 from prfaas_worker.engine.loop import EngineLoop
 from prfaas_worker.engine.profiler import Profiler
-from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches
+from prfaas_worker.engine.remote import EngineTransfers, Fetcher, RemoteCaches, received_origins
 from prfaas_worker.engine.sequences import Event
 from prfaas_worker.engine.steps import ModelFacts, StepRunner
 from prfaas_worker.memory import available_bytes
@@ -56,13 +56,14 @@ def connect(
     transfers = EngineTransfers(layout, runner.memory, options, outbox.put, inbox.put, pin)
     budgets, profiler = calibrate(cache)
     log.info("a step computes up to %d tokens, %d of a prompt beside decodes", *budgets[options.role])
+    origins_of = partial(received_origins, options.cluster, bool(options.tls_dir))
     engine = EngineLoop(
         inbox=inbox,
         runner=runner,
         cache=cache,
         kv_events=kv_events,
         publish=partial(transfers.publish, "kv"),
-        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put, options.cluster),
+        remote=RemoteCaches(runner, cache, Fetcher(runner, transfers), inbox.put, origins_of),
         profiler=profiler,
         send=outbox.put,
         role=options.role,
