@@ -131,6 +131,20 @@ def test_strangers_and_prefixes_of_other_lengths_are_not_waited_for(model: Model
     assert len(bench.fetches) == 4
 
 
+@pytest.mark.parametrize(("second", "fetches"), [("eu", 1), ("us", 2), ("hub", 2)])
+def test_a_request_waits_for_no_cluster_but_that_of_its_own_leg(model: Model, second: str, fetches: int):
+    """A slow member would delay requests that forbid it. The control is a second request to the same cluster."""
+    bench = Bench(model, max_waiting=4)
+    for cluster, places in (("eu", ("eu",)), (second, (second,))):
+        ask(bench, prompt_of(b"first"), leg=msgspec.structs.replace(leg_of(), cluster=cluster), places=places)
+    bench.step()
+    assert len(bench.fetches) == fetches
+    for fetch in bench.fetches[1:]:
+        bring(model, fetch)
+    bench.run()
+    assert bench.ends(2) == (["length"] if fetches == 2 else []), "the first one's source is silent"
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 def test_those_that_waited_in_vain_compute(model: Model, leaves: bool):
     bench, prompt = Bench(model), prompt_of(b"first")

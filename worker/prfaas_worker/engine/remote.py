@@ -7,7 +7,8 @@ are as if they had been cached here.
 A cache is fetched when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
 computed. Many prompts behind one system prompt come at once. Only the first one's transfer is used: the others tell
 their sources that they want nothing, wait, and find the prefix in the cache. A waiting sequence holds no memory, and
-waits no longer than the fetch of the other takes. If that fails, all of them compute.
+waits no longer than the fetch of the other takes. If that fails, all of them compute. None waits for another cluster
+than its own leg names.
 
 A prefix for another instance needs no computation, only a lease on what is cached. It must not disturb the requests
 that compute here. So all of them take a quarter of the slots at most, and none that a request here takes next, and no
@@ -69,7 +70,7 @@ from prfaas_worker.options import Options
 
 log = logging.getLogger(__name__)
 
-_PrefixName = tuple[int, tuple[BlockHash, ...]]
+_PrefixName = tuple[int, tuple[BlockHash, ...], str]
 CODE_TRANSFER_OPEN: Final = "transfer_open"
 OriginsOf = Callable[[str, Collection[str] | None], frozenset[str]]
 """What a source's cluster and its account say of a cache: see `received_origins`."""
@@ -492,5 +493,6 @@ def _outcome(sequence: Sequence, result: Fetched | PrfaasError) -> FetchOutcome:
 
 
 def _prefix_name(sequence: Sequence, leg: LegParams) -> _PrefixName:
-    """Return what two sequences have in common that want the same: the hash of the prefix's last block."""
-    return leg.tokens, tuple(sequence.chain.hashes[: leg.tokens // sequence.chain.block_tokens][-1:])
+    """Return what two sequences have in common that want the same: the hash of the prefix's last block, of the same
+    cluster. Another one may be forbidden to the second, and would delay it for nothing."""
+    return leg.tokens, tuple(sequence.chain.hashes[: leg.tokens // sequence.chain.block_tokens][-1:]), leg.cluster
