@@ -30,9 +30,10 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from prfaas.errors import ConfigError, IdentityError
-from prfaas.rights import PARTS, Identity
+from prfaas.rights import BUYER, PARTS, Identity
 
-URI_PREFIX: Final = "spiffe://prfaas.io/cluster/"
+_URI_ROOT: Final = "spiffe://prfaas.io/"
+URI_PREFIX: Final = _URI_ROOT + "cluster/"
 DNS_SUFFIX: Final = ".prfaas.internal"
 CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
 """Validity begins this long before the issue, for peers with slow clocks."""
@@ -91,14 +92,19 @@ def make_authority(name: str, validity: Validity) -> KeyPair:
 
 
 def issue(authority: KeyPair, cluster: str, validity: Validity, part: str = "") -> KeyPair:
-    """Return a server and client certificate for a cluster, or a part of it; raises ConfigError for what cannot be
-    issued."""
-    if not _NAME.fullmatch(cluster):
+    """Return a server and client certificate for a cluster, a part of it, or a buyer (BUYER + NAME); raises ConfigError
+    for what cannot be issued."""
+    if not _NAME.fullmatch(cluster.removeprefix(BUYER)):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
     if part not in ("", *PARTS):
         raise ConfigError(f"{part!r} is no part of a cluster; give one of {', '.join(PARTS)}, or none")
-    uri = f"{URI_PREFIX}{cluster}{'/' if part else ''}{part}"
-    names = [x509.UniformResourceIdentifier(uri), x509.DNSName(cluster + DNS_SUFFIX)]
+    if cluster.startswith(BUYER):
+        if part:
+            raise ConfigError(f"a buyer has no parts; leave {part!r} out")
+        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(_URI_ROOT + cluster)]
+    else:
+        uri = f"{URI_PREFIX}{cluster}{'/' if part else ''}{part}"
+        names = [x509.UniformResourceIdentifier(uri), x509.DNSName(cluster + DNS_SUFFIX)]
     return _issue(authority, _name(cluster), names, validity)
 
 
@@ -260,7 +266,11 @@ def _identity_of(certificate: x509.Certificate) -> Identity:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     except x509.ExtensionNotFound:
         uris = []
-    named = uris[0].removeprefix(URI_PREFIX) if len(uris) == 1 else ""
+    uri = uris[0] if len(uris) == 1 else ""
+    buyer = uri.removeprefix(_URI_ROOT + BUYER)
+    if buyer != uri and _NAME.fullmatch(buyer):
+        return Identity(BUYER + buyer)
+    named = uri.removeprefix(URI_PREFIX)
     cluster, slash, part = named.partition("/")
     is_known = bool(_NAME.fullmatch(cluster)) and (part in PARTS if slash else True)
     if not is_known or uris != [URI_PREFIX + named]:

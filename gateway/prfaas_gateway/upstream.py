@@ -19,6 +19,8 @@ import aiohttp
 from prfaas import identity
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, UnreachableError
+from prfaas.names import HUB
+from prfaas.rights import home_of
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 
@@ -303,6 +305,7 @@ class GatewayCredentials:
     def context(self, cluster: str) -> ssl.SSLContext:
         """Return the context for workers of a cluster; it is the same until the files change."""
         files, contexts = self._known.now()
+        cluster = home_of(files.cluster) if cluster == HUB else cluster
         if cluster not in contexts:
             contexts[cluster] = _context(cluster, files)
         return contexts[cluster]

@@ -15,6 +15,7 @@ import typer
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, IdentityError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.rights import BUYER
 from prfaas.util import replace_file
 
 AUTHORITY_KEY: Final = "ca.key"
@@ -24,6 +25,8 @@ app = new_app(
 )
 
 Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if missing.")]
+Ca = Annotated[Path, typer.Option("--ca", help="Directory with ca.crt and ca.key.")]
+Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="How long the certificate is valid.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 
 
@@ -55,23 +58,44 @@ def init(
 
 @app.command()
 def issue(
-    ca: Annotated[Path, typer.Option("--ca", help="Directory with ca.crt and ca.key.")],
+    ca: Ca,
     cluster: Annotated[str, typer.Option("--cluster", help="The cluster's name: its MemberCluster's, or hub.")],
     out: Out,
     part: Annotated[
         Literal["gateway", "worker"] | None, typer.Option(help="The part of the cluster; both if not given.")
     ] = None,
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificate is valid.")] = 90,
+    days: Days = 90,
     force: Force = False,
 ) -> None:
     """Issue a cluster's certificate: tls.crt, tls.key and ca.crt, as `prfaas-worker --tls-dir` reads them.
 
     Example: prfaas certs issue --ca ca --cluster prefill-eu --out prefill-eu.
     """
+    if cluster.startswith(BUYER):
+        raise ConfigError(f"{cluster!r} cannot be a cluster's name; `prfaas certs buyer` issues a buyer's certificate")
+    _issue(ca, cluster, part or "", days, out, force)
+
+
+@app.command()
+def buyer(
+    ca: Ca,
+    name: Annotated[str, typer.Option("--name", help="The buyer's name, which no other buyer has.")],
+    out: Out,
+    days: Days = 90,
+    force: Force = False,
+) -> None:
+    """Issue the certificate of a buyer, who may have prompts prefilled here and fetch their caches, and nothing else.
+
+    Example: prfaas certs buyer --ca ca --name acme --out acme.
+    """
+    _issue(ca, BUYER + name, "", days, out, force)
+
+
+def _issue(ca: Path, name: str, part: str, days: int, out: Path, force: bool) -> None:
     from prfaas import identity
 
     authority = identity.KeyPair(_read(ca / TLS_TRUSTED), _read(ca / AUTHORITY_KEY))
-    pair = identity.issue(authority, cluster, identity.valid_for(_now(), days), part or "")
+    pair = identity.issue(authority, name, identity.valid_for(_now(), days), part)
     trusted = identity.bundle(authority.certificate)
     _write(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
 

@@ -53,6 +53,11 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     prefix: "LegParams | None" = None
 
 
+def is_whole_prefill(leg: LegParams) -> bool:
+    """Return true if a leg asks for what `POST /v1/prefills` does: compute a whole prompt, and connect to nobody."""
+    return leg.role == "source" and not leg.tokens and leg.prefix is None
+
+
 def new_transfer() -> dict[str, Any]:
     """Return the fields of both legs' LegParams that name a transfer, which no other one has."""
     return {

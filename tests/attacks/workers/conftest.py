@@ -38,6 +38,7 @@ CALLERS: Final = {
     "nobody": None,
     "another member": Identity("us"),
     "the own member": Identity("eu"),
+    "a buyer": Identity("buyer/eu"),
     "a worker of the hub": Identity("hub", "worker"),
     "a gateway of the hub": Identity("hub", "gateway"),
     "the whole hub": Identity("hub"),
@@ -59,7 +60,8 @@ class Installation:
 
     def mount(self, who: Identity, *trusted: KeyPair) -> Mount:
         pair = identity.issue(self.authority, who.cluster, DAYS, who.part)
-        return Mount(self._folder / f"{who.cluster}-{who.part}-{len(trusted)}").put(pair, self.authority, *trusted)
+        name = f"{who.cluster.replace('/', '-')}-{who.part}-{len(trusted)}"
+        return Mount(self._folder / name).put(pair, self.authority, *trusted)
 
     def credentials(self, who: Identity | None) -> PeerCredentials | None:
         if who is None:
@@ -151,7 +153,7 @@ REQUESTS: Final[dict[str, Callable[[], tuple[str, str, Any]]]] = {
     "/v1/role": lambda: ("PUT", "/v1/role", {"role": "mixed"}),
     "/v1/egress": lambda: ("PUT", "/v1/egress", {"mbps": None}),
     "/v1/cache/reset": lambda: ("POST", "/v1/cache/reset", None),
-    STEER: lambda: ("POST", "/v1/completions", PROMPT | leg("source")),
+    STEER: lambda: ("POST", "/v1/completions", PROMPT | leg("destination", host="127.0.0.1", port=9, cluster="hub")),
 }
 """How an endpoint is called; one that is not here by GET."""
 

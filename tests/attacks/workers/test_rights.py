@@ -15,6 +15,7 @@ from prfaas import identity
 from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.rights import RIGHTS, STEER, TRANSFER, Identity, callers_of
 from prfaas.wire.kvevents import EVENTS_PATH, BlockStored, read_events
+from prfaas.wire.prefill import new_transfer
 from prfaas_transfer.credentials import PeerCredentials
 
 from .conftest import CALLERS, DAYS, PROMPT, SECONDS, Installation, Target, Targets, call, gets_through, leg
@@ -38,7 +39,22 @@ def test_an_identity_gets_what_the_table_allows_and_no_more(
     assert {endpoint for endpoint in RIGHTS if gets_through(target, shown, endpoint)} == allowed
 
 
-@pytest.mark.parametrize("who", ["nobody", "another member", "the own member"])
+def test_a_buyer_has_a_prompt_prefilled_and_gets_no_answer_and_no_look_into_the_cache(
+    targets: Targets, installation: Installation
+):
+    """In the form of a completion: its gateway does not know the tokens."""
+    shown = installation.credentials(CALLERS["a buyer"])
+
+    def status(**place: object) -> int:
+        return call(targets.eu, shown, "POST", "/v1/completions", PROMPT | leg("source", **place)).status
+
+    assert status() == 200
+    prefix = {"role": "destination", **new_transfer(), "host": "127.0.0.1", "port": 9, "cluster": "eu", "tokens": 64}
+    assert (status(tokens=64), status(prefix=prefix)) == (403, 403)
+    assert call(targets.eu, shown, "POST", "/v1/completions", PROMPT).status == 403
+
+
+@pytest.mark.parametrize("who", ["nobody", "another member", "the own member", "a buyer"])
 def test_without_the_table_every_identity_gets_everything(targets: Targets, installation: Installation, who: str):
     shown = installation.credentials(CALLERS[who])
     reached = {endpoint for endpoint in RIGHTS if gets_through(targets.undefended, shown, endpoint)}
@@ -61,7 +77,9 @@ def is_called(bait: socket.socket, seconds: float) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("who", "status"), [("nobody", 401), ("another member", 403), ("the own member", 403)])
+@pytest.mark.parametrize(
+    ("who", "status"), [("nobody", 401), ("another member", 403), ("the own member", 403), ("a buyer", 403)]
+)
 def test_no_caller_but_a_gateway_makes_a_worker_connect_to_an_address_of_its_choice(
     targets: Targets, installation: Installation, bait: socket.socket, who: str, status: int
 ):

@@ -38,6 +38,13 @@ def test_a_worker_uses_what_was_written(made: Path):
     assert {path.name for path in (made / "eu").iterdir()} == {"tls.crt", "tls.key", "ca.crt"}
 
 
+def test_a_buyer_has_a_certificate_that_is_of_no_cluster(made: Path, tmp_path: Path):
+    assert certs("buyer", "--ca", made / "ca", "--name", "acme", "--out", tmp_path / "acme").exit_code == 0
+    assert PeerCredentials(tmp_path / "acme").cluster == "buyer/acme"
+    refused = certs("issue", "--ca", made / "ca", "--cluster", "buyer/acme", "--out", tmp_path / "x")
+    assert "`prfaas certs buyer`" in str(refused.exception)
+
+
 def test_only_their_owner_may_read_keys(made: Path):
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in made.rglob("*.*")}
     assert {mode for path, mode in modes.items() if path.suffix == ".key"} == {0o600}

@@ -131,7 +131,9 @@ def test_beside_a_vllm_only_a_gateway_runs_and_both_sides_are_reached_as_vllm():
 
 def test_the_worker_gets_our_flags_and_then_the_users():
     settings = msgspec.structs.replace(SETTINGS, tls_dir=Path("hub"), worker_flags=("--threads", "8"))
-    assert commands(settings, Path("r"), Path("c"))["worker"][-3:] == ["--tls-dir=hub", "--threads", "8"]
+    worker = commands(settings, Path("r"), Path("c"), "buyer/acme")["worker"]
+    assert worker[-3:] == ["--tls-dir=hub", "--threads", "8"]
+    assert "--cluster=buyer/acme" in worker
 
 
 def invoke(*flags: str) -> Result:
@@ -148,7 +150,7 @@ def test_the_command_of_the_page_says_all_that_is_needed(monkeypatch):
     assert invoke(*shlex.split(line)[2:]).exit_code == 0
     only = begun[0]
     assert (only.model_name, only.service_url) == ("kimi-linear", "https://prefill.example:8000")
-    assert (only.service_cluster, only.tls_dir, only.port) == ("prefill-eu", Path("hub"), 8080)
+    assert (only.service_cluster, only.tls_dir, only.port) == ("prefill-eu", Path("acme"), 8080)
     assert only.threshold_tokens == NEVER_TOKENS
 
 

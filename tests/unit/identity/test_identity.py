@@ -82,6 +82,14 @@ def test_a_certificate_may_say_which_part_of_its_cluster_it_is(authority):
         identity.issue(authority, "hub", YEAR, "king")
 
 
+def test_a_buyer_is_no_cluster_and_has_no_part(authority):
+    pair = identity.issue(authority, "buyer/eu", YEAR)
+    assert identity.check_peer(der(pair), authority.certificate, NOW) == ("buyer/eu", "")
+    for name, part in (("buyer/", ""), ("buyer/eu/worker", ""), ("eu/x", ""), ("buyer/eu", "worker")):
+        with pytest.raises(ConfigError):
+            identity.issue(authority, name, YEAR, part)
+
+
 def test_a_client_is_a_user_in_groups_and_no_server(authority):
     pair = identity.issue_client(authority, "system:node:n", ["system:nodes"], YEAR)
     certificate = x509.load_pem_x509_certificate(pair.certificate)

@@ -3,7 +3,7 @@
 import pytest
 
 from prfaas.names import HUB
-from prfaas.rights import RIGHTS, STEER, TRANSFER, Identity, is_open, refusal
+from prfaas.rights import BUYER, PREFILLS, RIGHTS, STEER, TRANSFER, Identity, is_open, refusal
 from prfaas.wire.kvevents import EVENTS_PATH
 
 PROBES = {"/health", "/healthz", "/readyz", "/metrics"}
@@ -31,6 +31,19 @@ def test_a_member_uses_its_own_workers_and_neither_controls_nor_steers_them():
     own = may(Identity("eu"), "eu")
     assert {"/v1/completions", "/v1/profile", TRANSFER} < own
     assert not own & (CONTROL | {"/v1/prefills"})
+
+
+@pytest.mark.parametrize("own_cluster", [HUB, "eu", "acme"])
+def test_a_buyer_has_prompts_prefilled_fetches_caches_and_reads_the_price_and_no_more(own_cluster: str):
+    wanted = PROBES | {PREFILLS, TRANSFER, "/v1/profile", "/v1/models", "/openapi.json"}
+    assert may(Identity(f"{BUYER}acme"), own_cluster) == wanted
+
+
+def test_a_buyers_own_instances_serve_it_and_nobody_else():
+    own = f"{BUYER}acme"
+    assert may(Identity(own), own) == RIGHTS.keys()
+    for other in (f"{BUYER}other", HUB, "acme"):
+        assert may(Identity(other), own) == PROBES
 
 
 @pytest.mark.parametrize("part", ["gateway", "worker"])

@@ -19,6 +19,7 @@ import pytest
 
 from prfaas import identity
 from prfaas.processes import ends_with_us
+from prfaas.rights import BUYER
 
 from ...waiting import eventually_async
 from ..tls.mounts import Mount
@@ -64,14 +65,15 @@ def start(output: Path, *flags: str) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 async def hybrid(tmp_path: Path, launch) -> Iterator[Hybrid]:
-    """A service of cluster eu, and the command on a machine that is the hub."""
+    """A service of cluster eu, and the command on a buyer's machine."""
     authority, until = identity.make_authority("test", identity.valid_for(NOW, 30)), identity.valid_for(NOW, 2)
-    hub, eu = (
-        Mount(tmp_path / name).put(identity.issue(authority, name, until), authority).path for name in ("hub", "eu")
+    acme, eu = (
+        Mount(tmp_path / name).put(identity.issue(authority, name, until), authority).path
+        for name in (f"{BUYER}acme", "eu")
     )
     service = launch("service", "--role", "prefill", "--cluster", "eu", "--tls-dir", str(eu))
     flags = ["--model", "builtin:kimi-linear-tiny", "--model-name", "tiny", "--prefill-service", service.url]
-    flags += ["--service-cluster", "eu", "--threshold-tokens", "500", "--tls-dir", str(hub), "--port", "0"]
+    flags += ["--service-cluster", "eu", "--threshold-tokens", "500", "--tls-dir", str(acme), "--port", "0"]
     output = tmp_path / "serve.log"
     process = start(output, *flags, "--", "--threads", "1")
     try:

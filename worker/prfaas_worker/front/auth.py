@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError, RequestError
 from prfaas.http_server import error_body
-from prfaas.rights import Identity, is_open, refusal
+from prfaas.rights import BY_BODY, PREFILLS, Identity, is_open, refusal
 from prfaas.wire.headers import CODE_NO_CERTIFICATE, CODE_NOT_ALLOWED
 from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.options import Options
@@ -51,7 +51,8 @@ def require_rights(credentials: PeerCredentials | None) -> Middleware:
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if credentials is not None and not is_open(request.path):
             try:
-                require_right(request, credentials, request.path)
+                right = () if request.path not in BY_BODY else (PREFILLS,)  # the handler reads which it is
+                require_right(request, credentials, request.path, *right)
             except RequestError as error:
                 return _refusal(f"{request.method} {error}", error)
         return await handler(request)
@@ -59,13 +60,17 @@ def require_rights(credentials: PeerCredentials | None) -> Middleware:
     return check
 
 
-def require_right(request: web.Request, credentials: PeerCredentials, endpoint: str, param: str | None = None) -> None:
-    """Raise RequestError unless a request's caller may use this endpoint, a path or what a field of its body asks."""
+def require_right(
+    request: web.Request, credentials: PeerCredentials, endpoint: str, *others: str, param: str | None = None
+) -> None:
+    """Raise RequestError, about the first, unless a request's caller may use one of these endpoints: paths, or what a
+    field of its body asks for."""
     try:
         caller = _caller(request, credentials)
     except IdentityError as error:
         raise RequestError(f"{endpoint}: {error}", status=401, code=CODE_NO_CERTIFICATE, param=param) from error
-    if reason := refusal(endpoint, caller, credentials.cluster):
+    reason = refusal(endpoint, caller, credentials.cluster)
+    if reason and all(refusal(other, caller, credentials.cluster) for other in others):
         status, code = (401, CODE_NO_CERTIFICATE) if caller is None else (403, CODE_NOT_ALLOWED)
         raise RequestError(f"{endpoint}: {reason}", status=status, code=code, param=param)
 

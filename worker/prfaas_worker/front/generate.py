@@ -25,10 +25,11 @@ from prfaas.http_server import STREAM_HEADERS, error_body
 from prfaas.kvindex.blocks import BLOCK_TOKENS, BlockChain, chain_root
 from prfaas.kvindex.bytes import block_ends, byte_hashes
 from prfaas.kvindex.canonical import CHAT_FIELDS, COMPLETION_FIELDS, canonical_chat, canonical_completion, tokens_before
-from prfaas.rights import STEER
+from prfaas.rights import PREFILLS, STEER
 from prfaas.wire import headers
 from prfaas.wire.engine import Announced, Cancel, Generate, GiveCache, LearnBytes, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock, ByteMapBatch, encode_byte_map
+from prfaas.wire.prefill import is_whole_prefill
 from prfaas.wire.trace import TraceContext, read_trace, split, write_parts
 from prfaas_worker.front.auth import require_right
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
@@ -200,8 +201,10 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
 
     size, job = await read_request(request, read)
     state.require_open()
-    if state.credentials is not None and any(prompt.leg for prompt in job.prompts):
-        require_right(request, state.credentials, STEER, STEER)  # it names an address, and no client may
+    if state.credentials is not None:
+        legs = [prompt.leg for prompt in job.prompts if prompt.leg is not None]
+        asks = PREFILLS if all(map(is_whole_prefill, legs)) else STEER  # which names an address, and no client may
+        require_right(request, state.credentials, asks if legs else request.path, param=STEER if legs else None)
     formatter = ResponseFormatter(job, state.served, state.tokenizer)
     if job.gives_cache:
         return await _give_cache(request, job, formatter, spans.begin_source())

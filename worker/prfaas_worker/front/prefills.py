@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from prfaas.wire.engine import Announced, GiveCache, Started
-from prfaas.wire.prefill import PrefillOffer, PrefillRequest
+from prfaas.wire.prefill import PrefillOffer, PrefillRequest, is_whole_prefill
 from prfaas.wire.trace import read_trace
 from prfaas_worker.front.engine_client import EngineError
 from prfaas_worker.front.openai_bodies import read_body
@@ -70,5 +70,5 @@ def _checked(data: bytes, served: ServedModel, _tokenizer: Tokenizer) -> Prefill
     require(len(wanted.token_ids) > 1, "token_ids", rule)
     require(wanted.leg.role == "source", "leg.role", "must be source: a destination's leg is a completion")
     rule = "must have neither tokens nor prefix: the whole prompt is computed here"
-    require(not wanted.leg.tokens and wanted.leg.prefix is None, "leg", rule)
+    require(is_whole_prefill(wanted.leg), "leg", rule)
     return wanted

@@ -18,7 +18,7 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     decode_url: Annotated[
         str, typer.Option(help="A vLLM here with our connector, instead of a worker.", metavar="http://HOST:PORT")
     ] = "",
-    tls_dir: Annotated[Path | None, typer.Option(help="Directory with a certificate of cluster hub (plain).")] = None,
+    tls_dir: Annotated[Path | None, typer.Option(help="Directory with a buyer's certificate (plain).")] = None,
     service_cluster: Annotated[str, typer.Option(help="The cluster in the service's certificate.")] = "service",
     service_data_port: Annotated[
         int, typer.Option(min=1, max=65535, help="The service's port of cache transfers.")
@@ -31,7 +31,7 @@ def serve(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 ) -> None:
     """Serve a model here, and send long prompts to a prefill service while it answers.
 
-    Example: prfaas serve --model ./kimi-linear --prefill-service https://prefill.example:8000 --tls-dir hub
+    Example: prfaas serve --model ./kimi-linear --prefill-service https://prefill.example:8000 --tls-dir acme
     """
     if bool(model) == bool(decode_url):
         raise ConfigError("give either --model, for a worker that this command runs, or --decode-url, for a vLLM")

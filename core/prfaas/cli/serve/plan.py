@@ -74,11 +74,12 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[_Model]
 
 
-def commands(settings: Settings, routes_file: Path, control_socket: Path) -> dict[str, list[str]]:
-    """Return the commands to start by name, in that order."""
+def commands(settings: Settings, routes_file: Path, control_socket: Path, home: str = HUB) -> dict[str, list[str]]:
+    """Return the commands to start by name, in that order. `home` is what our certificate names."""
     tls = [f"--tls-dir={settings.tls_dir}"] if settings.tls_dir else []
     worker = [f"--model-source={settings.model_source}", f"--model-name={settings.model_name}", f"--instance={LOCAL}"]
-    worker += [f"--api-port={settings.api_port}", f"--data-port={settings.data_port}", *tls, *settings.worker_flags]
+    worker += [f"--cluster={home}", f"--api-port={settings.api_port}", f"--data-port={settings.data_port}"]
+    worker += [*tls, *settings.worker_flags]
     gateway = [f"--port={settings.port}", f"--routes-file={routes_file}", f"--control-socket={control_socket}", *tls]
     ours = {} if settings.decode_url else {"worker": [sys.executable, "-m", "prfaas_worker", *worker]}
     return ours | {"gateway": [sys.executable, "-m", "prfaas_gateway", *gateway]}

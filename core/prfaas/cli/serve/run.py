@@ -44,6 +44,7 @@ from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
 from prfaas.names import HUB
 from prfaas.processes import ChildProcess
+from prfaas.rights import home_of
 from prfaas.wire.profile import PATH as PROFILE_PATH
 from prfaas.wire.profile import ProfileAnswer, read_profile
 
@@ -58,8 +59,13 @@ ANSWER_BYTES: Final = 64 * 1024
 class Caller:
     """Calls the local processes and the service, in plain HTTP without `tls_dir`; raises ConfigError for bad files."""
 
+    home: str = HUB
+    """What the certificate of the local processes names."""
+
     def __init__(self, tls_dir: Path | None):
         self._context = CredentialFiles(tls_dir, _context) if tls_dir else None
+        if self._context is not None:
+            self.home = home_of(self._context.now().cluster)
 
     def profile(self, url: str, cluster: str) -> ProfileAnswer:
         """Return the profile of an instance of this cluster; raises PeerError as `call` does."""
@@ -107,8 +113,13 @@ class Caller:
                 raise IdentityError(f"{parts.netloc} shows a certificate of cluster {found!r}, not of {cluster!r}")
 
 
-def _context(files: Files) -> ssl.SSLContext:
-    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_CLIENT)
+class _Context(ssl.SSLContext):
+    cluster: str = ""
+
+
+def _context(files: Files) -> _Context:
+    context = tls13(_Context, ssl.PROTOCOL_TLS_CLIENT)
+    context.cluster = files.cluster
     load(context, files)
     return context
 
@@ -119,7 +130,7 @@ def follow_service(settings: Settings, caller: Caller, control_socket: Path) -> 
     A line on stderr says whenever the service is used again or no longer.
     """
     url, shown, used = settings.service_url, "", f"{settings.service_url} is used for long prompts"
-    local = None if settings.decode_url else caller.profile(settings.worker_url, HUB)
+    local = None if settings.decode_url else caller.profile(settings.worker_url, caller.home)
     while True:
         try:
             if local is None:
@@ -127,7 +138,7 @@ def follow_service(settings: Settings, caller: Caller, control_socket: Path) -> 
                 update = update_of(settings, used)
             else:
                 with suppress(PeerError):  # busy or dead: `run` notices; its curve stays the same for seconds
-                    local = caller.profile(settings.worker_url, HUB)
+                    local = caller.profile(settings.worker_url, caller.home)
                 prices = prices_of(settings, local, caller.profile(url, settings.service_cluster))
                 update = update_of(settings, used, prices=prices)
         except PeerError as error:
@@ -159,7 +170,7 @@ def run(settings: Settings, caller: Caller) -> None:
         children: list[ChildProcess] = []
         with suppress(KeyboardInterrupt):
             # They end in the opposite order: the gateway finishes its requests while the worker still serves.
-            for name, command in commands(settings, routes_file, control_socket).items():
+            for name, command in commands(settings, routes_file, control_socket, caller.home).items():
                 children.append(ChildProcess(f"the {name}", command, directory / f"{name}.log", death_signal="TERM"))
                 running.callback(children[-1].stop, GRACE_SECONDS)
             _wait_until_ready(settings, caller, children)
@@ -174,7 +185,7 @@ def run(settings: Settings, caller: Caller) -> None:
 
 def _wait_until_ready(settings: Settings, caller: Caller, children: Sequence[ChildProcess]) -> None:
     started = shown = time.monotonic()
-    while not (caller.is_ready(settings.worker_url, HUB) and caller.is_ready(settings.gateway_url)):
+    while not (caller.is_ready(settings.worker_url, caller.home) and caller.is_ready(settings.gateway_url)):
         for child in children:
             child.check_running()
         if time.monotonic() - shown >= SHOW_SECONDS:
