@@ -183,7 +183,7 @@ def _loop_of(one: EngineRecord) -> str:
 def _encryption_of(one: EngineRecord) -> str:
     if not one.is_encrypted:
         return "none"
-    return "mutual TLS for caches and cache events; TLS for the API" if one.tokenizes else "mutual TLS"
+    return "mutual TLS" if one.checks_callers else "mutual TLS for caches and cache events; TLS for the API"
 
 
 def port_rows() -> list[tuple[str, ...]]:

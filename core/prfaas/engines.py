@@ -142,6 +142,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What of an arriving cache has a checksum."""
     is_encrypted: bool = False
     """Whether API and caches use the certificates of both clusters."""
+    checks_callers: bool = False
+    """Whether its API, inside TLS, serves nobody but those who `prfaas.rights` allows."""
     steering_fields: frozenset[str] = frozenset()
     """Fields of a body by which a client could say where a cache lies or where a request runs: the gateway refuses
     them, whichever engine serves.
@@ -208,6 +210,7 @@ _PRFAAS: Final = EngineRecord(
     link_port="api",
     checked="Frame",
     is_encrypted=True,
+    checks_callers=True,
     steering_fields=frozenset({"kv_transfer_params", STREAM_FIELD}),
 )
 _EMULATED: Final = replace(

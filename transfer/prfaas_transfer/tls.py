@@ -114,7 +114,7 @@ class PeerAuth:
         return plain(sock)
 
     def connect(self, sock: socket.socket, _cluster: str, /) -> DataStream:
-        """Make a stream of a connection to this cluster (empty: any). With TLS, raises PeerError if it is another."""
+        """Make a stream of a connection to this cluster. With TLS, raises PeerError if it is another, or none."""
         return plain(sock)
 
     def check(self, stream: DataStream, endpoint: str) -> None:
@@ -137,6 +137,8 @@ class TlsAuth(PeerAuth):
         return accept_tls(sock, self._credentials, HANDSHAKE_SECONDS)
 
     def connect(self, sock: socket.socket, cluster: str, /) -> DataStream:
+        if not cluster:  # any certificate of the installation, a buyer's too, would pass for the source
+            raise IdentityError("the leg names no cluster, so nothing proves who gives the cache; name it in `cluster`")
         return connect_tls(sock, self._credentials, HANDSHAKE_SECONDS, cluster)
 
     def check(self, stream: DataStream, endpoint: str) -> None:

@@ -58,6 +58,11 @@ def is_whole_prefill(leg: LegParams) -> bool:
     return leg.role == "source" and not leg.tokens and leg.prefix is None
 
 
+def names_sources(leg: LegParams) -> bool:
+    """Return true if a leg says of which cluster each source is that it fetches from."""
+    return (leg.role == "source" or leg.cluster != "") and (leg.prefix is None or leg.prefix.cluster != "")
+
+
 def new_transfer() -> dict[str, Any]:
     """Return the fields of both legs' LegParams that name a transfer, which no other one has."""
     return {

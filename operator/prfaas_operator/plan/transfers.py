@@ -1,5 +1,5 @@
 """Conditions of a policy and its pools about what crosses between clusters: whether it is encrypted, whether it is
-checked, and whether the places where it may not go are known.
+checked, whether the APIs there ask callers who they are, and whether the places where it may not go are known.
 
 They are read from the routing table and from pods, and so from what the instances are and not from what their pools
 want. What crosses inside the hub is left to the hub's network.
@@ -17,6 +17,7 @@ from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import PoolObject
 
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
+CALLERS_CHECKED: Final = "CallersChecked"
 PLACES_KNOWN: Final = "PlacesKnown"
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
 _NO_INSTANCE: Final = yes("NothingCrosses", "this pool has no instance")
@@ -58,8 +59,13 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
         if one.cluster != HUB
     ]
     if not crossing:
-        return {ENCRYPTED: _NOTHING, INTEGRITY_CHECKED: _NOTHING, **places}
-    return {ENCRYPTED: _encrypted(crossing), INTEGRITY_CHECKED: _checked(crossing), **places}
+        return {ENCRYPTED: _NOTHING, INTEGRITY_CHECKED: _NOTHING, CALLERS_CHECKED: _NOTHING, **places}
+    return {
+        ENCRYPTED: _encrypted(crossing),
+        INTEGRITY_CHECKED: _checked(crossing),
+        CALLERS_CHECKED: _callers(crossing),
+        **places,
+    }
 
 
 def _places(table: RoutingTable) -> ConditionState:
@@ -117,6 +123,19 @@ def _checked(crossing: Iterable[_Crossing]) -> ConditionState:
             "have one layout",
         )
     return yes("DigestPerFrame", "each frame of a cache has a digest that its destination checks")
+
+
+def _callers(crossing: Iterable[_Crossing]) -> ConditionState:
+    for one in crossing:
+        if not (one.record.checks_callers and one.in_tls):
+            why = f"runs {one.record.name}" if one.in_tls else "has an instance without certificate"
+            return no(
+                "ApiAsksNobody",
+                f"{_what(one)} {why}, so its API serves whoever reaches it, past the gateway's keys and limits: let "
+                "only the hub reach it, by networkPolicy.hubCidrs of the chart prfaas-member where NetworkPolicies are "
+                "enforced",
+            )
+    return yes("ByCertificate", "the APIs in other clusters ask each caller for a certificate and its right")
 
 
 def _what(instance: _Crossing) -> str:

@@ -99,6 +99,20 @@ def test_a_steered_request_of_a_caller_that_may_complete_names_the_field(targets
     assert (error["param"], error["code"]) == (STEER, "not_allowed")
 
 
+def test_a_cache_of_whoever_answers_is_not_fetched(targets: Targets, installation: Installation, bait: socket.socket):
+    """A leg without a cluster would take it from any holder of a certificate. The control names one."""
+    shown = installation.credentials(CALLERS["a gateway of the hub"])
+    place = {"host": "127.0.0.1", "port": bait.getsockname()[1]}
+    unnamed = {"role": "destination", **new_transfer(), **place, "tokens": 64}
+    for body in (leg("destination", **place), leg("source", prefix=unnamed)):
+        refused = call(targets.eu, shown, "POST", "/v1/completions", PATIENT | body)
+        assert (refused.status, refused.error["param"]) == (400, STEER)
+    assert not is_called(bait, 0.2)
+    named = leg("destination", **place, cluster="hub")
+    assert call(targets.eu, shown, "POST", "/v1/completions", PATIENT | named).status == 200
+    assert is_called(bait, SECONDS)
+
+
 def events_of(target: Target, installation: Installation, who: Identity, count: int) -> list[BlockStored]:
     """Read the events of a worker until it has stored so many blocks."""
     credentials = installation.credentials(who)

@@ -165,7 +165,7 @@ def test_keeps_what_other_writers_put_in_the_status(served):
     served.hub.wait_reason("prfaas", "kimi", "NoReadyInstances")
     status = served.hub.get("prfaas", "kimi")["status"]
     assert status["thresholdTokens"] == 777
-    ours = {"Ready", "Encrypted", "IntegrityChecked"}
+    ours = {"Ready", "Encrypted", "IntegrityChecked", "CallersChecked"}
     assert {one["type"] for one in status["conditions"]} == {*ours, "MetricsFresh"}
     served.hub.set_pod(served.hub.pods("decode")[0], address="10.1.1.1")
     served.hub.wait_reason("prfaas", "kimi", "AllReady")

@@ -54,7 +54,11 @@ def test_its_metrics_are_asked_for(made_up):
 
 
 def test_what_is_not_in_its_record_counts_as_unsafe(made_up):
-    assert made_up["conditions"] == {"Encrypted": "PlainTransfers", "IntegrityChecked": "ChecksumPerRequest"}
+    assert made_up["conditions"] == {
+        "Encrypted": "PlainTransfers",
+        "IntegrityChecked": "ChecksumPerRequest",
+        "CallersChecked": "ApiAsksNobody",
+    }
 
 
 def test_the_schema_knows_it(made_up):

@@ -121,6 +121,7 @@ def test_what_crosses_between_clusters_is_checked_and_encrypted_by_our_transfer_
     ours = {"prfaas", "emulated", "vllm-prfaas"}
     assert {name for name, one in ENGINES.items() if one.is_encrypted} == ours
     assert {name for name, one in ENGINES.items() if one.checked == "Frame"} == ours
+    assert {name for name, one in ENGINES.items() if one.checks_callers} == {"prfaas", "emulated"}
     assert {name for name, one in ENGINES.items() if one.checked == "Request"} == {"sglang"}
     assert {name for name, one in ENGINES.items() if one.steering_fields or one.steering_objects} == ENGINES.keys()
 

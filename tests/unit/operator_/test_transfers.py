@@ -13,7 +13,8 @@ def instance(engine: str, scheme: str = "http", cluster: str = "eu") -> Instance
 
 
 def reasons(*instances: Instance) -> list[tuple[str, str]]:
-    return [(state.status, state.reason) for state in conditions(make_table(*instances)).values()]
+    found = conditions(make_table(*instances))
+    return [(found[name].status, found[name].reason) for name in ("Encrypted", "IntegrityChecked")]
 
 
 CASES = [
@@ -42,8 +43,24 @@ def test_the_worst_instance_gives_the_reason(instances, encrypted, checked):
     assert reasons(*instances) == [encrypted, checked]
 
 
+@pytest.mark.parametrize(
+    ("instances", "wanted"),
+    [
+        ([instance("vllm-prfaas", cluster="hub")], ("True", "NothingCrosses")),
+        ([instance("prfaas", "https")], ("True", "ByCertificate")),
+        ([instance("prfaas", "https"), instance("vllm-prfaas", "https")], ("False", "ApiAsksNobody")),
+        ([instance("prfaas")], ("False", "ApiAsksNobody")),
+        ([instance("sglang")], ("False", "ApiAsksNobody")),
+    ],
+)
+def test_a_policy_says_whether_apis_in_other_clusters_ask_who_calls(instances, wanted):
+    state = conditions(make_table(*instances))["CallersChecked"]
+    assert (state.status, state.reason) == wanted
+
+
 def test_a_reason_names_the_pool_the_cluster_and_the_cure():
-    for state in conditions(make_table(instance("vllm-nixl"))).values():
+    for name in ("Encrypted", "IntegrityChecked"):
+        state = conditions(make_table(instance("vllm-nixl")))[name]
         assert state.message.startswith("PrefillPool offload in eu runs vllm-nixl")
         assert "vllm with connector Prfaas" in state.message
 

@@ -179,7 +179,7 @@ def test_a_member_may_buy_none_and_hears_who_may(calls: Calls, eu: PeerCredentia
     error = msgspec.json.decode(body)["error"]
     assert (status, error["code"]) == (403, "not_allowed")
     assert error["message"] == (
-        "POST /v1/prefills: only workers of the hub, gateways of the hub may use this, "
+        "POST /v1/prefills: only buyers of prefills, workers of the hub, gateways of the hub may use this, "
         "and the caller's certificate is of cluster 'eu'"
     )
     assert not calls.port.requests

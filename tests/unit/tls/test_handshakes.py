@@ -68,6 +68,12 @@ def client_hears(connect: Connect, sock: socket.socket, credentials: PeerCredent
         connect(sock, credentials).receive_into(bytearray(1))
 
 
+def test_no_connection_is_made_to_whoever_answers(sockets, hub):
+    """vLLM's API takes a leg of anybody: without a cluster in it, any holder of a certificate could give the cache."""
+    with pytest.raises(IdentityError, match="names no cluster"):
+        TlsAuth(hub).connect(sockets()[0], "")
+
+
 def test_both_sides_know_the_others_cluster(served, connect, hub, eu):
     sock, accepted = served(eu)
     client = connect(sock, hub, "eu")

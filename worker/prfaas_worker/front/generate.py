@@ -29,7 +29,7 @@ from prfaas.rights import PREFILLS, STEER
 from prfaas.wire import headers
 from prfaas.wire.engine import Announced, Cancel, Generate, GiveCache, LearnBytes, Started, Tokens
 from prfaas.wire.kvevents import ByteBlock, ByteMapBatch, encode_byte_map
-from prfaas.wire.prefill import is_whole_prefill
+from prfaas.wire.prefill import is_whole_prefill, names_sources
 from prfaas.wire.trace import TraceContext, read_trace, split, write_parts
 from prfaas_worker.front.auth import require_right
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
@@ -42,6 +42,7 @@ from prfaas_worker.front.serving import (
     ServedModel,
     read_places,
     read_request,
+    require,
     require_model,
     require_tokens,
 )
@@ -205,6 +206,7 @@ async def _answer(request: web.Request, make_job: MakeJob, request_id: str, span
         legs = [prompt.leg for prompt in job.prompts if prompt.leg is not None]
         asks = PREFILLS if all(map(is_whole_prefill, legs)) else STEER  # which names an address, and no client may
         require_right(request, state.credentials, asks if legs else request.path, param=STEER if legs else None)
+        require(all(map(names_sources, legs)), STEER, "must name the source's cluster, which it has to prove")
     formatter = ResponseFormatter(job, state.served, state.tokenizer)
     if job.gives_cache:
         return await _give_cache(request, job, formatter, spans.begin_source())
