@@ -8,7 +8,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
-from prfaas.routing.facts import check_places, usable_places
+from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire import headers
@@ -74,8 +74,8 @@ class Dispatcher:
         request, fields = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
         if parts.state.table is not None:
             check_places(request.preferences, parts.state.table)
-            usable = " ".join(usable_places(parts.state.table, request.preferences))
-            request = replace(request, headers={**request.headers, headers.PLACES: usable})
+            places = parts.state.places(request.preferences)
+            request = replace(request, headers={**request.headers, headers.PLACES: places})
         no_hand_off = without_hand_off(request)
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)

@@ -13,11 +13,21 @@ from typing import Final, NamedTuple
 
 from prfaas.errors import CapacityError, InternalError
 from prfaas.routing.affinity import cheapest_rank
-from prfaas.routing.facts import Route, RouteKind, RoutingFacts, RoutingRule, cached_by_cluster, narrow, rule_in_force
+from prfaas.routing.facts import (
+    Route,
+    RouteKind,
+    RoutingFacts,
+    RoutingRule,
+    cached_by_cluster,
+    narrow,
+    rule_in_force,
+    usable_places,
+)
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.prices import Backlog
 from prfaas.util import RateBucket, backoff_seconds
 from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable, measured_as, rank_name, takes_rank
 from prfaas_gateway.limits import Limits
@@ -37,6 +47,7 @@ class GatewayState:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.table: RoutingTable | None = None
+        self._places = ""
         self.reads_whole_bodies = False
         """Whether the table has an engine that clients could steer by fields of a body."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
@@ -59,10 +70,17 @@ class GatewayState:
     def set_table(self, table: RoutingTable) -> None:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
+        self._places = " ".join(usable_places(table, NO_PREFERENCES))
         self.reads_whole_bodies = any(one.record.needs_every_field for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
+
+    def places(self, preferences: Preferences) -> str:
+        """Return the header PLACES of a request: that of all requests, unless its preferences narrow it."""
+        if self.table is None or not (preferences.forbid or preferences.offload == "never"):
+            return self._places
+        return " ".join(usable_places(self.table, preferences))
 
     def push(self, update: ThresholdUpdate) -> None:
         """Use the scheduler's update until it expires."""

@@ -159,10 +159,12 @@ def permitted_clusters(table: RoutingTable) -> tuple[Cluster, ...]:
 
     None while it forbids a place where no cluster is: a misspelt name may mean any of them.
     """
-    forbidden, known = table.forbid_datacenters, [one.datacenter for one in table.clusters if one.datacenter]
-    if unknown_places(forbidden, known):
+    forbidden, clusters = table.forbid_datacenters, table.clusters
+    if not forbidden:
+        return clusters
+    if unknown_places(forbidden, [one.datacenter for one in clusters if one.datacenter]):
         return ()
-    return tuple(one for one in table.clusters if not forbids(forbidden, one.datacenter))
+    return tuple(one for one in clusters if not forbids(forbidden, one.datacenter))
 
 
 def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
@@ -180,6 +182,6 @@ def check_places(preferences: Preferences, table: RoutingTable) -> None:
 
     Where no cluster names its place, each is forbidden, and nothing can be sent away by a misspelt name.
     """
-    places = [one.datacenter for one in table.clusters if one.datacenter]
+    places = [one.datacenter for one in table.clusters if one.datacenter] if preferences.forbid else []
     if places:
         check_known(preferences.forbid, [*places, *table.forbid_datacenters])

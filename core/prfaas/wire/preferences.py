@@ -52,7 +52,8 @@ def covers(name: str, datacenter: str) -> bool:
 
 def overlap(name: str, datacenter: str) -> bool:
     """Return true if one of two places lies in the other: a cluster in `us` may be in us-east-1."""
-    return covers(name, datacenter) or covers(datacenter, name)
+    name, datacenter = name.casefold(), datacenter.casefold()
+    return name == datacenter or name.startswith(f"{datacenter}-") or datacenter.startswith(f"{name}-")
 
 
 def forbids(names: Collection[str], datacenter: str) -> bool:

@@ -115,6 +115,20 @@ async def test_a_forbidden_place_where_no_cluster_is_gets_a_400_and_no_instance_
     assert [one.seen for one in world.workers.values()] == [[], []]
 
 
+async def test_a_worker_hears_whose_cached_bytes_may_serve_each_request_by_the_table_of_the_moment(world, short):
+    await world.start("d0", clusters=(EU,))
+    for sent in (
+        {},
+        {headers.DATACENTERS: "forbid eu"},
+        {headers.OFFLOAD: "never"},
+        {headers.DATACENTERS: "prefer eu"},
+    ):
+        assert (await world.post(short, headers=sent)).status == 200
+    world.state.set_table(replace(world.table, forbid_datacenters=("eu",)))
+    assert (await world.post(short)).status == 200
+    assert [one.headers[headers.PLACES] for one in world.workers["d0"].seen] == ["* eu", "", "", "* eu", ""]
+
+
 async def test_always_offloads_a_prompt_below_the_threshold(world, short):
     await world.start("d0", "x0")
     got = await world.post(short, headers={headers.OFFLOAD: "always"})
