@@ -76,7 +76,7 @@ def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness])
             )
             for one in result.timeline
         ),
-        machine=MachineTruth(prefill_late=0.0, decode_late=0.0, busy_share=0.0),
+        machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),
         began_at="",
         software="simulator",
     )

@@ -14,7 +14,7 @@ from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.simulate.scenario import PolicyName
 from prfaas.wire.trace import Parts
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the record's form; a reader refuses others."""
 
 
@@ -60,12 +60,18 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that were sent and not yet answered whole."""
 
 
-class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether emulated time kept up: shares of a step's time by which 99 % of all steps end late at most."""
+MOST_LATE: Final = 0.02
+"""Of the emulated time, in the mean: a few late steps are as good as none, and many make every figure too large."""
 
-    prefill_late: float
-    decode_late: float
-    busy_share: float
+
+class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether emulated time kept up during the run. None: the instances' metrics were not read, so nobody knows."""
+
+    mean_late: float | None
+    """The sum of all steps' lateness over the sum of their emulated time."""
+    p99_late: float | None
+    """The share of its own time by which a step ended late, at most, in 99 of 100 cases."""
+    busy_share: float | None
     """Of the machine's cores."""
     too_slow: tuple[str, ...] = ()
     """Instances that say so of themselves."""
@@ -73,13 +79,12 @@ class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def why_invalid(self) -> str:
         """Why no figure of the run counts; empty if all do."""
-        if self.too_slow:
-            return f"the machine was too slow for {', '.join(self.too_slow)}: {self.busy_share:.0%} of it was busy"
-        worst = max(self.prefill_late, self.decode_late)
-        return f"1 % of the steps ended more than {worst:.0%} of their time late" if worst > MOST_LATE else ""
-
-
-MOST_LATE: Final = 0.05
+        if self.mean_late is None:
+            return "nobody knows whether the machine kept the time: the instances' metrics were not read"
+        if self.mean_late <= MOST_LATE:
+            return ""
+        busy = "" if self.busy_share is None else f", and {self.busy_share:.0%} of it was busy"
+        return f"the machine was too slow: steps ended {self.mean_late:.1%} of their time late in the mean{busy}"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +106,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """UTC, ISO 8601."""
     software: str
     """Version and commit."""
+    hardware: str = ""
+    """Processor, cores and memory of the machine that emulated all."""
     version: int = VERSION
 
     @property

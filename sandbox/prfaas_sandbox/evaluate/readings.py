@@ -19,7 +19,9 @@ _QUERIES: Final = {
 }
 _RATES: Final = frozenset({"link_mbps", "egress_mbps"})
 _LATE: Final = "sum by (step, le) (prfaas_emulation_late_ratio_bucket)"
-_CORES: Final = {state: f"sum(prfaas_emulation_{state}_seconds_total)" for state in ("busy", "idle")}
+_CORES: Final = {state: f"sum(prfaas_emulation_{state}_seconds_total)" for state in ("busy", "idle")} | {
+    f"late_{part}": f"sum(prfaas_emulation_late_ratio_{part})" for part in ("sum", "count")
+}
 _TOO_SLOW: Final = "max by (pod) (prfaas_emulation_too_slow) > 0"
 _POINTS: Final = 200
 _TIMEOUT_SECONDS: Final = 30.0
@@ -55,11 +57,12 @@ class RunMetrics:
             for now, before in zip(await self._counts(), self._before, strict=True)
         )
         busy, idle = cores.get(("busy", ""), 0.0), cores.get(("idle", ""), 0.0)
+        worst = [late_share(late, step) for step in ("prefill", "decode")]
         slow = await self._query(_TOO_SLOW)
         return MachineTruth(
-            prefill_late=late_share(late, "prefill"),
-            decode_late=late_share(late, "decode"),
-            busy_share=busy / (busy + idle) if busy + idle > 0 else 0.0,
+            mean_late=cores[("late_sum", "")] / steps if (steps := cores[("late_count", "")]) else None,
+            p99_late=max((one for one in worst if one is not None), default=None),
+            busy_share=busy / (busy + idle) if busy + idle > 0 else None,
             too_slow=tuple(sorted(one["metric"].get("pod", "?") for one in slow)),
         )
 
@@ -108,11 +111,11 @@ class RunMetrics:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
 
 
-def late_share(counts: _Counts, step: str) -> float:
-    """Return the smallest bound that 99 % of the steps of this kind do not exceed; 0 without any."""
+def late_share(counts: _Counts, step: str) -> float | None:
+    """Return the smallest bound that 99 % of the steps of this kind do not exceed; None without any."""
     bounds = {float(le): count for (name, le), count in counts.items() if name == step}
     most = max(bounds.values(), default=0.0)
-    return min((bound for bound, count in bounds.items() if count >= 0.99 * most), default=0.0) if most else 0.0
+    return min(bound for bound, count in bounds.items() if count >= 0.99 * most) if most else None
 
 
 def _value(one: dict[str, Any]) -> float:

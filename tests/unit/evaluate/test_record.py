@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from prfaas.errors import ConfigError
-from prfaas.evaluate.record import RunKey, read_run, read_runs
+from prfaas.evaluate.record import MachineTruth, RunKey, read_run, read_runs
 
 from .cases import CASE, live
 
@@ -22,12 +22,12 @@ def test_a_run_is_read_as_it_was_written():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (content(version=2), "version 2"),
+        (content(version=1), "version 1"),
         (content(case="another"), "another case"),
         (content()[:-100], "no whole record"),
         (b"", "no whole record"),
-        (b'{"version": 1}', "no whole record"),
-        (b'{"version": 2}', "version 2"),
+        (b'{"version": 2}', "no whole record"),
+        (b'{"version": 1}', "version 1"),
         (b"\xff\x00", "no whole record"),
         (b"[" * 100_000, "no whole record"),
     ],
@@ -43,3 +43,17 @@ def test_bad_files_do_not_hide_good_ones():
 
     assert [run.key for run in runs] == [KEY]
     assert [one.name for one in excluded] == ["torn.json"]
+
+
+def test_a_run_whose_machine_nobody_looked_at_does_not_count():
+    unknown = MachineTruth(mean_late=None, p99_late=None, busy_share=None)
+
+    assert "nobody knows" in unknown.why_invalid
+
+
+@pytest.mark.parametrize(("mean_late", "counts"), [(0.0, True), (0.02, True), (0.021, False)])
+def test_a_machine_that_was_too_slow_in_the_mean_is_said(mean_late, counts):
+    """A few late steps are forgiven, whatever an instance says of itself."""
+    machine = MachineTruth(mean_late=mean_late, p99_late=0.5, busy_share=0.7, too_slow=("pd-0",))
+
+    assert (not machine.why_invalid) == counts

@@ -55,7 +55,7 @@ def run_of(requests: list[Request], lost: int = 0) -> Run:
         cache_scale=1,
         answers=tuple(answers),
         readings=(),
-        machine=MachineTruth(prefill_late=0.0, decode_late=0.0, busy_share=0.0),
+        machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),
         began_at="",
         software="",
     )

@@ -113,4 +113,4 @@ def test_lateness_is_the_bound_that_99_of_100_steps_keep():
     }
     assert late_share(counts, "decode") == 0.05
     assert late_share(counts, "prefill") == 0.01
-    assert late_share({}, "decode") == 0.0
+    assert late_share({}, "decode") is None

@@ -192,8 +192,8 @@ def made_table(evaluation: Evaluation) -> TextTable:
     """Return what made the figures."""
     runs, case = evaluation.runs, evaluation.case
     days = sorted(run.began_at for run in runs)
-    busy = [run.machine.busy_share for run in runs]
-    late = [max(run.machine.prefill_late, run.machine.decode_late) for run in runs]
+    busy = [run.machine.busy_share for run in runs if run.machine.busy_share is not None]
+    late = [run.machine.mean_late for run in runs if run.machine.mean_late is not None]
     rows = [
         ("software", ", ".join(sorted({run.software for run in runs})) or "-"),
         ("machine", evaluation.machine),
@@ -201,7 +201,7 @@ def made_table(evaluation: Evaluation) -> TextTable:
         ("runs", f"{len(runs)}, seeds {', '.join(map(str, sorted({run.key.seed for run in runs}))) or '-'}"),
         ("when", f"{days[0]} to {days[-1]}" if days else "-"),
         ("busy", f"at most {max(busy, default=0.0):.0%} of the machine"),
-        ("late", f"99 % of the steps by at most {max(late, default=0.0):.0%} of their time, in the worst run"),
+        ("late", f"steps ended at most {max(late, default=0.0):.1%} of their time late in the mean of a run"),
         ("case", case.digest),
         ("command", evaluation.command),
     ]
