@@ -15,10 +15,12 @@ SCRAPED_PORTS = "api|http|metrics|link-metrics"
 RETENTION = "6h"
 
 
-def configuration(kubeconfigs: dict[str, Path]) -> str:
+def configuration(kubeconfigs: dict[str, Path], scrape_seconds: int = 1) -> str:
     """Return the configuration file's text (JSON, which is YAML); each kubeconfig may list pods of its cluster."""
+    interval = f"{scrape_seconds}s"
     jobs = [_job(cluster, kubeconfig) for cluster, kubeconfig in kubeconfigs.items()]
-    return json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": jobs}, indent=2)
+    every = {"scrape_interval": interval, "scrape_timeout": interval}
+    return json.dumps({"global": every, "scrape_configs": jobs}, indent=2)
 
 
 def _job(cluster: str, kubeconfig: Path) -> Object:

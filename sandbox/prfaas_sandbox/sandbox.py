@@ -67,7 +67,12 @@ class Sandbox:
     @classmethod
     @asynccontextmanager
     async def start(
-        cls, state_dir: Path, *, link_mbps: float = DEFAULT_LINK_MBPS, report: Callable[[str], None]
+        cls,
+        state_dir: Path,
+        *,
+        link_mbps: float = DEFAULT_LINK_MBPS,
+        scrape_seconds: int = 1,
+        report: Callable[[str], None],
     ) -> AsyncIterator[Self]:
         """Build missing programs, start both clusters, and end them with the context.
 
@@ -80,7 +85,8 @@ class Sandbox:
         tools = await asyncio.to_thread(ensure_tools, report)
         with state.hold():
             started = asyncio.get_running_loop().time()
-            SandboxPlan({name: str(path) for name, path in tools.paths.items()}, link_mbps).write(state.plan)
+            paths = {name: str(path) for name, path in tools.paths.items()}
+            SandboxPlan(paths, link_mbps, scrape_seconds).write(state.plan)
             async with _Inside.run(launcher, state) as inside, Forwards() as forwards:
                 await inside.wait_ready(report)
                 hub, member = [await _open(state, network, forwards) for network in CLUSTERS]

@@ -140,10 +140,12 @@ class NamespaceMessage:
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """The host's request to the inside: paths of the programs by name, and the link's first rate."""
+    """The host's request to the inside: paths of the programs by name, the link's first rate, and how often metrics
+    are read."""
 
     tools: dict[str, str]
     link_mbps: float
+    scrape_seconds: int
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))

@@ -104,7 +104,7 @@ class Supervisor:
         folder = self._state.run / "prometheus"
         folder.mkdir()
         config = folder / "prometheus.yaml"
-        config.write_text(prometheus.configuration(kubeconfigs))
+        config.write_text(prometheus.configuration(kubeconfigs, self._plan.scrape_seconds))
         command = prometheus.command(Path(self._plan.tools["prometheus"]), config, folder / "data")
         entered = enter(self._namespaces[HUB.name], [str(part) for part in command])
         return ChildProcess("Prometheus", entered, self._state.logs / "prometheus.log")

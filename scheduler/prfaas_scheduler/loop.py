@@ -2,7 +2,7 @@
 
 The gateway may not have started, and Prometheus may be down or answer nonsense. A round that fails is left out and the
 next one comes on time; the controller's state survives the gap. The decision itself is made by
-prfaas.routing.controller.
+prfaas.routing.controller, in the instances' own time (prfaas_scheduler.slow_time).
 """
 
 import asyncio
@@ -35,6 +35,7 @@ from prfaas_scheduler.measure import NOTHING, Measurements, measure
 from prfaas_scheduler.metrics import SchedulerMetrics
 from prfaas_scheduler.profiles import LearnedProfiles
 from prfaas_scheduler.prometheus import Prometheus
+from prfaas_scheduler.slow_time import own_measurements, own_table, step_by_clock, whole_seconds
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +66,22 @@ class Loop:
         self._clock = clock
         self._failures = LogOnce(log)
         self._profiles = LearnedProfiles()
+        self._observed: Mapping[str, Any] | None = None
+        self._begin(1.0)
+        self.report: status.Report | None = None
+        """What the policy's status should say, None before the first step."""
+
+    def _begin(self, stretch: float) -> None:
+        """Know nothing yet of instances that live so many times slower than the clock."""
+        self._stretch = stretch
         self._condition = LoopCondition()
         self._history = observe.CounterHistory()
         self._known: LearnedState | None = None
-        self._observed: Mapping[str, Any] | None = None
         self._observe_at = float("-inf")
-        self.report: status.Report | None = None
-        """What the policy's status should say, None before the first step."""
+
+    def _now(self) -> float:
+        """Return the time in the instances' seconds."""
+        return self._clock() / self._stretch
 
     async def run(self) -> None:
         while True:
@@ -93,34 +103,38 @@ class Loop:
 
     async def _round(self) -> float:
         table = permitted(await self._gateway.table())
-        self._history.add(self._clock(), await self._gateway.counters())
+        if table.stretch != self._stretch:
+            self._begin(table.stretch)
+        self._history.add(self._now(), await self._gateway.counters())
         measured = await self._measure(table)
         measured = measured._replace(profiles=self._profiles.profiles(table, measured))
-        step = self._step(table, measured)
+        own_step = self._step(own_table(table), own_measurements(measured, table.stretch))
+        step = step_by_clock(own_step, table.stretch)
         await self._gateway.put_threshold(update_of(table, step, measured))
         self._metrics.show(step)
-        if self._clock() >= self._observe_at:
+        if self._now() >= self._observe_at:
             self._observed = await self._observe(table, measured, step) or self._observed
         offloaded = self._history.offloaded_percent()
         report = status.report_of(table, step, measured.errors, offloaded, self.report, self._observed)
         before = self.report.conditions.get(CACHES_FIT) if self.report else None
         own = {
-            LOOP_MEASURED: self._condition.state(self._clock(), table, measured),
+            LOOP_MEASURED: self._condition.state(self._now(), table, measured),
             CACHES_FIT: caches_fit(table, measured, before),
         }
         self.report = report._replace(conditions={**report.conditions, **own})
-        return float(table.short_interval_seconds)
+        return table.short_interval_seconds * table.stretch
 
     async def _measure(self, table: RoutingTable) -> Measurements:
         if not table.prometheus_url:
             return NOTHING
-        measured = await measure(self._prometheus(table), table, config_of(table).window_seconds)
+        window_seconds = whole_seconds(config_of(table).window_seconds, table.stretch)
+        measured = await measure(self._prometheus(table), table, window_seconds)
         self._complain(measured.errors)
         return measured
 
     def _prometheus(self, table: RoutingTable) -> Prometheus:
         # No longer than an interval: a table that says a cluster is gone must not wait for a slow Prometheus.
-        timeout_seconds = min(float(table.short_interval_seconds), MAX_QUERY_SECONDS)
+        timeout_seconds = min(table.short_interval_seconds * table.stretch, MAX_QUERY_SECONDS)
         return Prometheus(self._http, table.prometheus_url, timeout_seconds)
 
     async def _observe(self, table: RoutingTable, measured: Measurements, step: Step) -> Mapping[str, Any] | None:
@@ -134,9 +148,9 @@ class Loop:
         except PrfaasError as error:
             self._complain((error,))
             return None
-        self._observe_at = self._clock() + observe.OBSERVE_SECONDS
+        self._observe_at = self._now() + observe.OBSERVE_SECONDS
         profiles = {key: measured.profiles[key] for key in self._profiles.measured}
-        seen = observe.SummaryInputs(self._history.lengths(), arrivals, step.links, profiles)
+        seen = observe.SummaryInputs(self._history.lengths(), arrivals / table.stretch, step.links, profiles)
         return observe.summarise(seen, figures, rfc3339(datetime.now(UTC)))
 
     def _complain(self, errors: tuple[PrfaasError, ...]) -> None:
@@ -151,7 +165,7 @@ class Loop:
         known = self._known
         if known is None or known.config.threshold != config.threshold:  # a changed policy starts from its own tokens
             known = LearnedState(config, controller.initial_state(config))
-        now_seconds = self._clock()
+        now_seconds = self._now()
         facts = ControllerFacts(
             now_seconds=now_seconds,
             links=links_of(table, measured),
@@ -215,7 +229,8 @@ def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ..
 def update_of(table: RoutingTable, step: Step, measured: Measurements) -> ThresholdUpdate:
     """Return the update for the gateway, which expires when metrics of that age would be stale."""
     # At least three rounds, so that one or two that fail do not end a threshold that still holds.
-    update = step.update(max(table.stale_after_seconds, 3 * table.short_interval_seconds))
+    expires_seconds = max(table.stale_after_seconds, 3 * table.short_interval_seconds)
+    update = step.update(whole_seconds(expires_seconds, table.stretch))
     profiles = tuple(
         PoolProfile(cluster=cluster, pool=pool, profile=profile)
         for (cluster, pool), profile in sorted(measured.profiles.items())

@@ -95,7 +95,7 @@ async def measure(prometheus: Prometheus, table: RoutingTable, window_seconds: i
     seen = [one for name in ("sampled_at_seconds", "instances_sampled_at_seconds") for one in _of_hub(figures, name)]
     return Measurements(
         samples_of(figures, traffic),
-        any(one.at_seconds - one.value <= table.stale_after_seconds for one in seen),
+        any(one.at_seconds - one.value <= table.stale_after_seconds * table.stretch for one in seen),
         tuple(errors),
         profiles_of(figures),
         prefills_of(figures),

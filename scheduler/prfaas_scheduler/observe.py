@@ -20,6 +20,7 @@ from prfaas.wire.profile import Profile
 from prfaas.wire.routes import RoutingTable
 from prfaas_scheduler.prometheus import FIGURE_LABEL, Figure
 from prfaas_scheduler.queries import long_query
+from prfaas_scheduler.slow_time import whole_seconds
 
 OFFLOADED_WINDOW_SECONDS = 60.0
 LENGTHS_WINDOW_SECONDS = 300.0
@@ -115,7 +116,7 @@ class SummaryInputs(NamedTuple):
 
 def query_of(table: RoutingTable) -> str:
     """Return the one query for all figures, told apart by the label `figure`; empty where nothing can be asked."""
-    return long_query(table, WINDOW_SECONDS)
+    return long_query(table, whole_seconds(WINDOW_SECONDS, table.stretch))
 
 
 def summarise(seen: SummaryInputs, figures: Sequence[Figure], now: str) -> dict[str, Any]:

@@ -117,6 +117,8 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     threshold: Threshold
     watermarks: LinkWatermarks
     short_interval_seconds: int
+    stretch: float = 1.0
+    """Factor of the instances' times, where these are emulated. The scheduler then decides as slowly as they live."""
     ttft_slo_millis: int | None = None
     """Longest wait of a request for its prefill; a longer one is refused."""
     prometheus_url: str = ""

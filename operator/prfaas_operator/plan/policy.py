@@ -5,7 +5,9 @@ has no list of pods there. Without them the gateway would lose working instances
 keeps the instances of the present table. The gateway itself ejects instances that refuse connections.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import pairwise
 from typing import NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool, PrfaaSPolicy
@@ -203,6 +205,7 @@ def routing_table(
             high_percent=spec.link.high_utilisation_percent, low_percent=spec.link.low_utilisation_percent
         ),
         short_interval_seconds=spec.intervals.short_seconds,
+        stretch=_stretch(facts),
         ttft_slo_millis=spec.slo.ttft_millis,
         prometheus_url=metrics.prometheus_url if metrics else "",
         stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
@@ -212,6 +215,26 @@ def routing_table(
         instances=instances,
         profiles=_profiles(facts),
     )
+
+
+def _stretch(facts: PolicyFacts) -> float:
+    """Return how many times slower than the clock a policy's emulated instances live; 1 for real ones."""
+    found = 1.0
+    for pool in facts.routed_pools[:1]:  # they have one engine, and exchange nothing in time at different ones
+        engine = pool.spec.engine
+        words = [word for arg in engine.args for word in arg.split("=", 1)] if engine.record.is_emulated else []
+        for flag, value in pairwise(words):
+            found = _factor(value) or found if flag == "--stretch" else found
+    return found
+
+
+def _factor(text: str) -> float | None:
+    """Return a factor of times; None for a text that the worker refuses."""
+    try:
+        factor = float(text)
+    except ValueError:
+        return None
+    return factor if 0 < factor < math.inf else None
 
 
 def _profiles(facts: PolicyFacts) -> tuple[PoolProfile, ...]:

@@ -150,7 +150,10 @@ async def evaluate(
         raise ConfigError(f"simulation.failures: {failing.failures[0].name} fails in the simulator only; leave it out")
     scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
     mbps = scale.link_mbps(max(link_mbps(one) for one in scenarios))
-    async with Sandbox.start(state / "sandbox", link_mbps=mbps, report=report) as sandbox:
+    scrape_seconds = scale.whole_seconds(1)
+    async with Sandbox.start(
+        state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
+    ) as sandbox:
         installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
         live = LiveCase(installation, case, folder, report)
         while keys:

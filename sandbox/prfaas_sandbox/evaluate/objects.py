@@ -1,9 +1,10 @@
 """The objects of a system that is evaluated: pools of emulated instances, their profiles, and a policy. Pure.
 
-A scenario of the simulator says all: hardware, split of the hub, threshold. Times of the policy are stretched as those
-of the instances are, and caches are as much smaller as the link is slower.
+A scenario of the simulator says all: hardware, split of the hub, threshold. Caches are as much smaller as the link is
+slower. The policy's times are the case's own, for a scheduler lives as slowly as its emulated instances.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -48,7 +49,8 @@ class CaseScale(msgspec.Struct, frozen=True, kw_only=True):
         return mbps * self.cache_scale * self.stretch
 
     def whole_seconds(self, seconds: float) -> int:
-        return max(1, round(seconds * self.stretch))
+        """Return these seconds of the case by the clock, rounded up, as Prometheus has windows and intervals."""
+        return math.ceil(seconds * self.stretch)
 
 
 def instances(scenario: Scenario) -> dict[str, int]:
@@ -105,7 +107,7 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
         if not decodes:
             prefill_pools.append(name)
         objects.append(_object("DecodePool" if decodes else "PrefillPool", name, spec))
-    return [*objects, _policy(scenario, scale, prefill_pools)]
+    return [*objects, _policy(scenario, prefill_pools)]
 
 
 def profiles_object(scenarios: Iterable[Scenario]) -> Object:
@@ -131,7 +133,7 @@ def _named(scenario: Scenario) -> list[tuple[OffloadPool | HubPool, str]]:
     return [(pool, name) for pool, name in names if name in wanted]
 
 
-def _policy(scenario: Scenario, scale: CaseScale, prefill_pools: list[str]) -> Object:
+def _policy(scenario: Scenario, prefill_pools: list[str]) -> Object:
     threshold, policy = scenario.policy.threshold, scenario.policy
     decode_pool = next(name for name in instances(scenario) if name.endswith("-decode"))
     spec = {
@@ -144,10 +146,10 @@ def _policy(scenario: Scenario, scale: CaseScale, prefill_pools: list[str]) -> O
             "min": threshold.min_tokens,
             "max": threshold.max_tokens,
         },
-        "intervals": {"shortSeconds": scale.whole_seconds(policy.short_interval_seconds)},
+        "intervals": {"shortSeconds": policy.short_interval_seconds},
         "metrics": {
             "prometheusUrl": "http://prometheus.monitoring.svc:9090",
-            "staleAfterSeconds": scale.whole_seconds(policy.stale_after_seconds),
+            "staleAfterSeconds": policy.stale_after_seconds,
         },
         "onOffloadFailure": policy.on_offload_failure,
     }

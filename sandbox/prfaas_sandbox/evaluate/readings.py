@@ -25,8 +25,10 @@ _CORES: Final = {state: f"sum(prfaas_emulation_{state}_seconds_total)" for state
 _TOO_SLOW: Final = "max by (pod) (prfaas_emulation_too_slow) > 0"
 _POINTS: Final = 200
 _TIMEOUT_SECONDS: Final = 30.0
-_SCRAPED_SECONDS: Final = 2.5
-"""After so long Prometheus has read all metrics once more."""
+_SCRAPE_SECONDS: Final = 1.0
+"""How often Prometheus reads all metrics, in the case's time."""
+_READ_SECONDS: Final = 1.5
+"""How long it may take for that."""
 
 _Vector = list[dict[str, Any]]
 _Counts = dict[tuple[str, str], float]
@@ -45,13 +47,13 @@ class RunMetrics:
         await self._http.aclose()
 
     async def begin(self) -> None:
-        await asyncio.sleep(_SCRAPED_SECONDS)
+        await asyncio.sleep(self._scale.whole_seconds(_SCRAPE_SECONDS) + _READ_SECONDS)
         self._before = await self._counts()
         self._began = time.time()
 
     async def machine(self) -> MachineTruth:
         """Return whether time was kept since `begin`."""
-        await asyncio.sleep(_SCRAPED_SECONDS)
+        await asyncio.sleep(self._scale.whole_seconds(_SCRAPE_SECONDS) + _READ_SECONDS)
         late, cores = (
             {name: count - before.get(name, 0.0) for name, count in now.items()}
             for now, before in zip(await self._counts(), self._before, strict=True)

@@ -142,3 +142,19 @@ def test_children_that_cannot_be_applied_and_a_gateway_that_is_down_are_reasons(
     assert readiness(facts, full, GATEWAY_UP, [ForbiddenError("no")])[1:] == ("Forbidden", "no")
     down = readiness(facts, full, Counts(replicas=1))
     assert down[1:] == ("GatewayNotReady", "0 of 1 gateway pods ready")
+
+
+@pytest.mark.parametrize(
+    ("engine", "stretch"),
+    [
+        ({"type": "emulated", "args": ["--emulate=p", "--stretch=2.5"]}, 2.5),
+        ({"type": "emulated", "args": ["--stretch", "2", "--emulate", "p", "--stretch", "4"]}, 4.0),
+        ({"type": "emulated", "args": ["--emulate=p"]}, 1.0),
+        ({"type": "emulated", "args": ["--emulate=p", "--stretch=fast"]}, 1.0),
+        ({"type": "emulated", "args": ["--emulate=p", "--stretch=inf"]}, 1.0),
+        ({"type": "prfaas", "args": ["--stretch=4"]}, 1.0),
+    ],
+)
+def test_a_table_says_how_much_slower_than_the_clock_emulated_instances_live(make, engine, stretch):
+    facts = make.facts(decode_pools={"decode": make.decode_pool(engine=engine)})
+    assert routing_table(facts, all_up(make), None).stretch == stretch

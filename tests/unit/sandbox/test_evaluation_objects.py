@@ -47,8 +47,8 @@ def test_the_objects_are_valid_and_offload_only_where_the_system_does(policy: Po
     offload = [one for one in objects if one["spec"].get("clusterName")]
     assert bool(offload) == (policy != "homogeneous")
     *_, made = objects
-    assert made["spec"]["intervals"] == {"shortSeconds": 4}
-    assert made["spec"]["metrics"]["staleAfterSeconds"] == 40
+    assert made["spec"]["intervals"] == {"shortSeconds": 1}, "the scheduler itself is as slow as the instances"
+    assert made["spec"]["metrics"]["staleAfterSeconds"] == 10
 
 
 def test_a_profile_has_the_times_and_the_cache_of_the_case():
