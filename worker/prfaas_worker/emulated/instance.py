@@ -1,9 +1,10 @@
 """What an emulated engine takes from a profile: how long its steps last, and the shape of its cache.
 
-A cache has as many layers as the model's, each with the bytes of the profile, divided by a factor. Layers of both kinds
-are spread evenly.
+A cache has as many layers as the model's, which together have the bytes of the profile, divided by a factor. Layers of
+both kinds are spread evenly.
 """
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from prfaas.capacity.builtin import step_seconds
@@ -60,12 +61,12 @@ class EmulatedInstance(NamedTuple):
         """Return the cache's layers. Raises ConfigError if too little is left of them."""
         attention_layers, linear_layers = self.profile.layers
         count, curve = attention_layers + linear_layers, self.profile.curve
-        rows = self._scaled("row", curve.token_bytes / attention_layers)
-        state = self._scaled("state", curve.state_bytes / linear_layers) if linear_layers else 0
-        attention = LayerSpec(rows=(TensorSpec("rows", ("token", "byte"), (rows,), "uint8"),))
-        linear = LayerSpec(state=(TensorSpec("state", ("byte",), (state,), "uint8"),))
+        rows = self._scaled("row", curve.token_bytes, attention_layers)
+        states = self._scaled("state", curve.state_bytes, linear_layers)
         return tuple(
-            attention if (index + 1) * attention_layers // count > index * attention_layers // count else linear
+            LayerSpec(rows=(TensorSpec("rows", ("token", "byte"), (next(rows),), "uint8"),))
+            if (index + 1) * attention_layers // count > index * attention_layers // count
+            else LayerSpec(state=(TensorSpec("state", ("byte",), (next(states),), "uint8"),))
             for index in range(count)
         )
 
@@ -84,10 +85,13 @@ class EmulatedInstance(NamedTuple):
             )
         self.layers()
 
-    def _scaled(self, what: str, nbytes: float) -> int:
-        if nbytes < self.cache_scale:
+    def _scaled(self, what: str, all_bytes: int, layers: int) -> Iterator[int]:
+        """Return what each layer has of `all_bytes`. Rounded layer by layer, a row of few bytes would be far off."""
+        if all_bytes < self.cache_scale * layers:
+            each_bytes = all_bytes / layers
             raise ConfigError(
-                f"--cache-scale {self.cache_scale} leaves less than a byte of the {nbytes:.0f} of a layer's {what}: "
-                f"give at most {int(nbytes)}"
+                f"--cache-scale {self.cache_scale} leaves less than a byte of the {each_bytes:.0f} of a layer's "
+                f"{what}: give at most {int(each_bytes)}"
             )
-        return round(nbytes / self.cache_scale)
+        total = round(all_bytes / self.cache_scale)
+        return ((layer + 1) * total // layers - layer * total // layers for layer in range(layers))
