@@ -40,7 +40,7 @@ class Form(NamedTuple):
     rises: bool
 
 
-SHORT: Final = Form("examples/evaluation.yaml", 120, 1.0, 32, (0.7,), 1, 6.0, rises=False)
+SHORT: Final = Form("examples/evaluation.yaml", 200, 1.0, 32, (0.7,), 1, 6.0, rises=False)
 PAPER: Final = Form("examples/paper.yaml", 800, 4.0, 128, (0.3, 0.5, 0.7, 0.9), 3, 20.0, rises=True)
 
 
@@ -57,7 +57,8 @@ def figures(long: Long = False) -> Iterator[Figure]:
         folder=folder_of(case, state / "evaluation"),
         command="prfaas bench evaluation",
     )
-    campaign.run(state, say)
+    failed = campaign.run(state, say)
+    yield Figure(name="runs that failed", value=len(failed), unit="", reach=0)
     yield from figures_of(campaign.evaluation().summary)
 
 

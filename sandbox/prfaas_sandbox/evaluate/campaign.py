@@ -14,7 +14,7 @@ from prfaas.evaluate.record import RunKey
 from prfaas.evaluate.summary import rising_loads
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.evaluate.live import evaluate
-from prfaas_sandbox.evaluate.objects import instances
+from prfaas_sandbox.evaluate.objects import check_live
 from prfaas_sandbox.progress import OnProgress
 
 
@@ -48,16 +48,25 @@ class Campaign:
         return [*(key for key in self.asked if key in summary.missing), *higher]
 
     def check(self, keys: Iterable[RunKey]) -> None:
-        """Raise ConfigError for a run that two clusters cannot hold."""
+        """Raise ConfigError for a run that two clusters cannot hold, or that would not do what the file asks."""
         for key in keys:
-            instances(scenario_of(self.case, key))
+            check_live(self.case, scenario_of(self.case, key))
 
-    def run(self, state: Path, report: OnProgress) -> None:
-        """Make the runs that are missing, and once more those that the machine was too slow for."""
-        again = [run.key for run in self.evaluation().runs if run.machine.why_invalid]
-        if keys := [*self.missing(), *again]:
-            self.check(keys)
-            asyncio.run(evaluate(self.case, keys, self.missing, self.folder, state, report))
+    def to_make(self) -> list[RunKey]:
+        """Return the runs that are missing, and those asked for that the machine was too slow for."""
+        again = [run.key for run in self.evaluation().runs if run.machine.why_invalid and self._asks(run.key)]
+        return [*self.missing(), *again]
+
+    def run(self, state: Path, report: OnProgress) -> dict[RunKey, str]:
+        """Make these runs. Return those that failed, with the reason."""
+        if not (keys := self.to_make()):
+            return {}
+        self.check(keys)
+        return asyncio.run(evaluate(self.case, keys, self.missing, self.folder, state, report))
+
+    def _asks(self, key: RunKey) -> bool:
+        is_higher = self.rises and key.policy in self.policies and key.load > max(self.loads)
+        return is_higher or key in self.asked
 
 
 def read_case(file: Path, requests: int, stretch: float, cache_scale: int) -> Case:

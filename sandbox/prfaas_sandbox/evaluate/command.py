@@ -1,7 +1,7 @@
 """`prfaas evaluate`: flags, which runs are missing, the report, and the exit code.
 
-A call makes the runs that its folder lacks, and once more those that are invalid. Then it writes the report of all that
-are there. So an evaluation of hours can be made in parts, and goes on after an interruption.
+A call makes the runs that it asks for and its folder lacks, and once more those that are invalid. Then it writes the
+report of all that are there. So an evaluation of hours can be made in parts, and goes on after an interruption.
 """
 
 import shlex
@@ -24,6 +24,7 @@ from prfaas_sandbox.progress import progress
 from prfaas_sandbox.tools import ensure_tools
 
 if TYPE_CHECKING:
+    from prfaas.evaluate.record import RunKey
     from prfaas_sandbox.evaluate.campaign import Campaign
 
 app = new_app()
@@ -62,8 +63,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
         folder=(folder := folder_of(case, runs)),
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
-    if not report_only:
-        _run(campaign, state)
+    failed = {} if report_only else _run(campaign, state)
     evaluation = campaign.evaluation()
     (folder / "report.html").write_text(evaluation_page(evaluation), encoding="utf-8")
     (folder / "evaluation.md").write_text(evaluation_markdown(evaluation), encoding="utf-8")
@@ -71,16 +71,18 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
         echo_json(evaluation.summary)
     else:
         _show(evaluation, folder)
-    if evaluation.summary.excluded or evaluation.unread:
+    for key, why in failed.items():
+        typer.echo(f"{key.name} failed: {why}", err=True)
+    if failed or evaluation.summary.excluded or evaluation.unread:
         raise typer.Exit(1)
 
 
-def _run(campaign: "Campaign", state: Path) -> None:
-    campaign.check(campaign.missing())  # what cannot be run is said before anything is built
+def _run(campaign: "Campaign", state: Path) -> "dict[RunKey, str]":
+    campaign.check(campaign.to_make())  # what cannot be run is said before anything is built
     try:
         with progress() as report:
             ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
-            campaign.run(state, report)
+            return campaign.run(state, report)
     except KeyboardInterrupt:
         typer.echo(f"\nInterrupted. Whole runs are in {campaign.folder}: the same command makes the others.", err=True)
         raise typer.Exit(130) from None

@@ -7,12 +7,13 @@ So neither a slow system nor a slow client makes waits look shorter (coordinated
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Final, Self
 
 import aiohttp
 
-from prfaas.errors import PrfaasError
+from prfaas.errors import PeerError, PrfaasError
 from prfaas.evaluate.record import AnsweredRequest
 from prfaas.measure.answers import TokenStream
 from prfaas.names import HUB
@@ -29,32 +30,41 @@ _SAY_EVERY_SECONDS: Final = 10.0
 class Driver:
     """Sends requests to one gateway; times on the clock are `stretch` times those of the case."""
 
-    def __init__(self, url: str, model: str, stretch: float, seed: int):
-        self._url, self._model, self._stretch = url, model, stretch
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str, stretch: float, seed: int):
+        self._session, self._url, self._model, self._stretch = session, url, model, stretch
         self._rng = random.Random(f"prompts of {seed}")  # noqa: S311 - the same prompts each time are the purpose
         self._open = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, url: str, model: str, stretch: float, seed: int) -> AsyncIterator[Self]:
+        timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            yield cls(session, url, model, stretch, seed)
+
+    async def warm_up(self, longest_tokens: int) -> None:
+        """Send the prompts before a run, none of them longer. Raises PeerError if one is not answered."""
+        for tokens in _FIRST_LENGTHS:
+            answer = await self._ask(Arrival(0.0, min(tokens, longest_tokens), 1), time.monotonic())
+            if answer.error:
+                raise PeerError(f"the system does not answer before the run begins: {answer.error}")
 
     async def run(self, arrivals: Iterable[Arrival], say: Callable[[str], None]) -> tuple[AnsweredRequest, ...]:
         """Send all requests, and return their answers in order of arrival."""
         requests = list(arrivals)
-        timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            for tokens in _FIRST_LENGTHS:
-                await self._ask(session, Arrival(0.0, tokens, 1), time.monotonic())
-            began = time.monotonic()
+        began = said = time.monotonic()
+        async with asyncio.TaskGroup() as group:  # an interruption ends the requests, too
             tasks: list[asyncio.Task[AnsweredRequest]] = []
-            said = began
             for request in requests:
                 at = began + request.at_seconds * self._stretch
                 await asyncio.sleep(max(0.0, at - time.monotonic()))
-                tasks.append(asyncio.create_task(self._ask(session, request, at)))
+                tasks.append(group.create_task(self._ask(request, at)))
                 if time.monotonic() - said > _SAY_EVERY_SECONDS:
                     said = time.monotonic()
                     say(f"{len(tasks)} of {len(requests)} requests sent, {self._open} under way")
-            return tuple(await asyncio.gather(*tasks))
+        return tuple(task.result() for task in tasks)
 
-    async def _ask(self, session: aiohttp.ClientSession, request: Arrival, at: float) -> AnsweredRequest:
+    async def _ask(self, request: Arrival, at: float) -> AnsweredRequest:
         """Send one prompt that no cache knows."""
         self._open += 1
         prompt = self._rng.randbytes(request.input_tokens // 2 + 1).hex()[: request.input_tokens]
@@ -68,7 +78,7 @@ class Driver:
         }
         stream = TokenStream(self._url, at)
         try:
-            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     return self._failed(request, f"{response.status}: {(await response.text())[:300]}")
                 async for piece in response.content.iter_any():

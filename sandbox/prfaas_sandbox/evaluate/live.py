@@ -1,7 +1,8 @@
 """Runs systems of a case one after the other in a sandbox: two clusters, the operator, a shaped link, Prometheus.
 
 Every run starts its own pods, so that no cache, role or threshold of another run is left. A run is written when it is
-whole. One that the machine was too slow for is tried once again, and kept as invalid if it fails again.
+whole. One that the machine was too slow for is tried once again, and kept as invalid if it fails again. A run that
+fails leaves nothing, and the others go on.
 """
 
 import asyncio
@@ -9,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import ConfigError
+from prfaas.errors import PrfaasError
 from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, scenario_of
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.kube.session import Object
@@ -41,6 +42,7 @@ from prfaas_sandbox.progress import OnProgress
 from prfaas_sandbox.sandbox import Sandbox
 
 READY_SECONDS: Final = 300.0
+GONE_SECONDS: Final = 120.0
 
 
 class LiveCase:
@@ -51,19 +53,27 @@ class LiveCase:
         self._case, self._folder, self._report, self._tries = case, folder, report, tries
         self._scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
 
-    async def run_all(self, keys: Sequence[RunKey]) -> None:
-        """Make the runs in this order, and write each when it is whole."""
+    async def run_all(self, keys: Sequence[RunKey]) -> dict[RunKey, str]:
+        """Make the runs in this order, and write each when it is whole. Return those that failed, with the reason."""
         await self._prepare(keys)
+        failed: dict[RunKey, str] = {}
         left_seconds = sum(run_seconds(self._case, key) for key in keys)
         for number, key in enumerate(keys, 1):
             self._report(f"run {number} of {len(keys)}: {key.name}; {_minutes(left_seconds)} left")
-            for _ in range(self._tries):
-                run = await self._run(key)
-                if not run.machine.why_invalid:
-                    break
-                self._report(f"{key.name} is invalid: {run.machine.why_invalid}")
-            replace_file(self._folder / f"{key.name}.json", msgspec.json.encode(run))
+            try:
+                await self._try(key)
+            except (PrfaasError, OSError) as error:  # the next one has pods of its own
+                failed[key] = str(error) or type(error).__name__
+                self._report(f"{key.name} failed: {failed[key]}")
             left_seconds -= run_seconds(self._case, key)
+        return failed
+
+    async def _try(self, key: RunKey) -> None:
+        for _ in range(self._tries):
+            run = await self._run(key)
+            if not run.machine.why_invalid:
+                return
+            self._report(f"{key.name} is invalid: {run.machine.why_invalid}")
 
     async def _prepare(self, keys: Sequence[RunKey]) -> None:
         """Have the profiles in both clusters, and the link's query with stretched windows."""
@@ -75,21 +85,21 @@ class LiveCase:
         await self._environment.kubectl(self._environment.hub, "-n", NAMESPACE, *words)
 
     async def _run(self, key: RunKey) -> Run:
+        """Make one run, and write it before its pods go."""
         case, scenario = self._case, scenario_of(self._case, key)
         began_at = datetime.now(UTC).isoformat(timespec="seconds")
         await self._environment.shape_link(self._scale.link_mbps(link_mbps(scenario)))
+        await self._environment.restore_link()  # the run before may have cut it
         async with AsyncExitStack() as stack:
             url = await stack.enter_async_context(self._system(scenario))
             metrics = RunMetrics(self._environment.prometheus_url, self._scale)
             stack.push_async_callback(metrics.close)
+            driver = await stack.enter_async_context(Driver.connected(url, MODEL, case.stretch, key.seed))
+            await driver.warm_up(case.file.workload.max_tokens)
             await metrics.begin()
-            driver = Driver(url, MODEL, case.stretch, key.seed)
-            link = asyncio.create_task(self._change_link(scenario))
-            try:
+            async with changing_link(self._environment, scenario, self._scale):
                 answers = await driver.run(arrivals_of(case, key, random.Random), self._report)
-            finally:
-                link.cancel()
-            return Run(
+            run = Run(
                 key=key,
                 case=case.digest,
                 rate_per_second=rate_per_second(case, key),
@@ -97,11 +107,13 @@ class LiveCase:
                 stretch=case.stretch,
                 cache_scale=case.cache_scale,
                 answers=answers,
-                machine=await metrics.machine(),
-                readings=await metrics.readings(answers),
+                machine=await metrics.machine(sum(instances(scenario).values())),
+                readings=await metrics.readings(),
                 began_at=began_at,
                 software=f"prfaas {version('prfaas')}",
             )
+            replace_file(self._folder / f"{key.name}.json", msgspec.json.encode(run))
+        return run
 
     @asynccontextmanager
     async def _system(self, scenario: Scenario) -> AsyncIterator[str]:
@@ -118,22 +130,32 @@ class LiveCase:
                 await self._installation.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=READY_SECONDS)
             yield await self._environment.forward(hub, NAMESPACE, f"{POLICY}-gateway", 80)
         finally:
-            for one in reversed(objects):
-                name = f"{one['kind'].lower()}/{one['metadata']['name']}"
-                words = ("-n", NAMESPACE, "delete", name, "--timeout=120s", "--ignore-not-found")
-                await self._environment.kubectl(hub, *words)
+            names = [f"{one['kind'].lower()}/{one['metadata']['name']}" for one in reversed(objects)]
+            words = ("-n", NAMESPACE, "delete", *names, f"--timeout={GONE_SECONDS:.0f}s", "--ignore-not-found")
+            await self._environment.kubectl(hub, *words)
 
-    async def _change_link(self, scenario: Scenario) -> None:
-        """Follow the schedule of the case's link."""
-        began = time.monotonic()
-        steps = [step for shape in scenario.conditions.values() for step in shape.schedule]
-        for at_seconds, mbps in steps:
-            await asyncio.sleep(max(0.0, began + at_seconds * self._scale.stretch - time.monotonic()))
-            if mbps > 0:
-                await self._environment.shape_link(self._scale.link_mbps(mbps))
-                await self._environment.restore_link()
-            else:
-                await self._environment.cut_link()
+
+@asynccontextmanager
+async def changing_link(environment: Environment, scenario: Scenario, scale: CaseScale) -> AsyncIterator[None]:
+    """Let the link follow the case's schedule from now on. Raises PeerError in the end if it could not be changed."""
+    changes = asyncio.create_task(_change_link(environment, scenario, scale))
+    try:
+        yield
+    finally:
+        changes.cancel()
+        with suppress(asyncio.CancelledError):
+            await changes
+
+
+async def _change_link(environment: Environment, scenario: Scenario, scale: CaseScale) -> None:
+    began = time.monotonic()
+    for at_seconds, mbps in (step for shape in scenario.conditions.values() for step in shape.schedule):
+        await asyncio.sleep(max(0.0, began + at_seconds * scale.stretch - time.monotonic()))
+        if mbps > 0:
+            await environment.shape_link(scale.link_mbps(mbps))
+            await environment.restore_link()
+        else:
+            await environment.cut_link()
 
 
 async def evaluate(
@@ -143,22 +165,22 @@ async def evaluate(
     folder: Path,
     state: Path,
     report: OnProgress,
-) -> None:
-    """Start a sandbox, install prfaas, make the runs and all that are `missing` then, and end all of it."""
-    scenarios = [scenario_of(case, key) for key in keys]
-    if failing := next((one for one in scenarios if one.failures), None):
-        raise ConfigError(f"simulation.failures: {failing.failures[0].name} fails in the simulator only; leave it out")
+) -> dict[RunKey, str]:
+    """Start a sandbox, install prfaas, make the runs and all that are `missing` then, and end all of it. Return the
+    runs that failed, with the reason; none is tried again."""
     scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
-    mbps = scale.link_mbps(max(link_mbps(one) for one in scenarios))
+    mbps = scale.link_mbps(max(link_mbps(scenario_of(case, key)) for key in keys))
     scrape_seconds = scale.whole_seconds(1)
+    failed: dict[RunKey, str] = {}
     async with Sandbox.start(
         state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
     ) as sandbox:
         installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
         live = LiveCase(installation, case, folder, report)
-        while keys:
-            await live.run_all(keys)
+        while left := [key for key in keys if key not in failed]:
+            failed |= await live.run_all(left)
             keys = missing()
+    return failed
 
 
 async def _apply(environment: Environment, cluster: ClusterAccess, objects: Sequence[Object]) -> None:

@@ -15,7 +15,9 @@ from prfaas.capacity.builtin import Builtin, DecodeStep, PrefillTime
 from prfaas.capacity.profile import POINT_TOKENS, prefill_seconds
 from prfaas.capacity.system import HubPool, OffloadPool
 from prfaas.errors import ConfigError
+from prfaas.evaluate.case import Case
 from prfaas.kube.session import Object
+from prfaas.schedule import RUNNING
 from prfaas.simulate.scenario import Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
 from prfaas_sandbox.environment import Images
@@ -29,7 +31,8 @@ _SOURCE: Final = "builtin:kimi-linear-tiny"
 _SHAPE: Final = "kimi-k3"
 """Has the layers of a cache of which only the sizes are known."""
 _MOUNTED: Final = "/evaluation"
-_PREFILLS_AT_ONCE: Final = 16
+_NEVER_DECODES_SECONDS: Final = 0.025
+"""Of an offload pool's decode steps, which its file has to name."""
 _CACHE_MIB: Final = 512
 _RATE_WINDOW_SECONDS: Final = 5
 """Of a MemberCluster's default query."""
@@ -70,25 +73,44 @@ def instances(scenario: Scenario) -> dict[str, int]:
     return found
 
 
+def check_live(case: Case, scenario: Scenario) -> None:
+    """Raise ConfigError for what a file asks of the simulator, and no live run does."""
+    failing = next((one.name for one in scenario.failures), "")
+    delayed = next((name for name, shape in scenario.conditions.items() if shape.round_trip_seconds), "")
+    for is_asked, what, why in (
+        (failing, f"failures: {failing}", "fails in the simulator only"),
+        (delayed, f"links: roundTripMillis of {delayed}", "is simulated only: the live link has a rate, and no delay"),
+        ("prefixShare" in case.file.simulation, "prefixShare", "is simulated only: live prompts share nothing"),
+        (scenario.policy.conversion, "longLoop", "is simulated only: live instances keep their roles"),
+    ):
+        if is_asked:
+            raise ConfigError(f"simulation.{what} {why}; leave it out")
+    instances(scenario)
+
+
 def link_mbps(scenario: Scenario) -> float:
     """Return what the link carries at first."""
     return scenario.system.links[0].capacity_mbps if scenario.system.links else 1000.0
 
 
 def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, images: Images | None) -> list[Object]:
-    """Return the pools and the policy. `longest_tokens` are of a prompt and its answer."""
+    """Return the pools and the policy. `longest_tokens` are of a prompt and its answer, without what begins a text.
+
+    Nothing is drained: a run's pods leave when all its requests are answered.
+    """
     objects: list[Object] = []
     wanted = instances(scenario)
     prefill_pools: list[str] = []
     for pool, name in _named(scenario):
         decodes = name.endswith("-decode") and isinstance(pool, HubPool)
         args = [
-            f"--emulate={_emulated(pool)}",
+            f"--emulate={_MOUNTED}/{pool.name}.json",
             f"--cache-scale={scale.cache_scale}",
             f"--stretch={scale.stretch:g}",
-            f"--max-running={pool.max_batch if isinstance(pool, HubPool) and decodes else _PREFILLS_AT_ONCE}",
-            f"--max-context={longest_tokens}",
+            f"--max-running={_running(pool)}",
+            f"--max-context={longest_tokens + 1}",
             f"--cache-mib={_CACHE_MIB}",
+            *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
         ]
         engine: Object = {"type": "emulated", "args": args}
         if images is not None:
@@ -97,6 +119,7 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
             "model": {"name": MODEL, "source": _SOURCE},
             "engine": engine,
             "replicas": wanted[name],
+            "drainSeconds": 0,
             "template": {
                 "volumes": [{"name": "profiles", "configMap": {"name": PROFILES}}],
                 "volumeMounts": [{"name": "profiles", "mountPath": _MOUNTED}],
@@ -111,9 +134,9 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
 
 
 def profiles_object(scenarios: Iterable[Scenario]) -> Object:
-    """Return the ConfigMap with the profiles of all pools that have no built-in one."""
+    """Return the ConfigMap with the profiles of all pools: the plan's curves and steps, also of built-in profiles."""
     pools = {pool.name: pool for scenario in scenarios for pool, _ in _named(scenario)}
-    data = {f"{name}.json": _profile(pool) for name, pool in pools.items() if not pool.builtin}
+    data = {f"{name}.json": _profile(pool) for name, pool in pools.items()}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _named_here(PROFILES), "data": data}
 
 
@@ -152,17 +175,19 @@ def _policy(scenario: Scenario, prefill_pools: list[str]) -> Object:
             "staleAfterSeconds": policy.stale_after_seconds,
         },
         "onOffloadFailure": policy.on_offload_failure,
+        "gateway": {"drainSeconds": 0},
     }
     return _object("PrfaaSPolicy", POLICY, spec)
 
 
-def _emulated(pool: OffloadPool | HubPool) -> str:
-    return pool.builtin or f"{_MOUNTED}/{pool.name}.json"
+def _running(pool: OffloadPool | HubPool) -> int:
+    """Return the sequences that an instance computes at once, as the simulator has them."""
+    return pool.max_batch if isinstance(pool, HubPool) else RUNNING
 
 
 def _profile(pool: OffloadPool | HubPool) -> str:
     """Return a pool's profile in the form of `prfaas profile show NAME -o json`."""
-    step_seconds, batch = (pool.step_seconds, pool.max_batch) if isinstance(pool, HubPool) else (0.025, 1)
+    step_seconds = pool.step_seconds if isinstance(pool, HubPool) else _NEVER_DECODES_SECONDS
     document = Builtin(
         name=f"{pool.model or _SHAPE}-{pool.name}",
         model=pool.model or "of the case",
@@ -180,9 +205,7 @@ def _profile(pool: OffloadPool | HubPool) -> str:
         ),
         checks=(),
         context_tokens=0,
-        decode_steps=tuple(
-            DecodeStep(batch=one, seconds=step_seconds) for one in sorted({1, max(batch, _PREFILLS_AT_ONCE)})
-        ),
+        decode_steps=tuple(DecodeStep(batch=one, seconds=step_seconds) for one in sorted({1, _running(pool)})),
     )
     return msgspec.json.encode(document).decode()
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,13 +10,25 @@ import yaml
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.capacity.builtin import Builtin
+from prfaas.capacity.profile import prefill_seconds
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, arrivals_of, run_seconds, runs_of, scenario_of
 from prfaas.evaluate.record import RunKey
+from prfaas.simulate.outcome import Tally
+from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import POLICIES, PolicyName
-from prfaas_sandbox.evaluate.objects import CaseScale, instances, pool_objects, profiles_object, utilisation_query
-from prfaas_sandbox.evaluate.readings import late_share
+from prfaas_sandbox.evaluate.objects import (
+    CaseScale,
+    check_live,
+    instances,
+    pool_objects,
+    profiles_object,
+    utilisation_query,
+)
+from prfaas_worker.cache_spec import CacheGeometry
+from prfaas_worker.emulated.instance import EmulatedInstance
+from prfaas_worker.emulated.profile import read_profile
 
 ROOT = Path(__file__).parents[3]
 SCALE = CaseScale(stretch=4.0, cache_scale=128)
@@ -61,12 +74,36 @@ def test_a_profile_has_the_times_and_the_cache_of_the_case():
     assert known.step_seconds(20) == pool.step_seconds
 
 
-def test_a_built_in_profile_is_named_and_not_copied():
+def test_a_built_in_profile_has_the_steps_of_the_plan():
     path = ROOT / "examples/qwen3.5-397b.yaml"
     scenario = scenario_of(case(path), RunKey("threshold", 0.5, 1))
-    assert profiles_object([scenario])["data"] == {}
-    first, *_ = pool_objects(scenario, SCALE, 200_000, None)
-    assert any("--emulate=qwen3.5-397b-" in word for word in first["spec"]["engine"]["args"])
+    made = profiles_object([scenario])["data"]
+    for pool in scenario.system.hub:
+        known = msgspec.json.decode(made[f"{pool.name}.json"], type=Builtin)
+        assert known.cache_model == pool.model
+        assert [known.step_seconds(batch) for batch in (1, pool.max_batch)] == [pool.step_seconds] * 2
+
+
+@pytest.mark.parametrize("path", ["paper", "evaluation", "qwen3.5-397b"])
+def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: str, tmp_path: Path):
+    scenario = scenario_of(case(ROOT / f"examples/{path}.yaml"), RunKey("threshold", 0.5, 1))
+    scale = CaseScale(stretch=2.0, cache_scale=128)
+    profiles = profiles_object([scenario])["data"]
+    *pools, _ = pool_objects(scenario, scale, 5000, None)
+    flags = {one["metadata"]["name"]: one["spec"]["engine"]["args"] for one in pools}
+    kinds = RequestProcess(scenario, Tally())._kinds()
+    for pool in (*scenario.system.offload, *scenario.system.hub):
+        (file := tmp_path / "profile.json").write_text(profiles[f"{pool.name}.json"])
+        instance = EmulatedInstance(read_profile(str(file)), scale.cache_scale, scale.stretch)
+        geometry = CacheGeometry(instance.layers())
+        assert geometry.token_bytes * 128 == pytest.approx(pool.profile.token_bytes, rel=0.01)
+        assert geometry.state_bytes * 128 == pytest.approx(pool.profile.state_bytes, rel=0.01)
+        for tokens in (1000, 30_000):
+            expected = 2 * prefill_seconds(pool.profile, tokens)
+            assert instance.chunk_seconds(0, tokens, is_first=True) == pytest.approx(expected, rel=0.01)
+        for name in (one for one in flags if one in {pool.name, f"{pool.name}-prefill", f"{pool.name}-decode"}):
+            assert f"--max-running={kinds[pool.name].slots}" in flags[name]
+            instance.check_reach(5000, kinds[pool.name].slots)
 
 
 def test_the_window_of_the_query_is_stretched():
@@ -104,13 +141,26 @@ def test_a_run_lasts_as_long_as_its_arrivals_at_the_stretch():
     assert case(stretch=1.0).digest != case(stretch=4.0).digest
 
 
-def test_lateness_is_the_bound_that_99_of_100_steps_keep():
-    counts = {
-        ("decode", "0.01"): 980.0,
-        ("decode", "0.05"): 990.0,
-        ("decode", "+Inf"): 1000.0,
-        ("prefill", "0.01"): 5.0,
-    }
-    assert late_share(counts, "decode") == 0.05
-    assert late_share(counts, "prefill") == 0.01
-    assert late_share({}, "decode") is None
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"prefixShare": 0.5}, "prefixShare is simulated only"),
+        ({"longLoop": {}}, "longLoop is simulated only"),
+        ({"links": [{"name": "between-datacentres", "roundTripMillis": 20}]}, "roundTripMillis of between-datacentres"),
+        ({"failures": [{"name": "prfaas-0", "atSeconds": 9, "forSeconds": 9}]}, "failures: prfaas-0 fails in the sim"),
+    ],
+)
+def test_what_no_live_run_does_is_refused(asked: dict[str, Any], says: str, tmp_path: Path):
+    document = yaml.safe_load((ROOT / "examples/paper.yaml").read_text())
+    del document["published"]
+    (path := tmp_path / "case.yaml").write_text(yaml.safe_dump(document | {"simulation": asked}))
+    wrong = case(path)
+    with pytest.raises(ConfigError, match=f"simulation.*{says}.*leave it out"):
+        check_live(wrong, scenario_of(wrong, RunKey("threshold", 0.5, 1)))
+    check_live(case(), scenario_of(case(), RunKey("threshold", 0.5, 1)))
+
+
+def test_steps_and_the_longest_prompt_are_those_of_the_file():
+    scenario = msgspec.structs.replace(scenario_of(case(), RunKey("threshold", 0.5, 1)), step_tokens=4096)
+    first, *_ = pool_objects(scenario, SCALE, 132_096, None)
+    assert {"--step-tokens=4096", "--max-context=132097"} <= {*first["spec"]["engine"]["args"]}

@@ -2,6 +2,7 @@
 
 import math
 from random import Random
+from typing import cast
 
 import aiohttp
 import pytest
@@ -12,6 +13,7 @@ from tests.serving import serving
 from prfaas.routing.lengths import LengthTally
 from prfaas.wire.control import Counters, ThresholdUpdate
 from prfaas.wire.routes import RoutingTable
+from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
 
@@ -53,7 +55,7 @@ class World:
         self.updates.append(update)
 
     async def answer(self, request: web.Request) -> web.Response:
-        query = dict(await request.post())["query"]
+        query = str((await request.post())["query"])
         figures = self._figures() if "label_replace" in query else [({}, self._traffic_mbps() / self._stretch)]
         result = [{"metric": labels, "value": [self.clock.seconds, repr(value)]} for labels, value in figures]
         return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
@@ -88,7 +90,7 @@ async def controlled(table, stretch: float, known_stretch: float) -> World:
             world.known = table(
                 prometheus_url=url, stretch=known_stretch, clusters=(scaled,), instances=(*table().instances, near)
             )
-            loop = Loop(world, http, SchedulerMetrics(), world.clock)
+            loop = Loop(cast(GatewayClient, world), http, SchedulerMetrics(), world.clock)
             for second in range(SECONDS):
                 world.clock.seconds = second * stretch
                 waited = await loop.once()
