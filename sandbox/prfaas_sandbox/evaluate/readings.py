@@ -118,17 +118,12 @@ def machine_truth(before: _Counts, now: _Counts, instances: int) -> MachineTruth
     """Return whether so many instances kept their time between two readings of their counters."""
     since = {counter: count - before.get(counter, 0.0) for counter, count in now.items()}
     steps = {(one.pod, one.step): count for one, count in since.items() if one.name == f"{_LATE}count"}
-    late = [
-        since.get(Counter(f"{_LATE}sum", pod, kind), 0.0) / count for (pod, kind), count in steps.items() if count > 0
-    ]
-    p99 = [one for kind in _KINDS if (one := late_share(since, kind)) is not None]
     began_anew = any(count < 0 for count in steps.values())
-    unknown = began_anew or len({pod for pod, _ in steps}) < instances or not late
-    return MachineTruth(
-        mean_late=None if unknown else max(late),
-        p99_late=None if unknown else max(p99, default=None),
-        busy_share=_busy_share(since),
-    )
+    if began_anew or len({pod for pod, _ in steps}) < instances or not any(steps.values()):
+        return MachineTruth(mean_late=None, p99_late=None, busy_share=None)
+    late = [since[Counter(f"{_LATE}sum", pod, kind)] / count for (pod, kind), count in steps.items() if count]
+    p99 = [one for kind in _KINDS if (one := late_share(since, kind)) is not None]
+    return MachineTruth(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
 
 
 def late_share(counts: _Counts, kind: str) -> float | None:

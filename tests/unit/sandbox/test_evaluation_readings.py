@@ -1,0 +1,99 @@
+"""A run's metrics: lateness is judged in the mean, where it is worst, and what nobody measured is not in time."""
+
+import math
+from typing import Any
+
+import pytest
+from aiohttp import web
+from tests.serving import serving
+
+from prfaas.errors import PeerError
+from prfaas_sandbox.evaluate import readings
+from prfaas_sandbox.evaluate.objects import CaseScale
+from prfaas_sandbox.evaluate.readings import RunMetrics
+
+from .evaluated import World, lateness
+
+SCALE = CaseScale(stretch=4.0, cache_scale=128)
+BUSY, IDLE = "prfaas_emulation_busy_seconds_total", "prfaas_emulation_idle_seconds_total"
+
+
+@pytest.fixture(autouse=True)
+def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "_SCRAPE_SECONDS", 0.0)
+    monkeypatch.setattr(readings, "_READ_SECONDS", 0.0)
+
+
+async def truth(before: dict[Any, float], after: dict[Any, float], instances: int):
+    async with World.serving() as world:
+        metrics = RunMetrics(world.url, SCALE)
+        world.counters = before
+        await metrics.begin()
+        world.counters = after
+        found = await metrics.machine(instances)
+        await metrics.close()
+        return found
+
+
+async def test_lateness_is_that_of_the_worst_instance_since_the_run_began():
+    before = lateness("a", "prefill", 10, 9.0, 0) | lateness("b", "decode", 0, 0.0) | {(BUSY, "a", "", ""): 5.0}
+    after = (
+        lateness("a", "prefill", 110, 10.0, 98)
+        | lateness("b", "decode", 1000, 15.0)
+        | {(BUSY, "a", "", ""): 65.0, (IDLE, "a", "", ""): 20.0}
+    )
+    found = await truth(before, after, 2)
+    assert found.mean_late == pytest.approx(0.015)
+    assert found.p99_late == math.inf, "2 of 100 prefills ended later than by any bound"
+    assert found.busy_share == pytest.approx(0.75)
+    assert not found.why_invalid, "single late steps do not add up"
+
+
+async def test_one_slow_instance_among_many_makes_a_run_invalid():
+    quick = [lateness(f"q{n}", "prefill", 1000, 1.0) for n in range(9)]
+    after = lateness("slow", "prefill", 100, 3.0)
+    for one in quick:
+        after |= one
+    found = await truth({}, after, 10)
+    assert found.mean_late == pytest.approx(0.03)
+    assert "too slow" in found.why_invalid
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({}, lateness("a", "prefill", 10, 0.0)),
+        ({}, lateness("a", "prefill", 0, 0.0) | lateness("b", "decode", 0, 0.0)),
+        (lateness("a", "prefill", 50, 0.0), lateness("a", "prefill", 10, 0.0) | lateness("b", "decode", 9, 0.0)),
+    ],
+    ids=["nothing scraped", "an instance not scraped", "no step", "an instance began anew"],
+)
+async def test_what_nobody_measured_is_invalid_and_not_in_time(before: dict[Any, float], after: dict[Any, float]):
+    found = await truth(before, after, 2)
+    assert found.mean_late is None
+    assert found.p99_late is None
+    assert found.why_invalid
+
+
+async def test_readings_are_in_the_times_and_rates_of_the_case():
+    async with World.serving() as world:
+        metrics = RunMetrics(world.url, SCALE)
+        await metrics.begin()
+        found = await metrics.readings()
+        await metrics.close()
+    assert [one.at_seconds for one in found] == pytest.approx([0.0, 2.0, 4.0], abs=0.01)
+    assert {one.threshold_tokens for one in found} == {10.0}
+    assert {one.link_mbps for one in found} == {one.egress_mbps for one in found} == {10.0 * 128 * 4}
+    assert any("[20s]" in asked["query"] for asked in world.ranges), "a rate over five seconds of the case"
+
+
+async def test_a_prometheus_that_does_not_answer_is_said():
+    async def fail(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    async with serving(fail) as url:
+        metrics = RunMetrics(url, SCALE)
+        with pytest.raises(PeerError, match="Prometheus does not answer"):
+            await metrics.begin()
+        await metrics.close()

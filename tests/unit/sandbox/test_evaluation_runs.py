@@ -1,0 +1,105 @@
+"""Runs one after the other: the link is whole again, a record comes before the pods go, and one failure is one."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from prfaas.errors import PeerError
+from prfaas.evaluate.case import Case, scenario_of
+from prfaas.evaluate.record import Run, RunKey
+from prfaas.simulate.scenario import LinkShape
+from prfaas_sandbox.demo.install import ExampleInstallation
+from prfaas_sandbox.environment import Environment
+from prfaas_sandbox.evaluate import readings
+from prfaas_sandbox.evaluate.campaign import read_case
+from prfaas_sandbox.evaluate.live import LiveCase, changing_link
+from prfaas_sandbox.evaluate.objects import CaseScale
+
+from .evaluated import ROOT, NotedClusters, World, lateness
+
+STATIC, AT_HOME = RunKey("static", 0.7, 1), RunKey("homogeneous", 0.7, 1)
+IN_TIME = {**lateness("a", "prefill", 9, 0.0), **lateness("b", "decode", 9, 0.0), **lateness("c", "decode", 9, 0.0)}
+
+
+def small_case() -> Case:
+    """A case that is over in no time."""
+    return read_case(ROOT / "examples/evaluation.yaml", requests=20, stretch=0.001, cache_scale=20)
+
+
+@pytest.fixture(autouse=True)
+def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_SCRAPE_SECONDS", "_READ_SECONDS"):
+        monkeypatch.setattr(readings, name, 0.0)
+
+
+class Counted(World):
+    """A world in which each instance makes one step more, in time, whenever somebody looks."""
+
+    async def answer(self, request: Any):
+        for labels in self.counters:
+            self.counters[labels] += not labels[0].endswith("_sum")
+        return await super().answer(request)
+
+
+def live(world: World, folder: Path) -> tuple[LiveCase, NotedClusters, list[str]]:
+    said: list[str] = []
+    clusters = NotedClusters(world)
+    return LiveCase(cast(ExampleInstallation, clusters), small_case(), folder, said.append), clusters, said
+
+
+async def test_runs_are_whole_and_written_before_their_pods_go(tmp_path: Path):
+    async with Counted.serving() as world:
+        world.counters = dict(IN_TIME)
+        case, clusters, _ = live(world, tmp_path)
+        clusters.fails = ["hub prfaas delete"]
+        assert list(await case.run_all([STATIC])) == [STATIC], "its pods are still there"
+    run = msgspec.json.decode((tmp_path / f"{STATIC.name}.json").read_bytes(), type=Run)
+    assert (len(run.answers), run.failed, run.machine.why_invalid) == (20, (), "")
+    assert run.readings[0].at_seconds == pytest.approx(0.0, abs=5.0)
+    assert "restore" in clusters.noted[: clusters.noted.index("ready prfaaspolicy")]
+
+
+async def test_a_run_that_fails_leaves_nothing_and_the_others_go_on(tmp_path: Path):
+    async with Counted.serving() as world:
+        world.counters = dict(IN_TIME)
+        case, clusters, said = live(world, tmp_path)
+        clusters.fails = ["ready"]
+        failed = await case.run_all([STATIC, AT_HOME])
+    assert failed == {STATIC: "ready prfaaspolicy failed"}
+    assert [path.name for path in tmp_path.iterdir()] == [f"{AT_HOME.name}.json"]
+    assert sum(what.startswith("hub prfaas delete") for what in clusters.noted) == 2, "pods of both are gone"
+    assert any(line.startswith(f"{STATIC.name} failed") for line in said)
+
+
+async def test_an_invalid_run_is_made_once_more_and_kept(tmp_path: Path):
+    async with World.serving() as world:
+        case, clusters, said = live(world, tmp_path)
+        assert not await case.run_all([STATIC])
+    assert sum(what == "ready prfaaspolicy" for what in clusters.noted) == 2
+    assert sum("is invalid" in line for line in said) == 2
+    assert msgspec.json.decode((tmp_path / f"{STATIC.name}.json").read_bytes(), type=Run).machine.why_invalid
+
+
+async def change(steps: tuple[tuple[float, float], ...], *fails: str) -> list[str]:
+    scenario = scenario_of(small_case(), STATIC)
+    scenario = msgspec.structs.replace(scenario, conditions={"between-clusters": LinkShape(schedule=steps)})
+    clusters = NotedClusters(World())
+    clusters.fails = [*fails]
+    async with changing_link(cast(Environment, clusters), scenario, CaseScale(stretch=2.0, cache_scale=10)):
+        for _ in range(20):
+            await asyncio.sleep(0)  # let the link change
+    return clusters.noted
+
+
+async def test_the_link_follows_its_schedule_until_the_run_ends():
+    assert await change(((0.0, 200.0), (0.0, 0.0), (0.0, 400.0), (1e6, 1.0))) == [
+        *("shape 10", "restore", "cut", "shape 20", "restore")
+    ]
+
+
+async def test_a_link_that_could_not_be_changed_fails_the_run():
+    with pytest.raises(PeerError, match="shape 10 failed"):
+        await change(((0.0, 200.0),), "shape")
