@@ -31,7 +31,9 @@ from prfaas.capacity.optimum import best
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import points_of
 from prfaas.cli.plan import load as read_plan
+from prfaas.errors import PeerError
 from prfaas.measure.answers import samples_of
+from prfaas.measure.emulated import late_p99
 from prfaas.measure.fit import LengthTimes, Measurement
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire import headers
@@ -234,14 +236,16 @@ def total(metrics: list[str], name: str) -> float:
 
 
 def late_share(metrics: list[str], step: str) -> float:
-    """Return the smallest bound that 99 % of the steps of this kind do not exceed."""
+    """Return the least lateness that 99 % of the steps of this kind do not exceed. Raises PeerError without a step."""
     name, counts = "prfaas_emulation_late_ratio", dict[float, float]()
     for text in metrics:
         for found, labels, value in samples_of(text):
             if found == f"{name}_bucket" and f'step="{step}"' in labels:
                 bound = float(labels.partition('le="')[2].partition('"')[0])
                 counts[bound] = counts.get(bound, 0.0) + value
-    return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
+    if (late := late_p99(counts)) is None:
+        raise PeerError(f"no worker counts a {step} step")
+    return late
 
 
 if __name__ == "__main__":

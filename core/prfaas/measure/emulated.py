@@ -1,5 +1,6 @@
 """Whether an emulated engine kept its time. If not, its machine was too slow, and no figure of the run counts."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from prfaas.wire.stats import LATE_BOUNDS, EmulationStats, Lateness
@@ -22,6 +23,13 @@ def why_too_slow(stats: EmulationStats) -> str:
     if stats.busy_seconds > _MOST_BUSY * cores_seconds:
         return f"the machine's cores were busy for {stats.busy_seconds / cores_seconds:.0%} of the time"
     return ""
+
+
+def late_p99(counts: Mapping[float, float]) -> float | None:
+    """Return the least lateness that 99 % of the steps do not exceed, of how many do not exceed each bound, the last of
+    which is infinite. None without a step."""
+    steps = max(counts.values(), default=0.0)
+    return min(bound for bound, count in counts.items() if count >= 0.99 * steps) if steps > 0 else None
 
 
 def late_steps(lateness: Lateness) -> int:

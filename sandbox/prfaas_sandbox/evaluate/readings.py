@@ -14,6 +14,7 @@ import httpx
 
 from prfaas.errors import PeerError
 from prfaas.evaluate.record import MachineTruth, Reading
+from prfaas.measure.emulated import late_p99
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate.objects import CaseScale
 
@@ -122,18 +123,17 @@ def machine_truth(before: _Counts, now: _Counts, instances: int) -> MachineTruth
     if began_anew or len({pod for pod, _ in steps}) < instances or not any(steps.values()):
         return MachineTruth(mean_late=None, p99_late=None, busy_share=None)
     late = [since[Counter(f"{_LATE}sum", pod, kind)] / count for (pod, kind), count in steps.items() if count]
-    p99 = [one for kind in _KINDS if (one := late_share(since, kind)) is not None]
+    p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind))) is not None]
     return MachineTruth(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
 
 
-def late_share(counts: _Counts, kind: str) -> float | None:
-    """Return the smallest bound that 99 % of all instances' steps of this kind do not exceed; None without any."""
+def _bounds(counts: _Counts, kind: str) -> dict[float, float]:
+    """Return how many of all instances' steps of this kind do not exceed each bound of lateness."""
     bounds: dict[float, float] = {}
     for one, count in counts.items():
         if one.name == f"{_LATE}bucket" and one.step == kind:
             bounds[float(one.le)] = bounds.get(float(one.le), 0.0) + count
-    most = max(bounds.values(), default=0.0)
-    return min(bound for bound, count in bounds.items() if count >= 0.99 * most) if most else None
+    return bounds
 
 
 def _busy_share(counts: _Counts) -> float | None:
