@@ -2,7 +2,7 @@
 
 import math
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -12,7 +12,7 @@ from tests.serving import serving
 
 from prfaas.routing.lengths import LengthTally
 from prfaas.wire.control import Counters, ThresholdUpdate
-from prfaas.wire.routes import RoutingTable
+from prfaas.wire.routes import RoutingTable, Threshold, ThresholdMode
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
@@ -32,6 +32,7 @@ class World:
         self.clock = Clock()
         self.known: RoutingTable | None = None
         self.updates: list[ThresholdUpdate] = []
+        self.observed: dict[str, Any] = {}
 
     @property
     def own_seconds(self) -> float:
@@ -79,7 +80,7 @@ class World:
         yield {"cluster": "eu", "figure": "unsent_bytes"}, 2e7 * max(0.0, math.sin(self.own_seconds / 12))
 
 
-async def controlled(table, stretch: float, known_stretch: float) -> World:
+async def controlled(table, stretch: float, known_stretch: float, mode: ThresholdMode = "Auto") -> World:
     """A system of some minutes, whose scheduler takes it for one of `known_stretch`."""
     (eu,) = table().clusters
     scaled = type(eu)(name="eu", capacity_mbps=round(100 / stretch), utilisation_query="up")
@@ -88,13 +89,19 @@ async def controlled(table, stretch: float, known_stretch: float) -> World:
         world = World(stretch)
         async with serving(world.answer) as url:
             world.known = table(
-                prometheus_url=url, stretch=known_stretch, clusters=(scaled,), instances=(*table().instances, near)
+                prometheus_url=url,
+                stretch=known_stretch,
+                threshold=Threshold(mode=mode, tokens=1024, min_tokens=512, max_tokens=32768),
+                clusters=(scaled,),
+                instances=(*table().instances, near),
             )
             loop = Loop(cast(GatewayClient, world), http, SchedulerMetrics(), world.clock)
             for second in range(SECONDS):
                 world.clock.seconds = second * stretch
                 waited = await loop.once()
             assert waited == known_stretch
+            assert loop.report is not None
+            world.observed = loop.report.figures["observed"]
     return world
 
 
@@ -111,9 +118,16 @@ async def test_a_stretched_system_has_the_thresholds_of_the_system_that_it_stand
 
 
 async def test_what_leaves_the_scheduler_is_of_the_clock(table):
-    (real, slow) = [(await controlled(table, stretch, stretch)).updates[-1] for stretch in (1.0, 4.0)]
+    real_world, slow_world = await controlled(table, 1.0, 1.0, "Priced"), await controlled(table, 4.0, 4.0, "Priced")
+    real, slow = real_world.updates[-1], slow_world.updates[-1]
     assert (real.expires_seconds, slow.expires_seconds) == (10, 40)
     assert slow.links[0].effective_mbps == pytest.approx(real.links[0].effective_mbps / 4)
     for ours, theirs in zip(slow.profiles, real.profiles, strict=True):
         assert ours.profile.token_seconds == pytest.approx(4 * theirs.profile.token_seconds)
         assert ours.profile.token_bytes == theirs.profile.token_bytes
+    assert len(slow.prices) == 2
+    for ours, theirs in zip(slow.prices, real.prices, strict=True):
+        assert ours.profile.token_seconds == pytest.approx(4 * theirs.profile.token_seconds)
+        assert ours.link_mbps == pytest.approx(theirs.link_mbps / 4)
+    arrivals = [one.observed["gatewayArrivalMilliPerSecond"] for one in (real_world, slow_world)]
+    assert arrivals == pytest.approx([3000, 750], rel=0.02)
