@@ -185,6 +185,14 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> Ide
         raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
 
 
+def is_authority(certificate: bytes) -> bool:
+    """Return True if the first certificate of a PEM text may sign others; False for what cannot be read."""
+    try:
+        return _is_authority(_load_all(certificate)[0])
+    except (ConfigError, ValueError):  # no certificate, or extensions that no reader understands
+        return False
+
+
 def signing_certificate(authority: KeyPair) -> x509.Certificate:
     """Return the authority's certificate that belongs to its key; raise ConfigError if none does."""
     public = _signing_key(authority.key).public_key()

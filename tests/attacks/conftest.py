@@ -4,6 +4,7 @@ Each attack comes with a control: the same steps with one defence taken out, and
 is named is the one that holds.
 """
 
+import base64
 from typing import Any, Final
 from unittest.mock import AsyncMock
 
@@ -19,6 +20,7 @@ from prfaas_operator.errors import ClusterUnreachableError
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.render.service_account import kubeconfig
 from prfaas_operator.serve import assemble
 
 MODEL: Final = {"name": "tiny", "source": "builtin:tiny"}
@@ -45,13 +47,22 @@ def secret(name: str, use: str = "", **data: str) -> Object:
     return {"kind": "Secret", "metadata": {"name": name, "namespace": "ns", "uid": "s", "labels": labels}, "data": data}
 
 
+PEM: Final = "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n"
+OPENS: Final = base64.b64encode(kubeconfig("eu", "https://192.0.2.1", PEM, "t").encode()).decode()
+"""A kubeconfig that the operator takes, as an entry of a Secret."""
+
+
+def member(secret_name: str) -> Object:
+    return resource("MemberCluster", "eu", kubeconfigSecretRef={"name": secret_name}, link={"capacityMbps": 100})
+
+
 class Hub:
     """A hub with some objects, and the operator; `connected` are the members that it connected to."""
 
     def __init__(self, mode: CertificateMode, *objects: Object):
         self.server = MemoryCluster(*objects)
         self.connected: list[str] = []
-        options = OperatorOptions("ns", certificates=mode, gateway_image=GATEWAY_IMAGE)
+        options = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode)
         operator = assemble(self.server, self._connect, ReconcileQueue(), options, OFF)  # pyright: ignore[reportArgumentType]
         self.controller = operator.controller
         for one in objects:

@@ -1,35 +1,39 @@
 """An editor of MemberClusters wants the operator to use, or to tell about, a Secret that is no kubeconfig of prfaas."""
 
-import base64
 import json
 
 import pytest
-from tests.attacks.conftest import MODEL, pool, resource, secret
-
-from prfaas_operator.render.service_account import kubeconfig
-
-PEM = "-----BEGIN CERTIFICATE-----\nAA==\n-----END CERTIFICATE-----\n"
-OPENS = base64.b64encode(kubeconfig("eu", "https://192.0.2.1", PEM, "t").encode()).decode()
+from tests.attacks.conftest import MODEL, OPENS, member, pool, resource, secret
 
 
-def member(name: str):
-    return resource("MemberCluster", "eu", kubeconfigSecretRef={"name": name}, link={"capacityMbps": 100})
-
-
-async def test_a_secret_of_another_name_is_not_read(plain_hub):
-    hub = plain_hub(member("huggingface"), secret("huggingface", "kubeconfig", kubeconfig=OPENS))
-    await hub.reconcile("MemberCluster", "eu")
-    assert hub.ready("MemberCluster", "eu")["reason"] == "Invalid"
-    assert hub.connected == []
-
-
+@pytest.mark.parametrize("name", ["prod-kubeconfig", "huggingface"])
 @pytest.mark.parametrize("use", ["", "api-keys"])
-async def test_another_ones_kubeconfig_is_not_used(plain_hub, use):
+async def test_another_ones_kubeconfig_is_not_used(plain_hub, use, name):
     """Cluster API, for one, keeps an administrator's kubeconfig of each cluster under such a name."""
-    hub = plain_hub(member("prod-kubeconfig"), secret("prod-kubeconfig", use, kubeconfig=OPENS))
+    hub = plain_hub(member(name), secret(name, use, kubeconfig=OPENS))
     await hub.reconcile("MemberCluster", "eu")
     assert hub.ready("MemberCluster", "eu")["reason"] == "ForbiddenSecret"
     assert hub.connected == []
+
+
+def made_by_join(use: str = ""):
+    made = secret("eu-kubeconfig", use, kubeconfig=OPENS)
+    made["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "prfaas-cli"
+    return made
+
+
+async def test_what_a_former_version_made_is_still_used(plain_hub):
+    """Neither a free name nor a Secret that `join` wrote without the label may stop the offload after an upgrade."""
+    for name, kept in (("eu-kubeconfig", made_by_join()), ("eu", secret("eu", "kubeconfig", kubeconfig=OPENS))):
+        hub = plain_hub(member(name), kept)
+        await hub.reconcile("MemberCluster", "eu")
+        assert hub.connected == ["eu"]
+
+
+async def test_what_join_made_and_its_owner_gave_to_something_else_is_not_used(plain_hub):
+    hub = plain_hub(member("eu-kubeconfig"), made_by_join("api-keys"))
+    await hub.reconcile("MemberCluster", "eu")
+    assert (hub.connected, hub.ready("MemberCluster", "eu")["reason"]) == ([], "ForbiddenSecret")
 
 
 async def test_another_ones_secret_is_not_kept_from_its_deletion(plain_hub):

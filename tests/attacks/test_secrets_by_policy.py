@@ -4,7 +4,6 @@ import pytest
 from tests.attacks.conftest import GATEWAY_IMAGE, policy, pool, secret
 
 from prfaas.api import PrfaaSPolicy
-from prfaas.api.prfaaspolicy import ApiKeysSecretRef
 from prfaas_operator.render import gateway
 
 EVIL = "evil.example/exfil:1"
@@ -18,17 +17,13 @@ def taking(name: str, **more):
 async def test_a_secret_of_the_operator_or_of_others_is_not_mounted(plain_hub, name):
     hub = plain_hub(pool(), taking(name, image=EVIL), secret(name, "api-keys"))
     await hub.reconcile("PrfaaSPolicy", "kimi")
-    assert hub.ready("PrfaaSPolicy", "kimi")["reason"] == "Invalid"
+    assert hub.ready("PrfaaSPolicy", "kimi")["reason"] == "ForbiddenSecret"
     assert hub.loot("kimi-gateway") == hub.images("kimi-gateway") == set()
 
 
-def test_control_a_name_that_the_schema_lets_through_is_mounted():
-    body = PrfaaSPolicy.model_validate(taking("chat-api-keys"))
-    free = body.spec.gateway.model_copy(
-        update={"api_keys_secret_ref": ApiKeysSecretRef.model_construct(name="prfaas-ca")}
-    )
-    body = body.model_copy(update={"spec": body.spec.model_copy(update={"gateway": free})})
-    volumes = gateway.deployment(body)["spec"]["template"]["spec"]["volumes"]
+def test_control_a_name_that_nobody_looks_at_is_mounted():
+    body = PrfaaSPolicy.model_validate(taking("prfaas-ca"))
+    volumes = gateway.deployment(body, GATEWAY_IMAGE)["spec"]["template"]["spec"]["volumes"]
     assert "prfaas-ca" in [one["secret"]["secretName"] for one in volumes if "secret" in one]
 
 
@@ -48,6 +43,24 @@ async def test_an_editor_cannot_swap_the_secret_of_a_running_gateway(plain_hub):
     await hub.reconcile("PrfaaSPolicy", "kimi")
     assert hub.loot("kimi-gateway") == {"chat-api-keys"}
     assert ("ConfigMap", "kimi-routes") in hub.server.objects, "its routing table stays current"
+
+
+async def test_a_name_of_before_the_rule_freezes_nothing_but_the_gateways_pods(plain_hub, monkeypatch):
+    """Such a policy was unreadable once, and its gateway lost every instance that came later."""
+    hub = plain_hub(pool(), taking("old-keys"), secret("old-keys", "api-keys"))
+    with monkeypatch.context() as before:
+        before.setattr("prfaas_operator.reconcile.policy.check_given", lambda *_: None)
+        await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert hub.loot("kimi-gateway") == {"old-keys"}
+    for kind, name in (("ConfigMap", "kimi-routes"), ("Service", "kimi-gateway"), ("NetworkPolicy", "kimi-gateway")):
+        del hub.server.objects[kind, name]
+    hub.server.objects["PrfaaSPolicy", "kimi"]["spec"]["gateway"]["replicas"] = 2
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    ready = hub.ready("PrfaaSPolicy", "kimi")
+    assert (ready["reason"], "old-keys is not named NAME-api-keys" in ready["message"]) == ("ForbiddenSecret", True)
+    assert hub.server.objects["Deployment", "kimi-gateway"]["spec"]["replicas"] == 1
+    for kind, name in (("ConfigMap", "kimi-routes"), ("Service", "kimi-gateway"), ("NetworkPolicy", "kimi-gateway")):
+        assert (kind, name) in hub.server.objects
 
 
 async def test_control_without_the_look_at_its_label_it_is_mounted(plain_hub, monkeypatch):

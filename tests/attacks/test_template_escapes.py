@@ -1,9 +1,13 @@
 """An editor of pools wants his image to read what opens clusters or gateways, and to be more than a worker's pod."""
 
+import base64
+import datetime
 from typing import Any
 
 import pytest
-from tests.attacks.conftest import pool
+from tests.attacks.conftest import OPENS, member, pool, secret
+
+from prfaas import identity
 
 SECRETS = ("prfaas-ca", "prfaas-tls", "prfaas-eu-issued", "eu-kubeconfig", "own.name-kubeconfig", "chat-api-keys")
 
@@ -41,6 +45,49 @@ async def test_a_running_pool_gets_none_by_an_edit(plain_hub, way):
     await hub.reconcile("DecodePool", "decode")
     assert hub.images("decode"), "it still runs"
     assert hub.loot("decode") == set()
+
+
+NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+AUTHORITY = identity.make_authority("issuer's", identity.valid_for(NOW, 1))
+LEAF = identity.issue(AUTHORITY, "eu", identity.valid_for(NOW, 0.5))
+
+
+def pair(name: str, content: identity.KeyPair) -> dict[str, Any]:
+    encoded = (base64.b64encode(text).decode() for text in (content.certificate, content.key))
+    return secret(name, **dict(zip(("tls.crt", "tls.key"), encoded, strict=True)))
+
+
+OPENING = {
+    "a kubeconfig of a free, old name": (secret("eu", "kubeconfig", kubeconfig=OPENS),),
+    "one that no label gives to prfaas yet": (secret("eu", kubeconfig=OPENS), member("eu")),
+    "keys of a free, old name": (secret("eu", "api-keys"),),
+    "an issuer's authority": (pair("eu", AUTHORITY),),
+}
+
+
+@every_way
+@pytest.mark.parametrize("objects", OPENING.values(), ids=OPENING)
+async def test_a_secret_that_opens_something_is_refused_by_its_content(plain_hub, way, objects):
+    hub = plain_hub(pool(template=way("eu")), *objects)
+    await hub.reconcile("DecodePool", "decode")
+    assert hub.ready("DecodePool", "decode")["reason"] == "ForbiddenSecret"
+    assert hub.loot("decode") == set()
+
+
+HARMLESS = {
+    "a certificate of its own": (pair("eu", LEAF),),
+    "an authority without its key": (secret("eu", **{"tls.crt": base64.b64encode(AUTHORITY.certificate).decode()}),),
+    "what a MemberCluster names and is no kubeconfig": (secret("eu", kubeconfig="eA=="), member("eu")),
+    "nothing yet": (),
+}
+
+
+@every_way
+@pytest.mark.parametrize("objects", HARMLESS.values(), ids=HARMLESS)
+async def test_control_a_secret_that_opens_nothing_is_read(plain_hub, way, objects):
+    hub = plain_hub(pool(template=way("eu")), *objects)
+    await hub.reconcile("DecodePool", "decode")
+    assert hub.loot("decode") == {"eu"}
 
 
 @every_way

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from prfaas.api.pool import Engine
-from prfaas.names import CONNECTOR_IMAGE, GATEWAY_IMAGE
+from prfaas.names import CONNECTOR_IMAGE
 from prfaas_operator.render.common import USER_ID
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,7 @@ def test_the_pages_build_the_images_that_charts_and_objects_name():
         for page in ("README.md", "docs/use/install.md")
         for tag in re.findall(r"docker build [^`&]*-t (\S+)", (ROOT / page).read_text())
     ]
-    named = [Engine().image, GATEWAY_IMAGE, CONNECTOR_IMAGE]
+    named = [Engine().image, CONNECTOR_IMAGE]
     assert len(built) == 5
     assert {chart["appVersion"] for chart in charts} == {version}
     assert {image.partition(":")[2] for image in (*built, *named)} == {version}

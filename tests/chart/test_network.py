@@ -11,7 +11,6 @@ import pytest
 
 from prfaas import names
 from prfaas.api import DecodePool
-from prfaas.names import CONNECTOR_IMAGE, GATEWAY_IMAGE
 from prfaas_operator.render import pool_deployment
 from prfaas_operator.render.common import PART_OF
 
@@ -196,12 +195,17 @@ def test_every_port_that_the_operator_renders_for_an_engine_is_open_to_its_peers
         assert metrics in {number for policy in mine for number in ports_open_to_namespace(policy, "monitoring")}
 
 
-@pytest.mark.parametrize(("name", "default"), [("gateway", GATEWAY_IMAGE), ("connector", CONNECTOR_IMAGE)])
-def test_an_image_is_the_charts_version_or_the_one_that_is_named(render, name, default):
+@pytest.mark.parametrize(("name", "image"), [("gateway", "gateway"), ("connector", "vllm-connector")])
+def test_an_image_lies_beside_the_operators_or_is_the_one_that_is_named(render, name, image):
+    """Once an operator of REGISTRY took gateways of another registry, whose names anybody might own."""
+
     def flag(*arguments: str) -> str:
         (operator,) = (each for each in render("prfaas", *arguments) if each["kind"] == "Deployment")
         words = operator["spec"]["template"]["spec"]["containers"][0]["args"]
         return words[words.index(f"--{name}-image") + 1]
 
-    assert flag() == default
+    assert flag() == f"prfaas/{image}:0.1.0"
+    own = ("--set", "operator.image.repository=reg.example:5000/team/operator")
+    assert flag(*own) == f"reg.example:5000/team/{image}:0.1.0"
+    assert flag(*own, "--set", "operator.image.tag=v7") == f"reg.example:5000/team/{image}:v7"
     assert flag("--set", f"{name}Image=reg.example/c@sha256:1") == "reg.example/c@sha256:1"

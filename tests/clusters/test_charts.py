@@ -201,6 +201,12 @@ def test_a_member_refuses_pods_of_a_priority_class_that_its_owner_did_not_name(i
     installed.helm("upgrade", "prfaas-member", ROOT / "charts/prfaas-member", "-n", MEMBER, *named)
     eventually(lambda: refusal("batch") == "", "the class that was named is admitted")
     assert "exceeded quota: prfaas-priority-classes" in refusal("high")
+    installed.kubectl("create", "priorityclass", "usual", "--value=10", "--global-default")
+    assert "exceeded quota: prfaas-priority-classes" in eventually(lambda: refusal(""), "pods get the class usual")
+    installed.helm("upgrade", "prfaas-member", ROOT / "charts/prfaas-member", "-n", MEMBER)
+    eventually(lambda: refusal("") == "", "the cluster's own default is admitted")
+    assert "exceeded quota: prfaas-priority-classes" in refusal("high")
+    installed.kubectl("delete", "priorityclass/usual")
     installed.kubectl("-n", MEMBER, "delete", "resourcequota/prfaas-priority-classes")
     eventually(lambda: refusal("high") == "", "without the quota every class is admitted")
 
@@ -212,7 +218,7 @@ def operator_log(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     kubeconfig, log = tmp_path / "kubeconfig", tmp_path / "operator.log"
     kubeconfig.write_text(installed.kubeconfig(token))
     metrics_port, health_port = free_ports(2)
-    command = [sys.executable, "-m", "prfaas_operator", "--namespace", HUB]
+    command = [sys.executable, "-m", "prfaas_operator", "--namespace", HUB, "--gateway-image", "reg/g:1"]
     command += ["--metrics-port", str(metrics_port), "--health-port", str(health_port)]
     environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:

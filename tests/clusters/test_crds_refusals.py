@@ -229,6 +229,7 @@ POLICIES = [
         "spec.metrics.prometheusUrl",
         "must be an http:// or https:// address",
     ),
+    ("metrics.prometheusUrl", "http://u:p@prometheus:9090", "spec.metrics.prometheusUrl", "no user and no password"),
     ("metrics.prometheusUrl", "http://", "spec.metrics.prometheusUrl", "must be an http:// or https:// address"),
     ("onOffloadFailure", "Retry", 'supported values: "PrefillLocally", "Reject"', ""),
     ("datacenters", {"prefer": ["a"], "forbid": ["a"]}, "spec.datacenters.prefer", "remove it from one"),

@@ -21,6 +21,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{/* An image of the same registry and version as the operator's: whoever named that one owns this one, too. */}}
+{{- define "prfaas.beside" -}}
+{{- $root := index . 0 }}
+{{- with $root.Values.operator.image }}
+{{- printf "%s%s:%s" (trimSuffix (base .repository) .repository) (index $ 1) (.tag | default $root.Chart.AppVersion) }}
+{{- end }}
+{{- end }}
+
 {{/* What makes a pod pass the restricted Pod Security Standard. */}}
 {{- define "prfaas.podSecurity" -}}
 runAsNonRoot: true

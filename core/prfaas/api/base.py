@@ -81,15 +81,22 @@ DnsName = Annotated[
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253),
     Hint("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
 ]
+# The API server refuses a new object with another name. The operator still reads the objects of before this rule.
 KubeconfigSecretName = Annotated[
     str,
-    StringConstraints(pattern=rf"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{KUBECONFIG_SECRET_SUFFIX}$", max_length=253),
-    Hint(f"must be the name of a Secret that ends with {KUBECONFIG_SECRET_SUFFIX}: no pool may mount such a Secret"),
+    StringConstraints(max_length=253),
+    Rule(
+        f"self.matches(r'^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{KUBECONFIG_SECRET_SUFFIX}$')",
+        f"must be the name of a Secret that ends with {KUBECONFIG_SECRET_SUFFIX}: no pool may mount such a Secret",
+    ),
 ]
 ApiKeysSecretName = Annotated[
     str,
-    StringConstraints(pattern=rf"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{API_KEYS_SECRET_SUFFIX}$", max_length=253),
-    Hint(f"must be the name of a Secret that ends with {API_KEYS_SECRET_SUFFIX}: no pool may mount such a Secret"),
+    StringConstraints(max_length=253),
+    Rule(
+        f"self.matches(r'^[a-z0-9]([-.a-z0-9]*[a-z0-9])?{API_KEYS_SECRET_SUFFIX}$')",
+        f"must be the name of a Secret that ends with {API_KEYS_SECRET_SUFFIX}: no pool may mount such a Secret",
+    ),
 ]
 DataKey = Annotated[
     str,

@@ -20,6 +20,7 @@ from prfaas.api.base import (
 
 # Bytes that the hub acknowledged; without TLS the peer has no name.
 DEFAULT_UTILISATION_QUERY = 'sum(rate(prfaas_link_sent_bytes_total{cluster="$cluster",peer=~"hub|"}[5s])) * 8 / 1e6'
+KUBECONFIG_KEY = "kubeconfig"
 
 Place = Annotated[
     str,
@@ -45,7 +46,7 @@ class KubeconfigSecretRef(ApiModel):
     """Name of the Secret, NAME-kubeconfig. It has the label prfaas.io/secret=kubeconfig, as `prfaas cluster join`
     writes it.
     """
-    key: DataKey = "kubeconfig"
+    key: DataKey = KUBECONFIG_KEY
     """Key of the Secret's data that holds the kubeconfig."""
 
 

@@ -136,6 +136,12 @@ class Metrics(ApiModel):
             "metrics.prometheusUrl must be an http:// or https:// address, such as http://prometheus.monitoring.svc:9090",
             field="prometheusUrl",
         ),
+        Rule(
+            "!self.prometheusUrl.matches('^[^/]*//[^/?#]*@')",
+            "metrics.prometheusUrl must hold no user and no password, because who may view policies reads it: "
+            "give the address of a proxy that adds them",
+            field="prometheusUrl",
+        ),
     )
 
     prometheus_url: Annotated[str, StringConstraints(max_length=1024)]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final, TypeVar
 
 from prfaas.api.base import Resource
+from prfaas.api.membercluster import KUBECONFIG_KEY
 from prfaas.kube.session import ObjectKind
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.informer import Informer
@@ -117,6 +118,11 @@ class HubView:
             member["metadata"]["name"]: ((member.get("spec") or {}).get("kubeconfigSecretRef") or {}).get("name", "")
             for member in self.all(MEMBER_CLUSTER)
         }
+
+    def kubeconfig_keys(self) -> set[tuple[str, str]]:
+        """Return the Secrets that MemberClusters name, each with the key of its kubeconfig."""
+        named = [(one.get("spec") or {}).get("kubeconfigSecretRef") or {} for one in self.all(MEMBER_CLUSTER)]
+        return {(reference.get("name", ""), reference.get("key") or KUBECONFIG_KEY) for reference in named}
 
     def clusters_in_use(self) -> set[str]:
         return {pool.cluster for pool in self.sharers.values()}

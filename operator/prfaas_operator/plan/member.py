@@ -1,10 +1,11 @@
 """MemberCluster: computes its conditions from its Secret, its API server's answer and its pools.
 
 It also decides which Secrets no pool may read, and which ones prfaas may use. A pool's author chooses the image, and so
-reads everything that its pods mount. The kubeconfigs of members open other clusters, the authority makes certificates
+reads everything that its pods mount. The kubeconfigs of members open other clusters, an authority makes certificates
 of every cluster, and API keys are their clients'. They lie in the namespace of the hub's pools, so a template that
-names one is refused in every cluster. Another cluster may be the same namespace reached by another address. This check
-uses names, because a pool may exist before the Secret; the schemas give kubeconfigs and API keys no other names.
+names one is refused in every cluster. Another cluster may be the same namespace reached by another address. Names come
+first, because a pool may exist before the Secret; the schemas give new kubeconfigs and API keys no other names. Then
+comes the content: kubeconfigs of before that rule have other names, and so have the authorities of issuers.
 
 What a MemberCluster or a policy names is used only with a label: else whoever may write these objects would use every
 Secret of the namespace through the operator.
@@ -15,16 +16,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
-from prfaas import names
+from prfaas import identity, names
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.api.template import PodTemplate
 from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError, reason_of
+from prfaas_operator.plan.certificates_read import content
 from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, yes
-from prfaas_operator.plan.credentials import TokenFacts
+from prfaas_operator.plan.credentials import TokenFacts, parse_kubeconfig
 from prfaas_operator.plan.ownership import has_labels
 
+MADE_BY_JOIN: Final = "prfaas-cli"
+"""Value of the label `managed-by` on what `prfaas cluster join` makes."""
 CONTACT_TIME_STEP: Final = timedelta(minutes=1)
 
 
@@ -107,7 +111,7 @@ def check_secrets(template: PodTemplate) -> None:
 
     Raises ForbiddenSecretError: the template names such a Secret; the message has the Secret and the field.
     """
-    for name, where in _read_by(template):
+    for name, where in read_by(template):
         if RESERVED.fullmatch(name):
             raise ForbiddenSecretError(
                 f"Secret {name} is the operator's or a gateway's, and no pool may read it: remove it from {where}, "
@@ -115,7 +119,34 @@ def check_secrets(template: PodTemplate) -> None:
             )
 
 
-def _read_by(template: PodTemplate) -> Iterator[tuple[str, str]]:
+def check_content(secret: Mapping[str, Any], where: str, kubeconfigs: Collection[tuple[str, str]]) -> None:
+    """Refuse a Secret, which the field `where` of a template names, for what is in it.
+
+    `kubeconfigs` are the Secrets that MemberClusters name, each with its key. One that holds no kubeconfig stays its
+    owner's: whoever names a Secret takes it from no pool.
+
+    Raises ForbiddenSecretError: it opens a cluster or gateways, or signs certificates.
+    """
+    name, what = secret["metadata"]["name"], ""
+    if any(_is_given(secret, use) for use in (names.KUBECONFIG_SECRET, names.API_KEYS_SECRET)):
+        what = "is given to prfaas by its label"
+    elif any(_opens_a_cluster(secret, key) for named, key in kubeconfigs if named == name):
+        what = "holds the kubeconfig of a MemberCluster"
+    elif content(secret, names.TLS_KEY) and identity.is_authority(content(secret, names.TLS_CERT)):
+        what = "holds the key of a certificate authority"
+    if what:
+        raise ForbiddenSecretError(f"Secret {name} {what}, and no pool may read it: remove it from {where}")
+
+
+def _opens_a_cluster(secret: Mapping[str, Any], key: str) -> bool:
+    try:
+        parse_kubeconfig(content(secret, key))
+    except PrfaasError:
+        return False
+    return True
+
+
+def read_by(template: PodTemplate) -> Iterator[tuple[str, str]]:
     """Yield every Secret that a pod of the template would read, and the field that names it."""
     for volume in template.volumes:
         if volume.secret is not None:
@@ -130,12 +161,26 @@ def _read_by(template: PodTemplate) -> Iterator[tuple[str, str]]:
 def check_given(secret: Mapping[str, Any], use: str) -> None:
     """Refuse a Secret that is not for prfaas to use; `use` is the label's value.
 
-    Raises ForbiddenSecretError: its owner did not label it so.
+    Raises ForbiddenSecretError: its owner did not label it so. API keys need their name, too: by it no pool reads them.
     """
-    if not has_labels(secret, {names.LABEL_SECRET: use}):
+    name = secret["metadata"]["name"]
+    if use == names.API_KEYS_SECRET and not name.endswith(names.API_KEYS_SECRET_SUFFIX):
+        raise ForbiddenSecretError(
+            f"Secret {name} is not named NAME{names.API_KEYS_SECRET_SUFFIX}, and gateways use no other: copy it to "
+            f"such a name with the label {names.LABEL_SECRET}={use}, and name the copy in gateway.apiKeysSecretRef"
+        )
+    if not _is_given(secret, use):
         label = f"{names.LABEL_SECRET}={use}"
-        name = secret["metadata"]["name"]
         raise ForbiddenSecretError(
             f"Secret {name} is not labelled {label}, and prfaas uses no other; if it was made for this, "
             f"run `kubectl label secret {name} {label}`"
         )
+
+
+def _is_given(secret: Mapping[str, Any], use: str) -> bool:
+    """Return true if a Secret's owner gave it to prfaas. A former `prfaas cluster join` wrote no label for that."""
+    labels = secret["metadata"].get("labels") or {}
+    by_join = {names.LABEL_MANAGED_BY: MADE_BY_JOIN}
+    if use == names.KUBECONFIG_SECRET and names.LABEL_SECRET not in labels and has_labels(secret, by_join):
+        return True
+    return has_labels(secret, {names.LABEL_SECRET: use})

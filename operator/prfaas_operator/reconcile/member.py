@@ -26,12 +26,11 @@ from prfaas_operator.errors import ConflictError, ForbiddenSecretError
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan import member as plan
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, TokenFacts
-from prfaas_operator.plan.member import secret_is_needed
+from prfaas_operator.plan.member import MADE_BY_JOIN, secret_is_needed
 from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import project_sharer
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.members import Members, Owned
-from prfaas_operator.render.service_account import MADE_BY_JOIN
 
 log = logging.getLogger(__name__)
 

@@ -121,6 +121,10 @@ class PolicyReconciler:
             failures.append(error)
         try:
             await self._check_keys(policy)
+        except PrfaasError as error:
+            failures.append(error)  # a gateway that runs keeps its keys, and all else of it stays current
+            gateway_objects = [one for one in gateway_objects if one["kind"] != kinds.DEPLOYMENT.name]
+        try:
             applied = await self.children.apply_all(ref, self.hub.client, gateway_objects)
         except PrfaasError as error:
             failures.append(error)

@@ -10,7 +10,15 @@ from prfaas.api import DecodePool, MemberCluster, PrefillPool
 from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.client import ClusterClient
-from prfaas_operator.clusters.kinds import CONFIG_MAP, DECODE_POOL, DEPLOYMENT, MEMBER_CLUSTER, PREFILL_POOL, Object
+from prfaas_operator.clusters.kinds import (
+    CONFIG_MAP,
+    DECODE_POOL,
+    DEPLOYMENT,
+    MEMBER_CLUSTER,
+    PREFILL_POOL,
+    SECRET,
+    Object,
+)
 from prfaas_operator.controller import events
 from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
@@ -20,7 +28,7 @@ from prfaas_operator.errors import ClusterNotFoundError, ForbiddenError, reason_
 from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
-from prfaas_operator.plan.member import check_secrets
+from prfaas_operator.plan.member import check_content, check_secrets, read_by
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.profile import check_profile
 from prfaas_operator.plan.reading import read
@@ -58,7 +66,7 @@ class PoolReconciler:
             return await self._remove(pool, live)
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.roles.reconcile_sharer(pool, live)
-        check_secrets(pool.spec.template)
+        await self._check_secrets(pool)
         member = self._member(pool)
         plan.check_addressing(pool, member)
         check_profile(pool)
@@ -91,6 +99,14 @@ class PoolReconciler:
             again_seconds=self._again_seconds(cluster, ready),
         )
         return self.roles.result_of(shared, result, failures) if shared else result
+
+    async def _check_secrets(self, pool: plan.PoolObject) -> None:
+        """Raise ForbiddenSecretError if the pool's pods would read what opens a cluster or a gateway."""
+        check_secrets(pool.spec.template)
+        for name, where in read_by(pool.spec.template):
+            secret = await self.hub.client.get(SECRET, name)
+            if secret is not None:
+                check_content(secret, where, self.hub.kubeconfig_keys())
 
     def _pods(self, pool: plan.PoolObject, member: MemberCluster | None) -> list[PodFacts]:
         """Return the observed pods of a pool."""

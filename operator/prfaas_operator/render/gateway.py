@@ -30,7 +30,7 @@ SCHEDULER_DEFAULTS: Final = Resources(requests={"cpu": "25m", "memory": "64Mi"},
 """With 16 links it computes for 9 ms in each second. It takes 40 MiB at its peak; its tests allow 100."""
 
 
-def deployment(policy: PrfaaSPolicy, image: str = names.GATEWAY_IMAGE) -> Object:
+def deployment(policy: PrfaaSPolicy, image: str) -> Object:
     """Return the gateway's Deployment: the gateway and the scheduler in one pod, both of one image."""
     name = names.gateway_name(policy.metadata.name)
     pod = {

@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 from prfaas import names
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object, manifest
+from prfaas_operator.plan.member import MADE_BY_JOIN
 from prfaas_operator.render import certificates
 from prfaas_operator.render.common import binding, rule
 
 ACCOUNT: Final = "prfaas-operator"
-MADE_BY_JOIN: Final = "prfaas-cli"
 LABELS: Final = {"app.kubernetes.io/part-of": "prfaas", names.LABEL_MANAGED_BY: MADE_BY_JOIN}
 
 

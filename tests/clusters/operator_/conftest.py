@@ -355,7 +355,17 @@ def start_operator(
 ) -> subprocess.Popen[bytes]:
     """Start the operator and wait until it is ready."""
     command = [*ends_with_us(), sys.executable, "-m", "prfaas_operator", "--namespace", namespace]
-    command += ["--host", "127.0.0.1", "--metrics-port", str(ports[0]), "--health-port", str(ports[1]), *flags]
+    command += [
+        "--gateway-image",
+        "reg/g:1",
+        "--host",
+        "127.0.0.1",
+        "--metrics-port",
+        str(ports[0]),
+        "--health-port",
+        str(ports[1]),
+        *flags,
+    ]
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), **variables}
     with log.open("ab") as sink:
         process = subprocess.Popen(command, env=environment, stdout=sink, stderr=subprocess.STDOUT)

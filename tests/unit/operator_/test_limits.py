@@ -56,7 +56,7 @@ def test_every_container_of_a_pool_has_requests_and_limits(make, engine, templat
 
 @pytest.mark.parametrize("spec", [{}, KEYS], ids=["open", "keys"])
 def test_every_container_of_a_gateway_pod_has_requests_and_limits(make, spec):
-    plain = gateway.deployment(make.policy(gateway=spec))
+    plain = gateway.deployment(make.policy(gateway=spec), "reg/g:1")
     assert [one["name"] for one in containers_in(plain)] == ["gateway", "scheduler"]
     assert lacking(plain) == lacking(certificates.gateway_in_tls(plain)) == []
 

@@ -33,7 +33,7 @@ def flags_of(container: dict) -> dict[str, str]:
 
 def test_the_origins_of_a_policy_reach_its_gateway(make):
     def flags(**spec) -> dict[str, str]:
-        return flags_of(worker_of(gateway.deployment(make.policy(gateway=spec))))
+        return flags_of(worker_of(gateway.deployment(make.policy(gateway=spec), "reg/g:1")))
 
     assert flags(corsOrigins=["https://b", "https://a"])["--cors-origins"] == "https://a,https://b"
     assert "--cors-origins" not in flags()
@@ -132,7 +132,7 @@ def test_a_worker_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for
 
 
 def test_a_gateway_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(make):
-    manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}))
+    manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}), "reg/g:1")
     container = pod_of(manifest)["containers"][0]
     assert container["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
     assert flags_of(container)["--drain-seconds"] == "90"
@@ -289,21 +289,21 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
 
 
 def test_a_gateway_gets_a_share_of_a_busy_nodes_cpu_unless_its_policy_says_otherwise(make):
-    (serving, scheduler) = pod_of(gateway.deployment(make.policy()))["containers"]
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy(), "reg/g:1"))["containers"]
     memory = ({"memory": "256Mi"}, {"memory": "4Gi"})
     assert serving["resources"] == {"requests": {"cpu": "100m", **memory[0]}, "limits": memory[1]}
     assert "cpu" not in scheduler["resources"]["limits"]
     own = {"resources": {"limits": {"cpu": "50m"}}, "schedulerResources": {"limits": {"cpu": "5m"}}}
-    (serving, scheduler) = pod_of(gateway.deployment(make.policy(gateway=own)))["containers"]
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy(gateway=own), "reg/g:1"))["containers"]
     assert serving["resources"] == {"requests": memory[0], "limits": {"cpu": "50m", **memory[1]}}
     assert scheduler["resources"]["limits"]["cpu"] == "5m"
 
 
 def test_the_gateways_selectors_match_its_pods(make):
     policy = make.policy(gateway={"replicas": 2})
-    labels = gateway.deployment(policy)["spec"]["template"]["metadata"]["labels"].items()
+    labels = gateway.deployment(policy, "reg/g:1")["spec"]["template"]["metadata"]["labels"].items()
     selectors = [
-        gateway.deployment(policy)["spec"]["selector"]["matchLabels"],
+        gateway.deployment(policy, "reg/g:1")["spec"]["selector"]["matchLabels"],
         gateway.service(policy)["spec"]["selector"],
         protection.disruption_budget(policy)["spec"]["selector"]["matchLabels"],
         protection.network_policy(policy)["spec"]["podSelector"]["matchLabels"],
