@@ -98,14 +98,18 @@ def issue(authority: KeyPair, cluster: str, validity: Validity, part: str = "") 
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
     if part not in ("", *PARTS):
         raise ConfigError(f"{part!r} is no part of a cluster; give one of {', '.join(PARTS)}, or none")
-    if cluster.startswith(BUYER):
-        if part:
-            raise ConfigError(f"a buyer has no parts; leave {part!r} out")
-        names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(_URI_ROOT + cluster)]
-    else:
-        uri = f"{URI_PREFIX}{cluster}{'/' if part else ''}{part}"
-        names = [x509.UniformResourceIdentifier(uri), x509.DNSName(cluster + DNS_SUFFIX)]
+    who = Identity(cluster, part)
+    if who.is_buyer and part:
+        raise ConfigError(f"a buyer has no parts; leave {part!r} out")
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri_of(who))]
+    if not who.is_buyer:
+        names.append(x509.DNSName(cluster + DNS_SUFFIX))
     return _issue(authority, _name(cluster), names, validity)
+
+
+def uri_of(who: Identity) -> str:
+    """Return the URI by which a certificate names a cluster, a part of it, or a buyer."""
+    return f"{_URI_ROOT if who.is_buyer else URI_PREFIX}{who.cluster}{'/' if who.part else ''}{who.part}"
 
 
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:

@@ -51,7 +51,9 @@ OPERATOR_HEALTH_PORT: Final = 8081
 # Secrets that no pool may read.
 AUTHORITY_SECRET: Final = "prfaas-ca"  # noqa: S105  # a name
 TLS_SECRET: Final = "prfaas-tls"  # noqa: S105  # a name
-"""Every cluster's instances mount it, and so do the hub's gateways."""
+"""Every cluster's instances mount it."""
+GATEWAY_TLS_SECRET: Final = "prfaas-gateway-tls"  # noqa: S105  # a name
+"""The hub's gateways mount it: they may do more than instances."""
 KUBECONFIG_SECRET_SUFFIX: Final = "-kubeconfig"  # noqa: S105  # a name
 API_KEYS_SECRET_SUFFIX: Final = "-api-keys"  # noqa: S105  # a name
 LABEL_SECRET: Final = f"{GROUP}/secret"

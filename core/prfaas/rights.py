@@ -27,11 +27,15 @@ BUYER: Final = "buyer/"
 
 
 class Identity(NamedTuple):
-    """What a certificate proves. One without a part, as the operator issues them for a whole cluster, is both. A buyer
+    """What a certificate proves. One without a part, is both. A buyer
     has the name BUYER + NAME and no part."""
 
     cluster: str
     part: str = ""
+
+    @property
+    def is_buyer(self) -> bool:
+        return self.cluster.startswith(BUYER)
 
     def __str__(self) -> str:
         return f"cluster {self.cluster!r}" + (f", part {self.part!r}" if self.part else "")
@@ -93,7 +97,7 @@ def callers_of(identity: Identity | None, own_cluster: str) -> frozenset[CallerK
         return frozenset({CallerKind.STRANGER})
     if own_cluster.startswith(BUYER):
         return _HUB if identity.cluster == own_cluster else frozenset({CallerKind.OTHER_MEMBER})
-    if identity.cluster.startswith(BUYER):
+    if identity.is_buyer:
         return frozenset({CallerKind.BUYER})
     if identity.cluster != HUB:  # gateways run in the hub: a member's part means nothing
         return frozenset({CallerKind.NEIGHBOUR if identity.cluster == own_cluster else CallerKind.OTHER_MEMBER})

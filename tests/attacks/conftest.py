@@ -62,9 +62,10 @@ class Hub:
     def __init__(self, mode: CertificateMode, *objects: Object):
         self.server = MemoryCluster(*objects)
         self.connected: list[str] = []
-        options = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode)
+        issuer = "Issuer.cert-manager.io/ours" if mode is CertificateMode.ISSUER else ""
+        options = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer)
         operator = assemble(self.server, self._connect, ReconcileQueue(), options, OFF)  # pyright: ignore[reportArgumentType]
-        self.controller = operator.controller
+        self.controller, self.certificates = operator.controller, operator.certificates
         for one in objects:
             if "apiVersion" in one and one["apiVersion"].startswith("prfaas.io/"):
                 self.controller.hub.put(BY_NAME[one["kind"]], one)
@@ -105,7 +106,13 @@ def plain_hub():
 
 
 @pytest.fixture
-def tls_hub(monkeypatch: pytest.MonkeyPatch):
+def tls_hub(monkeypatch: pytest.MonkeyPatch, bare_tls_hub: Any):
     """Return a hub whose certificates have been issued, by its objects; `mode` chooses another mode."""
     monkeypatch.setattr(Certificates, "wait_delivered", AsyncMock())
+    return bare_tls_hub
+
+
+@pytest.fixture
+def bare_tls_hub():
+    """Return a hub with certificates, by its objects: none is issued before a pass."""
     return lambda *objects, mode=CertificateMode.OPERATOR: Hub(mode, *objects)

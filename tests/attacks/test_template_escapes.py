@@ -9,7 +9,15 @@ from tests.attacks.conftest import OPENS, member, pool, secret
 
 from prfaas import identity
 
-SECRETS = ("prfaas-ca", "prfaas-tls", "prfaas-eu-issued", "eu-kubeconfig", "own.name-kubeconfig", "chat-api-keys")
+SECRETS = (
+    "prfaas-ca",
+    "prfaas-tls",
+    "prfaas-gateway-tls",
+    "prfaas-eu-issued",
+    "eu-kubeconfig",
+    "own.name-kubeconfig",
+    "chat-api-keys",
+)
 
 
 def by_volume(name: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def secret_rules(objects: list[dict[str, Any]]) -> dict[tuple[str, ...], set[str
 def test_operator_reads_secrets_by_name_only_and_makes_none_but_its_own(hub):
     rules = secret_rules(hub)
     assert rules.pop(()) == {"get", "patch"}
-    assert rules.keys() <= {("prfaas-ca", "prfaas-tls")}
+    assert rules.keys() <= {("prfaas-ca", "prfaas-tls", "prfaas-gateway-tls")}
     assert all(verbs == {"create"} for verbs in rules.values())
 
 

@@ -26,6 +26,8 @@ from typing import Final, NamedTuple
 from prfaas import identity
 from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError
+from prfaas.names import HUB
+from prfaas.rights import GATEWAY, Identity
 from prfaas_operator.plan.conditions import ConditionState, no, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
@@ -74,16 +76,16 @@ class RotationStep(Enum):
 
 
 class Leaf(NamedTuple):
-    """A cluster's certificate. `authority` has signed it; `serial` distinguishes it from others."""
+    """A certificate and what it proves. `authority` has signed it; `serial` distinguishes it from others."""
 
-    cluster: str
+    identity: Identity
     authority: str
     validity: identity.Validity
     serial: str = ""
 
 
 class SecretContent(NamedTuple):
-    """The content of a cluster's Secret. Without `leaf` it holds no usable certificate; `problem` says why."""
+    """The content of a holder's Secret. Without `leaf` it holds no usable certificate; `problem` says why."""
 
     leaf: Leaf | None = None
     trusted: frozenset[str] = frozenset()
@@ -92,11 +94,27 @@ class SecretContent(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """One cluster. `held` None: it is not reached. `issued`: the issuer's certificate for it, if any."""
+    """Who has a certificate: a cluster, and beside it the hub's gateways.
 
-    cluster: str
+    `held` None: its cluster is not reached. `issued`: the issuer's certificate for it, if any.
+    """
+
+    identity: Identity
     held: SecretContent | None
     issued: Leaf | None = None
+
+    @property
+    def name(self) -> str:
+        return holder_name(self.identity)
+
+
+GATEWAYS: Final = f"{HUB}/{GATEWAY}"
+"""The name of the hub's gateways among holders; no cluster has such a name."""
+
+
+def holder_name(identity: Identity) -> str:
+    """Return the name of a certificate's holder; the hub's workers go by its own."""
+    return GATEWAYS if identity == Identity(HUB, GATEWAY) else identity.cluster
 
 
 class Authorities(NamedTuple):
@@ -159,7 +177,7 @@ def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
 def waiting_for(
     authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
 ) -> tuple[str, ...]:
-    """Return the clusters that delay a promotion, sorted: not reached, or written to a short while ago.
+    """Return the holders that delay a promotion, sorted: not reached, or written to a short while ago.
 
     A cluster that is not reached delays it only until the other clusters' certificates are at risk.
     """
@@ -174,7 +192,7 @@ def waiting_for(
             return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is SecretChange.CERTIFICATE
         return not (authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment))
 
-    return tuple(sorted(holder.cluster for holder in holders if is_behind(holder)))
+    return tuple(sorted(holder.name for holder in holders if is_behind(holder)))
 
 
 def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:
@@ -236,7 +254,7 @@ def _wants_certificate(
         return False
     return (
         leaf is None
-        or leaf.cluster != holder.cluster
+        or leaf.identity != holder.identity
         or leaf.authority not in authorities.current
         or _is_due(leaf, now)
     )

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.rights import Identity
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan.certificates import Authorities, Leaf, RotationStep, SecretContent, Terms, after
 
@@ -119,12 +120,13 @@ def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
     return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY))
 
 
-def issue(store: Store, cluster: str, now: datetime, terms: Terms) -> identity.KeyPair:
+def issue(store: Store, who: Identity, now: datetime, terms: Terms) -> identity.KeyPair:
     """Return a new certificate of the current authority; it ends no later than the authority."""
     validity = identity.valid_for(now, terms.life / DAY)
     if store.authorities.ends is not None:
         validity = validity._replace(not_after=min(validity.not_after, store.authorities.ends))
-    return identity.issue(identity.KeyPair(store.texts(store.authorities.current), store.key), cluster, validity)
+    authority = identity.KeyPair(store.texts(store.authorities.current), store.key)
+    return identity.issue(authority, who.cluster, validity, who.part)
 
 
 def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretContent:
@@ -150,7 +152,7 @@ def read_issued(secret: Secret, now: datetime) -> Leaf:
 def _leaf(secret: Secret, trusted: bytes, now: datetime) -> Leaf:
     certificate = content(secret, TLS_CERT)
     facts = identity.check(certificate, content(secret, TLS_KEY), trusted, now)
-    return Leaf(facts.cluster, facts.authority, facts.validity, next(iter(identity.by_digest(certificate))))
+    return Leaf(facts.identity, facts.authority, facts.validity, next(iter(identity.by_digest(certificate))))
 
 
 def _written_at(secret: Secret) -> datetime | None:

@@ -100,7 +100,7 @@ def contact_time(known: str | None, now: datetime) -> str:
 
 
 RESERVED: Final = re.compile(
-    rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|prfaas-.*-issued"
+    rf"{names.AUTHORITY_SECRET}|{names.TLS_SECRET}|{names.GATEWAY_TLS_SECRET}|prfaas-.*-issued"
     rf"|.*{names.KUBECONFIG_SECRET_SUFFIX}|.*{names.API_KEYS_SECRET_SUFFIX}"
 )
 """The authority, the clusters' certificates, those of an issuer, kubeconfigs of members, and API keys of gateways."""

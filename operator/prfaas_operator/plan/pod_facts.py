@@ -130,7 +130,7 @@ class PodFacts(NamedTuple):
     """One pod. `problem` says why it is not ready, in the words of the scheduler or kubelet; empty for a ready pod.
 
     `cause` is the CamelCase reason of a problem that waiting does not solve, empty for all others. `untested` is what
-    the pod says of its engine's version, empty for one that was tested.
+    the pod says of its engine's version, empty for one that was tested. `secrets` are those that it mounts.
     """
 
     name: str
@@ -147,6 +147,7 @@ class PodFacts(NamedTuple):
     instance: InstanceFacts = InstanceFacts()
     policy_uid: str = ""
     untested: str = ""
+    secrets: frozenset[str] = frozenset()
 
 
 def project_pod(pod: dict[str, Any]) -> PodFacts:
@@ -171,6 +172,9 @@ def project_pod(pod: dict[str, Any]) -> PodFacts:
         instance=_instance_facts(pod),
         policy_uid=labels.get(names.LABEL_POLICY_UID, ""),
         untested=_untested(status)[:MAX_PROBLEM_CHARS],
+        secrets=frozenset(
+            one["secret"]["secretName"] for one in (pod.get("spec") or {}).get("volumes") or () if one.get("secret")
+        ),
     )
 
 

@@ -6,6 +6,9 @@ answer keeps its certificate. The operator never replaces a lost authority by it
 
 In mode Issuer the certificates come from an issuer of cert-manager, which renews them and chooses their authority. Its
 Secrets stay in the hub. Instances mount copies, which change only when every instance trusts the new authority.
+
+The hub has two certificates: gateways may control instances and read their events, and an instance may not. Gateways of
+an older operator mount the one that is now the instances', so it stays the whole hub's until the last of them is gone.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from prfaas import identity
 from prfaas.errors import PrfaasError
 from prfaas.identity import KeyPair
 from prfaas.names import HUB, LABEL_CLUSTER, TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.rights import GATEWAY, WORKER, Identity
 from prfaas.util import LogOnce
 from prfaas_operator import metrics
 from prfaas_operator.clusters.client import ClusterClient
@@ -39,6 +43,7 @@ from prfaas_operator.errors import CertificateNotReadyError, ChildConflictError,
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import (
+    GATEWAYS,
     CertificateMode,
     Holder,
     Leaf,
@@ -71,19 +76,27 @@ class _Issued(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """One cluster: the place and content of its Secret, and the object that gets its Events.
+    """One holder: the place and content of its Secret, and the object that gets its Events.
 
     `cluster` None: it is not reached, or, with a `problem`, its Secret must not be read. `issued` is empty where the
     operator signs itself.
     """
 
-    name: str
+    who: Identity
     labels: Mapping[str, str]
     subject: Object
     cluster: ClusterClient | None
     secret: Object | None = None
     problem: str = ""
     issued: _Issued = _Issued()
+
+    @property
+    def name(self) -> str:
+        return plan.holder_name(self.who)
+
+    @property
+    def secret_name(self) -> str:
+        return render.secret_of(self.name)
 
 
 class Certificates:
@@ -94,7 +107,7 @@ class Certificates:
         self._members = members
         self._terms = terms
         self._since: datetime | None = None
-        self._wanted: set[str] = {HUB}
+        self._wanted: set[str] = {HUB, GATEWAYS}
         self._states: dict[str, ConditionState] = {}
         self._delivered: set[str] = set()
         self._passed = asyncio.Condition()
@@ -141,26 +154,28 @@ class Certificates:
         live = await deployed()
         return live is None or render.is_in_tls(live)
 
-    async def wait_delivered(self, cluster: str) -> None:
-        """Request a cluster's Secret, and wait a moment for it.
+    async def wait_delivered(self, holder: str) -> None:
+        """Request the Secret of a cluster, or of the hub's gateways, and wait a moment for it.
 
         Raises CertificateNotReadyError: it does not exist yet.
         """
         if self._terms.mode is CertificateMode.DISABLED:
             return
-        self._wanted.add(cluster)
-        if cluster not in self._delivered:
+        self._wanted.add(holder)
+        if holder not in self._delivered:
             self._wake.set()
         with suppress(TimeoutError):
             async with self._passed, asyncio.timeout(FIRST_PASS_SECONDS):
-                await self._passed.wait_for(lambda: cluster in self._delivered or self._is_refused(cluster))
-        if cluster not in self._delivered:
-            known = self._states.get(cluster)
+                await self._passed.wait_for(lambda: holder in self._delivered or self._is_refused(holder))
+        if holder not in self._delivered:
+            known = self._states.get(holder)
             why = f"{known.reason}: {known.message}" if known else "no pass has reached it yet"
-            raise CertificateNotReadyError(f"Secret {render.SECRET} does not exist in cluster {cluster}: {why}")
+            where = HUB if holder == GATEWAYS else holder
+            secret = render.secret_of(holder)
+            raise CertificateNotReadyError(f"Secret {secret} does not exist in cluster {where}: {why}")
 
-    def _is_refused(self, cluster: str) -> bool:
-        return cluster in self._states and self._states[cluster].status == "False"
+    def _is_refused(self, holder: str) -> bool:
+        return holder in self._states and self._states[holder].status == "False"
 
     def gateway_uses_tls(self, members: Iterable[str]) -> bool:
         """Return true if gateways need the hub's certificate: always, unless no instance has one any more."""
@@ -204,14 +219,13 @@ class Certificates:
         self._tell(store, holders)
 
     async def _targets(self) -> list[_Target]:
-        """Return the clusters that hold a certificate or need one, the hub first.
+        """Return the holders of a certificate and those that need one, the hub's first.
 
         A member that is not reached may hold one, so it counts.
         """
-        hub, subject = self._hub.client, self._subject(render.SECRET)
-        found = [_Target(HUB, render.labels(HUB), subject, hub, await hub.get(SECRET, render.SECRET))]
+        found = [await self._own(who) for who in (Identity(HUB, GATEWAY), self._hubs_instances())]
         # Listed again: a cluster that kopf's watch has not delivered yet counts before an authority is retired.
-        members = await hub.list_all(MEMBER_CLUSTER)
+        members = await self._hub.client.list_all(MEMBER_CLUSTER)
         found += await asyncio.gather(*(self._member(member) for member in members))
         foreign = {one.name for one in found if one.secret is not None and not has_labels(one.secret, one.labels)}
         names = [member["metadata"]["name"] for member in members]
@@ -225,10 +239,19 @@ class Certificates:
             and (target.cluster is None or target.secret is not None or target.name in self._wanted)
         ]
 
+    def _hubs_instances(self) -> Identity:
+        """Return what the certificate of the hub's instances proves: the whole hub while a gateway mounts it."""
+        pods = (pod for pod in self._hub.pods.items.values() if pod.policy_uid and not pod.shared.over)
+        return Identity(HUB, "" if any(render.SECRET in pod.secrets for pod in pods) else WORKER)
+
+    async def _own(self, who: Identity) -> _Target:
+        name, hub = render.secret_of(plan.holder_name(who)), self._hub.client
+        return _Target(who, render.labels(HUB), self._subject(name), hub, await hub.get(SECRET, name))
+
     async def _member(self, member: Object) -> _Target:
         metadata = member["metadata"]
         name = metadata["name"]
-        target = _Target(name, render.labels(name, metadata["uid"]), manifest(MEMBER_CLUSTER, metadata), None)
+        target = _Target(Identity(name), render.labels(name, metadata["uid"]), manifest(MEMBER_CLUSTER, metadata), None)
         if not self._members.observed(name).reachable:
             return target
         try:
@@ -242,7 +265,7 @@ class Certificates:
         return manifest(SECRET, {"name": secret, "namespace": self._hub.client.namespace, "uid": ""})
 
     async def _ask_issuer(self, targets: Sequence[_Target]) -> Sequence[_Target]:
-        """Request a certificate for each cluster from the issuer, if there is one, and add the issued ones.
+        """Request a certificate for each holder from the issuer, if there is one, and add the issued ones.
 
         Raises InvalidObjectError: cert-manager is not installed.
         """
@@ -250,7 +273,7 @@ class Certificates:
         if issuer is None:
             return targets
         known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
-        wanted = [(target, render.certificate(target.name, issuer, self._terms.life)) for target in targets]
+        wanted = [(target, render.certificate(target.who, issuer, self._terms.life)) for target in targets]
         return [target._replace(issued=await _issued(hub, target.name, known, one)) for target, one in wanted]
 
     async def _make_first(self, targets: Sequence[_Target]) -> None:
@@ -285,31 +308,32 @@ class Certificates:
         return read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._terms)
 
     async def _write(self, target: _Target, store: Store) -> Holder:
-        """Repair a cluster's Secret if needed; return its content."""
+        """Repair a holder's Secret if needed; return its content."""
         now, issued = self._hub.client.now(), target.issued
         held = None if target.cluster is None else read.read_held(target.secret, store, now)
-        holder = Holder(target.name, held, issued.leaf)
+        holder = Holder(target.who, held, issued.leaf)
         what = plan.wanted(store.authorities, holder, self._terms, now)
         if target.cluster is None or held is None:
             return holder
         if what is SecretChange.NOTHING:
             return holder._replace(held=held._replace(problem=issued.problem or held.problem))
         try:
-            if target.secret is None and await target.cluster.get(SECRET, render.SECRET) is not None:
+            if target.secret is None and await target.cluster.get(SECRET, target.secret_name) is not None:
                 return holder  # another member in the same namespace wrote it a moment ago: the next pass reads it
             if what is SecretChange.TRUST:
                 pair = _pair_of(target.secret)
             elif self._terms.mode is CertificateMode.ISSUER:
                 pair = _pair_of(issued.secret)
             else:
-                pair = read.issue(store, target.name, now, self._terms)
-            live = await target.cluster.apply(render.cluster_secret(target.labels, pair, store.bundle, now))
+                pair = read.issue(store, target.who, now, self._terms)
+            content = render.held_secret(target.secret_name, target.labels, pair, store.bundle, now)
+            live = await target.cluster.apply(content)
         except PrfaasError as error:
             return holder._replace(held=SecretContent(problem=str(error)))
         written = read.read_held(live, store, now)
         if what is SecretChange.CERTIFICATE and written.leaf is not None:
             reason = "CertificateRenewed" if held.leaf else "CertificateIssued"
-            message = f"cluster {target.name} has a certificate until {written.leaf.validity.not_after:%F %R} UTC"
+            message = f"{target.who} has a certificate until {written.leaf.validity.not_after:%F %R} UTC"
             log.info("%s: %s", reason, message)
             await events.post(self._hub.client, target.subject, "Normal", reason, message)
         return holder._replace(held=written)
@@ -343,12 +367,12 @@ class Certificates:
         """Update conditions and metrics, and wake the objects whose conditions changed."""
         authorities, moment = store.authorities, self._moment()
         held_up = plan.waiting_for(authorities, holders, self._terms, moment) if authorities.next else ()
-        leaves = {one.cluster: one.held.leaf for one in holders if one.held is not None and one.held.leaf is not None}
-        self._set({one.cluster: plan.condition(authorities, one, held_up, moment.now) for one in holders}, set(leaves))
+        leaves = {one.name: one.held.leaf for one in holders if one.held is not None and one.held.leaf is not None}
+        self._set({one.name: plan.condition(authorities, one, held_up, moment.now) for one in holders}, set(leaves))
         if authorities.ends is not None:
             metrics.AUTHORITY_EXPIRES.set(authorities.ends.timestamp())
-        for cluster, leaf in leaves.items():
-            metrics.CERTIFICATE_EXPIRES.labels(cluster).set(leaf.validity.not_after.timestamp())
+        for name, leaf in leaves.items():
+            metrics.CERTIFICATE_EXPIRES.labels(name).set(leaf.validity.not_after.timestamp())
 
     async def _hold(self, targets: Sequence[_Target], reason: str, message: str) -> None:
         """Change nothing, and say why: instances continue with their certificates."""
@@ -399,8 +423,8 @@ def _problem(target: _Target, members: Collection[str]) -> ConditionState:
         )
     return no(
         ChildConflictError.reason,
-        f"Secret {render.SECRET} exists in cluster {target.name} and belongs to somebody else; delete it, give this "
-        "hub a namespace of its own there, or switch certificates.mode to Disabled",
+        f"Secret {target.secret_name} exists in cluster {target.who.cluster} and belongs to somebody else; delete it, "
+        "give this hub a namespace of its own there, or switch certificates.mode to Disabled",
     )
 
 
@@ -409,7 +433,7 @@ def _pair_of(secret: Object | None) -> KeyPair:
 
 
 async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object) -> _Issued:
-    """Apply the Certificate of one cluster if it differs; `known` are the present ones by name."""
+    """Apply the Certificate of one holder if it differs; `known` are the present ones by name."""
     live = known.get(wanted["metadata"]["name"])
     if live is None or view(live["spec"], wanted["spec"]) != wanted["spec"]:
         live = await hub.apply(wanted)

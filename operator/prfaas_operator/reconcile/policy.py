@@ -20,6 +20,7 @@ from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, Rec
 from prfaas_operator.errors import CertificateNotReadyError, SecretNotFoundError
 from prfaas_operator.plan import policy as plan
 from prfaas_operator.plan import roles, transfers
+from prfaas_operator.plan.certificates import GATEWAYS
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
 from prfaas_operator.plan.longloop import LongLoopResult
 from prfaas_operator.plan.member import check_given
@@ -68,7 +69,7 @@ class PolicyReconciler:
         gateway_counts, failures = await self._apply(policy, _manifests(policy, table, deployment))
         if tls and gateway_counts.ready < policy.spec.gateway.replicas:
             try:
-                await self.certificates.wait_delivered(names.HUB)
+                await self.certificates.wait_delivered(GATEWAYS)
             except CertificateNotReadyError as error:
                 failures.append(error)  # pods that mount the Secret wait for it
         balance = await self.long_loop.balance(facts, live)

@@ -9,16 +9,18 @@ from copy import deepcopy
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from prfaas import names
+from prfaas import identity, names
 from prfaas.conditions import rfc3339
-from prfaas.identity import URI_PREFIX, KeyPair
+from prfaas.identity import KeyPair
+from prfaas.rights import Identity
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
-from prfaas_operator.plan.certificates import Issuer
+from prfaas_operator.plan.certificates import GATEWAYS, Issuer, holder_name
 from prfaas_operator.plan.certificates_read import WRITTEN_AT
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF
 
 SECRET: Final = names.TLS_SECRET
+GATEWAY_SECRET: Final = names.GATEWAY_TLS_SECRET
 AUTHORITY_SECRET: Final = names.AUTHORITY_SECRET
 VOLUME: Final = "prfaas-tls"
 PATH: Final = "/etc/prfaas/tls"
@@ -29,7 +31,7 @@ PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 def worker_in_tls(deployment: Object, args: Sequence[str]) -> Object:
     """Return a worker's Deployment with the certificate mounted, HTTPS probes and the engine's flags for TLS."""
-    changed = _with_certificate(deployment, args)
+    changed = _with_certificate(deployment, SECRET, args)
     container = changed["spec"]["template"]["spec"]["containers"][0]
     for probe in container.keys() & {"startupProbe", "readinessProbe", "livenessProbe"}:
         container[probe]["httpGet"]["scheme"] = "HTTPS"
@@ -37,16 +39,16 @@ def worker_in_tls(deployment: Object, args: Sequence[str]) -> Object:
 
 
 def gateway_in_tls(deployment: Object) -> Object:
-    """Return a gateway's Deployment whose gateway container reaches workers over TLS with the hub's certificate."""
-    return _with_certificate(deployment, TLS_DIR_ARGS)
+    """Return a gateway's Deployment whose gateway container reaches workers over TLS, with gateways' certificate."""
+    return _with_certificate(deployment, GATEWAY_SECRET, TLS_DIR_ARGS)
 
 
-def _with_certificate(deployment: Object, args: Sequence[str]) -> Object:
+def _with_certificate(deployment: Object, secret: str, args: Sequence[str]) -> Object:
     """Return a Deployment whose first container mounts the certificate and has these flags."""
     changed = deepcopy(deployment)
     template = changed["spec"]["template"]
     template["metadata"].setdefault("annotations", {})[names.ANNOTATION_SCHEME] = "https"
-    template["spec"]["volumes"].append({"name": VOLUME, "secret": {"secretName": SECRET, "defaultMode": MODE}})
+    template["spec"]["volumes"].append({"name": VOLUME, "secret": {"secretName": secret, "defaultMode": MODE}})
     container = template["spec"]["containers"][0]
     container["args"] += args
     # The whole folder: the kubelet never updates a file that is mounted by itself.
@@ -60,15 +62,20 @@ def is_in_tls(deployment: Object) -> bool:
     return annotations.get(names.ANNOTATION_SCHEME) == "https"
 
 
+def secret_of(holder: str) -> str:
+    """Return the name of a holder's Secret, in its own cluster."""
+    return GATEWAY_SECRET if holder == GATEWAYS else SECRET
+
+
 def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
-    """Return the labels of a cluster's Secret; `member_uid` is the uid of its MemberCluster, none for the hub."""
+    """Return the labels of a cluster's Secrets; `member_uid` is the uid of its MemberCluster, none for the hub."""
     mine = {**PART_OF, names.LABEL_CLUSTER: cluster}
     return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
 
 
-def cluster_secret(wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Object:
-    """Return the Secret that holds a cluster's certificate, key and trusted authorities."""
-    metadata = {"name": SECRET, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
+def held_secret(name: str, wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Object:
+    """Return the Secret that holds a holder's certificate, key and trusted authorities."""
+    metadata = {"name": name, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
     return _secret(metadata, {names.TLS_CERT: pair.certificate, names.TLS_KEY: pair.key, names.TLS_TRUSTED: trusted})
 
 
@@ -83,16 +90,22 @@ def _secret(metadata: Object, data: Mapping[str, bytes]) -> Object:
     return kinds.manifest(kinds.SECRET, metadata, data=encoded)
 
 
-def issued_secret(cluster: str) -> str:
-    """Return the name of the hub's Secret with an issuer's certificate for a cluster."""
-    return f"prfaas-{cluster}-issued"
+def certificate_name(holder: str) -> str:
+    """Return the name of a holder's cert-manager Certificate: with the dot, it is no cluster's."""
+    return f"prfaas-{holder.replace('/', '.')}"
 
 
-def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Object:
-    """Return the cert-manager Certificate of a cluster."""
+def issued_secret(holder: str) -> str:
+    """Return the name of the hub's Secret with an issuer's certificate for a holder."""
+    return f"{certificate_name(holder)}-issued"
+
+
+def certificate(who: Identity, issuer: Issuer, life: timedelta) -> Object:
+    """Return the cert-manager Certificate of a holder."""
+    name = holder_name(who)
     spec = {
-        "secretName": issued_secret(cluster),
-        "uris": [URI_PREFIX + cluster],
+        "secretName": issued_secret(name),
+        "uris": [identity.uri_of(who)],
         "usages": list(PURPOSES),
         "duration": _duration(life),
         # At two thirds of its life, as the operator renews its own.
@@ -101,7 +114,8 @@ def certificate(cluster: str, issuer: Issuer, life: timedelta) -> Object:
         "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
         "issuerRef": issuer._asdict(),
     }
-    return kinds.manifest(kinds.CERTIFICATE, {"name": f"prfaas-{cluster}", "labels": labels(cluster)}, spec=spec)
+    metadata = {"name": certificate_name(name), "labels": labels(who.cluster)}
+    return kinds.manifest(kinds.CERTIFICATE, metadata, spec=spec)
 
 
 def _duration(length: timedelta) -> str:

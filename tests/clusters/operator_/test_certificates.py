@@ -14,7 +14,7 @@ from prfaas.errors import PrfaasError
 
 pytestmark = pytest.mark.clusters
 
-SECRET, AUTHORITY = "prfaas-tls", "prfaas-ca"
+SECRET, GATEWAYS, AUTHORITY = "prfaas-tls", "prfaas-gateway-tls", "prfaas-ca"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def warnings(place, name: str, reason: str) -> list[str]:
 
 def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays_in_the_hub(joined):
     hub, member, authority = read(joined.hub), read(joined.member), read(joined.hub, AUTHORITY)
-    assert (facts(hub).cluster, facts(member).cluster) == ("hub", "eu")
+    assert (facts(hub).identity, facts(member).identity) == (("hub", "worker"), ("eu", ""))
+    assert facts(read(joined.hub, GATEWAYS)).identity == ("hub", "gateway")
     assert facts(hub).authority == facts(member).authority == next(iter(identity.by_digest(authority["tls.crt"])))
     assert hub["tls.key"] != member["tls.key"]
     assert set(member) == {"tls.crt", "tls.key", "ca.crt"}
@@ -166,11 +167,11 @@ def test_a_second_registration_reports_whose_certificate_it_would_overwrite(join
 
 def test_a_policy_says_that_its_gateway_waits_for_a_certificate(joined):
     authority = joined.hub.get("secret", AUTHORITY)
-    joined.hub.delete("secret", AUTHORITY, SECRET)
+    joined.hub.delete("secret", AUTHORITY, SECRET, GATEWAYS)
     policy = {"model": "kimi-linear-tiny", "decodePool": "home", "threshold": {"mode": "Disabled"}}
     joined.hub.apply(joined.resource("PrfaaSPolicy", "early", **policy))
     message = joined.hub.wait_reason("prfaas", "early", "CertificateNotReady")["message"]
-    assert "Secret prfaas-tls does not exist in cluster hub: AuthorityMissing" in message
+    assert f"Secret {GATEWAYS} does not exist in cluster hub: AuthorityMissing" in message
     joined.hub.apply({**authority, "metadata": {"name": AUTHORITY, "labels": authority["metadata"]["labels"]}})
     joined.hub.wait_reason("prfaas", "early", "NoReadyInstances")
     joined.hub.delete("prfaas", "early")

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.clusters
 
 CRD = Path(__file__).with_name("certificates.cert-manager.io.yaml")
 Files = dict[str, bytes]
+HOLDERS = {"hub": ("hub", "worker"), "hub.gateway": ("hub", "gateway"), "eu": ("eu", "")}
 SETTLE_SECONDS = 3
 """Between two steps of the operators of this file."""
 
@@ -152,9 +153,9 @@ def test_an_issuers_certificates_are_requested_copied_and_change_their_authority
     change.start("--certificates", "Issuer", "--certificate-issuer", "Issuer.cert-manager.io/ours")
 
     def requested() -> bool:
-        return all(ground.hub.exists("certificates.cert-manager.io", f"prfaas-{name}") for name in ("hub", "eu"))
+        return all(ground.hub.exists("certificates.cert-manager.io", f"prfaas-{name}") for name in HOLDERS)
 
-    ground.eventually(requested, "both certificates are requested")
+    ground.eventually(requested, "all certificates are requested")
     spec = ground.hub.get("certificates.cert-manager.io", "prfaas-eu")["spec"]
     assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
     assert spec["issuerRef"] == {"name": "ours", "kind": "Issuer", "group": "cert-manager.io"}
@@ -162,8 +163,8 @@ def test_an_issuers_certificates_are_requested_copied_and_change_their_authority
 
     def issue(signer: identity.KeyPair) -> None:
         """Do what cert-manager would."""
-        for name in ("hub", "eu"):
-            pair = identity.issue(signer, name, validity)
+        for name, (cluster, part) in HOLDERS.items():
+            pair = identity.issue(signer, cluster, validity, part)
             data = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": signer.certificate}
             encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
             made = {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "data": encoded}

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.identity import CLOCK_SKEW, Validity
+from prfaas.rights import Identity
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan.certificates import (
     Authorities,
@@ -69,13 +70,15 @@ class World:
 
     def _leaf(self, cluster: str, authority: str) -> Leaf:
         self.made += 1
-        return Leaf(cluster, authority, Validity(self.now - CLOCK_SKEW, self.now + self.terms.life), str(self.made))
+        return Leaf(
+            Identity(cluster), authority, Validity(self.now - CLOCK_SKEW, self.now + self.terms.life), str(self.made)
+        )
 
     def issue(self, cluster: str) -> None:
         self.issued[cluster] = self._leaf(cluster, self.issuer)
 
     def holders(self) -> list[Holder]:
-        return [Holder(name, self._held(name), self.issued[name]) for name in CLUSTERS]
+        return [Holder(Identity(name), self._held(name), self.issued[name]) for name in CLUSTERS]
 
     def _held(self, name: str) -> SecretContent | None:
         if name in self.silent:
@@ -110,7 +113,7 @@ class World:
             self.authorities = done._replace(ends=self.ends, signs=True)
 
     def _write(self, holder: Holder) -> None:
-        name, held = holder.cluster, holder.held or SecretContent()
+        name, held = holder.name, holder.held or SecretContent()
         what = plan.wanted(self.authorities, holder, self.terms, self.now)
         if what is SecretChange.NOTHING:
             if name in self.deleted:  # nothing can be put in its place yet: it counts as a new cluster's
@@ -221,9 +224,12 @@ def test_a_silent_cluster_holds_the_step_and_is_named_until_other_certificates_a
     assert world.history["us"][-1].leaf.authority in world.authorities.current
 
 
+EU = Identity("eu")
+
+
 def leaf(authority: str = "a", cluster: str = "eu", **more: timedelta) -> Leaf:
     begin, end = more.get("begin", -CLOCK_SKEW), more.get("end", 30 * MINUTE)
-    return Leaf(cluster, authority, Validity(START + begin, START + end))
+    return Leaf(Identity(cluster), authority, Validity(START + begin, START + end))
 
 
 STEADY = Authorities(frozenset("a"), ends=START + 300 * MINUTE, signs=True)
@@ -251,20 +257,20 @@ STEADY = Authorities(frozenset("a"), ends=START + 300 * MINUTE, signs=True)
     ],
 )
 def test_a_secret_is_written_exactly_when_something_is_wrong_with_it(held, what):
-    assert plan.wanted(STEADY, Holder("eu", held), TERMS, START) is what
+    assert plan.wanted(STEADY, Holder(EU, held), TERMS, START) is what
 
 
 def test_a_lost_key_brings_a_successor_and_meanwhile_nothing_is_taken_away():
     keyless = STEADY._replace(signs=False)
-    holders = [Holder("eu", SecretContent(leaf(), frozenset("a"), START))]
+    holders = [Holder(EU, SecretContent(leaf(), frozenset("a"), START))]
     assert plan.step(keyless, holders, TERMS, ObservedTime(START, START)) is RotationStep.ANNOUNCE
     due = SecretContent(leaf(end=MINUTE, begin=-99 * MINUTE), frozenset("a"), START)
-    assert plan.wanted(keyless, Holder("eu", due), TERMS, START) is SecretChange.NOTHING
+    assert plan.wanted(keyless, Holder(EU, due), TERMS, START) is SecretChange.NOTHING
 
 
 def test_uses_an_issuers_certificate_only_once_every_cluster_trusts_its_authority():
     terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
-    holder = Holder("eu", SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
+    holder = Holder(EU, SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.wanted(STEADY, holder, terms, START) is SecretChange.NOTHING
     assert plan.step(STEADY, [holder], terms, moment) is RotationStep.ANNOUNCE
     announced = plan.after(STEADY, RotationStep.ANNOUNCE, frozenset("b"))
@@ -279,11 +285,11 @@ def test_uses_an_issuers_certificate_only_once_every_cluster_trusts_its_authorit
 @pytest.mark.parametrize(
     ("holder", "status", "reason"),
     [
-        (Holder("eu", None), "Unknown", "ClusterUnreachable"),
-        (Holder("eu", SecretContent(problem="why")), "False", "CertificatePending"),
-        (Holder("eu", SecretContent(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
-        (Holder("eu", SecretContent(leaf(end=-MINUTE), frozenset("a"), START)), "False", "CertificateRefused"),
-        (Holder("eu", SecretContent(leaf(), frozenset("a"), START)), "True", "Issued"),
+        (Holder(EU, None), "Unknown", "ClusterUnreachable"),
+        (Holder(EU, SecretContent(problem="why")), "False", "CertificatePending"),
+        (Holder(EU, SecretContent(leaf("x"), frozenset("a"), START)), "False", "CertificateRefused"),
+        (Holder(EU, SecretContent(leaf(end=-MINUTE), frozenset("a"), START)), "False", "CertificateRefused"),
+        (Holder(EU, SecretContent(leaf(), frozenset("a"), START)), "True", "Issued"),
     ],
 )
 def test_the_condition_tells_causes_apart(holder, status, reason):
@@ -291,6 +297,6 @@ def test_the_condition_tells_causes_apart(holder, status, reason):
 
 
 def test_the_condition_names_the_clusters_that_a_change_of_authority_waits_for():
-    found = plan.condition(STEADY, Holder("eu", SecretContent(leaf(), frozenset("a"), START)), ("us",), START)
+    found = plan.condition(STEADY, Holder(EU, SecretContent(leaf(), frozenset("a"), START)), ("us",), START)
     assert (found.status, found.reason) == ("True", "AuthorityChanging")
     assert "waits for us" in found.message

@@ -7,6 +7,7 @@ import pytest
 
 from prfaas import identity
 from prfaas.errors import ConfigError
+from prfaas.rights import Identity
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import CertificateMode, RotationStep, Terms, terms_of
@@ -46,10 +47,10 @@ def test_an_authority_passes_its_three_states_and_leaves_nothing_behind():
 
 def test_what_an_authority_signs_is_for_its_cluster_and_ends_before_it_does():
     store = store_of(ONE)
-    pair = read.issue(store, "eu", NOW, TERMS)
+    pair = read.issue(store, Identity("eu"), NOW, TERMS)
     facts = identity.check(pair.certificate, pair.key, store.bundle, NOW)
     assert (facts.cluster, facts.validity.not_after) == ("eu", NOW + 30 * DAY)
-    late = read.issue(store, "eu", NOW + 350 * DAY, TERMS)
+    late = read.issue(store, Identity("eu"), NOW + 350 * DAY, TERMS)
     assert identity.validity_of_pem(late.certificate).not_after == store.authorities.ends
 
 
@@ -84,13 +85,13 @@ def test_no_key_is_in_what_a_log_would_print():
 
 
 def test_a_clusters_secret_is_judged_by_the_hubs_authorities_and_not_by_its_own():
-    store, pair = store_of(ONE), read.issue(store_of(ONE), "eu", NOW, TERMS)
-    manifest = render.cluster_secret(render.labels("eu"), pair, store.bundle, NOW)
+    store, pair = store_of(ONE), read.issue(store_of(ONE), Identity("eu"), NOW, TERMS)
+    manifest = render.held_secret("prfaas-tls", render.labels("eu"), pair, store.bundle, NOW)
     held = read.read_held(manifest, store, NOW)
     assert held.leaf is not None
-    assert (held.leaf.cluster, held.trusted, held.written) == ("eu", store.authorities.trusted, NOW)
-    stranger = read.issue(store_of(TWO), "eu", NOW, TERMS)
-    forged = render.cluster_secret(render.labels("eu"), stranger, TWO.certificate, NOW)
+    assert (held.leaf.identity.cluster, held.trusted, held.written) == ("eu", store.authorities.trusted, NOW)
+    stranger = read.issue(store_of(TWO), Identity("eu"), NOW, TERMS)
+    forged = render.held_secret("prfaas-tls", render.labels("eu"), stranger, TWO.certificate, NOW)
     found = read.read_held(forged, store, NOW)
     assert found.leaf is None
     assert "not trusted" in found.problem
@@ -117,7 +118,7 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
 def test_requests_the_uri_both_usages_and_a_renewal_at_two_thirds_of_cert_manager():
     terms = terms_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
     assert terms.issuer is not None
-    spec = render.certificate("eu", terms.issuer, terms.life)["spec"]
+    spec = render.certificate(Identity("eu"), terms.issuer, terms.life)["spec"]
     assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
     assert {"client auth", "server auth"} <= set(spec["usages"])
     assert (spec["duration"], spec["renewBefore"]) == ("2160h0m0s", "720h0m0s")

@@ -13,7 +13,9 @@ from prfaas_operator.render import certificates, service_account
 RESERVED = (
     certificates.AUTHORITY_SECRET,
     certificates.SECRET,
+    certificates.GATEWAY_SECRET,
     certificates.issued_secret("eu"),
+    certificates.issued_secret("hub/gateway"),
     service_account.secret_name("eu"),
     "chat-api-keys",
 )

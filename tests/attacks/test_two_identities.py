@@ -1,0 +1,78 @@
+"""An author of the hub's pools reads the certificate that his pods mount, and wants to do what only gateways may."""
+
+import base64
+from typing import Any
+
+import pytest
+from tests.attacks.conftest import policy, pool
+
+from prfaas import identity
+from prfaas.names import GATEWAY_TLS_SECRET, HUB, LABEL_MANAGED_BY, LABEL_POLICY_UID, MANAGED_BY, TLS_SECRET
+from prfaas.rights import RIGHTS, Identity, refusal
+from prfaas_operator.plan.certificates import CertificateMode
+from prfaas_operator.plan.pod_facts import PodFacts, project_pod
+
+CONTROL = {"/v1/role", "/v1/egress", "/v1/cache/reset", "/v1/kv-events", "kv_transfer_params"}
+
+
+def gateway_pod(name: str, secret: str, phase: str = "Running") -> PodFacts:
+    labels = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_POLICY_UID: "uid-kimi"}
+    volumes = [{"name": "tmp", "emptyDir": {}}, {"name": "prfaas-tls", "secret": {"secretName": secret}}]
+    return project_pod(
+        {"metadata": {"name": name, "labels": labels}, "spec": {"volumes": volumes}, "status": {"phase": phase}}
+    )
+
+
+async def passes(hub: Any, *pods: PodFacts) -> None:
+    """Let the operator look at its certificates twice: the first pass makes the authority."""
+    hub.controller.hub.pods.items.clear()
+    hub.controller.hub.pods.items.update({one.name: one for one in pods})
+    for _ in range(2):
+        await hub.certificates._pass()
+
+
+def proves(hub: Any, secret: str) -> Identity:
+    """Return what the certificate of a Secret proves to its peers."""
+    data = hub.server.objects["Secret", secret]["data"]
+    certificate, key, trusted = (base64.b64decode(data[name]) for name in ("tls.crt", "tls.key", "ca.crt"))
+    return identity.check(certificate, key, trusted, hub.server.now()).identity
+
+
+@pytest.fixture
+def hub(bare_tls_hub):
+    return bare_tls_hub(pool(), policy())
+
+
+async def test_what_a_pool_of_the_hub_mounts_gives_no_control(hub):
+    await passes(hub)
+    await hub.reconcile("DecodePool", "decode")
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    assert (hub.loot("decode"), hub.loot("kimi-gateway")) == ({TLS_SECRET}, {GATEWAY_TLS_SECRET})
+    mounted, gateways = proves(hub, TLS_SECRET), proves(hub, GATEWAY_TLS_SECRET)
+    assert (mounted, gateways) == (Identity(HUB, "worker"), Identity(HUB, "gateway"))
+    assert {endpoint for endpoint in RIGHTS if refusal(endpoint, mounted, HUB)} == CONTROL
+    assert not any(refusal(endpoint, gateways, "eu") for endpoint in CONTROL)
+
+
+async def test_control_one_certificate_for_the_whole_hub_gives_it(hub):
+    assert not any(refusal(endpoint, Identity(HUB), HUB) for endpoint in CONTROL)
+
+
+async def test_gateways_of_before_lose_no_right_until_the_last_of_them_is_gone(hub):
+    old, new = gateway_pod("old", TLS_SECRET), gateway_pod("new", GATEWAY_TLS_SECRET)
+    for pods in ([old], [old, new], [old._replace(terminating=True), new]):
+        await passes(hub, *pods)
+        assert proves(hub, TLS_SECRET) == Identity(HUB)
+    await passes(hub, new, gateway_pod("evicted", TLS_SECRET, "Failed"))
+    assert proves(hub, TLS_SECRET) == Identity(HUB, "worker")
+    assert proves(hub, GATEWAY_TLS_SECRET) == Identity(HUB, "gateway")
+
+
+async def test_an_issuer_is_asked_for_both(bare_tls_hub):
+    hub = bare_tls_hub(pool(), policy(), mode=CertificateMode.ISSUER)
+    await passes(hub)
+    asked = {name: body["spec"]["uris"] for (kind, name), body in hub.server.objects.items() if kind == "Certificate"}
+    assert asked == {
+        "prfaas-hub": ["spiffe://prfaas.io/cluster/hub/worker"],
+        "prfaas-hub.gateway": ["spiffe://prfaas.io/cluster/hub/gateway"],
+    }
