@@ -23,9 +23,10 @@ class MemoryCluster:
         self.tried: list[str] = []
         self.refuses = ""
         self.failure: Exception | None = None
+        self.clock = lambda: datetime.now(UTC)
 
     def now(self) -> datetime:
-        return datetime.now(UTC)
+        return self.clock()
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
         if self.failure:

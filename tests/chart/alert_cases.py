@@ -67,12 +67,12 @@ CASES = {
         'prfaas_operator_authority_expires_timestamp_seconds{{instance="{}"}}', f"{30 * DAY}x30", f"{122 * DAY}x30"
     ),
     "PrfaasCertificateExpires": one(
-        'prfaas_certificate_expires_timestamp_seconds{cluster="eu",pool="offload"}', f"{DAY}x30", f"{30 * DAY}x30"
+        'prfaas_certificate_expires_timestamp_seconds{cluster="eu",pool="offload"}', f"{DAY // 4}x30", f"{DAY // 3}x30"
     ),
     "PrfaasClusterCertificateExpires": by_leader(
         'prfaas_operator_certificate_expires_timestamp_seconds{{member_cluster="eu",instance="{}"}}',
-        f"{DAY}x30",
-        f"{30 * DAY}x30",
+        f"{DAY // 4}x30",
+        f"{DAY // 3}x30",
     ),
     "PrfaasRequestsFail": of_total(
         'prfaas_gateway_requests_total{{policy="kimi",decision="local",outcome="{}"}}', "failed", "ok"

@@ -190,6 +190,17 @@ def test_rules_and_dashboards_reach_the_cluster_as_they_are(render):
     assert {each["metadata"]["annotations"]["grafana_folder"] for each in maps} == {"Serving"}
 
 
+def test_the_alerts_of_certificates_follow_their_life(render):
+    values = str(ROOT / "charts/prfaas/ci/everything-values.yaml")
+    objects = render("prfaas", "--values", values, "--set", "certificates.certificateHours=1")
+    (rule,) = (each for each in objects if each["kind"] == "PrometheusRule")
+    queries = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert [name for name, query in queries.items() if query.endswith("- time() < 1 * 900")] == [
+        "PrfaasCertificateExpires",
+        "PrfaasClusterCertificateExpires",
+    ]
+
+
 def test_renders_no_kinds_of_other_projects_by_default(hub, member):
     assert not [each["kind"] for each in (*hub, *member) if each["kind"] in ("PodMonitor", "PrometheusRule")]
 

@@ -26,7 +26,7 @@ app = new_app(
 
 Out = Annotated[Path, typer.Option("--out", help="Directory to write to; it is made if missing.")]
 Ca = Annotated[Path, typer.Option("--ca", help="Directory with ca.crt and ca.key.")]
-Days = Annotated[int, typer.Option("--days", min=1, max=3650, help="How long the certificate is valid.")]
+Hours = Annotated[int, typer.Option("--hours", min=1, max=87_600, help="How long the certificate is valid.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 
 
@@ -64,7 +64,7 @@ def issue(
     part: Annotated[
         Literal["gateway", "worker"] | None, typer.Option(help="The part of the cluster; both if not given.")
     ] = None,
-    days: Days = 90,
+    hours: Hours = 24,
     force: Force = False,
 ) -> None:
     """Issue a cluster's certificate: tls.crt, tls.key and ca.crt, as `prfaas-worker --tls-dir` reads them.
@@ -73,7 +73,7 @@ def issue(
     """
     if cluster.startswith(BUYER):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; `prfaas certs buyer` issues a buyer's certificate")
-    _issue(ca, cluster, part or "", days, out, force)
+    _issue(ca, cluster, part or "", hours, out, force)
 
 
 @app.command()
@@ -81,21 +81,21 @@ def buyer(
     ca: Ca,
     name: Annotated[str, typer.Option("--name", help="The buyer's name, which no other buyer has.")],
     out: Out,
-    days: Days = 90,
+    hours: Hours = 24,
     force: Force = False,
 ) -> None:
     """Issue the certificate of a buyer, who may have prompts prefilled here and fetch their caches, and nothing else.
 
     Example: prfaas certs buyer --ca ca --name acme --out acme.
     """
-    _issue(ca, BUYER + name, "", days, out, force)
+    _issue(ca, BUYER + name, "", hours, out, force)
 
 
-def _issue(ca: Path, name: str, part: str, days: int, out: Path, force: bool) -> None:
+def _issue(ca: Path, name: str, part: str, hours: int, out: Path, force: bool) -> None:
     from prfaas import identity
 
     authority = identity.KeyPair(_read(ca / TLS_TRUSTED), _read(ca / AUTHORITY_KEY))
-    pair = identity.issue(authority, name, identity.valid_for(_now(), days), part)
+    pair = identity.issue(authority, name, identity.valid_for(_now(), hours / 24), part)
     trusted = identity.bundle(authority.certificate)
     _write(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
 

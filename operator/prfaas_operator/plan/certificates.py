@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 from prfaas import identity
 from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError
+from prfaas.identity import Validity
 from prfaas.names import HUB
 from prfaas.rights import GATEWAY, Identity
 from prfaas_operator.plan.conditions import ConditionState, no, yes
@@ -35,7 +36,7 @@ MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 PENDING: Final = "CertificatePending"
 LIVES: Final = 3
 """An authority's life is at least this many lives of a certificate: time to replace it before certificates expire."""
-DEFAULT_CERTIFICATE_HOURS: Final = 90 * 24.0
+DEFAULT_CERTIFICATE_HOURS: Final = 24.0
 DEFAULT_AUTHORITY_HOURS: Final = 365 * 24.0
 DEFAULT_SETTLE_SECONDS: Final = 180.0
 """A kubelet reads a Secret about once a minute, and may read a copy that is a minute old."""
@@ -80,7 +81,7 @@ class Leaf(NamedTuple):
 
     identity: Identity
     authority: str
-    validity: identity.Validity
+    validity: Validity
     serial: str = ""
 
 
@@ -256,13 +257,18 @@ def _wants_certificate(
         leaf is None
         or leaf.identity != holder.identity
         or leaf.authority not in authorities.current
-        or _is_due(leaf, now)
+        or _is_due(leaf, terms, now)
     )
 
 
-def _is_due(leaf: Leaf, now: datetime) -> bool:
-    """Return true if two thirds of a certificate's life are over; the backdating for slow clocks does not count."""
+def _is_due(leaf: Leaf, terms: Terms, now: datetime) -> bool:
+    """Return true if two thirds of a certificate's life are over; the backdating for slow clocks does not count.
+
+    One that outlives a new one was made before lives were shortened.
+    """
     begin = min(leaf.validity.not_before + identity.CLOCK_SKEW, leaf.validity.not_after)
+    if leaf.validity.not_after > now + terms.life + MAX_CLOCK_ERROR:
+        return True
     return now >= identity.when_to_renew(begin, leaf.validity.not_after)
 
 

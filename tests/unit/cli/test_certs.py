@@ -5,11 +5,13 @@ import os
 import stat
 import subprocess
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from prfaas import identity
 from prfaas.cli import certs as command
 from prfaas.errors import ConfigError
 from prfaas_transfer.credentials import PeerCredentials
@@ -25,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("certs")
     results = [
         certs("init", "--out", root / "ca"),
-        certs("issue", "--ca", root / "ca", "--cluster", "eu", "--out", root / "eu", "--days", 30),
+        certs("issue", "--ca", root / "ca", "--cluster", "eu", "--out", root / "eu"),
     ]
     assert [ended.exit_code for ended in results] == [0, 0], results
     assert not any("PRIVATE" in ended.output for ended in results)
@@ -55,6 +57,8 @@ def test_show_tells_whose_it_is_until_when_and_that_the_chain_is_good(made: Path
     shown = certs("show", made / "eu", "-o", "json")
     document = json.loads(shown.stdout)
     assert (shown.exit_code, document["cluster"], document["chain_ok"], document["problem"]) == (0, "eu", True, "")
+    begin, end = (datetime.fromisoformat(document[name]) for name in ("not_before", "not_after"))
+    assert end - begin - identity.CLOCK_SKEW == timedelta(hours=24), "by default"
     assert document["not_before"] < document["renew_after"] < document["not_after"]
     assert "PRIVATE" not in shown.stdout
     assert "cluster    eu" in certs("show", made / "eu").stdout
