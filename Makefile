@@ -40,7 +40,7 @@ demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leav
 	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,) $(if $(ENGINE),--engine $(ENGINE),)
 
 evaluation: tools ## The paper's case live on emulated instances, with a report; hours, and it goes on after an interruption
-	@prfaas evaluate -f examples/paper.yaml --loads 0.3,0.5,0.7,0.9 --rise --limit-seconds 20
+	@prfaas bench evaluation --long
 
 kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
 	@prfaas kind up

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from prfaas.cli.plan import load
-from prfaas.evaluate.case import arrivals_of
+from prfaas.evaluate.case import Case, arrivals_of
 from prfaas.evaluate.record import Run, RunKey
 from prfaas_sandbox.demo.install import ExampleInstallation, repository_root
-from prfaas_sandbox.evaluate.campaign import read_case
 from prfaas_sandbox.evaluate.live import LiveCase
 
 from .checks import only_in_the_sandbox
@@ -30,8 +29,9 @@ OFFLOADING, AT_HOME = RunKey("static", 0.7, 1), RunKey("homogeneous", 0.7, 1)
 async def test_two_systems_answer_all_requests_in_the_time_of_their_profiles(
     installation: ExampleInstallation, tmp_path: Path
 ):
-    scale = round(load(FILE).system.links[0].capacity_mbps / LINK_MBPS / STRETCH)
-    case = read_case(FILE, requests=24, stretch=STRETCH, cache_scale=scale)
+    file = load(FILE)
+    scale = round(file.system.links[0].capacity_mbps / LINK_MBPS / STRETCH)
+    case = Case(name="short", file=file, requests=24, stretch=STRETCH, cache_scale=scale)
     assert not await LiveCase(installation, case, tmp_path, print, tries=2).run_all([OFFLOADING, AT_HOME])
     runs = {
         key: msgspec.json.decode((tmp_path / f"{key.name}.json").read_bytes(), type=Run)

@@ -1,13 +1,15 @@
 """A case, and the runs that answer it: one file describes it to the planner, to the simulator and to a live run.
 
 Each policy is a system of its own hardware, as in the simulator: see `prfaas.simulate.setup`. Its loads are shares of
-what its own plan carries. All systems meet the same prompts at the same load and seed, as far as their rates are equal.
+what its own plan carries. One load more of PrfaaS-PD is the rate of homogeneous at 90 %: there the first tokens of both
+are compared. All systems meet the same prompts with the same seed, the faster the higher their rate is.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -22,7 +24,10 @@ from prfaas.simulate.setup import Setup
 
 REPEATED_FROM: Final = 0.9
 """Loads from which a run is repeated with further seeds: there its luck counts most."""
+COMPARED_AT: Final = 0.9
+"""Of what the plan of homogeneous carries: where first tokens of PrfaaS-PD and of homogeneous are compared."""
 _BETWEEN_RUNS_SECONDS: Final = 45.0
+_OF_A_RUN: Final = frozenset({"requests", "seed", "load", "ratePerSecond", "warmupRequests"})
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,28 +38,39 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     stretch: float
     cache_scale: int
-    text: str
-    """Of the file."""
 
     @property
     def digest(self) -> str:
-        """Tells runs of this case from those of another, or of this one at another scale."""
-        known = repr((self.text, self.requests, self.stretch, self.cache_scale))
-        return hashlib.sha256(known.encode()).hexdigest()[:12]
+        """Tells runs of this case from those of another, or of this one at another scale.
+
+        It is of what the file means: the lengths of its trace count, and its comments do not.
+        """
+        workload = (list(self.file.workload.lengths), list(self.file.workload.weights))
+        simulation = json.dumps(_lasting(self.file), sort_keys=True)
+        known = (repr(self.file.system), workload, simulation, self.requests, self.stretch, self.cache_scale)
+        return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
 
 
 def runs_of(
-    policies: Sequence[PolicyName], loads: Sequence[float], seeds: int, done: Collection[RunKey], rng: Randomness
+    case: Case, policies: Sequence[PolicyName], loads: Sequence[float], seeds: int, rng: Randomness
 ) -> list[RunKey]:
-    """Return the runs that are missing, in random order: what drifts on a machine then meets all systems alike."""
+    """Return the runs of a case in random order: what drifts on a machine then meets all systems alike."""
     wanted = [
         RunKey(policy, load, seed)
         for policy in policies
         for load in loads
         for seed in range(1, 1 + (seeds if load >= REPEATED_FROM else 1))
     ]
-    drawn = {key: rng.random() for key in wanted if key not in done}
+    if COMPARED_AT in loads and {"threshold", "homogeneous"} <= {*policies}:
+        wanted += [RunKey("threshold", compared_load(case.file), seed) for seed in range(1, 1 + seeds)]
+    drawn = {key: rng.random() for key in wanted}
     return sorted(drawn, key=drawn.__getitem__)
+
+
+def compared_load(file: PlanFile) -> float:
+    """Return the load of PrfaaS-PD at which as many requests arrive as at COMPARED_AT of homogeneous."""
+    homogeneous, ours = setups.capacity(file, "homogeneous"), setups.capacity(file, "threshold")
+    return round(COMPARED_AT * homogeneous / ours, 4)
 
 
 def rate_per_second(case: Case, key: RunKey) -> float:
@@ -85,6 +101,10 @@ def run_seconds(case: Case, key: RunKey) -> float:
 
 
 def _setup(case: Case, key: RunKey) -> Setup:
-    said = {name: value for name, value in case.file.simulation.items() if name != "ratePerSecond"}
     asked = {"requests": case.requests, "seed": key.seed, "load": key.load, "warmupRequests": 0}
-    return setups.read(msgspec.structs.replace(case.file, simulation={**said, **asked}))
+    return setups.read(msgspec.structs.replace(case.file, simulation={**_lasting(case.file), **asked}))
+
+
+def _lasting(file: PlanFile) -> dict[str, Any]:
+    """Return what the file says of a simulation, without what each run says for itself."""
+    return {name: value for name, value in file.simulation.items() if name not in _OF_A_RUN}

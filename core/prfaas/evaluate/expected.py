@@ -5,6 +5,7 @@ virtual time, and is summed up as a live run is: what differs is then neither lu
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
@@ -21,7 +22,7 @@ from prfaas.simulate.scenario import PolicyName
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan says of one policy at one rate; the utilisation is the busiest link's."""
+    """What a plan says of one policy at one rate."""
 
     ttft_mean_seconds: float
     ttft_p90_seconds: float
@@ -29,7 +30,8 @@ class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_second: float
     offloaded_share: float
     egress_gbps: float
-    utilisation_percent: float
+    link_percent: float
+    """See `link_percent`."""
 
 
 def plan_figures(file: PlanFile, policy: PolicyName, arrivals_per_second: float) -> PlanFigures | None:
@@ -40,23 +42,31 @@ def plan_figures(file: PlanFile, policy: PolicyName, arrivals_per_second: float)
     first = ttft.queued(system, file.workload, plan, arrivals_per_second)
     above = file.workload.above(ttft.threshold(file.workload, plan))
     egress_mbps = equations.egress_mbps(equations.offload_shares(system, above), above, arrivals_per_second)
-    busy = [egress_mbps.get(link.name, 0.0) / link.capacity_mbps for link in system.links]
+    egress = sum(egress_mbps.values())
     return PlanFigures(
         ttft_mean_seconds=first.mean_seconds,
         ttft_p90_seconds=first.p90_seconds,
         ttft_p99_seconds=first.p99_seconds,
         requests_per_second=arrivals_per_second,
         offloaded_share=plan.offloaded_fraction,
-        egress_gbps=sum(egress_mbps.values()) / 1000,
-        utilisation_percent=100 * max(busy, default=0.0),
+        egress_gbps=egress / 1000,
+        link_percent=link_percent(egress, sum(link.capacity_mbps for link in system.links)),
     )
+
+
+def link_percent(egress_mbps: float, capacity_mbps: float) -> float:
+    """Return how much of the links is used: the bits that crossed, of what the case declares that they carry.
+
+    Plan, simulation and measurement are compared by it. What the scheduler calls utilisation is another thing: of the
+    capacity that it believes in, and the time in which data waited.
+    """
+    return 100 * egress_mbps / capacity_mbps if capacity_mbps > 0 else 0.0
 
 
 def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Run:
     """Return the record that the run would have, were it simulated: of the same requests, and without parts."""
     scenario, tally = scenario_of(case, key), _Answers()
     result = simulate(scenario, arrivals_of(case, key, new_rng), tally)
-    link_mbps = scenario.system.links[0].capacity_mbps if scenario.offloads else None
     return Run(
         key=key,
         case=case.digest,
@@ -67,14 +77,13 @@ def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness])
         answers=tuple(sorted(tally.answers, key=lambda one: one.at_seconds)),
         readings=tuple(
             Reading(
-                at_seconds=one.at_seconds,
-                threshold_tokens=one.threshold_tokens,
-                utilisation_percent=one.utilisation_percent,
-                link_mbps=link_mbps,
-                egress_mbps=one.utilisation_percent / 100 * link_mbps if link_mbps is not None else None,
-                in_flight=one.in_flight,
+                at_seconds=now.at_seconds,
+                threshold_tokens=now.threshold_tokens,
+                link_mbps=sum(link.capacity_mbps for link in scenario.system.links),
+                egress_mbps=(now.sent_bytes - before.sent_bytes) * 8e-6 / (now.at_seconds - before.at_seconds),
+                in_flight=now.in_flight,
             )
-            for one in result.timeline
+            for before, now in pairwise(result.timeline)
         ),
         machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),
         began_at="",

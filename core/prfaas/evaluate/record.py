@@ -28,7 +28,7 @@ class RunKey(msgspec.Struct, frozen=True, order=True):
     @property
     def name(self) -> str:
         """The file's, without its ending."""
-        return f"{self.policy}-{self.load * 100:g}-{self.seed}"
+        return f"{self.policy}-{round(self.load * 100, 2):g}-{self.seed}"
 
 
 class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,9 +52,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
     at_seconds: float
     threshold_tokens: float | None = None
-    utilisation_percent: float | None = None
     link_mbps: float | None = None
-    """What the link could carry."""
+    """What the link could carry, as the scheduler believes."""
     egress_mbps: float | None = None
     in_flight: int = 0
     """Requests that were sent and not yet answered whole."""

@@ -5,7 +5,8 @@ more where MSER-5 asks for it (White, *Simulation* 69, 1997; Franklin and White,
 it takes the means of five requests each, in order of arrival, and finds the cut after which the standard error of the
 mean is smallest. That very cut would favour the quiet end of a busy queue: figures of M/G/1 at 90 % would be a
 quarter too low. So the earliest cut counts after which that error is at most 1.4 times the smallest. If it lies in the
-second half, there is no steady part. Nor is there one if the requests in flight grow all the time.
+second half, there is no steady part. Nor is there one if the requests in flight grow all the time, or if many requests
+are lost: such a run is overloaded.
 
 First tokens that follow each other waited in the same queue, and their spread says too little about the error of their
 mean. So the steady part is divided into a few long batches, whose means depend little on each other (Schmeiser,
@@ -16,7 +17,7 @@ single run is. From three runs with other seeds on, the runs are the batches.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Final
 
@@ -68,6 +69,8 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     """When requests of the whole run ended, from then until the last arrival."""
     why_not: str = ""
     """Why there is no steady part; empty if there is."""
+    overloaded: bool = False
+    """There is none because more arrives than is served. Otherwise nothing is known of a run without one."""
 
     @property
     def first_tokens_seconds(self) -> list[float]:
@@ -79,20 +82,25 @@ def find_steady(run: Run) -> SteadyPart:
     answers = sorted((one for one in run.answers if one.ttft_seconds is not None), key=lambda one: one.at_seconds)
     lost = len(run.answers) - len(answers)
     if lost > MOST_LOST * len(run.answers):
-        return SteadyPart(why_not=f"{lost} of {len(run.answers)} requests were lost")
+        return SteadyPart(why_not=f"{lost} of {len(run.answers)} requests were lost", overloaded=True)
     cut = warmup_length([one.ttft_seconds for one in answers if one.ttft_seconds is not None])
-    if len(answers) - cut < FEWEST:
-        return SteadyPart(why_not=f"{len(answers)} requests are too few: {FEWEST} have to follow the warm-up of {cut}")
-    if 2 * cut > len(answers):
-        return SteadyPart(why_not=f"the warm-up takes {cut} of {len(answers)} requests, more than half of the run")
+    least = round(_ALWAYS_CUT * len(answers))
+    if len(answers) - least < FEWEST:
+        return SteadyPart(
+            why_not=f"{len(answers)} requests are too few: {FEWEST} have to follow the warm-up of {least}"
+        )
     begin, end = answers[cut].at_seconds, answers[-1].at_seconds
     spans = [(one.at_seconds, one.at_seconds + (one.seconds or 0.0)) for one in answers]
+    growth = growth_share(spans, answers[least].at_seconds, end)
+    if growth > MOST_GROWTH:
+        why = f"requests in flight grow without end: {growth:.0%} of those that arrive stay"
+        return SteadyPart(why_not=why, overloaded=True)
+    if 2 * cut > len(answers) or len(answers) - cut < FEWEST:
+        why = f"the warm-up takes {cut} of {len(answers)} requests: at least half of them, and {FEWEST}, have to follow"
+        return SteadyPart(why_not=why)
     served_from = spans[cut][1]
     if served_from >= end:
         return SteadyPart(why_not="its last request arrives before the first answers of a steady part have ended")
-    growth = growth_share(spans, begin, end)
-    if growth > MOST_GROWTH:
-        return SteadyPart(why_not=f"requests in flight grow without end: {growth:.0%} of those that arrive stay")
     return SteadyPart(
         answers=tuple(answers[cut:]),
         begin_seconds=begin,
@@ -159,12 +167,12 @@ def quantile_of(values: Sequence[float], share: float) -> Sampled:
     return Sampled(value, at(share - off), at(share + off))
 
 
-def rate_of(times_seconds: Sequence[float], begin_seconds: float, end_seconds: float) -> Sampled:
-    """Return events a second between two times; `times_seconds` are the events'."""
+def rate_of(events: Iterable[tuple[float, float]], begin_seconds: float, end_seconds: float) -> Sampled:
+    """Return what happens in a second between two times; an event is its time, and as how many it counts."""
     seconds = (end_seconds - begin_seconds) / BATCHES
     counts = [0.0] * BATCHES
-    for at in times_seconds:
-        counts[min(BATCHES - 1, int((at - begin_seconds) / seconds))] += 1
+    for at, count in events:
+        counts[min(BATCHES - 1, int((at - begin_seconds) / seconds))] += count
     rate = mean_of(counts)
     return Sampled(rate.value / seconds, rate.low / seconds, rate.high / seconds)
 
@@ -179,6 +187,14 @@ def combine(runs: Sequence[Sampled]) -> Sampled:
     below = math.hypot(*(one.value - one.low for one in runs)) / len(runs)
     above = math.hypot(*(one.high - one.value for one in runs)) / len(runs)
     return Sampled(value, value - below, value + above)
+
+
+def quotient(above: Sampled, below: Sampled) -> Sampled:
+    """Return a quotient of two independent figures above 0: their relative errors add up as squares."""
+    value = above.value / below.value
+    less = math.hypot((above.value - above.low) / above.value, (below.high - below.value) / below.value)
+    more = math.hypot((above.high - above.value) / above.value, (below.value - below.low) / below.value)
+    return Sampled(value, value * max(0.0, 1 - less), value * (1 + more))
 
 
 def _batched(values: Sequence[float]) -> tuple[float, float]:

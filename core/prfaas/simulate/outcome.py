@@ -28,6 +28,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     at_seconds: float
     threshold_tokens: int
     utilisation_percent: float
+    sent_bytes: float
+    """Over all links, since the run began."""
     unsent_bytes: float
     in_flight: int
     hub_prefills: int

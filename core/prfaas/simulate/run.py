@@ -74,6 +74,7 @@ class _Run:
                 at_seconds=self._events.now,
                 threshold_tokens=process.gateway.rule.threshold_tokens,
                 utilisation_percent=max((link.utilisation_percent or 0.0 for link in made.links), default=0.0),
+                sent_bytes=sum(link.to_hub.served for link in process.links.values()),
                 unsent_bytes=sum(link.to_hub.unserved for link in process.links.values()),
                 in_flight=self._tally.arrived - self._tally.ended,
                 hub_prefills=sum(one.cluster == HUB and one.role == "prefill" for one in process.table.instances),

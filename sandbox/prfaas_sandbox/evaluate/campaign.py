@@ -4,14 +4,18 @@ import asyncio
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from prfaas.cli.evaluation.content import Evaluation
-from prfaas.cli.evaluation.folder import evaluation_of
+from prfaas.cli.evaluation.document import evaluation_markdown
+from prfaas.cli.evaluation.report import evaluation_page
 from prfaas.cli.plan import load
+from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, runs_of, scenario_of
-from prfaas.evaluate.record import RunKey
-from prfaas.evaluate.summary import rising_loads
+from prfaas.evaluate.expected import simulated_run
+from prfaas.evaluate.record import ExcludedRun, Run, RunKey, read_runs
+from prfaas.evaluate.summary import rising_loads, summarise
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.evaluate.live import evaluate
 from prfaas_sandbox.evaluate.objects import check_live
@@ -36,16 +40,35 @@ class Campaign:
     def asked(self) -> list[RunKey]:
         """The runs at the given loads, in an order of chance that an interruption does not change."""
         rng = random.Random(f"order of {self.case.digest}")  # noqa: S311 - as it was before an interruption
-        return runs_of(self.policies, self.loads, self.seeds, (), rng)
+        return runs_of(self.case, self.policies, self.loads, self.seeds, rng)
+
+    def made(self) -> tuple[list[Run], list[ExcludedRun]]:
+        """Return the runs that are there, and the files that hold none. Raises ConfigError if nobody can read them."""
+        try:
+            files = [(path.name, path.read_bytes()) for path in sorted(self.folder.glob("*.json"))]
+        except OSError as error:
+            raise ConfigError(f"{self.folder} cannot be read: {error}") from error
+        return read_runs(files, self.case.digest)
 
     def evaluation(self) -> Evaluation:
-        """Return what the runs say that are there."""
-        return evaluation_of(self.case, self.folder, self.command, self.asked, self.limit_seconds)
+        """Return what the runs say. Each is simulated, too. Raises ConfigError without a limit of P90 TTFT."""
+        runs, unread = self.made()
+        simulated = partial(simulated_run, self.case, new_rng=random.Random)
+        return Evaluation(
+            case=self.case,
+            runs=tuple(runs),
+            summary=summarise(self.case.file, runs, simulated, self.limit_seconds, self.asked),
+            unread=tuple(unread),
+            command=self.command,
+        )
 
     def missing(self) -> list[RunKey]:
-        summary = self.evaluation().summary
-        higher = rising_loads(summary, self.policies) if self.rises else []
-        return [*(key for key in self.asked if key in summary.missing), *higher]
+        """Return the runs to make: those that are asked for, and then those at higher loads."""
+        runs, _ = self.made()
+        summary = summarise(self.case.file, runs, None, self.limit_seconds, self.asked)
+        if summary.missing or not self.rises:
+            return [key for key in self.asked if key in summary.missing]
+        return rising_loads(summary, self.policies, self.seeds)
 
     def check(self, keys: Iterable[RunKey]) -> None:
         """Raise ConfigError for a run that two clusters cannot hold, or that would not do what the file asks."""
@@ -54,7 +77,7 @@ class Campaign:
 
     def to_make(self) -> list[RunKey]:
         """Return the runs that are missing, and those asked for that the machine was too slow for."""
-        again = [run.key for run in self.evaluation().runs if run.machine.why_invalid and self._asks(run.key)]
+        again = [run.key for run in self.made()[0] if run.machine.why_invalid and self._asks(run.key)]
         return [*self.missing(), *again]
 
     def run(self, state: Path, report: OnProgress) -> dict[RunKey, str]:
@@ -69,11 +92,16 @@ class Campaign:
         return is_higher or key in self.asked
 
 
+def write_report(evaluation: Evaluation, folder: Path) -> Path:
+    """Write the page and the document of an evaluation; return where the page is."""
+    (folder / "evaluation.md").write_text(evaluation_markdown(evaluation), encoding="utf-8")
+    (page := folder / "report.html").write_text(evaluation_page(evaluation), encoding="utf-8")
+    return page
+
+
 def read_case(file: Path, requests: int, stretch: float, cache_scale: int) -> Case:
     """Read a plan's file as a case."""
-    read = load(file)
-    text = file.read_text(encoding="utf-8")
-    return Case(name=file.stem, file=read, requests=requests, stretch=stretch, cache_scale=cache_scale, text=text)
+    return Case(name=file.stem, file=load(file), requests=requests, stretch=stretch, cache_scale=cache_scale)
 
 
 def folder_of(case: Case, runs: Path) -> Path:

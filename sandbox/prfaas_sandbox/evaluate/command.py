@@ -14,9 +14,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prfaas.cli.evaluation.content import Evaluation, TextTable, answer, answer_table, figure_tables
-from prfaas.cli.evaluation.document import evaluation_markdown
-from prfaas.cli.evaluation.report import evaluation_page
+from prfaas.cli.evaluation.content import (
+    Evaluation,
+    TextTable,
+    answer,
+    figure_tables,
+    headline_table,
+    limit_table,
+    saturated_table,
+)
 from prfaas.console import TableOrJson, echo_json, new_app
 from prfaas.errors import ConfigError
 from prfaas.simulate.scenario import POLICIES, PolicyName
@@ -35,8 +41,10 @@ _WIDTH: Final = 110
 def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
     file: Annotated[Path, typer.Option("--file", "-f", help="The case, as for prfaas plan.", show_default=False)],
     systems: Annotated[str, typer.Option(help=f"Which to run, of {', '.join(POLICIES)}.")] = ",".join(POLICIES),
-    loads: Annotated[str, typer.Option(help="Shares of what each system's plan carries.")] = "0.5,0.7,0.9",
-    rise: Annotated[bool, typer.Option("--rise", help="Then raise each load until P90 breaks its limit.")] = False,
+    loads: Annotated[
+        str, typer.Option(help="Shares of what each system's plan carries; above 1.2, saturated.")
+    ] = "0.5,0.7,0.9",
+    rise: Annotated[bool, typer.Option("--rise", help="Then raise each load until it breaks the limit.")] = False,
     limit_seconds: Annotated[
         float | None, typer.Option(help="Of P90 of the first token; the file's slo.ttftMillis if not given.")
     ] = None,
@@ -50,7 +58,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     output: TableOrJson = "table",
 ) -> None:
     """Run a case live on emulated instances. Example: prfaas evaluate -f examples/evaluation.yaml --loads 0.7."""
-    from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case
+    from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case, write_report
 
     case = read_case(file, requests, stretch, cache_scale)
     campaign = Campaign(
@@ -65,12 +73,11 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     )
     failed = {} if report_only else _run(campaign, state)
     evaluation = campaign.evaluation()
-    (folder / "report.html").write_text(evaluation_page(evaluation), encoding="utf-8")
-    (folder / "evaluation.md").write_text(evaluation_markdown(evaluation), encoding="utf-8")
+    page = write_report(evaluation, folder)
     if output == "json":
         echo_json(evaluation.summary)
     else:
-        _show(evaluation, folder)
+        _show(evaluation, page)
     for key, why in failed.items():
         typer.echo(f"{key.name} failed: {why}", err=True)
     if failed or evaluation.summary.excluded or evaluation.unread:
@@ -88,14 +95,15 @@ def _run(campaign: "Campaign", state: Path) -> "dict[RunKey, str]":
         raise typer.Exit(130) from None
 
 
-def _show(evaluation: Evaluation, folder: Path) -> None:
+def _show(evaluation: Evaluation, page: Path) -> None:
     console = Console(width=_WIDTH, highlight=False)
     console.print(answer(evaluation.summary))
-    for table in (answer_table(evaluation.summary), *figure_tables(evaluation.summary)[:2]):
+    summary = evaluation.summary
+    for table in (headline_table(summary), saturated_table(summary), limit_table(summary), *figure_tables(summary)[:2]):
         console.print(_table(table))
     for one in (*evaluation.summary.excluded, *evaluation.unread):
-        console.print(f"{one.name} gives no figure: {one.why}")
-    console.print(f"Report: {folder / 'report.html'}")
+        console.print(f"{one.name} says nothing: {one.why}")
+    console.print(f"Report: {page}")
 
 
 def _table(table: TextTable) -> Table:

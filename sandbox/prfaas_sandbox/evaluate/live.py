@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +26,7 @@ from prfaas.util import replace_file
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE, ExampleInstallation
 from prfaas_sandbox.environment import ClusterAccess, Environment
 from prfaas_sandbox.evaluate.drive import Driver
+from prfaas_sandbox.evaluate.made_with import hardware, software
 from prfaas_sandbox.evaluate.objects import (
     MODEL,
     POLICY,
@@ -52,6 +52,7 @@ class LiveCase:
         self._installation, self._environment = installation, installation.environment
         self._case, self._folder, self._report, self._tries = case, folder, report, tries
         self._scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
+        self._software, self._hardware = software(), hardware()
 
     async def run_all(self, keys: Sequence[RunKey]) -> dict[RunKey, str]:
         """Make the runs in this order, and write each when it is whole. Return those that failed, with the reason."""
@@ -110,7 +111,8 @@ class LiveCase:
                 machine=await metrics.machine(sum(instances(scenario).values())),
                 readings=await metrics.readings(),
                 began_at=began_at,
-                software=f"prfaas {version('prfaas')}",
+                software=self._software,
+                hardware=self._hardware,
             )
             replace_file(self._folder / f"{key.name}.json", msgspec.json.encode(run))
         return run

@@ -20,7 +20,6 @@ from prfaas_sandbox.evaluate.objects import CaseScale
 
 _QUERIES: Final = {
     "threshold_tokens": "max(prfaas_gateway_threshold_tokens)",
-    "utilisation_percent": "max(prfaas_scheduler_link_utilisation_percent)",
     "link_mbps": "max(prfaas_scheduler_link_effective_mbps)",
     "egress_mbps": f'sum(rate(prfaas_link_sent_bytes_total{{cluster="{MEMBER}"}}[WINDOW])) * 8 / 1e6',
 }

@@ -13,7 +13,7 @@ from prfaas.evaluate.record import MachineTruth, Run, RunKey
 from prfaas.wire.trace import PARTS
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
-CASE = Case(name="paper", file=load(PAPER), requests=400, stretch=4.0, cache_scale=128, text=PAPER.read_text())
+CASE = Case(name="paper", file=load(PAPER), requests=400, stretch=4.0, cache_scale=128)
 LIMIT_SECONDS = 11.5
 SLOW = MachineTruth(mean_late=0.2, p99_late=0.5, busy_share=0.97)
 

@@ -6,11 +6,9 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from prfaas.cli.evaluation.content import Evaluation, answer, off_by
+from prfaas.cli.evaluation.content import Evaluation, answer, headline_table, limit_table, off_by, run_table
 from prfaas.cli.evaluation.document import evaluation_markdown
-from prfaas.cli.evaluation.folder import evaluation_of
 from prfaas.cli.evaluation.report import evaluation_page
-from prfaas.errors import ConfigError
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey
 from prfaas.evaluate.summary import summarise
 
@@ -21,12 +19,13 @@ COMMAND = "prfaas evaluate -f examples/paper.yaml"
 
 def evaluation(*runs: Run, unread=(), asked=()) -> Evaluation:
     made = summarise(CASE.file, runs, simulated, LIMIT_SECONDS, asked)
-    return Evaluation(case=CASE, runs=runs, summary=made, unread=unread, command=COMMAND, machine="2 cores")
+    return Evaluation(case=CASE, runs=runs, summary=made, unread=unread, command=COMMAND)
 
 
 @pytest.fixture(scope="module")
 def whole() -> Evaluation:
     runs = [live(key, 0.2) for policy in ("threshold", "naive", "homogeneous") for key in keys(policy, 0.5, 0.7, 0.9)]
+    runs += [live(RunKey(policy, 1.5, 1)) for policy in ("threshold", "naive", "homogeneous")]
     bad = invalid(live(RunKey("static", 0.7, 1)))
     torn = ExcludedRun("torn.json", "it is no whole <record>")
     return evaluation(*runs, bad, unread=(torn,), asked=keys("naive", 1.2))
@@ -49,7 +48,7 @@ def test_the_page_is_whole_and_loads_nothing(whole):
 
 
 def test_every_line_of_the_chart_has_its_intervals_plan_and_simulator(whole):
-    chart = re.findall(r"<svg.*?</svg>", evaluation_page(whole), re.DOTALL)[0]
+    _, chart, *_ = re.findall(r"<svg.*?</svg>", evaluation_page(whole), re.DOTALL)
 
     assert chart.count("<polyline") == 5, "four systems, of which one has no figure, and the limit"
     assert chart.count("<circle") == 10, "the plan says something of each load"
@@ -83,28 +82,57 @@ def test_the_tables_of_the_document_have_as_many_cells_as_their_heads(whole):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().split("\n")}) == 1
 
 
-def test_the_answer_names_the_ratios_and_their_bounds(whole):
-    ratio = whole.summary.ratios["homogeneous"]
+def test_the_answer_names_the_ratios_and_how_sure_they_are(whole):
+    ratio = whole.summary.ratios["homogeneous"].saturated
 
-    assert f"{ratio.value:.2f} times as many as homogeneous" in answer(whole.summary)
-    assert ratio.bound in answer(whole.summary)
+    assert f"{ratio.value:.2f} ± " in answer(whole.summary)
+    assert "times as many as homogeneous" in answer(whole.summary)
+
+
+def test_the_first_table_has_the_ratios_beside_plan_and_simulator(whole):
+    rows = {title: cells for title, *cells in headline_table(whole.summary).rows}
+    ratio = whole.summary.ratios["naive"]
+
+    assert rows["PrfaaS-PD over naive: most requests/s"] == [
+        f"{ratio.saturated.value:.2f}",
+        f"{ratio.saturated.low:.2f} to {ratio.saturated.high:.2f}",
+        f"{ratio.saturated_planned:.2f}",
+        f"{ratio.saturated_simulated.value:.2f}",
+    ]
+    assert rows["Measured P90 of the first token beside the model, mean of all loads"][-1].endswith("% off")
+
+
+def test_the_limit_names_what_holds_what_breaks_and_what_failed_first(whole):
+    (row,) = (row for row in limit_table(whole.summary).rows if row[0] == "homogeneous")
+    limit = whole.summary.answers["homogeneous"].limit
+
+    assert row[2] == f"{limit.bounds.high:.2f}"
+    assert row[-1] == limit.why_broken
+
+
+def test_each_load_has_its_verdict(whole):
+    verdicts = [row[-1] for row in run_table(whole.summary).rows]
+
+    assert sum(one.startswith("broken: ") for one in verdicts) >= 3
+    assert "open: no run counts" in verdicts
 
 
 def test_without_our_system_there_is_no_answer():
     assert "no answer" in answer(evaluation(live(RunKey("homogeneous", 0.5, 1))).summary)
+    assert "no answer" in answer(evaluation(invalid(live(RunKey("threshold", 0.5, 1)))).summary)
 
 
 def test_a_limit_that_nothing_keeps_is_said():
     made = summarise(CASE.file, [live(RunKey("threshold", 0.5, 1))], simulated, 0.1)
 
-    assert "at none of the measured loads" in answer(made)
+    assert "it serves less than 1.63 a second" in answer(made)
 
 
 def test_no_runs_are_a_page_too():
     made = evaluation()
 
     assert "nothing to show" in evaluation_page(made)
-    assert "Every run gives figures" in evaluation_markdown(made)
+    assert "Every run says something" in evaluation_markdown(made)
 
 
 def test_a_run_without_parts_or_readings_is_drawn():
@@ -112,19 +140,3 @@ def test_a_run_without_parts_or_readings_is_drawn():
 
     assert "Where the time to the first token went" not in evaluation_page(evaluation(run))
     assert "nothing to show" in evaluation_page(evaluation(msgspec.structs.replace(run, readings=())))
-
-
-def test_a_folder_of_runs_is_an_evaluation(tmp_path):
-    key = RunKey("threshold", 0.5, 1)
-    (tmp_path / f"{key.name}.json").write_bytes(msgspec.json.encode(live(key)))
-    (tmp_path / "torn.json").write_bytes(b"{")
-    made = evaluation_of(CASE, tmp_path, COMMAND, limit_seconds=LIMIT_SECONDS)
-
-    assert [run.key for run in made.runs] == [key]
-    assert [one.name for one in made.unread] == ["torn.json"]
-    assert made.summary.rows[0].measured.ttft_mean_seconds == made.summary.rows[0].simulated.ttft_mean_seconds
-
-
-def test_a_case_without_a_limit_needs_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"slo\.ttftMillis"):
-        evaluation_of(CASE, tmp_path, COMMAND)

@@ -15,6 +15,7 @@ from prfaas.evaluate.steady import (
     growth_share,
     mean_of,
     quantile_of,
+    quotient,
     rate_of,
     warmup_length,
 )
@@ -115,14 +116,17 @@ def test_a_few_values_have_no_warmup_to_find(count):
 def test_an_overloaded_queue_is_not_steady(load):
     found = [find_steady(run_of(queue(seed, load, 1000))) for seed in range(20)]
 
-    assert sum(bool(one.why_not) for one in found) >= 19
+    assert sum(one.overloaded for one in found) >= 18
     assert all(one.answers == () for one in found if one.why_not)
 
 
-def test_a_queue_with_room_is_steady():
-    found = [find_steady(run_of(queue(seed, 0.5, 1000))) for seed in range(20)]
+@pytest.mark.parametrize(("load", "most"), [(0.5, 0), (0.8, 1), (0.9, 3)])
+def test_a_queue_with_room_is_not_overloaded(load, most):
+    """The negative control: even close to its limit a queue that has one seldom grows as an overloaded one does."""
+    found = [find_steady(run_of(queue(seed, load, 1000))) for seed in range(40)]
 
-    assert sum(not one.why_not for one in found) >= 18
+    assert sum(one.overloaded for one in found) <= most
+    assert sum(not one.why_not for one in found) >= (38 if load == 0.5 else 28)
 
 
 def test_requests_that_stay_are_counted():
@@ -153,7 +157,12 @@ def test_a_run_that_loses_requests_has_no_steady_part():
     requests = queue(1, 0.5, 1000)
 
     assert "11 of 1000 requests were lost" in find_steady(run_of(requests, lost=11)).why_not
+    assert find_steady(run_of(requests, lost=11)).overloaded
     assert find_steady(run_of(requests, lost=10)).why_not == ""
+
+
+def test_too_few_requests_are_no_overload():
+    assert not find_steady(run_of(queue(1, 2.0, FEWEST))).overloaded
 
 
 def test_the_steady_part_has_the_ends_within_it():
@@ -175,7 +184,7 @@ def test_the_rate_of_a_poisson_process_lies_in_its_interval():
     hits = 0
     for seed in range(200):
         ends = [ended for *_, ended in queue(seed, 0.5, 1000)]
-        rate = rate_of([one for one in ends if 100 <= one <= 1600], 100.0, 1600.0)
+        rate = rate_of([(one, 1.0) for one in ends if 100 <= one <= 1600], 100.0, 1600.0)
         hits += rate.low <= 0.5 <= rate.high
 
     assert 0.91 <= hits / 200 <= 0.99
@@ -187,6 +196,14 @@ def test_quantiles_are_values_that_occurred():
 
     assert found.value == 90.0
     assert {found.low, found.high} <= set(values)
+
+
+def test_a_quotient_is_as_unsure_as_both_of_its_figures():
+    found = quotient(Sampled(4.0, 3.6, 4.4), Sampled(2.0, 2.0, 2.0))
+
+    assert found == Sampled(2.0, pytest.approx(1.8), pytest.approx(2.2))
+    wider = quotient(Sampled(4.0, 3.6, 4.4), Sampled(2.0, 1.8, 2.2))
+    assert (wider.low, wider.high) == (pytest.approx(2 - 0.2 * math.sqrt(2)), pytest.approx(2 + 0.2 * math.sqrt(2)))
 
 
 def test_seeds_give_an_interval_by_their_spread():

@@ -6,9 +6,13 @@ import msgspec
 import pytest
 
 from prfaas.errors import ConfigError
+from prfaas.evaluate.case import compared_load
+from prfaas.evaluate.limit import Bounds, ratio_of
 from prfaas.evaluate.record import AnsweredRequest, RunKey
-from prfaas.evaluate.steady import Sampled, find_steady
-from prfaas.evaluate.summary import HighestRate, RateRatio, figures_of, find_highest, summarise, value_at
+from prfaas.evaluate.rows import figures_of
+from prfaas.evaluate.steady import find_steady
+from prfaas.evaluate.summary import MOST_LOAD, rising_loads, summarise
+from prfaas.simulate import setup as setups
 
 from .cases import CASE, LIMIT_SECONDS, invalid, keys, live, simulated
 
@@ -17,10 +21,6 @@ LOADS = (0.5, 0.7, 0.9)
 
 def summary_of(*runs, limit_seconds: float | None = LIMIT_SECONDS, asked=()):
     return summarise(CASE.file, runs, simulated, limit_seconds, asked)
-
-
-def exact(*points: tuple[float, float]) -> list[tuple[float, Sampled]]:
-    return [(rate, Sampled(p90, p90, p90)) for rate, p90 in points]
 
 
 def whole():
@@ -47,7 +47,8 @@ def test_the_plan_stands_beside_a_load_that_it_carries():
     low, high = summary_of(*(live(key) for key in keys("static", 0.5, 1.0))).rows
 
     assert low.planned.ttft_p90_seconds == pytest.approx(low.measured.ttft_p90_seconds.value, rel=0.2)
-    assert low.planned.utilisation_percent == pytest.approx(low.measured.utilisation_percent.value, rel=0.25)
+    assert low.planned.link_percent == pytest.approx(low.measured.link_percent.value, rel=0.25)
+    assert low.measured.link_percent.value == pytest.approx(low.measured.egress_gbps.value)
     assert low.planned.egress_gbps == pytest.approx(low.measured.egress_gbps.value, rel=0.25)
     assert low.planned.offloaded_share == pytest.approx(low.measured.offloaded_share.value, abs=0.1)
     assert high.planned is None
@@ -55,10 +56,10 @@ def test_the_plan_stands_beside_a_load_that_it_carries():
 
 def test_what_a_metric_did_not_say_is_no_figure():
     run = msgspec.structs.replace(live(RunKey("threshold", 0.5, 1)), readings=())
-    figures = figures_of(run, find_steady(run))
+    figures = figures_of(run, find_steady(run), 1000.0)
 
     assert figures.egress_gbps is None
-    assert figures.utilisation_percent is None
+    assert figures.link_percent is None
 
 
 def test_parts_add_up_to_the_mean():
@@ -70,7 +71,7 @@ def test_parts_add_up_to_the_mean():
 def test_seeds_of_a_load_are_one_row():
     runs = [live(key) for key in keys("static", 0.7, seeds=3)]
     (row,) = summary_of(*runs).rows
-    means = [figures_of(run, find_steady(run)).ttft_mean_seconds.value for run in runs]
+    means = [figures_of(run, find_steady(run), 1000.0).ttft_mean_seconds.value for run in runs]
 
     assert row.seeds == (1, 2, 3)
     assert row.measured.ttft_mean_seconds.value == pytest.approx(sum(means) / 3)
@@ -82,16 +83,16 @@ def test_an_invalid_run_gives_no_figure_and_says_why():
     assert [(one.name, "late" in one.why) for one in made.excluded] == [("threshold-50-1", True)]
     assert made.rows[0].measured is None
     assert made.rows[0].simulated is not None
-    assert made.answers["threshold"].measured.rate_per_second == made.rows[1].rate_per_second
+    assert (made.rows[0].seeds, made.rows[0].counted_seeds) == ((1,), ())
 
 
-def test_an_overloaded_run_gives_no_figure_and_says_why():
+def test_an_overloaded_run_gives_no_figure_and_breaks_the_limit():
     run = live(RunKey("homogeneous", 1.6, 1))
     made = summary_of(run)
 
-    assert [one.name for one in made.excluded] == ["homogeneous-160-1"]
+    assert made.excluded == (), "it says that its load breaks the limit"
     assert made.rows[0].measured is None
-    assert made.answers["homogeneous"].measured is None
+    assert "grow without end" in made.answers["homogeneous"].limit.why_broken
 
 
 def test_lost_requests_and_fallbacks_are_counted():
@@ -111,25 +112,12 @@ def test_what_was_asked_for_and_is_not_there_is_missing():
     assert summary_of(live(there), asked=[there, not_there]).missing == (not_there,)
 
 
-def test_systems_are_compared():
-    made = whole()
-    ours, alone = made.answers["threshold"], made.answers["homogeneous"]
-
-    assert made.ratios["homogeneous"].value == pytest.approx(
-        ours.measured.rate_per_second / alone.measured.rate_per_second
-    )
-    assert made.beside.rate_per_second == pytest.approx(0.9 * alone.measured.rate_per_second)
-    assert made.beside.ours_seconds < made.beside.homogeneous_seconds
-    assert made.beside.ours_bound == "at most", "PrfaaS-PD was measured at higher rates only"
-    assert ours.planned > alone.planned
-    assert made.shown.key == RunKey("threshold", 0.9, 1)
-
-
 def test_without_the_other_system_nothing_is_compared():
     made = summary_of(live(RunKey("threshold", 0.5, 1)))
 
     assert made.ratios == {}
     assert made.beside is None
+    assert made.shown.key == RunKey("threshold", 0.5, 1)
 
 
 def test_no_runs_are_no_rows():
@@ -143,46 +131,98 @@ def test_a_limit_has_to_be_there():
         summary_of(limit_seconds=None)
 
 
-def test_the_highest_rate_lies_on_the_line_between_two_loads():
-    found = find_highest([(1.0, Sampled(2.0, 1.0, 3.0)), (2.0, Sampled(6.0, 4.0, 8.0))], 4.0)
+def test_what_holds_and_what_breaks_bound_the_limit_and_the_ratio():
+    made = whole()
+    ours, alone = made.answers["threshold"].limit.bounds, made.answers["homogeneous"].limit.bounds
 
-    assert found == HighestRate(rate_per_second=1.5, low=pytest.approx(1.2), high=None)
-
-
-@pytest.mark.parametrize(
-    ("points", "rate", "bound"),
-    [
-        ([(1.0, 2.0), (2.0, 3.0)], 2.0, "at least"),
-        ([(1.0, 5.0), (2.0, 6.0)], 1.0, "at most"),
-        ([(1.0, 2.0), (2.0, 6.0), (3.0, 3.0)], 1.5, ""),
-    ],
-)
-def test_a_limit_that_no_load_reaches_is_a_bound(points, rate, bound):
-    found = find_highest(exact(*points), 4.0)
-
-    assert (found.rate_per_second, found.bound) == (rate, bound)
+    assert made.ratios["homogeneous"].limit == ratio_of(ours, alone)
+    assert alone.high is not None, "homogeneous breaks the limit"
+    assert made.answers["threshold"].limit_planned > made.answers["homogeneous"].limit_planned
 
 
-def test_without_any_load_there_is_no_highest_rate():
-    assert find_highest([], 4.0) is None
+def test_one_overloaded_seed_of_three_breaks_the_limit():
+    good, bad = (live(key) for key in keys("threshold", 0.5, seeds=2))
+    others = msgspec.structs.replace(good, key=RunKey("threshold", 0.5, 3))
+    lossy = msgspec.structs.replace(
+        bad, answers=(*bad.answers[20:], *(msgspec.structs.replace(one, ttft_seconds=None) for one in bad.answers[:20]))
+    )
+    for second, outcome in ((lossy, "broken"), (invalid(lossy), "held")):
+        (row,) = summary_of(good, second, others, limit_seconds=60.0).rows
+        assert row.seen.verdict.outcome == outcome
+        assert ("in 1 of 3 runs 20 of 400 requests were lost" in row.seen.verdict.why) == (outcome == "broken")
 
 
-@pytest.mark.parametrize(
-    ("ours", "alone", "ratio"),
-    [(LOADS, LOADS, ""), ((0.5,), LOADS, "at least"), (LOADS, (0.5,), "at most"), ((0.5,), (0.5,), None)],
-)
-def test_a_ratio_of_bounds_is_a_bound_or_nothing(ours, alone, ratio):
-    """Both break the limit at their highest load, if it was measured."""
-    late = {max(LOADS): LIMIT_SECONDS}
-    runs = [live(key, late.get(key.load, 0.0)) for key in (*keys("threshold", *ours), *keys("homogeneous", *alone))]
-    found = summary_of(*runs, limit_seconds=LIMIT_SECONDS).ratios.get("homogeneous")
+def test_a_machine_that_is_too_slow_breaks_no_limit():
+    """The negative control: the same run, on a machine that kept the time, does."""
+    run = live(RunKey("homogeneous", 1.6, 1))
 
-    assert (found.bound if isinstance(found, RateRatio) else None) == ratio
+    assert summary_of(run).answers["homogeneous"].limit.bounds.high == pytest.approx(run.rate_per_second)
+    assert summary_of(invalid(run)).answers["homogeneous"].limit.bounds == Bounds(None, None)
+    assert [one.name for one in summary_of(invalid(run)).excluded] == ["homogeneous-160-1"]
 
 
-def test_a_value_outside_of_what_was_measured_is_none():
-    points = [(1.0, 2.0), (2.0, 4.0)]
+def test_saturated_systems_are_compared_with_the_plan_and_the_simulator():
+    made = summary_of(*(live(RunKey(policy, 1.5, 1)) for policy in ("threshold", "homogeneous", "naive")))
+    ratio, ours = made.ratios["homogeneous"], made.answers["threshold"]
 
-    assert value_at(points, 1.25) == 2.5
-    assert value_at(points, 0.9) is None
-    assert value_at(points, 2.1) is None
+    assert ratio.saturated.low < ratio.saturated.value < ratio.saturated.high
+    assert ratio.saturated_simulated == ratio.saturated
+    assert ratio.saturated.value == pytest.approx(ratio.saturated_planned, rel=0.15)
+    assert (ours.saturated_load, ours.saturated_planned) == (1.5, setups.capacity(CASE.file, "threshold"))
+
+
+def test_a_load_below_the_limit_says_nothing_of_the_most():
+    assert summary_of(live(RunKey("threshold", 0.5, 1))).answers["threshold"].saturated is None
+
+
+def rising(*runs, policy="threshold", seeds=1, limit_seconds=LIMIT_SECONDS) -> list[tuple[float, int]]:
+    found = rising_loads(summary_of(*runs, limit_seconds=limit_seconds), [policy], seeds)
+    return [(key.load, key.seed) for key in found]
+
+
+def test_loads_rise_until_one_breaks_the_limit():
+    held = live(RunKey("threshold", 0.5, 1))
+
+    assert rising(held, limit_seconds=60.0) == [(0.6, 1)]
+    assert rising(held, seeds=3, limit_seconds=60.0) == [(0.6, 1), (0.6, 2), (0.6, 3)]
+    assert rising(held, limit_seconds=0.1) == [], "it breaks at the lowest load"
+    assert rising(held, policy="naive") == []
+
+
+def test_an_overloaded_load_ends_the_rise_and_the_middle_is_tried():
+    held, broken = live(RunKey("homogeneous", 0.5, 1)), live(RunKey("homogeneous", 1.6, 1))
+
+    assert rising(held, broken, policy="homogeneous", limit_seconds=60.0) == [(1.05, 1)]
+
+
+def test_loads_rise_no_more_where_a_machine_is_too_slow_or_the_load_is_the_highest():
+    assert rising(invalid(live(RunKey("threshold", 0.5, 1))), limit_seconds=60.0) == []
+    highest = msgspec.structs.replace(live(RunKey("threshold", 0.5, 1)), key=RunKey("threshold", MOST_LOAD, 1))
+    assert rising(highest, limit_seconds=60.0) == []
+
+
+def test_an_interrupted_load_is_made_whole_first():
+    begun = live(RunKey("threshold", 0.9, 2))
+
+    assert rising(begun, seeds=3, limit_seconds=60.0) == [(0.9, 1), (0.9, 3)]
+
+
+def test_a_summary_without_the_simulator_has_the_same_verdicts():
+    run = live(RunKey("threshold", 0.5, 1))
+    made = summarise(CASE.file, [run], None, LIMIT_SECONDS)
+
+    assert made.rows[0].simulated is None
+    assert made.rows[0].seen == summary_of(run).rows[0].seen
+
+
+def test_first_tokens_of_both_systems_are_compared_at_the_same_rate():
+    ours, theirs = RunKey("threshold", compared_load(CASE.file), 1), RunKey("homogeneous", 0.9, 1)
+    beside = summary_of(live(ours), live(theirs)).beside
+
+    assert beside.rate_per_second == pytest.approx(0.9 * setups.capacity(CASE.file, "homogeneous"))
+    assert beside.of_plan == pytest.approx(0.9)
+    assert beside.ratio.value == pytest.approx(beside.ours.value / beside.homogeneous.value)
+    assert beside.ratio.low < beside.ratio.value < beside.ratio.high < 1
+    assert beside.simulated == beside.ratio.value
+    assert beside.planned == pytest.approx(beside.simulated, rel=0.5)
+    assert summary_of(live(RunKey("threshold", 0.5, 1)), live(theirs)).beside is None, "another rate"

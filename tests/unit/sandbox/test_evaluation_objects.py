@@ -13,7 +13,7 @@ from prfaas.capacity.builtin import Builtin
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, arrivals_of, run_seconds, runs_of, scenario_of
+from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, runs_of, scenario_of
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request_process import RequestProcess
@@ -36,7 +36,7 @@ KINDS = {"PrefillPool": PrefillPool, "DecodePool": DecodePool, "PrfaaSPolicy": P
 
 
 def case(path: Path = ROOT / "examples/paper.yaml", stretch: float = 4.0) -> Case:
-    return Case(name=path.stem, file=load(path), requests=100, stretch=stretch, cache_scale=128, text=path.read_text())
+    return Case(name=path.stem, file=load(path), requests=100, stretch=stretch, cache_scale=128)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,19 @@ def test_a_hub_with_two_decoding_pools_is_refused(tmp_path: Path):
         instances(scenario_of(case(path), RunKey("threshold", 0.5, 1)))
 
 
-def test_runs_that_are_there_are_not_made_again_and_the_order_is_by_chance():
-    wanted = runs_of(("threshold", "naive"), (0.5, 0.9), 3, (), Random(1))
+def test_runs_are_in_the_same_order_of_chance_each_time():
+    wanted = runs_of(case(), ("threshold", "naive"), (0.5, 0.9), 3, Random(1))
     assert sorted(wanted) == sorted({*wanted})
     assert len(wanted) == 8
     assert wanted != sorted(wanted)
-    assert wanted == runs_of(("threshold", "naive"), (0.5, 0.9), 3, (), Random(1))
-    assert len(runs_of(("threshold", "naive"), (0.5, 0.9), 3, wanted[:5], Random(1))) == 3
+    assert wanted == runs_of(case(), ("threshold", "naive"), (0.5, 0.9), 3, Random(1))
+
+
+def test_first_tokens_are_compared_at_the_same_rate():
+    wanted = runs_of(case(), ("threshold", "homogeneous"), (0.9,), 3, Random(1))
+    rates = [rate_per_second(case(), key) for key in wanted if (key.policy, key.load) != ("threshold", 0.9)]
+    assert rates == pytest.approx([rate_per_second(case(), RunKey("homogeneous", 0.9, 1))] * 6, rel=1e-3)
+    assert len(runs_of(case(), ("threshold", "homogeneous"), (0.5,), 3, Random(1))) == 2
 
 
 def test_a_run_has_the_same_requests_each_time_and_others_with_another_seed():

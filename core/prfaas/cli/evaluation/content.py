@@ -4,16 +4,18 @@ PrfaaS-PD is the system whose short loop moves the threshold. All figures are in
 a second and Gbit/s as they would be at full scale.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
 from prfaas.capacity.planfile import PlanFile
 from prfaas.evaluate.case import Case
+from prfaas.evaluate.limit import Bounds
 from prfaas.evaluate.record import ExcludedRun, Run
+from prfaas.evaluate.rows import LoadRow
 from prfaas.evaluate.steady import Sampled
-from prfaas.evaluate.summary import CaseSummary, HighestRate, LoadRow, RateBound
+from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import POLICIES, PolicyName
 
 TITLES: Final[dict[PolicyName, str]] = {
@@ -41,10 +43,21 @@ COUNTED: Final = (
     "of requests, and from three runs on by their spread. Close to its limit a system's queue remembers long; there "
     "the interval of a single run is rather too short. The simulator served the same requests, and is counted alike."
 )
+MOST: Final = (
+    "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
+    "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
+    "mean prompt. Within the limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if "
+    "the interval lies above, or if in one of its runs the requests in flight grow without end, or requests are lost. "
+    "The limit lies between the highest load that holds and the lowest that breaks."
+)
+LINK_USE: Final = (
+    "How much of the link is used means the same for all three: the bits that crossed it, of what the case declares "
+    "that it carries."
+)
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a page needs. `command` repeats it; `machine` says on what it ran."""
+    """All that a page needs. `command` repeats it."""
 
     case: Case
     runs: tuple[Run, ...]
@@ -52,7 +65,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[ExcludedRun, ...] = ()
     """Files among the runs that hold none."""
     command: str
-    machine: str
 
 
 class TextTable(NamedTuple):
@@ -77,49 +89,83 @@ _FIGURES: Final = (
     _Column("requests_per_second", "Throughput, requests/s", "{:,.2f}"),
     _Column("offloaded_share", "Offloaded requests, %", "{:,.1f}", 100),
     _Column("egress_gbps", "Over the link, Gbit/s", "{:,.2f}"),
-    _Column("utilisation_percent", "Utilisation of the link, %", "{:,.1f}"),
+    _Column("link_percent", "Over the link, % of what it is declared to carry", "{:,.1f}"),
 )
 
 
 def question(evaluation: Evaluation) -> str:
     """Return what was asked."""
     return (
-        f"How many requests a second does each system of {evaluation.case.name} serve, with nine of ten first tokens "
-        f"within {evaluation.summary.limit_seconds:g} s, and does it serve what the plan and the simulator say?"
+        f"How many requests a second does each system of {evaluation.case.name} serve, at most and with nine of ten "
+        f"first tokens within {evaluation.summary.limit_seconds:g} s, and is it what the plan and the simulator say?"
     )
 
 
 def answer(summary: CaseSummary) -> str:
     """Return the answer: what PrfaaS-PD serves beside the others, and its first tokens beside those of homogeneous."""
     ours = summary.answers.get("threshold")
-    if ours is None or ours.measured is None:
-        return "No run of PrfaaS-PD counts, so there is no answer."
-    limit = f"nine of ten first tokens within {summary.limit_seconds:g} s"
-    if ours.measured.bound == "at most":
-        return f"PrfaaS-PD keeps {limit} at none of the measured loads."
-    ratios = [
-        f"{_bounded(one.bound)}{one.value:.2f} times as many as {TITLES[policy]}"
-        for policy, one in summary.ratios.items()
-    ]
-    sentences = [f"PrfaaS-PD serves {_rate(ours.measured)} requests a second with {limit}"]
-    sentences[0] += f": {' and '.join(ratios)}." if ratios else "."
+    if ours is None:
+        return "There is no run of PrfaaS-PD, so there is no answer."
+    sentences: list[str] = []
+    if ours.saturated:
+        ratios = [
+            f"{_short(one.saturated)} times as many as {TITLES[policy]}"
+            for policy, one in summary.ratios.items()
+            if one.saturated
+        ]
+        sentences.append(_joined(f"PrfaaS-PD completes {_short(ours.saturated)} requests a second at most", ratios))
+    if ours.limit.bounds != Bounds(None, None):
+        ratios = [
+            f"{_bounds(one.limit)} times as many as {TITLES[policy]}"
+            for policy, one in summary.ratios.items()
+            if one.limit != Bounds(None, None)
+        ]
+        limit = f"With nine of ten first tokens within {summary.limit_seconds:g} s"
+        sentences.append(_joined(f"{limit} it serves {_bounds(ours.limit.bounds)} a second", ratios))
     if beside := summary.beside:
         sentences.append(
-            f"At {beside.rate_per_second:.2f} requests a second, 90 % of what homogeneous serves, its P90 is "
-            f"{_bounded(beside.ours_bound)}{beside.ours_seconds:.2f} s, and that of homogeneous "
-            f"{beside.homogeneous_seconds:.2f} s."
+            f"At {beside.rate_per_second:.2f} requests a second, {beside.of_plan:.0%} of what the plan of homogeneous "
+            f"carries, its P90 is {beside.ours.value:.2f} s, and that of homogeneous {beside.homogeneous.value:.2f} s: "
+            f"{_short(beside.ratio)} of it."
         )
-    return " ".join(sentences)
+    return " ".join(sentences) or "No run of PrfaaS-PD says what it serves, so there is no answer."
 
 
 def against_expected(summary: CaseSummary) -> str:
     """Return how far the measured P90 lies from what plan and simulator say, in the mean of all loads."""
     both = [
-        (name, [abs(off) for row in summary.rows if (off := off_by(row, "ttft_p90_seconds", field)) is not None])
+        (name, _offs(summary, "ttft_p90_seconds", field))
         for name, field in (("the plan", "planned"), ("the simulator", "simulated"))
     ]
     said = [f"{sum(offs) / len(offs):.0%} from {name}, at most {max(offs):.0%}" for name, offs in both if offs]
     return f"Measured P90 differs in the mean by {', and by '.join(said)}." if said else ""
+
+
+def headline_table(summary: CaseSummary) -> TextTable:
+    """Return the ratios that the evaluation is made for, and how far the models lie from what was measured."""
+    rows: list[tuple[str, ...]] = []
+    for policy, one in summary.ratios.items():
+        over = f"PrfaaS-PD over {TITLES[policy]}"
+        planned, simulated = _number(one.saturated_planned, "{:.2f}"), _value_of(one.saturated_simulated)
+        rows.append((f"{over}: most requests/s", *_with_interval(one.saturated), planned, simulated))
+        within = f"{over}: requests/s with P90 within {summary.limit_seconds:g} s"
+        rows.append(
+            (within, "-", _bounds(one.limit), _number(one.limit_planned, "{:.2f}"), _bounds(one.limit_simulated))
+        )
+    if beside := summary.beside:
+        title = f"PrfaaS-PD over homogeneous: P90 at {beside.rate_per_second:.2f} requests/s"
+        expected = (_number(beside.planned, "{:.2f}"), _number(beside.simulated, "{:.2f}"))
+        rows.append((title, *_with_interval(beside.ratio), *expected))
+    for title, field in (("mean", "ttft_mean_seconds"), ("P90", "ttft_p90_seconds")):
+        offs = [_offs(summary, field, expected) for expected in ("planned", "simulated")]
+        cells = [f"{sum(one) / len(one):.0%} off" if one else "-" for one in offs]
+        rows.append((f"Measured {title} of the first token beside the model, mean of all loads", "", "", *cells))
+    rates = [(one.saturated, one.saturated_planned, one.saturated_simulated) for one in summary.answers.values()]
+    offs = [abs(found.value / planned - 1) for found, planned, _ in rates if found]
+    simulated_offs = [abs(found.value / said.value - 1) for found, _, said in rates if found and said]
+    cells = [f"{sum(one) / len(one):.0%} off" if one else "-" for one in (offs, simulated_offs)]
+    rows.append(("Measured most requests/s beside the model, mean of all systems", "", "", *cells))
+    return TextTable("", ("figure", "measured", "95 % interval or bounds", "plan", "simulator"), rows)
 
 
 def system_table(evaluation: Evaluation) -> TextTable:
@@ -140,20 +186,37 @@ def load_sentence(file: PlanFile, requests: int) -> str:
     )
 
 
-def answer_table(summary: CaseSummary) -> TextTable:
-    """Return the rate up to which each system keeps the limit."""
+def saturated_table(summary: CaseSummary) -> TextTable:
+    """Return what each system completes when more arrives than it serves."""
     rows = [
         (
             TITLES[policy],
-            _rate(one.measured),
-            _span(one.measured.low, one.measured.high) if one.measured else "-",
-            _number(one.planned, "{:,.2f}"),
-            _rate(one.simulated),
+            _number(one.saturated_load, "{:.0%}"),
+            *_with_interval(one.saturated),
+            f"{one.saturated_planned:.2f}",
+            _value_of(one.saturated_simulated),
         )
         for policy, one in summary.answers.items()
     ]
-    title = f"Requests/s with P90 within {summary.limit_seconds:g} s"
-    return TextTable(title, ("system", "measured", "95 % interval", "plan", "simulator"), rows)
+    head = ("system", "measured at load", "measured", "95 % interval", "plan", "simulator")
+    return TextTable("Requests/s completed while more arrive", head, rows)
+
+
+def limit_table(summary: CaseSummary) -> TextTable:
+    """Return between which rates the limit of each system lies, and what failed first."""
+    rows = [
+        (
+            TITLES[policy],
+            _number(one.limit.bounds.low, "{:.2f}"),
+            _number(one.limit.bounds.high, "{:.2f}"),
+            _number(one.limit_planned, "{:.2f}"),
+            _bounds(one.limit_simulated.bounds),
+            one.limit.why_broken or "-",
+        )
+        for policy, one in summary.answers.items()
+    ]
+    head = ("system", "holds at", "breaks at", "plan", "simulator", "what failed first")
+    return TextTable(f"Requests/s with P90 within {summary.limit_seconds:g} s", head, rows)
 
 
 def figure_tables(summary: CaseSummary) -> list[TextTable]:
@@ -165,19 +228,22 @@ def figure_tables(summary: CaseSummary) -> list[TextTable]:
 
 
 def run_table(summary: CaseSummary) -> TextTable:
-    """Return which runs each load has, and what became of their requests."""
+    """Return which runs each load has, what became of their requests, and whether the load kept the limit."""
     rows = [
         (
             TITLES[row.policy],
             f"{row.load:.0%}",
-            ", ".join(map(str, row.seeds)) or "none",
+            f"{row.rate_per_second:.2f}",
+            ", ".join(map(str, row.counted_seeds)) or "none",
             f"{row.requests:,}",
             f"{row.lost:,}",
             f"{row.fallbacks:,}",
+            f"{row.seen.verdict.outcome}: {row.seen.verdict.why}",
         )
         for row in _by_system(summary.rows)
     ]
-    return TextTable("Runs", ("system", "load", "seeds that count", "requests", "lost", "fallbacks"), rows)
+    head = ("system", "load", "requests/s", "seeds that count", "requests", "lost", "fallbacks", "the limit")
+    return TextTable("Runs", head, rows)
 
 
 def failed_table(evaluation: Evaluation) -> TextTable:
@@ -196,7 +262,7 @@ def made_table(evaluation: Evaluation) -> TextTable:
     late = [run.machine.mean_late for run in runs if run.machine.mean_late is not None]
     rows = [
         ("software", ", ".join(sorted({run.software for run in runs})) or "-"),
-        ("machine", evaluation.machine),
+        ("machine", ", ".join(sorted({run.hardware for run in runs if run.hardware})) or "-"),
         ("scale", f"stretch {case.stretch:g}, cache scale {case.cache_scale:,}"),
         ("runs", f"{len(runs)}, seeds {', '.join(map(str, sorted({run.key.seed for run in runs}))) or '-'}"),
         ("when", f"{days[0]} to {days[-1]}" if days else "-"),
@@ -240,24 +306,32 @@ def _number(value: float | None, shown: str, scale: float = 1.0) -> str:
     return "-" if value is None else shown.format(value * scale)
 
 
-def _rate(found: HighestRate | None) -> str:
-    if found is None:
-        return "-"
-    if found.bound == "at most":
-        return f"below {found.rate_per_second:.2f}"
-    return f"{_bounded(found.bound)}{found.rate_per_second:.2f}"
+def _offs(summary: CaseSummary, field: str, expected: str) -> list[float]:
+    return [abs(off) for row in summary.rows if (off := off_by(row, field, expected)) is not None]
 
 
-def _span(low: float | None, high: float | None) -> str:
-    if low is None and high is None:
-        return "-"
-    if low is None:
-        return f"up to {high:.2f}"
-    return f"from {low:.2f}" if high is None else f"{low:.2f} to {high:.2f}"
+def _with_interval(found: Sampled | None) -> tuple[str, str]:
+    return ("-", "-") if found is None else (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}")
 
 
-def _bounded(bound: RateBound) -> str:
-    return f"{bound} " if bound else ""
+def _value_of(found: Sampled | None) -> str:
+    return "-" if found is None else f"{found.value:.2f}"
+
+
+def _short(found: Sampled) -> str:
+    """Return a figure with half of its interval, the longer one."""
+    return f"{found.value:.2f} ± {max(found.value - found.low, found.high - found.value):.2f}"
+
+
+def _bounds(found: Bounds) -> str:
+    if found.low is None:
+        return "-" if found.high is None else f"less than {found.high:.2f}"
+    return f"at least {found.low:.2f}" if found.high is None else f"{found.low:.2f} to {found.high:.2f}"
+
+
+def _joined(sentence: str, parts: Iterable[str]) -> str:
+    said = " and ".join(parts)
+    return f"{sentence}: {said}." if said else f"{sentence}."
 
 
 def _counts(instances: dict[str, int]) -> str:

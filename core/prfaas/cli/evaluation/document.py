@@ -3,17 +3,21 @@
 from prfaas.cli.evaluation.content import (
     COUNTED,
     EMULATED,
+    LINK_USE,
+    MOST,
     Evaluation,
     TextTable,
     against_expected,
     answer,
-    answer_table,
     failed_table,
     figure_tables,
+    headline_table,
+    limit_table,
     load_sentence,
     made_table,
     question,
     run_table,
+    saturated_table,
     system_table,
 )
 
@@ -27,7 +31,9 @@ def evaluation_markdown(evaluation: Evaluation) -> str:
         f"    {evaluation.command}",
         answer(summary),
         against_expected(summary),
-        *_table(answer_table(summary)),
+        *_table(headline_table(summary)),
+        *_table(saturated_table(summary)),
+        *_table(limit_table(summary)),
         "## What was asked",
         question(evaluation),
         load_sentence(case.file, case.requests),
@@ -37,11 +43,12 @@ def evaluation_markdown(evaluation: Evaluation) -> str:
         f"Times are {case.stretch:g} times as long as said here, and caches and the link {case.cache_scale:,} times as "
         "small: a machine without a GPU holds the whole system.",
         COUNTED,
+        MOST,
         *_table(made_table(evaluation)._replace(title="")),
         "## What failed",
-        *(_table(failed) if failed.rows else ["Every run gives figures."]),
+        *(_table(failed) if failed.rows else ["Every run says something."]),
         "## All figures",
-        "*Off* is by how much measured is more than what stands before it.",
+        f"*Off* is by how much measured is more than what stands before it. {LINK_USE}",
         *(line for one in (*figure_tables(summary), run_table(summary)) for line in _table(one)),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

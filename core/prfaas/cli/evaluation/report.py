@@ -5,27 +5,32 @@ it; what failed stands before the tables.
 from html import escape
 from typing import Final
 
-from prfaas.cli.chart import Axis, Beside, draw_lines, draw_stacks
+from prfaas.cli.chart import Axis, Beside, draw_bars, draw_lines, draw_stacks
 from prfaas.cli.evaluation.content import (
     COUNTED,
     EMULATED,
+    LINK_USE,
+    MOST,
     TITLES,
     Evaluation,
     TextTable,
     against_expected,
     answer,
-    answer_table,
     failed_table,
     figure_tables,
+    headline_table,
+    limit_table,
     load_sentence,
     made_table,
     question,
     run_table,
+    saturated_table,
     system_table,
 )
 from prfaas.cli.page import make_table, wrap_page
 from prfaas.evaluate.record import Reading
-from prfaas.evaluate.summary import CaseSummary, LoadRow
+from prfaas.evaluate.rows import LoadRow
+from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import POLICIES
 from prfaas.wire.trace import PARTS, UNKNOWN
 
@@ -51,26 +56,46 @@ def evaluation_page(evaluation: Evaluation) -> str:
         f"Evaluation of {case.name}",
         f'<p class="verdict">{escape(answer(summary))}</p>',
         f"<p>{escape(against_expected(summary))}</p>",
-        _table(answer_table(summary)),
+        _table(headline_table(summary)),
         "<h2>What was asked</h2>",
         f"<p>{escape(question(evaluation))} {escape(load_sentence(case.file, case.requests))}</p>",
         _table(system_table(evaluation), are_words=True),
         "<h2>How it was done</h2>",
         f"<p>{EMULATED} Times are {case.stretch:g} times as long as said here, and caches and the link "
-        f"{case.cache_scale:,} times as small: a machine without a GPU holds the whole system.</p><p>{COUNTED}</p>",
+        f"{case.cache_scale:,} times as small: a machine without a GPU holds the whole system.</p>",
+        f"<p>{COUNTED}</p><p>{MOST}</p>",
         "<h2>What came out</h2>",
+        *_most(summary),
+        _table(saturated_table(summary)),
         *_first_tokens(summary),
+        _table(limit_table(summary)),
         *_over_time(summary),
         *_parts(summary),
         "<h2>What failed</h2>",
-        f"<p>{len(failed.rows)} of {total} runs give no figure.</p>",
+        f"<p>{len(failed.rows)} of {total} runs say nothing.</p>",
         _table(failed, are_words=True) if failed.rows else "",
         "<h2>All figures</h2>",
-        "<p>What stands beside a figure is not measured, and <i>off</i> is by how much measured is more.</p>",
+        "<p>What stands beside a figure is not measured, and <i>off</i> is by how much measured is more. "
+        f"{LINK_USE}</p>",
         *(_table(one) for one in (*figure_tables(summary), run_table(summary))),
         "<h2>How it was made</h2>",
         _table(made_table(evaluation)._replace(title=""), are_words=True),
     )
+
+
+def _most(summary: CaseSummary) -> list[str]:
+    """Return what each system completes when it is saturated, beside what models say."""
+    there = [(TITLES[policy], one) for policy, one in summary.answers.items() if one.saturated]
+    if not there:
+        return []
+    bars = {
+        "measured": [one.saturated.value if one.saturated else 0.0 for _, one in there],
+        "plan": [one.saturated_planned for _, one in there],
+    }
+    if all(one.saturated_simulated for _, one in there):
+        bars["simulator"] = [one.saturated_simulated.value if one.saturated_simulated else 0.0 for _, one in there]
+    y = Axis("requests/s completed while more arrive", shown="{:,.2f}".format)
+    return [_figure("The most that each system serves", draw_bars(y, [title for title, _ in there], bars))]
 
 
 def _first_tokens(summary: CaseSummary) -> list[str]:

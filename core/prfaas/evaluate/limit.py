@@ -1,0 +1,105 @@
+"""The most that a system serves, measured in two ways, and the ratio of two systems.
+
+**Saturated.** More arrives than a system serves, and what it completes is its throughput: Lambda_max of the paper. One
+overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that complete are easier than
+those that arrive: counting them would praise a system by 5 to 14 %. So each counts as its prefill's time over that of
+the mean prompt. Simulated at 1.15 to 1.3 times the plan, systems of the paper's case then complete 95 to 100 % of what
+the plan carries; further above it, ever fewer of the long prompts end within the run.
+
+**Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
+within the limit, and *breaks* it if the interval lies above, or if one of its runs is overloaded: requests in flight
+grow, or requests are lost. Anything else leaves the load open, such as a machine that was too slow. The limit lies
+between the highest load that holds and the lowest that breaks; nothing narrower is known.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Final, Literal
+
+import msgspec
+
+from prfaas.evaluate.record import Run
+from prfaas.evaluate.steady import MOST_GROWTH, MOST_LOST, Sampled, SteadyPart, growth_share, rate_of
+
+FILLED_AFTER: Final = 0.2
+"""Of the time in which requests arrive, and after it what an early answer takes: until then the system fills."""
+LoadOutcome = Literal["held", "broken", "open"]
+
+
+class LoadVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether a load kept the limit, with the reason."""
+
+    rate_per_second: float
+    outcome: LoadOutcome
+    why: str
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """Bounds of a figure; None: there is no bound on this side."""
+
+    low: float | None
+    high: float | None
+
+
+class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the limit of a system lies: between a rate that holds and one that breaks it, in requests a second."""
+
+    bounds: Bounds
+    why_broken: str = ""
+    """Of the lowest load that breaks it: what failed first."""
+
+
+def judge(
+    rate_per_second: float, parts: Sequence[SteadyPart], p90: Sampled | None, limit_seconds: float
+) -> LoadVerdict:
+    """Return the verdict on a load, of its runs on a machine that was quick enough, and of their P90."""
+
+    def found(outcome: LoadOutcome, why: str) -> LoadVerdict:
+        return LoadVerdict(rate_per_second=rate_per_second, outcome=outcome, why=why)
+
+    if overloaded := [part.why_not for part in parts if part.overloaded]:
+        return found("broken", f"in {len(overloaded)} of {len(parts)} runs {overloaded[0]}")
+    if p90 is None:
+        return found("open", "no run counts")
+    if p90.high <= limit_seconds:
+        return found("held", f"P90 is {p90.value:.2f} s")
+    if p90.low > limit_seconds:
+        return found("broken", f"P90 is {p90.value:.2f} s")
+    return found("open", f"P90 lies between {p90.low:.2f} and {p90.high:.2f} s, on both sides of the limit")
+
+
+def limit_of(verdicts: Iterable[LoadVerdict]) -> RateLimit:
+    """Return where the limit lies, from the loads of one system in any order."""
+    ascending = sorted(verdicts, key=lambda one: one.rate_per_second)
+    broken = next((one for one in ascending if one.outcome == "broken"), None)
+    most = broken.rate_per_second if broken is not None else None
+    held = [one.rate_per_second for one in ascending if one.outcome == "held"]
+    held = [rate for rate in held if most is None or rate < most]
+    return RateLimit(bounds=Bounds(max(held, default=None), most), why_broken=broken.why if broken is not None else "")
+
+
+def ratio_of(above: Bounds, below: Bounds) -> Bounds:
+    """Return the bounds of a quotient of two rates."""
+    return Bounds(_quotient(above.low, below.high), _quotient(above.high, below.low))
+
+
+def saturated_rate(run: Run, work: Callable[[int], float]) -> Sampled | None:
+    """Return the requests a second that a system completes while more arrive; None: the run is not overloaded.
+
+    `work` is what a prompt of so many tokens costs; it is 1 in the mean of all that arrive.
+    """
+    served = [(one, one.at_seconds + one.seconds) for one in run.answers if one.seconds is not None]
+    if not served:
+        return None
+    end = max(one.at_seconds for one in run.answers)
+    early = [ended - one.at_seconds for one, ended in served if one.at_seconds <= FILLED_AFTER * end]
+    begin = FILLED_AFTER * end + (median(early) if early else 0.0)
+    growth = growth_share([(one.at_seconds, ended) for one, ended in served], FILLED_AFTER * end, end)
+    lost = len(run.answers) - len(served)
+    if begin >= end or (growth <= MOST_GROWTH and lost <= MOST_LOST * len(run.answers)):
+        return None
+    return rate_of([(ended, work(one.prompt_tokens)) for one, ended in served if begin <= ended <= end], begin, end)
+
+
+def _quotient(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below

@@ -1,0 +1,171 @@
+"""The row of a policy at a load: what its runs show, what the plan says, and what the simulator shows.
+
+A run that is invalid or has no steady part gives no figures. If it was overloaded, its load breaks the limit, and it
+says what the system completes then: see `prfaas.evaluate.limit`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from prfaas.capacity import equations
+from prfaas.capacity.planfile import PlanFile
+from prfaas.capacity.profile import prefill_seconds
+from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
+from prfaas.evaluate.limit import LoadVerdict, judge, saturated_rate
+from prfaas.evaluate.record import Reading, Run, RunKey
+from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, combine, find_steady, mean_of, quantile_of, rate_of
+from prfaas.simulate.scenario import PolicyName
+
+Simulated = Callable[[RunKey], Run]
+"""Makes the record that a run would have in the simulator."""
+
+
+class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a policy at a load, of one run or several. None: metrics did not say."""
+
+    ttft_mean_seconds: Sampled
+    ttft_p90_seconds: Sampled
+    ttft_p99_seconds: Sampled
+    requests_per_second: Sampled
+    offloaded_share: Sampled
+    egress_gbps: Sampled | None
+    link_percent: Sampled | None
+    """See `prfaas.evaluate.expected.link_percent`."""
+    parts: dict[str, float] = {}
+    """Mean seconds of each part of the time to the first token."""
+
+
+class LoadSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """What the runs of a policy at a load show. `figures` is None if none of them has a steady part, and
+    `saturated_per_second` unless all are overloaded."""
+
+    figures: LoadFigures | None
+    saturated_per_second: Sampled | None
+    verdict: LoadVerdict
+
+
+class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy at a load. `planned` is None if the load is too high for the plan; `simulated` if nothing was."""
+
+    policy: PolicyName
+    load: float
+    rate_per_second: float
+    seeds: tuple[int, ...]
+    """Of the runs that were made."""
+    counted_seeds: tuple[int, ...]
+    """Of those that say something."""
+    requests: int
+    lost: int
+    fallbacks: int
+    """Of all runs, as `requests` and `lost`."""
+    seen: LoadSeen
+    planned: PlanFigures | None
+    simulated_seen: LoadSeen | None
+
+    @property
+    def measured(self) -> LoadFigures | None:
+        return self.seen.figures
+
+    @property
+    def simulated(self) -> LoadFigures | None:
+        return self.simulated_seen.figures if self.simulated_seen else None
+
+
+def row_of(
+    file: PlanFile,
+    runs: Sequence[Run],
+    steady: Mapping[RunKey, SteadyPart],
+    simulated: Simulated | None,
+    limit_seconds: float,
+) -> LoadRow:
+    """Return the row of the runs of one policy at one load; `simulated` is None where those figures are left out."""
+    first = runs[0]
+    counted = [run for run in runs if not run.machine.why_invalid]
+    expected = [simulated(run.key) for run in runs] if simulated else []
+    return LoadRow(
+        policy=first.key.policy,
+        load=first.key.load,
+        rate_per_second=first.rate_per_second,
+        seeds=tuple(run.key.seed for run in runs),
+        counted_seeds=tuple(
+            run.key.seed for run in counted if not (part := steady[run.key]).why_not or part.overloaded
+        ),
+        requests=sum(len(run.answers) for run in runs),
+        lost=sum(len(run.failed) for run in runs),
+        fallbacks=sum(one.fallback for run in runs for one in run.answers),
+        seen=_seen(file, first, [(run, steady[run.key]) for run in counted], limit_seconds),
+        planned=plan_figures(file, first.key.policy, first.rate_per_second),
+        simulated_seen=_seen(file, first, [(run, find_steady(run)) for run in expected], limit_seconds)
+        if simulated
+        else None,
+    )
+
+
+def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
+    """Return the figures of a run's steady part; `capacity_mbps` is what its links are declared to carry."""
+    firsts = part.first_tokens_seconds
+    egress = _metric(run.readings, part, "egress_mbps")
+    divided = [one.parts for one in part.answers if one.parts]
+    names = {name for parts in divided for name in parts}
+    ends = [(ended, 1.0) for ended in part.ends_seconds]
+    return LoadFigures(
+        ttft_mean_seconds=mean_of(firsts),
+        ttft_p90_seconds=quantile_of(firsts, 0.9),
+        ttft_p99_seconds=quantile_of(firsts, 0.99),
+        requests_per_second=rate_of(ends, part.served_from_seconds, part.end_seconds),
+        offloaded_share=mean_of([float(one.offloaded) for one in part.answers]),
+        egress_gbps=egress and _each(egress, lambda mbps: mbps / 1000),
+        link_percent=egress and _each(egress, lambda mbps: link_percent(mbps, capacity_mbps)),
+        parts={name: math.fsum(one.get(name, 0.0) for one in divided) / len(divided) for name in sorted(names)},
+    )
+
+
+def work_of(file: PlanFile, policy: PolicyName) -> Callable[[int], float]:
+    """Return what a prompt of so many tokens costs where the policy prefills: 1 in the mean of the workload."""
+    profile = (file.system.offload if policy == "naive" else file.system.hub)[0].profile
+    mean_seconds = equations.mean_seconds(profile, file.workload.above(0))
+    return lambda tokens: prefill_seconds(profile, tokens) / mean_seconds
+
+
+def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
+    """Return what the runs of one load show, each with its steady part."""
+    capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
+    figures = _combined([figures_of(run, part, capacity_mbps) for run, part in runs if not part.why_not])
+    work = work_of(file, first.key.policy)
+    rates = [saturated_rate(run, work) for run, _ in runs]
+    saturated = [rate for rate in rates if rate is not None]
+    p90 = figures.ttft_p90_seconds if figures else None
+    return LoadSeen(
+        figures=figures,
+        saturated_per_second=combine(saturated) if saturated and len(saturated) == len(rates) else None,
+        verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
+    )
+
+
+def _combined(runs: Sequence[LoadFigures]) -> LoadFigures | None:
+    """Return the figures of several runs at one load; None: there is no run."""
+    if not runs:
+        return None
+    made: dict[str, Sampled | None] = {}
+    for name in LoadFigures.__struct_fields__:
+        values = [value for run in runs if isinstance(value := getattr(run, name), Sampled)]
+        made[name] = combine(values) if values else None
+    names = {name for run in runs for name in run.parts}
+    parts = {name: math.fsum(run.parts.get(name, 0.0) for run in runs) / len(runs) for name in sorted(names)}
+    return msgspec.structs.replace(runs[0], **{**made, "parts": parts})
+
+
+def _metric(readings: Iterable[Reading], part: SteadyPart, name: str) -> Sampled | None:
+    """Return the mean of what metrics said during the steady part; None where they said too little."""
+    values = [
+        value
+        for one in readings
+        if part.begin_seconds <= one.at_seconds <= part.end_seconds and (value := getattr(one, name)) is not None
+    ]
+    return mean_of(values) if len(values) >= BATCHES else None
+
+
+def _each(found: Sampled, change: Callable[[float], float]) -> Sampled:
+    return Sampled(change(found.value), change(found.low), change(found.high))

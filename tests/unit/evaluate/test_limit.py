@@ -1,0 +1,147 @@
+"""Proves where a limit lies, and what a saturated system completes, with systems whose most is known."""
+
+from random import Random
+
+import msgspec
+import pytest
+
+from prfaas.evaluate.expected import simulated_run
+from prfaas.evaluate.limit import Bounds, LoadVerdict, judge, limit_of, ratio_of, saturated_rate
+from prfaas.evaluate.record import AnsweredRequest, Run, RunKey
+from prfaas.evaluate.rows import work_of
+from prfaas.evaluate.steady import Sampled, SteadyPart
+from prfaas.simulate import setup as setups
+
+from .cases import CASE
+from .test_steady import queue, run_of
+
+LONG = msgspec.structs.replace(CASE, requests=1000)
+STEADY = SteadyPart()
+GROWS = SteadyPart(why_not="requests in flight grow", overloaded=True)
+UNSTEADY = SteadyPart(why_not="the warm-up takes long")
+
+
+def run(answers: list[AnsweredRequest]) -> Run:
+    return msgspec.structs.replace(run_of([]), answers=tuple(answers))
+
+
+def verdicts(**outcomes: str) -> list[LoadVerdict]:
+    """Return verdicts on rates from 1 on, by their words."""
+    return [
+        LoadVerdict(rate_per_second=float(rate), outcome=outcome, why=f"because of {name}")
+        for rate, (name, outcome) in enumerate(outcomes.items(), 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "p90", "outcome", "why"),
+    [
+        ([STEADY], Sampled(8.0, 7.0, 9.0), "held", "P90 is 8.00 s"),
+        ([STEADY], Sampled(12.0, 11.0, 13.0), "broken", "P90 is 12.00 s"),
+        ([STEADY], Sampled(10.0, 9.0, 11.0), "open", "both sides"),
+        ([STEADY, STEADY, GROWS], Sampled(8.0, 7.0, 9.0), "broken", "in 1 of 3 runs requests in flight grow"),
+        ([GROWS], None, "broken", "in 1 of 1 runs"),
+        ([UNSTEADY], None, "open", "no run counts"),
+        ([], None, "open", "no run counts"),
+    ],
+)
+def test_a_load_holds_or_breaks_the_limit_only_if_that_is_sure(parts, p90, outcome, why):
+    found = judge(2.0, parts, p90, 10.0)
+
+    assert found.outcome == outcome
+    assert why in found.why
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "low", "high"),
+    [
+        ({"a": "held", "b": "held", "c": "broken"}, 2.0, 3.0),
+        ({"a": "held", "b": "open", "c": "broken"}, 1.0, 3.0),
+        ({"a": "held", "b": "broken", "c": "held"}, 1.0, 2.0),
+        ({"a": "held", "b": "held"}, 2.0, None),
+        ({"a": "broken", "b": "broken"}, None, 1.0),
+        ({"a": "open"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_the_limit_lies_between_what_holds_and_what_breaks(outcomes, low, high):
+    assert limit_of(reversed(verdicts(**outcomes))).bounds == Bounds(low, high)
+
+
+def test_what_failed_first_is_said():
+    assert limit_of(verdicts(a="held", b="broken", c="broken")).why_broken == "because of b"
+
+
+@pytest.mark.parametrize(
+    ("above", "below", "ratio"),
+    [
+        (Bounds(3.0, 4.0), Bounds(1.0, 2.0), Bounds(1.5, 4.0)),
+        (Bounds(3.0, None), Bounds(1.0, 2.0), Bounds(1.5, None)),
+        (Bounds(3.0, 4.0), Bounds(1.0, None), Bounds(None, 4.0)),
+        (Bounds(3.0, None), Bounds(1.0, None), Bounds(None, None)),
+        (Bounds(None, 4.0), Bounds(1.0, 2.0), Bounds(None, 4.0)),
+    ],
+)
+def test_a_ratio_of_limits_has_the_bounds_of_both(above, below, ratio):
+    assert ratio_of(above, below) == ratio
+
+
+@pytest.mark.parametrize("load", [1.2, 1.5, 3.0])
+def test_a_saturated_server_completes_what_it_can(load):
+    """A service takes a second in the mean."""
+    rates = [saturated_rate(run_of(queue(seed, load, 1000)), lambda _: 1.0) for seed in range(100)]
+
+    assert all(rates) or load == 1.2, "a queue that is hardly overloaded may look as if it had room"
+    there = [one for one in rates if one is not None]
+    assert len(there) >= 90
+    assert sum(one.value for one in there) / len(there) == pytest.approx(1.0, abs=0.02)
+    assert sum(one.low <= 1.0 <= one.high for one in there) >= 0.88 * len(there)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_a_server_with_room_completes_what_arrives_and_is_not_saturated(load):
+    """The negative control: throughput of a system that waits for requests says nothing of its most."""
+    rates = [saturated_rate(run_of(queue(seed, load, 1000)), lambda _: 1.0) for seed in range(40)]
+
+    assert sum(one is not None for one in rates) <= 1
+
+
+def test_a_system_that_refuses_what_it_cannot_serve_is_saturated_too():
+    rng = Random(1)
+    at = [place / 2 for place in range(1000)]
+    answers = [
+        AnsweredRequest(at_seconds=one, prompt_tokens=1, ttft_seconds=1.0, seconds=1.0)
+        if rng.random() < 0.5
+        else AnsweredRequest(at_seconds=one, prompt_tokens=1, error="503")
+        for one in at
+    ]
+
+    assert saturated_rate(run(answers), lambda _: 1.0).value == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_run_without_answers_says_nothing_of_the_most():
+    assert saturated_rate(run([]), lambda _: 1.0) is None
+    lost = [AnsweredRequest(at_seconds=float(place), prompt_tokens=1, error="503") for place in range(20)]
+    assert saturated_rate(run(lost), lambda _: 1.0) is None
+
+
+@pytest.mark.parametrize("policy", ["homogeneous", "naive", "threshold"])
+def test_saturated_systems_complete_what_their_plan_carries(policy):
+    found = saturated_rate(simulated_run(LONG, RunKey(policy, 1.3, 1), Random), work_of(CASE.file, policy))
+
+    assert found.value == pytest.approx(setups.capacity(CASE.file, policy), rel=0.05)
+
+
+def test_counting_requests_would_praise_a_system_whose_long_prompts_wait():
+    """The negative control: that is why each request counts as its prefill's time."""
+    found = saturated_rate(simulated_run(LONG, RunKey("naive", 1.3, 1), Random), lambda _: 1.0)
+
+    assert found.value > 1.1 * setups.capacity(CASE.file, "naive")
+
+
+def test_the_mean_prompt_is_one_piece_of_work():
+    work, workload = work_of(CASE.file, "homogeneous"), CASE.file.workload
+    total = sum(weight * work(length) for length, weight in zip(workload.lengths, workload.weights, strict=True))
+
+    assert total / sum(workload.weights) == pytest.approx(1.0)
+    assert work(100_000) > 2
