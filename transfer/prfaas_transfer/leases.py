@@ -55,7 +55,7 @@ class Offer:
         self.ended = False
         self._lock = threading.Lock()
         self._held: list[Frame] | None = []  # Until a destination says which rows it lacks.
-        self._finished: tuple[float, bool, tuple[str, ...]] | None = None
+        self._finished: tuple[float, bool, tuple[str, ...] | None] | None = None
 
     def note_life(self) -> None:
         self.lease.renew(LEASE_SECONDS if self.is_bound else ANNOUNCED_SECONDS)

@@ -55,8 +55,6 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     link_mbps: float | None = None
     """What the link could carry, as the scheduler believes."""
     egress_mbps: float | None = None
-    in_flight: int = 0
-    """Requests that were sent and not yet answered whole."""
 
 
 MOST_LATE: Final = 0.02
@@ -67,13 +65,11 @@ class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
     """Whether emulated time kept up during the run. None: the instances' metrics were not read, so nobody knows."""
 
     mean_late: float | None
-    """The sum of all steps' lateness over the sum of their emulated time."""
+    """How late a step ended in the mean, as a share of its own time; of the worst instance and kind of step."""
     p99_late: float | None
     """The share of its own time by which a step ended late, at most, in 99 of 100 cases."""
     busy_share: float | None
     """Of the machine's cores."""
-    too_slow: tuple[str, ...] = ()
-    """Instances that say so of themselves."""
 
     @property
     def why_invalid(self) -> str:
