@@ -15,8 +15,11 @@ from prfaas.capacity.builtin import DecodeStep
 from prfaas.capacity.profile import Curve, Sample, prefill_seconds
 from prfaas.errors import CapacityError
 from prfaas.measure.answers import CacheBytes, StreamedAnswer
+from prfaas.measure.curve import Point, PrefillTimes
 from prfaas.wire.profile import Profile
 
+FEW_TOKENS = 8
+"""Of a prompt that shows what one costs however short it is."""
 AGREEING = 1.15
 """Repeats are near the median that take at most this many times as long, or as short."""
 APART = 1.3
@@ -64,8 +67,15 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     decode_token_seconds: float = 0.0
     """What each further token of its context adds to a stream's step."""
     least_prompt_seconds: float = 0.0
-    """Of a prompt of a few tokens: what a chunk costs however short it is, and a step. 0: not known."""
+    """Of a prompt of FEW_TOKENS: what a chunk costs however short it is, and a step. 0: not known."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def times(self) -> PrefillTimes:
+        """The times of prompts as they were measured; the profile is fitted to them."""
+        points = [Point(one.tokens, one.seconds) for one in self.lengths]
+        least = [Point(FEW_TOKENS, self.least_prompt_seconds)] if self.least_prompt_seconds else []
+        return PrefillTimes.through((*least, *points), self.profile)
 
 
 def fitted(samples: Sequence[Sample], cache: CacheBytes) -> Profile:

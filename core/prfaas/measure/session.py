@@ -17,7 +17,7 @@ from prfaas.capacity.profile import Curve, Sample, prefill_seconds
 from prfaas.capacity.workload import Randomness
 from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
 from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer
-from prfaas.measure.fit import Measurement, agreeing_step, check_sound, fitted, step_seconds, times_of
+from prfaas.measure.fit import FEW_TOKENS, Measurement, agreeing_step, check_sound, fitted, step_seconds, times_of
 
 SHORTEST_TOKENS: Final = 256
 FACTOR: Final = 4
@@ -26,7 +26,6 @@ ANSWER_TOKENS: Final = 64
 """Steps that streams run together, about."""
 MAX_BATCH: Final = 128
 _DECODE_PROMPT_TOKENS: Final = 1024
-_LEAST_TOKENS: Final = 8
 _REPEATS: Final = 3
 _MOST_REPEATS: Final = 12
 _REPEATED_SECONDS: Final = 1.0
@@ -105,7 +104,7 @@ class Session:
         """Measure. Raises CapacityError where the server is too busy for it, PeerError where it fails."""
         self._choose_vocabulary()
         samples = self._prefills(cache)
-        least = statistics.median(self._lone(_LEAST_TOKENS).seconds for _ in range(_MOST_REPEATS))
+        least = statistics.median(self._lone(FEW_TOKENS).seconds for _ in range(_MOST_REPEATS))
         profile = fitted(samples, cache)
         lengths = times_of(samples, profile)
         notes = check_sound(lengths, self._others)

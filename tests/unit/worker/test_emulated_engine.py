@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
+from prfaas.measure.curve import PrefillTimes
 from prfaas.wire.engine import Sampling, Stats
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
@@ -26,7 +27,7 @@ from prfaas_worker.options import Options, parse
 
 from .emulated_bench import NAME, PROFILE, Emulated, SlowClock, prompt_of
 
-CURVE = PROFILE.curve
+CURVE = PROFILE.times.profile
 NEEDED = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny"]
 
 
@@ -62,7 +63,10 @@ PLAIN = Profile(
     max_tokens=4096,
 )
 SIMPLE = PROFILE._replace(
-    curve=PLAIN, decode_steps=(DecodeStep(batch=8, seconds=0.002),), common_seconds=0.002, cut_seconds=0.003
+    times=PrefillTimes(PLAIN),
+    decode_steps=(DecodeStep(batch=8, seconds=0.002),),
+    common_seconds=0.002,
+    cut_seconds=0.003,
 )
 
 

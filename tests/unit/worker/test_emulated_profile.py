@@ -12,12 +12,14 @@ from prfaas.capacity.builtin import DecodeStep, read_builtin
 from prfaas.capacity.models import MODEL_CACHES
 from prfaas.capacity.profile import Sample, prefill_seconds
 from prfaas.measure.answers import CacheBytes
-from prfaas.measure.fit import Measurement, fitted, times_of
+from prfaas.measure.fit import FEW_TOKENS, Measurement, fitted, times_of
 from prfaas.wire.profile import Profile
 from prfaas_worker.cache_spec import CacheGeometry
 from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.profile import read_profile
 from prfaas_worker.options import parse
+
+from .emulated_bench import Emulated, SlowClock, prompt_of
 
 BUILTIN = msgspec.to_builtins(read_builtin("", "qwen3.5-397b-fp8-8xh200"))
 TRUE = Profile(state_bytes=62_976, token_bytes=256, fixed_seconds=0.02, token_seconds=2e-5, squared_seconds=1e-10)
@@ -38,9 +40,17 @@ def measured(model: str = "org/Some_Model-8B", cache: CacheBytes | None = None) 
         decode_context_tokens=1056,
         decode_steps=STEPS,
         decode_token_seconds=1e-7,
-        least_prompt_seconds=0.009,
+        least_prompt_seconds=prefill_seconds(TRUE, FEW_TOKENS),
     )
     return json.loads(msgspec.json.encode(found))
+
+
+def off_the_fit(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the document of a server whose prompts take 7 % longer and shorter in turn than its fit says."""
+    lengths = [
+        one | {"seconds": (1.07, 0.93)[place % 2] * one["seconds"]} for place, one in enumerate(document["lengths"])
+    ]
+    return document | {"lengths": lengths}
 
 
 def written(folder: Path, document: Any) -> str:
@@ -59,8 +69,19 @@ def test_a_measured_server_is_emulated_with_its_times(tmp_path: Path):
     assert instance.decode_seconds(32, 32 * 1056) == pytest.approx(3 * 0.01)
     assert instance.decode_seconds(2, 5000) - instance.decode_seconds(2, 3000) == pytest.approx(3 * 2000 * 1e-7)
     assert instance.shared_seconds(2.5) == pytest.approx(3 * 1.5 * 0.004)
-    assert instance.cut_seconds == pytest.approx(3 * (0.009 - 0.004))
+    assert instance.cut_seconds == pytest.approx(3 * (prefill_seconds(TRUE, FEW_TOKENS) - 0.004))
     assert instance.longest_tokens == 4096
+
+
+@pytest.mark.parametrize("chunk", [64, 512, 4096])
+def test_a_prompt_takes_the_time_that_was_measured_and_not_that_of_the_fit(tmp_path: Path, chunk: int):
+    document = off_the_fit(measured(cache=CacheBytes(1 << 20, 1 << 16, "the command line")))
+    read = read_profile(written(tmp_path, document))
+    engine = Emulated(SlowClock(), chunk, profile=read)
+    for one in document["lengths"]:
+        tokens, seconds = one["tokens"], one["seconds"]
+        assert engine.answer(prompt_of(tokens, tokens), tokens)[1] == pytest.approx(seconds, rel=1e-6)
+        assert abs(prefill_seconds(read.times.profile, tokens) / seconds - 1) > 0.06, "the fit would be off"
 
 
 @pytest.mark.parametrize(

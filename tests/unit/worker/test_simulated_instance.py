@@ -17,7 +17,7 @@ from prfaas_worker.emulated.instance import EmulatedInstance
 from .emulated_bench import GREEDY, PROFILE, Emulated, SlowClock, prompt_of
 
 SLOTS = 6
-CURVE = PROFILE.curve
+CURVE = PROFILE.times.profile
 ROLES: list[Role] = ["prefill", "mixed", "decode"]
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from prfaas.capacity.builtin import step_seconds
-from prfaas.capacity.profile import chunk_seconds
 from prfaas.errors import ConfigError, InternalError
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.emulated.profile import EmulatedProfile
@@ -27,11 +26,11 @@ class EmulatedInstance(NamedTuple):
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that the profile knows."""
-        return self.profile.curve.max_tokens
+        return self.profile.times.profile.max_tokens
 
     def chunk_seconds(self, start: int, tokens: int, *, is_first: bool) -> float:
         """Return the seconds of a prompt's next tokens behind `start`."""
-        return self.stretch * chunk_seconds(self.profile.curve, start, tokens, is_first=is_first)
+        return self.stretch * self.profile.times.chunk_seconds(start, tokens, is_first=is_first)
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """Return the seconds in which a step decodes a token of each of `batch` sequences, which have so many tokens
@@ -60,7 +59,7 @@ class EmulatedInstance(NamedTuple):
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the cache's layers. Raises ConfigError if too little is left of them."""
         attention_layers, linear_layers = self.profile.layers
-        count, curve = attention_layers + linear_layers, self.profile.curve
+        count, curve = attention_layers + linear_layers, self.profile.times.profile
         rows = self._scaled("row", curve.token_bytes, attention_layers)
         states = self._scaled("state", curve.state_bytes, linear_layers)
         return tuple(

@@ -17,8 +17,8 @@ from prfaas.capacity.models import MODEL_CACHES
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.measure.answers import known_model
+from prfaas.measure.curve import PrefillTimes
 from prfaas.measure.fit import Measurement
-from prfaas.wire.profile import Profile
 
 _LAYERS: Final = (12, 36)
 """Of attention and linear ones, where the model is not known: as many as Qwen3-Next has."""
@@ -31,7 +31,7 @@ class EmulatedProfile(NamedTuple):
 
     name: str
     model: str
-    curve: Profile
+    times: PrefillTimes
     layers: tuple[int, int]
     """Of attention, and linear ones."""
     decode_steps: tuple[DecodeStep, ...]
@@ -71,7 +71,7 @@ def _read_file(path: Path) -> tuple[EmulatedProfile, Collection[int]]:
 def _of_builtin(known: Builtin) -> tuple[EmulatedProfile, Collection[int]]:
     shape = MODEL_CACHES[known.cache_model]
     layers = shape.attention_layers, shape.linear_layers
-    read = EmulatedProfile(known.name, known.cache_model, known.profile(), layers, known.decode_steps)
+    read = EmulatedProfile(known.name, known.cache_model, PrefillTimes(known.profile()), layers, known.decode_steps)
     return read, [point.tokens for point in known.points]
 
 
@@ -84,7 +84,7 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
     read = EmulatedProfile(
         name=found.model,
         model=model,
-        curve=found.profile,
+        times=found.times,
         layers=layers,
         decode_steps=found.decode_steps,
         context_tokens=found.decode_context_tokens,
@@ -97,14 +97,15 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
 
 def _why_unusable(read: EmulatedProfile, lengths: Collection[int]) -> str:
     """Return what is missing or absurd, as a sentence's part; empty if nothing is."""
-    curve, steps = read.curve, read.decode_steps
+    curve, steps = read.times.profile, read.decode_steps
     if len(lengths) < 2:
         return f"it knows fewer than two lengths of prompts; {_FORMS}"
     if not steps:
         return "the profile has no decode step; measure one with `prfaas profile measure --url`, or take one that has"
     if steps[0].batch < 1 or any(low.batch >= high.batch for low, high in pairwise(steps)):
         return f"its decode steps must be of one sequence or more, and each of more than the one before; {_FORMS}"
-    seconds = [prefill_seconds(curve, tokens) for tokens in (1, max(lengths))] + [step.seconds for step in steps]
+    seconds = [prefill_seconds(curve, tokens) for tokens in (1, max(lengths))]
+    seconds += [one.seconds for one in (*read.times.points, *steps)]
     if min(curve.fixed_seconds, curve.token_seconds, curve.squared_seconds) < 0 or not all(
         0 < one <= _MOST_SECONDS for one in seconds
     ):
