@@ -16,6 +16,7 @@ from prfaas.capacity.profile import Curve, Sample, prefill_seconds
 from prfaas.errors import CapacityError
 from prfaas.measure.answers import CacheBytes, StreamedAnswer
 from prfaas.measure.curve import Point, PrefillTimes
+from prfaas.measure.steps import StepTimes
 from prfaas.wire.profile import Profile
 
 FEW_TOKENS = 8
@@ -71,11 +72,19 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def times(self) -> PrefillTimes:
-        """The times of prompts as they were measured; the profile is fitted to them."""
+    def times(self) -> StepTimes:
+        """The times as they were measured, those of prompts through the points and not by the fit."""
         points = [Point(one.tokens, one.seconds) for one in self.lengths]
         least = [Point(FEW_TOKENS, self.least_prompt_seconds)] if self.least_prompt_seconds else []
-        return PrefillTimes.through((*least, *points), self.profile)
+        least_step = min((step.seconds for step in self.decode_steps), default=0.0)
+        return StepTimes(
+            PrefillTimes.through((*least, *points), self.profile),
+            self.decode_steps,
+            common_seconds=min(self.least_prompt_seconds, least_step),
+            cut_seconds=max(0.0, self.least_prompt_seconds - least_step),
+            context_tokens=self.decode_context_tokens,
+            decode_token_seconds=self.decode_token_seconds,
+        )
 
 
 def fitted(samples: Sequence[Sample], cache: CacheBytes) -> Profile:

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from prfaas.capacity.profile import chunk_seconds, prefill_seconds
 from prfaas.kvindex.blocks import BLOCK_TOKENS
+from prfaas.measure.steps import StepChunk, StepTimes
 from prfaas.schedule import (
     STEP_SIZES,
     Budgets,
@@ -50,6 +51,8 @@ class InstanceKind(NamedTuple):
     budgets: Mapping[Role, Budgets]
     hands_over: bool = False
     """Whether prefills for other instances leave chunk by chunk; else nobody is told of a chunk."""
+    measured: StepTimes | None = None
+    """What was measured of the steps: counts in place of `profile` and `decode_seconds`. Each has a time of its own."""
 
     @classmethod
     def of(
@@ -209,7 +212,7 @@ class SimulatedInstance:
 
     def _steps_alike(self, planned: _Planned) -> int:
         """Return how many steps from now on compute the same, with nobody to tell before the last one ends."""
-        if planned.admit or any(not one.drawn_tokens for one in planned.decodes):
+        if planned.admit or self._kind.measured or any(not one.drawn_tokens for one in planned.decodes):
             return 1
         told = self._kind.hands_over
         if any(tokens == 1 or (told and not one.answer_tokens) for one, tokens in planned.chunks):
@@ -229,12 +232,25 @@ class SimulatedInstance:
 
     def _seconds(self, span: _Span, steps: int) -> float:
         """Return the seconds of a span's first steps."""
+        if self._kind.measured:
+            return self._measured_seconds(self._kind.measured, span)
         lone = sum(tokens == 1 for _, tokens in span.chunks)  # goes with the decodes
         seconds = steps * self._kind.decode_seconds(len(span.decodes) + lone)
         for one, tokens in span.chunks:
             if tokens > 1:
                 seconds += chunk_seconds(self._kind.profile, one.computed_tokens, steps * tokens, is_first=one.is_first)
         return seconds
+
+    def _measured_seconds(self, times: StepTimes, span: _Span) -> float:
+        """Return the seconds of a span's only step."""
+        decodes = [*span.decodes, *(one for one, tokens in span.chunks if tokens == 1)]
+        chunks = [
+            StepChunk(one.computed_tokens, tokens, one.facts().until_cut_tokens, one.is_first)
+            for one, tokens in span.chunks
+            if tokens > 1
+        ]
+        context_tokens = sum(one.computed_tokens for one in decodes)
+        return times.step_seconds(chunks, len(decodes), context_tokens, self._kind.budgets["mixed"].step_tokens)[1]
 
     def _catch_up(self) -> None:
         """Account for the steps of a span that have ended."""

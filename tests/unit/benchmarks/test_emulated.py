@@ -26,7 +26,7 @@ def test_an_emulated_worker_takes_the_plans_times(tmp_path: Path):
         instance = EmulatedInstance(read_profile(str(path)))
         instance.check_reach(LONGEST + 1024, hub.max_batch)
         assert instance.chunk_seconds(0, 30_000, is_first=True) == pytest.approx(prefill_seconds(profile, 30_000))
-        assert instance.decode_seconds(hub.max_batch, 500_000) == pytest.approx(0.025)
+        assert instance.profile.times.decode_seconds(hub.max_batch, 500_000) == pytest.approx(0.025)
 
 
 def test_prompts_come_as_the_plan_says_and_go_in_turn_to_who_serves_their_length():

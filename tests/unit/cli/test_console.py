@@ -16,7 +16,7 @@ pytestmark = pytest.mark.system
 
 NEEDED = {
     "gateway": ["--routes-file", "/absent/routes.json"],
-    "operator": ["--namespace", "prfaas"],
+    "operator": ["--namespace", "prfaas", "--gateway-image", "gateway"],
     "scheduler": [
         *("--control-socket", "x", "--policy", "p", "--namespace", "n", "--identity", "i", "--host", "192.0.2.1")
     ],

@@ -13,7 +13,7 @@ from prfaas.evaluate.record import Run, RunKey
 from prfaas.simulate.scenario import LinkShape
 from prfaas_sandbox.demo.install import ExampleInstallation
 from prfaas_sandbox.environment import Environment
-from prfaas_sandbox.evaluate import readings
+from prfaas_sandbox.evaluate import made_with, readings
 from prfaas_sandbox.evaluate.campaign import read_case
 from prfaas_sandbox.evaluate.live import LiveCase, changing_link
 from prfaas_sandbox.evaluate.objects import CaseScale
@@ -30,7 +30,9 @@ def small_case() -> Case:
 
 
 @pytest.fixture(autouse=True)
-def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapes come at once, and no git is asked for the commit."""
+    monkeypatch.setattr(made_with, "_git", lambda *_words: "")
     for name in ("_SCRAPE_SECONDS", "_READ_SECONDS"):
         monkeypatch.setattr(readings, name, 0.0)
 

@@ -10,6 +10,7 @@ import pytest
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.measure.curve import PrefillTimes
+from prfaas.measure.steps import StepChunk, StepTimes
 from prfaas.wire.engine import Sampling, Stats
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
@@ -27,7 +28,7 @@ from prfaas_worker.options import Options, parse
 
 from .emulated_bench import NAME, PROFILE, Emulated, SlowClock, prompt_of
 
-CURVE = PROFILE.times.profile
+CURVE = PROFILE.times.prefill.profile
 NEEDED = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny"]
 
 
@@ -62,12 +63,8 @@ PLAIN = Profile(
     samples=2,
     max_tokens=4096,
 )
-SIMPLE = PROFILE._replace(
-    times=PrefillTimes(PLAIN),
-    decode_steps=(DecodeStep(batch=8, seconds=0.002),),
-    common_seconds=0.002,
-    cut_seconds=0.003,
-)
+STEPS = StepTimes(PrefillTimes(PLAIN), (DecodeStep(batch=8, seconds=0.002),), common_seconds=0.002, cut_seconds=0.003)
+SIMPLE = PROFILE._replace(times=STEPS)
 
 
 def begun(engine: Emulated, prompt: list[int], **fields: Any) -> None:
@@ -102,7 +99,7 @@ def test_a_prompt_that_others_cut_short_pays_for_its_further_chunks():
 
 
 def test_a_token_of_context_costs_what_was_measured():
-    profile = SIMPLE._replace(context_tokens=300, decode_token_seconds=1e-6)
+    profile = SIMPLE._replace(times=STEPS._replace(context_tokens=300, decode_token_seconds=1e-6))
     short, long = (
         Emulated(SlowClock(), profile=profile).answer(prompt_of(tokens), max_tokens=2)[1] for tokens in (300, 1300)
     )
@@ -114,9 +111,10 @@ def test_all_times_are_stretched_alike():
     for is_first in (True, False):
         chunk = plain.chunk_seconds(4096, 1024, is_first=is_first)
         assert slow.chunk_seconds(4096, 1024, is_first=is_first) == pytest.approx(20 * chunk)
-    assert slow.decode_seconds(5, 99) == pytest.approx(20 * plain.decode_seconds(5, 99))
-    simple, slower = EmulatedInstance(SIMPLE), EmulatedInstance(SIMPLE, stretch=20)
-    assert slower.shared_seconds(2) == pytest.approx(20 * simple.shared_seconds(2)) == pytest.approx(20 * 0.002)
+    for profile in (PROFILE, SIMPLE):
+        plain, slow = EmulatedInstance(profile), EmulatedInstance(profile, stretch=20)
+        step = [StepChunk(4096, 300, 900, is_first=False)], 5, 99, 512
+        assert slow.step_seconds(*step) == pytest.approx([20 * seconds for seconds in plain.step_seconds(*step)])
 
 
 def test_late_wake_ups_do_not_add_up_and_are_counted():

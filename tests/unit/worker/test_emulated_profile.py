@@ -65,11 +65,13 @@ def test_a_measured_server_is_emulated_with_its_times(tmp_path: Path):
     for start, tokens in ((0, 300), (0, 4096), (1024, 512)):
         seconds = instance.chunk_seconds(start, tokens, is_first=True)
         assert seconds == pytest.approx(3 * prefill_seconds(TRUE, tokens, start), rel=1e-4)
-    assert instance.decode_seconds(1, 1056) == pytest.approx(3 * 0.004)
-    assert instance.decode_seconds(32, 32 * 1056) == pytest.approx(3 * 0.01)
-    assert instance.decode_seconds(2, 5000) - instance.decode_seconds(2, 3000) == pytest.approx(3 * 2000 * 1e-7)
-    assert instance.shared_seconds(2.5) == pytest.approx(3 * 1.5 * 0.004)
-    assert instance.cut_seconds == pytest.approx(3 * (prefill_seconds(TRUE, FEW_TOKENS) - 0.004))
+    times = instance.profile.times
+    assert instance.step_seconds([], 1, 1056, 512)[1] == pytest.approx(3 * times.decode_seconds(1, 1056))
+    assert times.decode_seconds(1, 1056) == pytest.approx(0.004)
+    assert times.decode_seconds(32, 32 * 1056) == pytest.approx(0.01)
+    assert times.decode_seconds(2, 5000) - times.decode_seconds(2, 3000) == pytest.approx(2000 * 1e-7)
+    assert times.common_seconds == 0.004
+    assert times.cut_seconds == pytest.approx(prefill_seconds(TRUE, FEW_TOKENS) - 0.004)
     assert instance.longest_tokens == 4096
 
 
@@ -81,7 +83,7 @@ def test_a_prompt_takes_the_time_that_was_measured_and_not_that_of_the_fit(tmp_p
     for one in document["lengths"]:
         tokens, seconds = one["tokens"], one["seconds"]
         assert engine.answer(prompt_of(tokens, tokens), tokens)[1] == pytest.approx(seconds, rel=1e-6)
-        assert abs(prefill_seconds(read.times.profile, tokens) / seconds - 1) > 0.06, "the fit would be off"
+        assert abs(prefill_seconds(read.times.prefill.profile, tokens) / seconds - 1) > 0.06, "the fit would be off"
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,19 @@ from typing import NamedTuple
 import pytest
 
 from prfaas.capacity.profile import prefill_seconds
+from prfaas.measure.curve import Point, PrefillTimes
+from prfaas.measure.steps import StepTimes
 from prfaas.schedule import role_budgets
 from prfaas.simulate.events import EventQueue
 from prfaas.simulate.instance import InstanceKind, Notices, SimulatedInstance
 from prfaas.simulate.request import Arrival, Request
 from prfaas.wire.engine import ALL_CHOICES, Cancel, Generate, Role, Started, Tokens
-from prfaas_worker.emulated.instance import EmulatedInstance
+from prfaas_worker.emulated.profile import EmulatedProfile
 
 from .emulated_bench import GREEDY, PROFILE, Emulated, SlowClock, prompt_of
 
 SLOTS = 6
-CURVE = PROFILE.times.profile
+CURVE = PROFILE.times.prefill.profile
 ROLES: list[Role] = ["prefill", "mixed", "decode"]
 
 
@@ -42,10 +44,10 @@ def jobs(seed: int, count: int = 30, *, leaving: bool = False) -> list[Job]:
     return made
 
 
-def in_worker(role: Role, tokens: int, sent: list[Job]) -> Ends:
+def in_worker(role: Role, tokens: int, sent: list[Job], profile: EmulatedProfile = PROFILE) -> Ends:
     """Serve with the engine's step loop on a virtual clock. A step begins with what came before it."""
     clock = SlowClock()
-    engine = Emulated(clock, tokens, SLOTS, role=role, pages=6_000, max_waiting=1000)
+    engine = Emulated(clock, tokens, SLOTS, role=role, pages=6_000, max_waiting=1000, profile=profile)
     began, found = clock(), Ends()
     news = [
         (job.at, Generate(handle, "r", prompt_of(job.prompt, handle), 1, job.answer, GREEDY, -1))
@@ -68,7 +70,7 @@ def in_worker(role: Role, tokens: int, sent: list[Job]) -> Ends:
     return found
 
 
-def simulated(role: Role, tokens: int, sent: list[Job]) -> Ends:
+def simulated(role: Role, tokens: int, sent: list[Job], measured: StepTimes | None = None) -> Ends:
     events, found = EventQueue(), Ends()
 
     def first(request: Request) -> None:
@@ -77,12 +79,10 @@ def simulated(role: Role, tokens: int, sent: list[Job]) -> Ends:
     def last(request: Request) -> None:
         found[request.index] = (found[request.index][0], events.now)
 
-    instance = EmulatedInstance(PROFILE)
-
     def decode_seconds(batch: int) -> float:
-        return instance.decode_seconds(batch, 0)
+        return PROFILE.times.decode_seconds(batch, 0)
 
-    kind = InstanceKind(CURVE, SLOTS, decode_seconds, role_budgets(tokens))
+    kind = InstanceKind(CURVE, SLOTS, decode_seconds, role_budgets(tokens), measured=measured)
     one = SimulatedInstance(events, kind, role, Notices(lambda *_: None, lambda _: None, first, last))
     for handle, job in enumerate(sent, 1):
         request = Request(handle, Arrival(job.at, job.prompt, job.answer))
@@ -114,6 +114,27 @@ def test_requests_that_leave_change_both_alike(role: Role):
     assert sum(last == float("inf") for _, last in theirs.values()) > 2
     assert ours.keys() == theirs.keys()
     assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
+
+
+# A server that was measured: what a step costs is shared, and what comes before a token costs.
+MEASURED = StepTimes(
+    PrefillTimes.through([Point(8, 0.05), Point(1000, 0.2), Point(30_000, 5.0)], CURVE),
+    PROFILE.times.decode_steps,
+    common_seconds=0.004,
+    cut_seconds=0.046,
+    context_tokens=1056,
+    decode_token_seconds=1e-7,
+)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_measured_server_is_simulated_as_it_is_emulated(role: Role):
+    sent = jobs(11, leaving=True)
+    theirs = in_worker(role, 1024, sent, PROFILE._replace(times=MEASURED))
+    ours = simulated(role, 1024, sent, MEASURED)
+    assert ours.keys() == theirs.keys()
+    assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
+    assert flat(simulated(role, 1024, sent)) != pytest.approx(flat(theirs), rel=0.01), "the fit alone would be off"
 
 
 def test_another_rule_would_not_end_them_at_those_times():

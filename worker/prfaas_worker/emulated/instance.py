@@ -4,11 +4,11 @@ A cache has as many layers as the model's, which together have the bytes of the 
 both kinds are spread evenly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from prfaas.capacity.builtin import step_seconds
-from prfaas.errors import ConfigError, InternalError
+from prfaas.errors import ConfigError
+from prfaas.measure.steps import StepChunk
 from prfaas_worker.cache_spec import LayerSpec, TensorSpec
 from prfaas_worker.emulated.profile import EmulatedProfile
 
@@ -26,40 +26,27 @@ class EmulatedInstance(NamedTuple):
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that the profile knows."""
-        return self.profile.times.profile.max_tokens
+        return self.profile.times.prefill.profile.max_tokens
 
     def chunk_seconds(self, start: int, tokens: int, *, is_first: bool) -> float:
         """Return the seconds of a prompt's next tokens behind `start`."""
-        return self.stretch * self.profile.times.chunk_seconds(start, tokens, is_first=is_first)
+        return self.stretch * self.profile.times.prefill.chunk_seconds(start, tokens, is_first=is_first)
 
-    def decode_seconds(self, batch: int, context_tokens: int) -> float:
-        """Return the seconds in which a step decodes a token of each of `batch` sequences, which have so many tokens
-        together. The batch is one of those known."""
-        if not batch:
-            return 0.0
-        seconds = step_seconds(self.profile.decode_steps, batch)
-        if seconds is None:
-            raise InternalError(f"{self.profile.name} knows no decode step of {batch} sequences")
-        more_tokens = context_tokens - batch * self.profile.context_tokens
-        return self.stretch * max(0.0, seconds + self.profile.decode_token_seconds * more_tokens)
+    def step_seconds(
+        self, chunks: Sequence[StepChunk], batch: int, context_tokens: int, alone_tokens: int
+    ) -> tuple[float, float]:
+        """Return how long a step computes prompts, and how long it lasts; see `StepTimes`."""
+        prefill_seconds, seconds = self.profile.times.step_seconds(chunks, batch, context_tokens, alone_tokens)
+        return self.stretch * prefill_seconds, self.stretch * seconds
 
     @property
     def least_step_seconds(self) -> float:
-        return self.stretch * self.profile.decode_steps[0].seconds
-
-    @property
-    def cut_seconds(self) -> float:
-        """What a chunk costs that a prompt alone would not have, however short it is."""
-        return self.stretch * self.profile.cut_seconds
-
-    def shared_seconds(self, parts: float) -> float:
-        """Return what a step of so many chunks and decode steps saves against one step for each."""
-        return self.stretch * self.profile.common_seconds * max(0.0, parts - 1)
+        return self.stretch * self.profile.times.decode_steps[0].seconds
 
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the cache's layers. Raises ConfigError if too little is left of them."""
         attention_layers, linear_layers = self.profile.layers
-        count, curve = attention_layers + linear_layers, self.profile.times.profile
+        count, curve = attention_layers + linear_layers, self.profile.times.prefill.profile
         rows = self._scaled("row", curve.token_bytes, attention_layers)
         states = self._scaled("state", curve.state_bytes, linear_layers)
         return tuple(
@@ -77,7 +64,7 @@ class EmulatedInstance(NamedTuple):
                 f"--max-context {max_context} is more than twice the {longest} tokens of the longest prompt that "
                 f"{name} knows: give at most {_COVERED * longest}"
             )
-        if max_running > (most := self.profile.decode_steps[-1].batch):
+        if max_running > (most := self.profile.times.decode_steps[-1].batch):
             raise ConfigError(
                 f"--max-running {max_running} is more than the {most} sequences of the largest decode step that {name} "
                 "knows: give at most those"

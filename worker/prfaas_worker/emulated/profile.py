@@ -12,13 +12,14 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from prfaas.capacity.builtin import Builtin, DecodeStep, builtin_names, read_builtin
+from prfaas.capacity.builtin import Builtin, builtin_names, read_builtin
 from prfaas.capacity.models import MODEL_CACHES
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.measure.answers import known_model
 from prfaas.measure.curve import PrefillTimes
 from prfaas.measure.fit import Measurement
+from prfaas.measure.steps import StepTimes
 
 _LAYERS: Final = (12, 36)
 """Of attention and linear ones, where the model is not known: as many as Qwen3-Next has."""
@@ -31,19 +32,9 @@ class EmulatedProfile(NamedTuple):
 
     name: str
     model: str
-    times: PrefillTimes
+    times: StepTimes
     layers: tuple[int, int]
     """Of attention, and linear ones."""
-    decode_steps: tuple[DecodeStep, ...]
-    common_seconds: float = 0.0
-    """What any step costs, such as reading the weights: it is in the time of each prefill and of each decode step. Only
-    a measurement knows it; without it a step's parts take as long as each by itself."""
-    context_tokens: int = 0
-    """Behind each sequence of these steps."""
-    decode_token_seconds: float = 0.0
-    """What each token of context more or less than that is to a sequence's step."""
-    cut_seconds: float = 0.0
-    """What a further chunk of a prompt costs, however short it is, beside the step that it is in."""
 
 
 def read_profile(name: str) -> EmulatedProfile:
@@ -71,7 +62,8 @@ def _read_file(path: Path) -> tuple[EmulatedProfile, Collection[int]]:
 def _of_builtin(known: Builtin) -> tuple[EmulatedProfile, Collection[int]]:
     shape = MODEL_CACHES[known.cache_model]
     layers = shape.attention_layers, shape.linear_layers
-    read = EmulatedProfile(known.name, known.cache_model, PrefillTimes(known.profile()), layers, known.decode_steps)
+    times = StepTimes(PrefillTimes(known.profile()), known.decode_steps)
+    read = EmulatedProfile(known.name, known.cache_model, times, layers)
     return read, [point.tokens for point in known.points]
 
 
@@ -80,24 +72,13 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
     shape = MODEL_CACHES.get(model)
     attention, linear = (shape.attention_layers, shape.linear_layers) if shape else _LAYERS
     layers = min(attention, found.profile.token_bytes), min(linear, found.profile.state_bytes)
-    least_step = min((step.seconds for step in found.decode_steps), default=0.0)
-    read = EmulatedProfile(
-        name=found.model,
-        model=model,
-        times=found.times,
-        layers=layers,
-        decode_steps=found.decode_steps,
-        context_tokens=found.decode_context_tokens,
-        decode_token_seconds=found.decode_token_seconds,
-        common_seconds=min(found.least_prompt_seconds, least_step),
-        cut_seconds=max(0.0, found.least_prompt_seconds - least_step),
-    )
+    read = EmulatedProfile(found.model, model, found.times, layers)
     return read, [one.tokens for one in found.lengths]
 
 
 def _why_unusable(read: EmulatedProfile, lengths: Collection[int]) -> str:
     """Return what is missing or absurd, as a sentence's part; empty if nothing is."""
-    curve, steps = read.times.profile, read.decode_steps
+    curve, steps = read.times.prefill.profile, read.times.decode_steps
     if len(lengths) < 2:
         return f"it knows fewer than two lengths of prompts; {_FORMS}"
     if not steps:
@@ -105,7 +86,7 @@ def _why_unusable(read: EmulatedProfile, lengths: Collection[int]) -> str:
     if steps[0].batch < 1 or any(low.batch >= high.batch for low, high in pairwise(steps)):
         return f"its decode steps must be of one sequence or more, and each of more than the one before; {_FORMS}"
     seconds = [prefill_seconds(curve, tokens) for tokens in (1, max(lengths))]
-    seconds += [one.seconds for one in (*read.times.points, *steps)]
+    seconds += [one.seconds for one in (*read.times.prefill.points, *steps)]
     if min(curve.fixed_seconds, curve.token_seconds, curve.squared_seconds) < 0 or not all(
         0 < one <= _MOST_SECONDS for one in seconds
     ):

@@ -1,9 +1,6 @@
-"""Takes the time of steps without computing them: a `StepRunner` of the step loop.
+"""Takes the time of steps without computing them: a `StepRunner` of the step loop. See `StepTimes`.
 
-A step lasts as long as its chunks of prompts, one after the other, and its decodes. What any step costs however little
-it computes, it costs once. A prompt alone takes the time of its profile; where others cut its chunks short, further
-chunks cost what the profile knows of short ones. A chunk of one token, as behind a cache that was fetched, is one more
-decode. A prefill for another instance leaves layer by layer, spread over the chunks' time, as from a model.
+A prefill for another instance leaves layer by layer, spread over the chunks' time, as from a model.
 
 A step begins where the one before should have ended if one of its sequences was in that, too. So neither a late wake-up
 nor the loop's own work adds up. How late each step ends is counted: emulated time that does not keep up is no measure
@@ -23,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from prfaas.measure.steps import StepChunk
 from prfaas.wire.engine import TokenLogprob
 from prfaas.wire.stats import LATE_BOUNDS, EmulationStats, Lateness
 from prfaas_worker.cache.blocks import Lease
@@ -91,30 +89,12 @@ class EmulatedRunner:
         return EmulationStats(*names, self._prefills, self._decodes, *cpu)
 
     def _seconds_of(self, work: StepWork) -> tuple[float, float]:
-        """Return how long a step computes prompts, and how long it lasts."""
-        instance, decodes, parts = self._instance, list(work.decodes), 0.0
-        chunks_seconds = list[float]()
-        for sequence, tokens in work.chunks:
-            if tokens == 1:
-                decodes.append(sequence)
-                continue
-            is_first, share = not sequence.request.prefill_seconds, self._share(sequence, tokens)
-            seconds = instance.chunk_seconds(sequence.computed_tokens, tokens, is_first=is_first)
-            chunks_seconds.append(seconds + (1 - share) * instance.cut_seconds)
-            parts += share
+        """Return how long a step computes prompts, and how long it lasts. A chunk of one token, as behind a cache that
+        was fetched, is one more decode."""
+        chunks = [_chunk(sequence, tokens) for sequence, tokens in work.chunks if tokens > 1]
+        decodes = [*work.decodes, *(sequence for sequence, tokens in work.chunks if tokens == 1)]
         context_tokens = sum(sequence.computed_tokens for sequence in decodes)
-        alone = *chunks_seconds, instance.decode_seconds(len(decodes), context_tokens)
-        seconds = max(*alone, sum(alone) - instance.shared_seconds(parts + bool(decodes)))
-        return min(sum(chunks_seconds), seconds), seconds
-
-    def _share(self, sequence: Sequence, tokens: int) -> float:
-        """Return how much of a chunk that a prompt would have alone this one is. It is all of one unless other work of
-        the step cuts it short. Then the prompt takes more chunks, each with what it costs however short it is."""
-        cuts = [cut for cut in (*sequence.cuts, len(sequence.token_ids)) if cut > sequence.computed_tokens]
-        left = min(cuts) - sequence.computed_tokens
-        if tokens >= min(left, self._step_tokens):
-            return 1.0
-        return tokens / self._step_tokens if left > self._step_tokens else 0.0
+        return self._instance.step_seconds(chunks, len(decodes), context_tokens, self._step_tokens)
 
     def _send_layers(self, work: StepWork, begins_at: float, seconds: float) -> None:
         """Send each layer of prefills for other instances when it would be computed."""
@@ -136,6 +116,12 @@ class EmulatedRunner:
             self._prefills = _with(self._prefills, late_share)
         else:
             self._decodes = _with(self._decodes, late_share)
+
+
+def _chunk(sequence: Sequence, tokens: int) -> StepChunk:
+    computed = sequence.computed_tokens
+    ends_at = min(cut for cut in (*sequence.cuts, len(sequence.token_ids)) if cut > computed)
+    return StepChunk(computed, tokens, ends_at - computed, not sequence.request.prefill_seconds)
 
 
 def _with(lateness: Lateness, late_share: float) -> Lateness:
