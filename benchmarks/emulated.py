@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import aiohttp
 import msgspec
 import typer
-from benchmarks.report import Figure, children_of, cpu_seconds, run, say
+from benchmarks.report import Figure, cpu_seconds, family, run, say
 from benchmarks.worker_memory import memory_mib
 from tests.unit.worker.conftest import Worker, launched
 
@@ -176,7 +176,7 @@ async def all_ready(workers: Sequence[Worker]) -> None:
 
 
 async def measured(workers: list[Worker], requests: Sequence[Request], answer_tokens: int) -> Seen:
-    processes = [process for worker in workers for process in family(worker.process.pid)]
+    processes = [process for worker in workers for process in family(worker.process.pid)]  # front, engine and mover
     limits = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=limits, timeout=aiohttp.ClientTimeout(total=None)) as session:
         cpu_before, began = cpu_of(processes), time.monotonic()
@@ -223,11 +223,6 @@ async def sent(session: aiohttp.ClientSession, worker: Worker, body: dict[str, A
 async def text_of(session: aiohttp.ClientSession, worker: Worker) -> str:
     async with session.get(f"{worker.url}/metrics") as answer:
         return await answer.text()
-
-
-def family(process: int) -> list[int]:
-    """Return a process and all that it has started: front, engine and mover."""
-    return [process, *(one for child in children_of(process) for one in family(child))]
 
 
 def total(metrics: list[str], name: str) -> float:

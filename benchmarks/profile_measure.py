@@ -59,6 +59,7 @@ def worker() -> Iterator[str]:
 
 @contextmanager
 def vllm() -> Iterator[str]:
+    """Start vLLM with a tiny model, and give its URL when it is ready."""
     with progress() as report:
         python = ensure_vllm(report)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -62,6 +62,11 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+def family(pid: int) -> list[int]:
+    """Return a process and all that it has started."""
+    return [pid, *(one for child in children_of(pid) for one in family(child))]
+
+
 def peak_mib(pid: int) -> float:
     """Return the largest resident set that a process has had."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())

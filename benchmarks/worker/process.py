@@ -61,6 +61,10 @@ class Worker:
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     @property
+    def url(self) -> str:
+        return f"http://{self.host}:{PORT}"
+
+    @property
     def front_pid(self) -> int:
         """The front's process."""
         return self._process.pid

@@ -33,9 +33,12 @@ class PrefillTimes(NamedTuple):
 
     @classmethod
     def through(cls, points: Iterable[Point], profile: Profile) -> "PrefillTimes":
-        """Return the curve through points in any order. One that is quicker than a shorter one takes as long as it."""
-        tokens, seconds = zip(*sorted(points), strict=True)
-        return cls(profile, tuple(map(Point, tokens, accumulate(seconds, max))))
+        """Return the curve through points in any order. One that is slower than a longer one takes as long as that:
+        other work makes a prompt slower, and nothing makes it quicker than it is."""
+        longest_first = sorted(points, reverse=True)
+        seconds = accumulate((point.seconds for point in longest_first), min)
+        quick = [Point(point.tokens, least) for point, least in zip(longest_first, seconds, strict=True)]
+        return cls(profile, tuple(reversed(quick)))
 
     def prompt_seconds(self, tokens: int) -> float:
         """Return the seconds of a whole prompt, alone; 0 for no tokens."""

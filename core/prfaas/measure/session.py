@@ -89,13 +89,22 @@ def answer_tokens_for(batch: int, prompt_seconds: float, step: float) -> int:
 
 
 class Session:
-    """One measurement of one server. `say` tells the person who waits, `rng` is the chance."""
+    """One measurement of one server. `say` tells the person who waits, `rng` is the chance. Without `lengths`, in
+    tokens, those are measured that lie evenly in the server's reach."""
 
-    def __init__(self, server: MeasuredServer, reach: Reach, rng: Randomness, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        server: MeasuredServer,
+        reach: Reach,
+        rng: Randomness,
+        say: Callable[[str], None],
+        lengths: Sequence[int] = (),
+    ) -> None:
         self._server = server
         self._reach = reach
         self._rng = rng
         self._say = say
+        self._lengths = lengths or lengths_up_to(reach.max_tokens)
         self._vocabulary = _VOCABULARIES[0]
         self._others: list[int] = []
         self._notes: list[str] = []
@@ -142,8 +151,7 @@ class Session:
 
     def _prefills(self, cache: CacheBytes) -> list[Sample]:
         samples: list[Sample] = []
-        lengths = lengths_up_to(self._reach.max_tokens)
-        for tokens in lengths:
+        for tokens in self._lengths:
             expected = prefill_seconds(Curve.fitted(samples).profile(0, 0), tokens)
             if expected > _LONGEST_SECONDS and len(samples) > 2:
                 self._notes.append(

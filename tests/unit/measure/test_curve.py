@@ -35,6 +35,11 @@ def test_points_on_the_fit_change_nothing_and_none_are_the_fit(tokens: int):
         assert behind == pytest.approx(prefill_seconds(FIT, tokens, 2000))
 
 
+def test_a_point_that_is_slower_than_a_longer_one_was_disturbed():
+    times = PrefillTimes.through([Point(100, 0.1), Point(200, 0.5), Point(300, 0.3)], FIT)
+    assert [point.seconds for point in times.points] == [0.1, 0.3, 0.3]
+
+
 def test_beyond_the_ends_it_goes_on_like_the_fit():
     for end, beyond in ((0, 10), (-1, 30_000)):
         last = OFF[end]
