@@ -229,7 +229,7 @@ def _decide(
     floor = base * relief if base is not None else _unknown_floor(config, state, facts)
     moved, word = _fed_back(config, state, facts, pressure_percent, local_percent)
     if moved < floor:
-        moved, word = floor, "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
+        moved, word = floor, _word_of_floor(config, state, floor, is_known=base is not None)
     reason = (
         f"link {busiest.cluster} under {pressure_percent:.0f}% pressure, "
         f"{busiest.utilisation_percent or 0.0:.0f}% of {busiest.effective_mbps:.1f} Mbit/s used: {word}"
@@ -243,6 +243,13 @@ def _decide(
         jumped=moved == floor > state.tokens and base != state.base_tokens,
     )
     return after, reason
+
+
+def _word_of_floor(config: Config, state: State, floor: float, *, is_known: bool) -> str:
+    if is_known:
+        return "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
+    held = "held" if state.tokens <= floor else f"lowered to the policy's {config.threshold.tokens} tokens"
+    return f"{held}, fewer than {MIN_PROMPTS} prompts are known"
 
 
 def _unknown_floor(config: Config, state: State, facts: ControllerFacts) -> float:

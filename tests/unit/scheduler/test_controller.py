@@ -133,6 +133,19 @@ def test_a_threshold_below_the_policys_is_not_raised_by_few_prompts():
     assert step(CONFIG, at(700.0), facts).tokens == 700
 
 
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "word"),
+    [
+        (199, 1024.0, "held, fewer than 200 prompts are known"),
+        (199, 1074.0, "lowered to the policy's 1024 tokens, fewer than 200 prompts are known"),
+        (200, 1024.0, "lowered"),
+    ],
+)
+def test_a_threshold_that_few_prompts_hold_is_not_said_to_be_at_an_optimum(prompts, tokens, word):
+    facts = replace(world(sample(traffic_mbps=0.0)), recent_prompts=prompts)
+    assert step(CONFIG, at(tokens), facts).reason.endswith(f"used: {word}")
+
+
 def test_an_idle_link_lowers_by_three_tenths():
     result = one(sample(traffic_mbps=0.0))
     assert (result.tokens, result.bandwidth) == (1400, "Abundant")
