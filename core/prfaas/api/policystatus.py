@@ -35,7 +35,7 @@ class ObservedPool(ApiModel):
     samples: Count = 0
     """Number of prefills behind the profile."""
     waiting_prefills: Count = 0
-    """Prefills that wait for room."""
+    """Prefills of which nothing is computed yet, as far as the engine tells."""
     running: Count | None = None
     """Requests that run at its instances."""
     cache_used_percent: Annotated[int, Field(ge=0, le=100)] | None = None

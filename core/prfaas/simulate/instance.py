@@ -131,8 +131,10 @@ class SimulatedInstance:
 
     @property
     def waiting_prefills(self) -> int:
-        """Prefills for other instances that have no slot."""
-        return sum(not one.answer_tokens for one in self._waiting.values())
+        """Prefills for other instances of which no chunk is computed, nor in the step under way."""
+        begun = {one for one, _ in self._span.chunks} if self._span else ()
+        held = (one for one in self._held.values() if one.is_first and one not in begun)
+        return sum(not one.answer_tokens for one in (*self._waiting.values(), *held))
 
     @property
     def generated_tokens(self) -> int:

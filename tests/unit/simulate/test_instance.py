@@ -85,6 +85,21 @@ def test_a_short_prompt_without_a_slot_waits_until_the_long_ones_cache_has_left(
     assert bench.at("prefilled")[2] == pytest.approx(26.5)
 
 
+def test_a_prefill_for_another_instance_waits_until_the_step_that_begins_it():
+    bench = Bench(role="prefill", tokens=1000, slots=3)  # steps of 2,000 tokens, 2 s
+    waiting = dict[float, int]()
+    for index, prompt in ((1, 5000), (2, 3000), (3, 20_000), (4, 100)):
+        bench.serve(0, index, prompt, 0)
+    bench.serve(0, 5, 100, 1)  # of its own
+    for at in (0.5, 2.5, 4.5, 20.0):
+        bench.events.at(at, lambda _: waiting.update({bench.events.now: bench.one.waiting_prefills}))
+    bench.finish()
+    # Half of each step is the first one's, half the shortest one's: the second. The third has a slot and waits as well
+    # as the fourth does, without one.
+    assert waiting == {0.5: 2, 2.5: 2, 4.5: 2, 20.0: 1}
+    assert bench.at("prefilled").keys() == {1, 2, 3}
+
+
 def test_decodes_go_on_beside_the_chunks_of_a_prompt_as_the_role_allows():
     allowed: dict[Role, int] = {"mixed": 500, "decode": 125, "prefill": 1999}
     for role, tokens in allowed.items():

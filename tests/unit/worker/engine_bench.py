@@ -102,7 +102,7 @@ class Bench:
         )
         self.layout = CacheLayout("f" * 64, layer_groups(model.layers))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.offers = OffersInReach(max_running, lambda handle: inbox.put(OfferEnded(handle)))
+        self.offers = OffersInReach(max_running + max_waiting, lambda handle: inbox.put(OfferEnded(handle)))
         runner, cache = Runner(model, self.memory), HybridCache(self.memory)
         fetcher: Any = self
         self.engine = EngineLoop(

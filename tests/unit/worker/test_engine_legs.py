@@ -14,6 +14,7 @@ from prfaas.wire.frames import Kind
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.trace import PARTS, UNKNOWN, split
 from prfaas_worker.engine.sequences import Phase
+from prfaas_worker.engine.steps import ComputedStep, StepWork
 from prfaas_worker.models.base import Model
 
 from .engine_bench import NAMED, Bench, generate, prefix_fetched
@@ -26,6 +27,26 @@ PROMPT = b"def main(argument):\n    return argument\n" * 4
 @pytest.fixture
 def bench(model: Model) -> Bench:
     return Bench(model, max_running=1)
+
+
+def test_a_prefill_for_another_instance_waits_until_the_step_that_begins_it(model: Model):
+    bench, seen = Bench(model, max_running=2), list[tuple[int, int]]()
+    compute = bench.engine.runner.run
+
+    def watched(work: StepWork) -> ComputedStep:
+        seen.append((bench.engine.stats.prefills_waiting, bench.engine.stats.prefills_running))
+        return compute(work)
+
+    bench.engine.runner.run = watched
+    for handle in (500, 501, 502):
+        bench.give(PROMPT, handle, transfer_id=f"{handle:032x}")
+    bench.step()
+    stats = bench.engine.stats
+    assert (stats.prefills_waiting, stats.prefills_running) == (3, 0)
+    assert bench.engine.cache.free_slots == 0, "or none of them waits with memory"
+    bench.run()
+    assert (seen[0], seen[-1]) == ((2, 1), (1, 2)), "those of a step are counted while it is computed"
+    assert bench.engine.requests.counts() == {(True, False): 2, (True, True): 1}, "two are being sent"
 
 
 def started(bench: Bench) -> list[Started]:

@@ -62,8 +62,8 @@ CODE_ENGINE_FAILED: Final = "engine_failed"
 @dataclass(kw_only=True, eq=False)
 class EngineLoop:
     """Owns all requests, of which at most `max_waiting` wait. `kv_events` are the cache's since the last step, and
-    `publish` takes a batch of them. `stats` are those after the last step, and replaced whole: any thread may read
-    them."""
+    `publish` takes a batch of them. `stats` are replaced whole, so that any thread may read them: their counters are
+    those after the last step, and requests are counted as the step under way has them."""
 
     inbox: queue.SimpleQueue[Event]
     runner: StepRunner
@@ -104,6 +104,9 @@ class EngineLoop:
                 break
         growing = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
         work = StepWork(planned.chunks, growing)
+        for sequence, _ in work.chunks:
+            sequence.request.begun = True
+        self._count_requests()  # a step may last a second
         self._compute(work)
         if work.decodes and not work.chunks:
             self._count(decode_steps=1, decode_seconds=time.monotonic() - self._step_began)
@@ -417,7 +420,7 @@ class EngineLoop:
         counts = {name: getattr(self.stats, name) + value for name, value in more.items()}
         self.stats = msgspec.structs.replace(self.stats, **counts)
 
-    def _send_messages(self) -> None:
+    def _count_requests(self) -> None:
         counts = self.requests.counts()
         self.stats = msgspec.structs.replace(
             self.stats,
@@ -425,8 +428,12 @@ class EngineLoop:
             requests_waiting=counts[False, True],
             prefills_running=counts[True, False],
             prefills_waiting=counts[True, True],
-            prefixes=tuple(sorted(self.remote.outcomes.items())),
-            prefix_tokens=self.remote.prefix_tokens,
+        )
+
+    def _send_messages(self) -> None:
+        self._count_requests()
+        self.stats = msgspec.structs.replace(
+            self.stats, prefixes=tuple(sorted(self.remote.outcomes.items())), prefix_tokens=self.remote.prefix_tokens
         )
         if self.kv_events:
             self.publish(encode_events(EventBatch(time.time(), self.kv_events, 0)))

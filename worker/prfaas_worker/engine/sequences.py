@@ -232,6 +232,7 @@ class EngineRequest:
     sequences: list[Sequence] = field(default_factory=list)
     fetch: CacheFetch | None = None
     started: bool = False  # The front has its answer, or its first token.
+    begun: bool = False  # Some of its prompt is computed, or will be when the step under way ends.
     arrived: float = field(default_factory=time.monotonic)
     queue_seconds: float | None = None
     prefill_seconds: float = 0.0
@@ -317,6 +318,15 @@ class EngineRequest:
     def held_slots(self) -> int:
         return sum(sequence.lease is not None for sequence in self.sequences)
 
+    @property
+    def waits(self) -> bool:
+        """True while it waits for the engine: a generation for memory, of which a choice may have some; a prefill for
+        another instance, with memory or without, until some of it is computed. One that fetches waits for a link."""
+        if self.is_generation:
+            return not self.held_slots
+        phase = self.sequences[0].phase
+        return phase in (Phase.WAITING, Phase.JOINING) or (phase is Phase.RUNNING and not self.begun)
+
     def drop_stored(self, cache: HybridCache) -> None:
         """Release the stored prompt, if there is one: choices that wait compute theirs again."""
         if self.stored is not None:
@@ -336,8 +346,8 @@ class Requests(dict[int, EngineRequest]):
         return (sequence for request in self.values() for sequence in request.sequences)
 
     def counts(self) -> Counter[tuple[bool, bool]]:
-        """Count requests by (for another instance, is waiting); one of which a choice has memory does not wait."""
-        return Counter((not request.is_generation, not request.held_slots) for request in self.values())
+        """Count requests by (for another instance, waits)."""
+        return Counter((not request.is_generation, request.waits) for request in self.values())
 
     def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
         running = [_running(one, cache) for one in self.sequences() if one.phase is Phase.RUNNING]

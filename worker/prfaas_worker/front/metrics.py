@@ -45,8 +45,8 @@ from prfaas_transfer.metrics import (
 GAUGES: Final[Described] = {
     "prfaas_requests_running": ("requests_running", "Requests that hold memory: fetching, prefilling or decoding."),
     "prfaas_requests_waiting": ("requests_waiting", "Requests that wait for room."),
-    "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, computing or being sent."),
-    "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances that wait for room."),
+    "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, begun or being sent."),
+    "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances of which nothing is computed yet."),
 }
 COUNTERS: Final[Described] = {
     "prfaas_prompt_tokens": ("prompt_tokens", "Prompt tokens prefilled here."),
