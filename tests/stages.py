@@ -22,6 +22,7 @@ import pytest
 STAGES: Final = ("gate", "system", "quiet", "vllm", "kind", "release")
 BESIDE_OTHERS: Final = ("gate", "system")
 FOLDERS: Final = {
+    "tests/attacks/gateway/": "system",
     "tests/attacks/workers/": "system",
     "tests/attacks/": "gate",
     "tests/chart/": "system",

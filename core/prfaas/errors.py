@@ -6,6 +6,7 @@ PrfaasError
 │   └── ConfigError      a flag, file, custom resource or checkpoint
 ├── PeerError            another process or cluster did not do its part; retry elsewhere may help
 │   ├── UnreachableError connection refused, timed out, or cut
+│   │   └── LostError    after the peer got the request
 │   ├── ProtocolError    bytes that break the protocol: never decoded, never retried as they are
 │   │   └── DamagedError bytes that are not those that were sent: sending them again may help
 │   └── IdentityError    a certificate that proves nothing, or another cluster than the one expected
@@ -56,6 +57,10 @@ class PeerError(PrfaasError):
 
 class UnreachableError(PeerError):
     """The peer refused the connection, timed out, or went away."""
+
+
+class LostError(UnreachableError):
+    """The connection was lost, or the peer fell silent, after it got the request: the request may be the cause."""
 
 
 class ProtocolError(PeerError):

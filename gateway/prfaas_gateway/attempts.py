@@ -15,6 +15,7 @@ from aiohttp import web
 from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
+from prfaas.routing.quarantine import LOSSES
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas.wire.trace import write_parts
@@ -27,6 +28,7 @@ from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
 from prfaas_gateway.openai import (
     LateError,
+    QuarantinedError,
     SaturatedError,
     model_not_found,
     read_error,
@@ -65,6 +67,7 @@ class Attempts:
         facts = self._facts(request, progress)
         if request.model != facts.table.model:
             raise model_not_found(request.model)
+        self._check_quarantine(request)
         if missing := not_served_by(request.api, facts.table):
             # In `refused` as well: each wait for a returning instance sets `tried` back to it.
             progress.refused |= missing
@@ -103,8 +106,9 @@ class Attempts:
             except LegFailedError as failure:
                 if progress.stream is not None:
                     return await self._resume(request, progress, progress.stream, decision, failure)
-                self._note_failure(progress, decision, failure)
+                self._note_failure(request, progress, decision, failure)
                 answer = failure.answer
+                self._check_quarantine(request)
                 if not self._may_retry():
                     break
                 if number == self._limits.attempts:
@@ -137,7 +141,7 @@ class Attempts:
             try:
                 load.prefill_done()
                 progress.note_transfer(answer)
-                is_noted = self._note_lost_prefill(progress, route, answer)
+                is_noted = self._note_lost_prefill(request, progress, route, answer)
                 if progress.stream is None:
                     self._learn(request, progress, attempt, answer)
                     progress.outcome = _outcome_of(answer.status, progress.fell_back)
@@ -154,7 +158,7 @@ class Attempts:
                 raise LegFailedError(str(error), leg="decode", eject=True) from error
             finally:
                 if not is_noted:
-                    self._note_lost_prefill(progress, route, answer)
+                    self._note_lost_prefill(request, progress, route, answer)
                 _settle(request, progress, answer)
                 answer.close()
 
@@ -165,7 +169,7 @@ class Attempts:
         log, pieces, until_seconds = stream.log, -1, 0.0
         while True:
             progress.forget_tried()
-            self._note_failure(progress, route, failure)
+            self._note_failure(request, progress, route, failure)
             if log is None:
                 break
             log.worker_died()
@@ -174,7 +178,7 @@ class Attempts:
                 return stream.response
             if log.pieces > pieces:  # the stream moved on, so another recovery gets the full time
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
-            if not log.can_go_on or log.is_refused or not self._may_retry():
+            if not log.can_go_on or log.is_refused or progress.lost_connections >= LOSSES or not self._may_retry():
                 break
             decision = await self._decide_again(request, progress, route, failure, until_seconds)
             if isinstance(decision, Refusal):
@@ -214,11 +218,19 @@ class Attempts:
         self._parts.metrics.retries_refused.inc()
         return False
 
-    def _note_failure(self, progress: Progress, route: Route, failure: LegFailedError) -> None:
+    def _check_quarantine(self, request: GatewayRequest) -> None:
+        quarantine, now_seconds = self._state.quarantine, self._state.clock()
+        if quarantine and (left_seconds := quarantine.left_seconds(request.digest, now_seconds)):
+            raise QuarantinedError(left_seconds)
+
+    def _note_failure(self, request: GatewayRequest, progress: Progress, route: Route, failure: LegFailedError) -> None:
         at_fault = route.prefill if failure.leg == "prefill" and route.prefill else route.decode
         progress.note_transfer(failure.answer)
         words = read_error(failure.answer.body or b"").get("message") if failure.answer else None
         progress.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
+        progress.lost_connections += failure.lost_connection
+        if failure.lost_connection and progress.lost_connections >= LOSSES:
+            self._state.quarantine.add(request.digest, self._state.clock())
         progress.tried.add(at_fault.name)
         if failure.refuses:
             progress.refused.add(at_fault.name)
@@ -228,11 +240,11 @@ class Attempts:
             progress.fell_back = True
             self._state.offload_failed()
 
-    def _note_lost_prefill(self, progress: Progress, route: Route, answer: Answer) -> bool:
+    def _note_lost_prefill(self, request: GatewayRequest, progress: Progress, route: Route, answer: Answer) -> bool:
         """Count a prefill leg that has failed while the decode instance continues without it; return whether it has."""
         failure = lost_prefill(answer)
         if failure is not None:
-            self._note_failure(progress, route, failure)
+            self._note_failure(request, progress, route, failure)
         return failure is not None
 
     async def _decide_again(

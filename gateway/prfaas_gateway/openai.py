@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
+from prfaas.routing.quarantine import LOSSES
 from prfaas.wire import headers
 
 HOP_BY_HOP = frozenset(
@@ -29,7 +30,6 @@ HOP_BY_HOP = frozenset(
     }
 )
 CODE_DEADLINE = "deadline_exceeded"
-CODE_LATE = "slo_exceeded"
 MAX_NAME = 100
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -80,8 +80,23 @@ class SaturatedError(CapacityError):
 class LateError(CapacityError):
     """More requests wait than the policy's SLO allows."""
 
+    status, code = 429, "slo_exceeded"
+
     def __init__(self, message: str, retry_after_seconds: float):
         super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class QuarantinedError(CapacityError):
+    """The request lost as many connections to engines as it may: it may have killed them."""
+
+    status, code = 503, "request_quarantined"
+
+    def __init__(self, retry_after_seconds: float):
+        super().__init__(
+            f"{LOSSES} engines were lost while they computed this request, so no other one gets it: change it, or send "
+            f"it again in {retry_after_seconds:.0f} s"
+        )
         self.retry_after_seconds = retry_after_seconds
 
 
@@ -171,8 +186,8 @@ def error_response(error: Exception, path: str = "") -> web.Response:
             # Unlike 503, which says that nothing serves: all is well, and clients back off.
             status, body = 429, error_body(str(error), "server_error", "saturated")
             retry_after_seconds = 1.0
-        case LateError():
-            status, body = 429, error_body(str(error), "server_error", CODE_LATE)
+        case LateError() | QuarantinedError():
+            status, body = error.status, error_body(str(error), "server_error", error.code)
             retry_after_seconds = error.retry_after_seconds
         case CapacityError():
             status, body = 503, error_body(str(error), "server_error", headers.CODE_OVERLOADED)

@@ -7,6 +7,7 @@ engine keeps the text of every field.
 """
 
 import asyncio
+import hashlib
 import logging
 import re
 import time
@@ -24,6 +25,7 @@ from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, BadInputError, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
+from prfaas.request_bounds import check_fields
 from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
 from prfaas.telemetry.logs import line, tell
@@ -95,6 +97,10 @@ class GatewayRequest:
         return self.api.path
 
     @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(f"{self.path}\n".encode() + self.body).digest()
+
+    @cached_property
     def every_field(self) -> Fields:
         """All fields of the body. Raises RequestError for a field that clients must not set."""
         if self.has_every_field:
@@ -158,6 +164,8 @@ class Progress:
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
+    lost_connections: int = 0
+    """To engines that got the request, and gave nothing for it."""
     had_last_resort: bool = False
     """Whether it was given an ejected instance since no other could serve it: once, and no wait follows."""
     stream: AnswerStream | None = None
@@ -301,6 +309,7 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
             if len(fields) > MAX_FIELDS:
                 raise RequestError(f"the request body has {len(fields)} fields, more than {MAX_FIELDS}: leave some out")
             _refuse_steering(fields)
+            check_fields(fields)
             return _model.decode(fields.get("model", b"null")), fields
         known = _read_known(body)
     except msgspec.ValidationError as error:

@@ -25,6 +25,7 @@ from prfaas.routing.facts import (
 )
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.prices import Backlog
+from prfaas.routing.quarantine import Quarantine
 from prfaas.util import RateBucket, backoff_seconds
 from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences
@@ -53,6 +54,7 @@ class GatewayState:
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
+        self.quarantine = Quarantine()
         self.draining = False
         self._update: ThresholdUpdate | None = None
         self._update_expires = 0.0

@@ -18,7 +18,7 @@ import aiohttp
 
 from prfaas import identity
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
-from prfaas.errors import IdentityError, UnreachableError
+from prfaas.errors import IdentityError, LostError, UnreachableError
 from prfaas.names import HUB
 from prfaas.rights import home_of
 from prfaas.wire.routes import Instance
@@ -89,7 +89,8 @@ class Upstream:
         """Send a request and return the answer: its headers, and its body if it is not a stream.
 
         With `await_piece` a stream's first piece has arrived: other engines send headers long before the first token.
-        Raises UnreachableError for a refused or lost connection or another cluster, TimeoutError for a late answer.
+        Raises UnreachableError for a refused connection or another cluster, LostError for a connection that was lost
+        after that, TimeoutError for a late answer.
         """
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
@@ -107,11 +108,12 @@ class Upstream:
                     raise
         except (aiohttp.ClientError, OSError) as error:
             if wait.given_up:
-                raise UnreachableError(f"{url}: it accepts connections, but does not answer") from error
+                raise LostError(f"{url}: it accepts connections, but does not answer") from error
             # The class itself is our timer. aiohttp's own are subclasses: nobody answered the connection.
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
-            raise UnreachableError(f"{url}: {type(error).__name__}: {error}") from error
+            is_sent = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
+            raise (LostError if is_sent else UnreachableError)(f"{url}: {type(error).__name__}: {error}") from error
         finally:
             self._liveness.end(worker, wait)
 

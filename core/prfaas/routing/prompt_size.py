@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 
-from prfaas.errors import UNREADABLE
+from prfaas.errors import UNREADABLE, RequestError
 
 
 class Unit(IntEnum):
@@ -119,7 +119,9 @@ _value = msgspec.json.Decoder()
 def prompt_values(fields: Mapping[str, Any], names: Set[str]) -> dict[str, Any]:
     """Return the values of the fields that make a prompt; `names` are those of its API.
 
-    A field stays as it is written if it holds token ids, cannot be read, or has too many values.
+    A field stays as it is written if it holds token ids, numbers that are not readable here, or too many values.
+
+    Raises RequestError for text that is no UTF-8 or has half of a surrogate pair, and for values nested too deep.
     """
     return {name: _decoded(name, field) for name, field in fields.items() if name in names or name == _CUT}
 
@@ -249,7 +251,11 @@ def _decoded(name: str, field: Any) -> Any:
         return field
     try:
         return _value.decode(written)
-    except (*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
+    except msgspec.ValidationError:  # a number out of range
+        return field
+    except UNREADABLE as error:
+        raise RequestError(f"{name} cannot be read: {error}", param=name) from error
+    except ValueError:  # a number of thousands of digits
         return field
 
 

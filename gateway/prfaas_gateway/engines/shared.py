@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas.engines import ENGINES
-from prfaas.errors import UNREADABLE, PeerError, UnreachableError
+from prfaas.errors import UNREADABLE, LostError, PeerError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
@@ -79,6 +79,11 @@ class LegFailedError(PeerError):
         self.eject = eject
         self.answer = answer
         self.refuses = refuses
+
+    @property
+    def lost_connection(self) -> bool:
+        """Whether the engine may have died of the request."""
+        return isinstance(self.__cause__, LostError)
 
 
 @dataclass(slots=True)

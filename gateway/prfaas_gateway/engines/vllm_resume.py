@@ -35,7 +35,6 @@ _CHAT_FIELDS: Final = {
     "functions",
     "function_call",
     "max_completion_tokens",
-    "chat_template",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",

@@ -44,14 +44,7 @@ ENOUGH: Final = 0.9
 _BASE_SECONDS, _SECONDS_A_BYTE, _MAX_WAIT_SECONDS = 0.05, 0.25e-6, 0.5
 # A field that changes the prompt in a way that the question cannot say. Absent or null, it changes nothing.
 _UNASKABLE: Final = ("truncate_prompt_tokens", "prompt_embeds")
-_ASKED_OF_CHATS: Final = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-)
+_ASKED_OF_CHATS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens")
 _NULL: Final = msgspec.Raw(b"null")
 
 

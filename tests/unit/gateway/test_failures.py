@@ -8,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
+from prfaas_gateway import attempts
 
 from .conftest import QUICK, answer
 
@@ -307,7 +308,8 @@ async def test_after_its_last_attempt_a_request_waits_for_no_instance(world, sho
 
 
 @pytest.mark.system
-async def test_all_failures_of_a_request_share_the_time_that_it_waits_for_an_instance(world, short):
+async def test_all_failures_of_a_request_share_the_time_that_it_waits_for_an_instance(world, short, monkeypatch):
+    monkeypatch.setattr(attempts, "LOSSES", 9)
     await world.start("d0", limits=QUICK._replace(hold_seconds=1.3, eject_seconds=1.0, eject_max_seconds=1.0))
     worker = world.workers["d0"]
     worker.reply = breaks

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from prfaas.errors import RequestError
+from prfaas.request_bounds import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, check_stops
 from prfaas.wire.engine import Generate, Sampling
 from prfaas.wire.streams import SEED_BITS, STREAM_FIELD, StreamParams
 from prfaas_worker.front.openai_bodies import (
@@ -32,12 +33,8 @@ from prfaas_worker.front.openai_bodies import (
 from prfaas_worker.front.serving import ServedModel, require, require_model, require_room, require_tokens, unsupported
 from prfaas_worker.tokenizer import OWN_VARIABLES, Conversation, Tokenizer
 
-MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 DEFAULT_COMPLETION_TOKENS: Final = 16
-MAX_STOPS: Final = 16
-MAX_STOP_TOKENS: Final = 128
-MAX_BIASES: Final = 1024
 MAX_SALT: Final = 256
 REASONING_EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd, so that no two prompts of a request have one seed
@@ -335,7 +332,7 @@ def _sampling(body: CommonFields, served: ServedModel, seed: int) -> Sampling:
 
 def _stops(body: CommonFields) -> list[str]:
     found = [] if body.stop is None else [body.stop] if isinstance(body.stop, str) else body.stop
-    require(len(found) <= MAX_STOPS, "stop", f"may hold at most {MAX_STOPS} strings")
+    check_stops(found)
     require(all(found), "stop", "may not hold an empty string")
     return found
 
