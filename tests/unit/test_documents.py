@@ -18,6 +18,8 @@ HEADING: Final = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 THREAT: Final = re.compile(r"^## (.+)$", re.MULTILINE)
 FENCE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 WITHOUT_TESTS: Final = ("With GitOps",)
+NO_PROTECTION: Final = "**No protection**"
+NO_THREATS: Final = ("who-may-do-what", "one-exception-to-the-restricted-standard", "with-gitops")
 
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
 
@@ -85,6 +87,30 @@ def test_every_threat_names_a_test():
     threats = dict(zip(parts[::2], parts[1::2], strict=True))
     assert len(threats) > 12
     assert [title for title, text in threats.items() if not named_tests(text) and title not in WITHOUT_TESTS] == []
+
+
+def limits_of(page: str) -> dict[str, bool]:
+    """Return by each threat's anchor whether the page says what has no protection."""
+    _, *parts = THREAT.split(page)
+    return {
+        next(iter(anchors_of(f"# {title}"))): NO_PROTECTION in text
+        for title, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+def test_every_threat_says_what_has_no_protection_and_the_summary_agrees():
+    limits = limits_of((ROOT / "docs/operate/security.md").read_text())
+    assert sorted(anchor for anchor, is_said in limits.items() if not is_said) == sorted(NO_THREATS)
+    _, summary = (ROOT / "SECURITY.md").read_text().split("limits surprise most:\n\n")
+    points = summary.split("\n\n")[0].split("\n- ")
+    led = [re.findall(r"\(docs/operate/security\.md#([\w-]+)\)", point) for point in points]
+    assert len(points) == 4
+    assert [point for point, anchors in zip(points, led, strict=True) if not any(map(limits.get, anchors))] == []
+
+
+def test_finds_a_threat_that_claims_too_much():
+    page = f"## A thief comes\n\nA door.\n\n{NO_PROTECTION}: a window.\n\n## A flood comes\n\nA dam.\n"
+    assert limits_of(page) == {"a-thief-comes": True, "a-flood-comes": False}
 
 
 def test_every_attack_is_named_by_the_page_and_has_a_control():
