@@ -189,7 +189,7 @@ def _legend(names: Collection[str]) -> list[str]:
     for number, name in enumerate(names if len(names) > 1 else ()):
         drawn.append(f'<path class="line s{number}" d="M{left:.0f} {HEIGHT - 12}h22"/>')
         drawn.append(_text(left + 27, HEIGHT - 8, name, "start"))
-        left += 42 + 6.4 * len(name)
+        left += 42 + 7 * len(name)
     return drawn
 
 

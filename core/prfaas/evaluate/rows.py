@@ -38,8 +38,10 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runs of a policy at a load show. `figures` is None if none of them has a steady part, and
-    `saturated_per_second` unless all are overloaded."""
+    """What the runs of a policy at a load show. `saturated_per_second` is None unless all are overloaded.
+
+    `figures` is None if one is, for the others are those that were lucky, or if none has a steady part.
+    """
 
     figures: LoadFigures | None
     saturated_per_second: Sampled | None
@@ -132,7 +134,8 @@ def work_of(file: PlanFile, policy: PolicyName) -> Callable[[int], float]:
 def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
-    figures = _combined([figures_of(run, part, capacity_mbps) for run, part in runs if not part.why_not])
+    steady = [] if any(part.overloaded for _, part in runs) else [one for one in runs if not one[1].why_not]
+    figures = _combined([figures_of(run, part, capacity_mbps) for run, part in steady])
     work = work_of(file, first.key.policy)
     rates = [saturated_rate(run, work) for run, _ in runs]
     saturated = [rate for rate in rates if rate is not None]

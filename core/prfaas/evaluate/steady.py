@@ -178,15 +178,15 @@ def rate_of(events: Iterable[tuple[float, float]], begin_seconds: float, end_sec
 
 
 def combine(runs: Sequence[Sampled]) -> Sampled:
-    """Return the mean of several runs' figures. From three runs on, their spread gives the interval, and before their
-    own intervals, as those of independent values."""
+    """Return the mean of several runs' figures, which are at least 0. From three runs on, their spread gives the
+    interval, and before their own intervals, as those of independent values."""
     value = math.fsum(one.value for one in runs) / len(runs)
     if len(runs) > 2:
         off = _t_interval([one.value for one in runs])
-        return Sampled(value, value - off, value + off)
+        return Sampled(value, max(0.0, value - off), value + off)
     below = math.hypot(*(one.value - one.low for one in runs)) / len(runs)
     above = math.hypot(*(one.high - one.value for one in runs)) / len(runs)
-    return Sampled(value, value - below, value + above)
+    return Sampled(value, max(0.0, value - below), value + above)
 
 
 def quotient(above: Sampled, below: Sampled) -> Sampled:

@@ -69,7 +69,8 @@ def summarise(
     for policy in POLICIES:
         if own := [row for row in rows if row.policy == policy]:
             answers[policy] = answer_of(file, own, limit)
-    ours = [run for run in ordered if run.key.policy == "threshold" and not why_not[run.key]]
+    drawn = {row.load for row in rows if row.policy == "threshold" and row.measured}
+    ours = [run for run in ordered if run.key.policy == "threshold" and run.key.load in drawn and not why_not[run.key]]
     return CaseSummary(
         limit_seconds=limit,
         rows=tuple(rows),

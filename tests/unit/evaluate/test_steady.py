@@ -207,11 +207,12 @@ def test_a_quotient_is_as_unsure_as_both_of_its_figures():
 
 
 def test_seeds_give_an_interval_by_their_spread():
-    runs = [Sampled(value, value, value) for value in (1.0, 2.0, 3.0)]
+    runs = [Sampled(value, value, value) for value in (11.0, 12.0, 13.0)]
 
     assert combine(runs) == Sampled(
-        2.0, pytest.approx(2 - 4.303 / math.sqrt(3)), pytest.approx(2 + 4.303 / math.sqrt(3))
+        12.0, pytest.approx(12 - 4.303 / math.sqrt(3)), pytest.approx(12 + 4.303 / math.sqrt(3))
     )
+    assert combine([Sampled(value, value, value) for value in (1.0, 2.0, 3.0)]).low == 0.0, "nothing is less"
 
 
 def test_fewer_than_three_seeds_keep_their_own_intervals():

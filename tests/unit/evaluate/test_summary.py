@@ -149,6 +149,7 @@ def test_one_overloaded_seed_of_three_breaks_the_limit():
     for second, outcome in ((lossy, "broken"), (invalid(lossy), "held")):
         (row,) = summary_of(good, second, others, limit_seconds=60.0).rows
         assert row.seen.verdict.outcome == outcome
+        assert (row.measured is None) == (outcome == "broken"), "two lucky seeds are no figure of the load"
         assert ("in 1 of 3 runs 20 of 400 requests were lost" in row.seen.verdict.why) == (outcome == "broken")
 
 

@@ -158,13 +158,13 @@ def headline_table(summary: CaseSummary) -> TextTable:
         rows.append((title, *_with_interval(beside.ratio), *expected))
     for title, field in (("mean", "ttft_mean_seconds"), ("P90", "ttft_p90_seconds")):
         offs = [_offs(summary, field, expected) for expected in ("planned", "simulated")]
-        cells = [f"{sum(one) / len(one):.0%} off" if one else "-" for one in offs]
-        rows.append((f"Measured {title} of the first token beside the model, mean of all loads", "", "", *cells))
+        cells = [f"{sum(one) / len(one):.0%}" if one else "-" for one in offs]
+        rows.append((f"Measured {title} of the first token is off by, in the mean of all loads", "", "", *cells))
     rates = [(one.saturated, one.saturated_planned, one.saturated_simulated) for one in summary.answers.values()]
     offs = [abs(found.value / planned - 1) for found, planned, _ in rates if found]
     simulated_offs = [abs(found.value / said.value - 1) for found, _, said in rates if found and said]
-    cells = [f"{sum(one) / len(one):.0%} off" if one else "-" for one in (offs, simulated_offs)]
-    rows.append(("Measured most requests/s beside the model, mean of all systems", "", "", *cells))
+    cells = [f"{sum(one) / len(one):.0%}" if one else "-" for one in (offs, simulated_offs)]
+    rows.append(("Measured most requests/s are off by, in the mean of all systems", "", "", *cells))
     return TextTable("", ("figure", "measured", "95 % interval or bounds", "plan", "simulator"), rows)
 
 
@@ -203,7 +203,7 @@ def saturated_table(summary: CaseSummary) -> TextTable:
 
 
 def limit_table(summary: CaseSummary) -> TextTable:
-    """Return between which rates the limit of each system lies, and what failed first."""
+    """Return between which rates the limit of each system lies."""
     rows = [
         (
             TITLES[policy],
@@ -211,12 +211,21 @@ def limit_table(summary: CaseSummary) -> TextTable:
             _number(one.limit.bounds.high, "{:.2f}"),
             _number(one.limit_planned, "{:.2f}"),
             _bounds(one.limit_simulated.bounds),
-            one.limit.why_broken or "-",
         )
         for policy, one in summary.answers.items()
     ]
-    head = ("system", "holds at", "breaks at", "plan", "simulator", "what failed first")
+    head = ("system", "holds at", "breaks at", "plan", "simulator")
     return TextTable(f"Requests/s with P90 within {summary.limit_seconds:g} s", head, rows)
+
+
+def broken_table(summary: CaseSummary) -> TextTable:
+    """Return at which rate each system broke the limit, and why."""
+    rows = [
+        (TITLES[policy], f"{one.limit.bounds.high:.2f}", one.limit.why_broken)
+        for policy, one in summary.answers.items()
+        if one.limit.bounds.high is not None
+    ]
+    return TextTable("What failed first", ("system", "at requests/s", "why"), rows)
 
 
 def figure_tables(summary: CaseSummary) -> list[TextTable]:
@@ -299,7 +308,7 @@ def _value(figures: object | None, field: str) -> float | None:
 def _interval(found: Sampled | None, column: _Column) -> str:
     if found is None:
         return "-"
-    return f"{column.shown.format(found.low * column.scale)} to {column.shown.format(found.high * column.scale)}"
+    return _between(found.low * column.scale, found.high * column.scale, column.shown)
 
 
 def _number(value: float | None, shown: str, scale: float = 1.0) -> str:
@@ -311,7 +320,7 @@ def _offs(summary: CaseSummary, field: str, expected: str) -> list[float]:
 
 
 def _with_interval(found: Sampled | None) -> tuple[str, str]:
-    return ("-", "-") if found is None else (f"{found.value:.2f}", f"{found.low:.2f} to {found.high:.2f}")
+    return ("-", "-") if found is None else (f"{found.value:.2f}", _between(found.low, found.high))
 
 
 def _value_of(found: Sampled | None) -> str:
@@ -326,7 +335,12 @@ def _short(found: Sampled) -> str:
 def _bounds(found: Bounds) -> str:
     if found.low is None:
         return "-" if found.high is None else f"less than {found.high:.2f}"
-    return f"at least {found.low:.2f}" if found.high is None else f"{found.low:.2f} to {found.high:.2f}"
+    return f"at least {found.low:.2f}" if found.high is None else _between(found.low, found.high)
+
+
+def _between(low: float, high: float, shown: str = "{:.2f}") -> str:
+    """Return two figures that no line break parts."""
+    return f"{shown.format(low)}\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}{shown.format(high)}"
 
 
 def _joined(sentence: str, parts: Iterable[str]) -> str:

@@ -16,6 +16,7 @@ from prfaas.cli.evaluation.content import (
     TextTable,
     against_expected,
     answer,
+    broken_table,
     failed_table,
     figure_tables,
     headline_table,
@@ -69,6 +70,7 @@ def evaluation_page(evaluation: Evaluation) -> str:
         _table(saturated_table(summary)),
         *_first_tokens(summary),
         _table(limit_table(summary)),
+        _table(broken, are_words=True) if (broken := broken_table(summary)).rows else "",
         *_over_time(summary),
         *_parts(summary),
         "<h2>What failed</h2>",
@@ -120,7 +122,8 @@ def _first_tokens(summary: CaseSummary) -> list[str]:
     chart = draw_lines(Axis(""), Axis("P90 of the time to the first token, s, by requests/s"), lines, beside=beside)
     return [
         _figure("Nine of ten first tokens come within", chart),
-        '<p class="soft">Lines: measured, with 95 % intervals. Rings: the plan. Crosses: the simulator.</p>',
+        '<p class="soft">Lines: measured, with 95 % intervals; a line ends before a load that is too much. '
+        "Rings: the plan. Crosses: the simulator.</p>",
     ]
 
 
