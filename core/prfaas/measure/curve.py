@@ -40,6 +40,11 @@ class PrefillTimes(NamedTuple):
         quick = [Point(point.tokens, least) for point, least in zip(longest_first, seconds, strict=True)]
         return cls(profile, tuple(reversed(quick)))
 
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt that is known. The fit may have left out the longest that was measured."""
+        return max(self.profile.max_tokens, *(point.tokens for point in self.points), 0)
+
     def prompt_seconds(self, tokens: int) -> float:
         """Return the seconds of a whole prompt, alone; 0 for no tokens."""
         return self._at(tokens) if tokens > 0 else 0.0

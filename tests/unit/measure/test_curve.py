@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,12 @@ def test_points_on_the_fit_change_nothing_and_none_are_the_fit(tokens: int):
 def test_a_point_that_is_slower_than_a_longer_one_was_disturbed():
     times = PrefillTimes.through([Point(100, 0.1), Point(200, 0.5), Point(300, 0.3)], FIT)
     assert [point.seconds for point in times.points] == [0.1, 0.3, 0.3]
+
+
+def test_the_longest_prompt_is_known_that_was_measured_whatever_was_fitted():
+    fit = msgspec.structs.replace(FIT, max_tokens=4096)
+    assert PrefillTimes.through(OFF, fit).longest_tokens == 16_384
+    assert PrefillTimes(fit).longest_tokens == 4096
 
 
 def test_beyond_the_ends_it_goes_on_like_the_fit():

@@ -26,7 +26,7 @@ class EmulatedInstance(NamedTuple):
     @property
     def longest_tokens(self) -> int:
         """The longest prompt that the profile knows."""
-        return self.profile.times.prefill.profile.max_tokens
+        return self.profile.times.prefill.longest_tokens
 
     def chunk_seconds(self, start: int, tokens: int, *, is_first: bool) -> float:
         """Return the seconds of a prompt's next tokens behind `start`."""
