@@ -2,7 +2,7 @@
 
 **Saturated.** More arrives than a system serves, and what it completes is its throughput: Lambda_max of the paper. One
 overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that complete are easier than
-those that arrive: counting them would praise a system by 5 to 14 %. So each counts as its prefill's time over that of
+those that arrive: counting them would praise a system by 2 to 14 %. So each counts as its prefill's time over that of
 the mean prompt. Simulated at 1.15 to 1.3 times the plan, systems of the paper's case then complete 95 to 100 % of what
 the plan carries; further above it, ever fewer of the long prompts end within the run.
 
