@@ -88,8 +88,7 @@ class Campaign:
         return asyncio.run(evaluate(self.case, keys, self.missing, self.folder, state, report))
 
     def _asks(self, key: RunKey) -> bool:
-        is_higher = self.rises and key.policy in self.policies and key.load > max(self.loads)
-        return is_higher or key in self.asked
+        return key in self.asked or (self.rises and key.policy in self.policies)
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:
