@@ -2,6 +2,9 @@
 own client to the cluster that its table names.
 """
 
+import asyncio
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -60,3 +63,13 @@ async def test_only_a_certificate_of_the_installation_opens_the_events_of_the_cl
     for stranger, scheme in ((mount("hub", signer=other), "https"), (None, "http")):
         with pytest.raises(UnreachableError):
             await read(engine, stranger, scheme=scheme)
+
+
+def test_a_stream_that_is_left_leaves_no_connection_open(engine: Engine, mount):
+    """A mover only writes: TLS would wait half a minute for its goodbye."""
+    gc.collect()
+    with warnings.catch_warnings(record=True) as unclosed:
+        warnings.simplefilter("always", ResourceWarning)
+        assert asyncio.run(read(engine, mount("hub"))) == 2
+        gc.collect()
+    assert [str(one.message) for one in unclosed] == []
