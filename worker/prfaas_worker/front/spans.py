@@ -29,10 +29,12 @@ class RequestSpans:
         self._span = tracing.start("decode", caller, "server")
         self._span.set(request_id=request_id)
         self._prefills: dict[int, Span] = {}
+        self._is_source = False
 
     def begin_source(self) -> TraceContext:
         """Name the span as that of a source's leg; return the context that the engine passes on."""
         self._span.rename("source")
+        self._is_source = True
         return self._span.context
 
     def begin(self, handle: int, message: Generate) -> TraceContext:
@@ -68,7 +70,12 @@ class RequestSpans:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, asyncio.CancelledError):
-            self.fail("the client left")
+            if (
+                self._is_source
+            ):  # perhaps because the answer has ended: the transfer's span says whether it got its cache
+                self._span.event("left")
+            else:
+                self.fail("the client left")
         elif error is not None and not isinstance(error, RequestError):  # a wrong request is no failure of ours
             self.fail(str(error) or repr(error))
         for span in self._prefills.values():
