@@ -1,7 +1,7 @@
-"""Reloads the TLS files of a process when they change: tls.crt, tls.key and ca.crt of one directory.
+"""Reloads the TLS files of a process when they change: tls.crt, tls.key, ca.crt and revoked.json of one directory.
 
 A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every use compares
-three file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
+four file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
 files stay in use.
 """
 
@@ -17,7 +17,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from prfaas import identity
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_TRUSTED
 from prfaas.util import LogOnce, WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Files(NamedTuple):
     """The bundle in the directory, PEM."""
     trusted: str
     """The bundle in the form that OpenSSL loads."""
+    peers: identity.Peers
 
 
 class CredentialFiles(Generic[T]):
@@ -54,7 +55,7 @@ class CredentialFiles(Generic[T]):
         self.directory = Path(directory)
         self._make = make
         self._lock = threading.Lock()
-        self._watched = WatchedFiles(self.directory / name for name in FILES)
+        self._watched = WatchedFiles(self.directory / name for name in (*FILES, TLS_REVOKED))
         self._watched.changed()  # from here on
         self._once = LogOnce(log)
         self._retry_at = 0.0
@@ -93,7 +94,16 @@ class CredentialFiles(Generic[T]):
         certificate, key, authorities = (self._bytes(name) for name in FILES)
         facts = identity.check(certificate, key, authorities, utc_now())
         trusted = identity.bundle(authorities).decode()
-        return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted)
+        peers = identity.Peers(self._revoked())
+        return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted, peers)
+
+    def _revoked(self) -> dict[str, datetime.datetime]:
+        if not (self.directory / TLS_REVOKED).exists():
+            return {}
+        try:
+            return identity.read_revoked(self._bytes(TLS_REVOKED))
+        except ConfigError as error:
+            raise ConfigError(f"{TLS_REVOKED}: {error}") from error
 
     def _bytes(self, name: str) -> bytes:
         try:

@@ -18,10 +18,11 @@ All certificates and keys are PEM unless a name says DER.
 import datetime
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -40,6 +41,7 @@ CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
 RENEW_AFTER: Final = 2 / 3
 """Part of its life after which a certificate is renewed."""
 _MAX_DEPTH: Final = 4
+_UtcTime = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
 _NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 """A MemberCluster's name has the same form."""
 
@@ -57,6 +59,13 @@ class KeyPair:
 
     certificate: bytes
     key: bytes = field(repr=False)
+
+
+class Peers(NamedTuple):
+    """Whom an instance accepts, beside what its authorities say."""
+
+    revoked: Mapping[str, datetime.datetime] = {}
+    """By cluster: its certificates that began before this time are refused, however long they are valid."""
 
 
 class CertificateFacts(NamedTuple):
@@ -177,16 +186,41 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     return CertificateFacts(_identity_of(leaf), validity_of(leaf), _digest(authority))
 
 
-def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime) -> Identity:
-    """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too."""
+def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers: Peers) -> Identity:
+    """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too. Raises IdentityError."""
     try:
         leaf = x509.load_der_x509_certificate(der)
         _check_time(leaf, now)
         if trusted is not None:
             _check_chain(leaf, [], _load_all(trusted), now)
-        return _identity_of(leaf)
+        found = _identity_of(leaf)
+        if is_revoked(found, validity_of(leaf), peers.revoked):
+            raise IdentityError(
+                f"{_describe(leaf)} is revoked since {peers.revoked[found.cluster]:%F %R} UTC; "
+                f"`prfaas cluster join {found.cluster}` admits the cluster again"
+            )
+        return found
     except ValueError as error:
         raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
+
+
+def is_revoked(who: Identity, validity: Validity, revoked: Mapping[str, datetime.datetime]) -> bool:
+    """Return True if a certificate began before its cluster was cut off."""
+    since = revoked.get(who.cluster)
+    return since is not None and validity.not_before < since
+
+
+def write_revoked(revoked: Mapping[str, datetime.datetime]) -> bytes:
+    """Return the file that tells instances which clusters were cut off, and when."""
+    return msgspec.json.encode(dict(sorted(revoked.items())))
+
+
+def read_revoked(text: bytes) -> dict[str, datetime.datetime]:
+    """Read such a file. Raises ConfigError: it is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, _UtcTime])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f'no list of revoked clusters: {error}; want {{"CLUSTER": "TIME"}}') from error
 
 
 def is_authority(certificate: bytes) -> bool:

@@ -65,6 +65,8 @@ API_KEYS_SECRET: Final = "api-keys"  # noqa: S105  # a value of that label
 TLS_CERT: Final = "tls.crt"
 TLS_KEY: Final = "tls.key"
 TLS_TRUSTED: Final = "ca.crt"
+TLS_REVOKED: Final = "revoked.json"
+"""Not there while no cluster is revoked."""
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 

@@ -285,8 +285,9 @@ class _Proof(ssl.SSLObject):
         super().do_handshake()
         context = self.context
         if isinstance(context, _Context):
+            certificate = self.getpeercert(binary_form=True) or b""
             try:
-                found = identity.check_peer(self.getpeercert(binary_form=True) or b"", None, utc_now()).cluster
+                found = identity.check_peer(certificate, None, utc_now(), context.peers).cluster
             except IdentityError as error:
                 raise ssl.CertificateError(str(error)) from error
             if found != context.cluster:
@@ -295,6 +296,7 @@ class _Proof(ssl.SSLObject):
 
 class _Context(ssl.SSLContext):
     cluster = ""
+    peers = identity.Peers()
     sslobject_class = _Proof
 
 
@@ -325,6 +327,6 @@ class GatewayCredentials:
 
 def _context(cluster: str, files: Files) -> _Context:
     context = tls13(_Context, ssl.PROTOCOL_TLS_CLIENT)
-    context.cluster = cluster
+    context.cluster, context.peers = cluster, files.peers
     load(context, files)
     return context

@@ -1,4 +1,4 @@
-"""`prfaas cluster`: joins, lists, checks and removes member clusters, for people and for scripts (-o json)."""
+"""`prfaas cluster`: joins, lists, checks, revokes and removes member clusters, for people and scripts (-o json)."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson,
 from prfaas_operator import join as work
 from prfaas_operator.check import check, is_well
 from prfaas_operator.clusters.connect import KubeContext
-from prfaas_operator.plan.conditions import REACHABLE, READY
+from prfaas_operator.plan.conditions import CERTIFICATE_READY, REACHABLE, READY
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS
 from prfaas_operator.plan.reading import read
 from prfaas_operator.render.service_account import Registration
@@ -105,12 +105,14 @@ def list_members(
 
 def _facts(cluster: MemberCluster, pools: tuple[str, ...]) -> dict:
     conditions = {condition.type: condition for condition in cluster.status.conditions}
-    ready, reachable = conditions.get(READY), conditions.get(REACHABLE)
+    ready, reachable, certificate = (conditions.get(kind) for kind in (READY, REACHABLE, CERTIFICATE_READY))
     return {
         "name": cluster.metadata.name,
         "ready": ready.status if ready else "Unknown",
         "reason": ready.reason if ready else "",
         "message": ready.message if ready else "",
+        "revoked": cluster.spec.revoked,
+        "certificate": certificate.message if certificate else "",
         "reachable": reachable.status if reachable else "Unknown",
         "version": cluster.status.server_version,
         "link_mbps": cluster.spec.link.capacity_mbps,
@@ -145,6 +147,29 @@ def check_members(
                 table.add_row(cluster, finding.check, MARKS[finding.level], Text(finding.text))
         Console().print(table)
     raise typer.Exit(0 if well else 1)
+
+
+@app.command("revoke")
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name of the MemberCluster.")],
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: HubNamespace = "prfaas",
+    wait_seconds: WaitSeconds = 30,
+    output: TableOrJson = "table",
+) -> None:
+    """Cut a member cluster off at once: no prompt goes there, and its certificates are refused.
+
+    Example: prfaas cluster revoke eu.
+    """
+    cluster, pools = asyncio.run(work.revoke(KubeContext(hub_kubeconfig, hub_context, namespace), name, wait_seconds))
+    facts = _facts(cluster, pools)
+    if output == "json":
+        typer.echo(json.dumps(facts))
+        return
+    typer.echo(f"{name} is revoked: {facts['certificate'] or 'no certificates are issued here'}")
+    if pools:
+        typer.echo(f"its pools {', '.join(pools)} get no prompt; `prfaas cluster join {name}` admits it again")
 
 
 @app.command("leave")

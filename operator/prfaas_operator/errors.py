@@ -65,6 +65,12 @@ class ClusterNotFoundError(ConfigError):
     reason: ClassVar = "ClusterNotFound"
 
 
+class ClusterRevokedError(ConfigError):
+    """A pool runs in a MemberCluster that was cut off."""
+
+    reason: ClassVar = "Revoked"
+
+
 class AddressingRefusedError(ConfigError):
     """A pool's engine cannot be reached at its node's ports, and its cluster is reached so."""
 

@@ -1,4 +1,4 @@
-"""`prfaas cluster join`, `list` and `leave`: registers a member cluster in the hub, lists and removes it."""
+"""`prfaas cluster join`, `list`, `revoke`, `leave`: registers a member cluster, lists it, cuts it off, removes it."""
 
 import asyncio
 from typing import Final
@@ -12,7 +12,7 @@ from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ConflictError
-from prfaas_operator.plan.conditions import READY
+from prfaas_operator.plan.conditions import CERTIFICATE_READY, READY
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.ownership import has_labels
@@ -92,6 +92,37 @@ async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Ob
             why = f"{ready.reason}: {ready.message}" if ready else "no operator has reconciled it; is it installed?"
             raise ConfigError(f"MemberCluster {name} is registered, but not Ready after {wait_seconds:g} s: {why}")
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> tuple[MemberCluster, tuple[str, ...]]:
+    """Cut a member cluster off; return it with its pools once its certificates are refused in the hub.
+
+    Raises ConfigError: there is no such MemberCluster, or the operator did not say so within `wait_seconds`.
+    """
+    async with open_context(hub) as here:
+        if await here.get(kinds.MEMBER_CLUSTER, name) is None:
+            raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
+        await here.merge(kinds.MEMBER_CLUSTER, name, {"spec": {"revoked": True}})
+        deadline = Deadline(wait_seconds)
+        while not is_cut_off(live := await here.get(kinds.MEMBER_CLUSTER, name) or {}):
+            if deadline.is_over:
+                found = (live.get("status") or {}).get("conditions") or ()
+                said = "; ".join(f"{one['type']}: {one['reason']}: {one['message']}" for one in found)
+                raise ConfigError(
+                    f"MemberCluster {name} is marked as revoked, but not cut off after {wait_seconds:g} s; does the "
+                    f"operator run? {said}"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        pools = [read(PrefillPool, pool) for pool in await here.list_all(kinds.PREFILL_POOL)]
+    return read(MemberCluster, live), users_of(name, pools)
+
+
+def is_cut_off(live: Object) -> bool:
+    """Return True if the operator has cut a MemberCluster off, also where it issues no certificates."""
+    found = {one["type"]: one for one in (live.get("status") or {}).get("conditions") or ()}
+    ready, certificate = found.get(READY), found.get(CERTIFICATE_READY)
+    seen = ready is not None and ready.get("observedGeneration") == live["metadata"]["generation"]
+    return seen and (certificate is None or certificate["reason"] == "Revoked")
 
 
 def ready_condition(live: Object) -> Condition | None:

@@ -90,11 +90,11 @@ class PeerCredentials:
 
         For an old connection pass the authorities of its handshake as `checked_by`: if they changed since, the chain is
         checked again. A new handshake may then succeed where the connection is refused. Raises IdentityError if the
-        certificate is no longer valid, or names no cluster.
+        certificate is no longer valid or revoked, or names no cluster.
         """
-        authorities = self.now().files.authorities
-        changed = checked_by not in (None, authorities)
-        return identity.check_peer(certificate, authorities if changed else None, utc_now())
+        files = self.now().files
+        changed = checked_by not in (None, files.authorities)
+        return identity.check_peer(certificate, files.authorities if changed else None, utc_now(), files.peers)
 
     def require_valid(self) -> None:
         ends = self.now().files.validity.not_after

@@ -74,6 +74,10 @@ class MemberClusterSpec(ApiModel):
     addressing: Literal["PodIP", "HostIP"] = "PodIP"
     """Address of a worker pod that the hub uses: the pod's own, or its node's through a hostPort."""
     link: Link
+    revoked: bool = False
+    """Cut the cluster off: it gets no prompt and no certificate, and its certificates are refused everywhere. `prfaas
+    cluster revoke` sets it, `prfaas cluster join` takes it back.
+    """
     deletion_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
     """Seconds that the deletion of a pool waits for an unreachable cluster. Then the pool is deleted and its children
     there stay.

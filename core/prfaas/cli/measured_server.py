@@ -195,7 +195,7 @@ class HttpServer:
         try:
             connection.connect()
             if isinstance(connection.sock, ssl.SSLSocket) and not connection.sock.context.check_hostname:
-                identity.check_peer(connection.sock.getpeercert(binary_form=True) or b"", None, utc_now())
+                identity.check_peer(connection.sock.getpeercert(True) or b"", None, utc_now(), identity.Peers())
         except BaseException:
             connection.close()
             raise

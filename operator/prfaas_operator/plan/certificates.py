@@ -18,7 +18,7 @@ accept each other. One Secret of the hub holds the states; a member's Secret is 
 module knows authorities by their digests; the caller has keys and texts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
 from typing import Final, NamedTuple
@@ -85,6 +85,10 @@ class Leaf(NamedTuple):
     serial: str = ""
 
 
+Revoked = frozenset[tuple[str, datetime]]
+"""Clusters, and the time since which their certificates of before are refused."""
+
+
 class SecretContent(NamedTuple):
     """The content of a holder's Secret. Without `leaf` it holds no usable certificate; `problem` says why."""
 
@@ -92,6 +96,7 @@ class SecretContent(NamedTuple):
     trusted: frozenset[str] = frozenset()
     written: datetime | None = None
     problem: str = ""
+    revoked: Revoked = frozenset()
 
 
 class Holder(NamedTuple):
@@ -119,13 +124,15 @@ def holder_name(identity: Identity) -> str:
 
 
 class Authorities(NamedTuple):
-    """Digests by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand."""
+    """Digests by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand. `revoked`
+    goes wherever the trusted authorities go."""
 
     current: frozenset[str] = frozenset()
     next: frozenset[str] = frozenset()
     previous: frozenset[str] = frozenset()
     ends: datetime | None = None
     signs: bool = False
+    revoked: Revoked = frozenset()
 
     @property
     def trusted(self) -> frozenset[str]:
@@ -165,7 +172,8 @@ def after(authorities: Authorities, chosen: RotationStep, announced: frozenset[s
     if chosen is RotationStep.ANNOUNCE:
         return authorities._replace(next=announced - current, previous=previous - announced)
     if chosen is RotationStep.PROMOTE:
-        return Authorities(announced, frozenset(), (current | previous | authorities.next) - announced)
+        replaced = (current | previous | authorities.next) - announced
+        return Authorities(announced, frozenset(), replaced, revoked=authorities.revoked)
     return authorities._replace(previous=frozenset())
 
 
@@ -230,7 +238,7 @@ class SecretChange(Enum):
     """The new content of a cluster's Secret."""
 
     NOTHING = "the certificate is unchanged"
-    TRUST = "the same certificate, other authorities"
+    TRUST = "the same certificate, other authorities or other revoked clusters"
     CERTIFICATE = "another certificate"
 
 
@@ -242,7 +250,8 @@ def wanted(authorities: Authorities, holder: Holder, terms: Terms, now: datetime
     if held.leaf is None:
         return SecretChange.NOTHING  # and none can be had yet
     stale = held.written is None or held.written > now + MAX_CLOCK_ERROR
-    return SecretChange.TRUST if held.trusted != authorities.trusted or stale else SecretChange.NOTHING
+    differs = (held.trusted, held.revoked) != (authorities.trusted, authorities.revoked)
+    return SecretChange.TRUST if differs or stale else SecretChange.NOTHING
 
 
 def _wants_certificate(
@@ -270,6 +279,45 @@ def _is_due(leaf: Leaf, terms: Terms, now: datetime) -> bool:
     if leaf.validity.not_after > now + terms.life + MAX_CLOCK_ERROR:
         return True
     return now >= identity.when_to_renew(begin, leaf.validity.not_after)
+
+
+class Revocation(NamedTuple):
+    """A member that was cut off: its certificates that began before `since` are refused. After `until` none is valid.
+
+    It outlives the member's return, since its old certificates do; `stands` is false from then on.
+    """
+
+    since: datetime
+    until: datetime
+    stands: bool = True
+
+
+def revocations(
+    known: Mapping[str, Revocation], members: Mapping[str, bool], ends: datetime, now: datetime
+) -> dict[str, Revocation]:
+    """Return who is cut off. `members` tells of each whether it is to be, and no certificate is valid after `ends`."""
+    now = now.replace(microsecond=0)  # certificates know no parts of a second
+    found = {name: one for name, one in known.items() if one.until > now}
+    for name, revoked in members.items():
+        before = found.get(name)
+        if revoked and (before is None or not before.stands):
+            found[name] = Revocation(now, ends)
+        elif before is not None and before.stands and not revoked:
+            found[name] = before._replace(stands=False)
+    return found
+
+
+def revoked_condition(name: str, authorities: Authorities, holders: Iterable[Holder]) -> ConditionState:
+    """Return the condition CertificateReady of a member that is cut off."""
+    since = dict(authorities.revoked).get(name)
+    if since is None:
+        return no("Revoking", "its certificates are about to be refused")
+    behind = [one.name for one in holders if one.held is None or (name, since) not in one.held.revoked]
+    still = f"; not told yet: {', '.join(behind)}" if behind else ""
+    return no(
+        "Revoking" if HUB in behind or GATEWAYS in behind else "Revoked",
+        f"its certificates of before {rfc3339(since)} are refused{still}",
+    )
 
 
 def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str], now: datetime) -> ConditionState:

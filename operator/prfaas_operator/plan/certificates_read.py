@@ -11,16 +11,28 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from prfaas import identity
-from prfaas.errors import PrfaasError
-from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.errors import IdentityError, PrfaasError
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_TRUSTED
 from prfaas.rights import Identity
 from prfaas_operator.errors import AuthorityDamagedError
-from prfaas_operator.plan.certificates import Authorities, Leaf, RotationStep, SecretContent, Terms, after
+from prfaas_operator.plan.certificates import (
+    Authorities,
+    Leaf,
+    Revocation,
+    Revoked,
+    RotationStep,
+    SecretContent,
+    Terms,
+    after,
+)
 
 NEXT: Final = "next.crt"
 NEXT_KEY: Final = "next.key"
 PREVIOUS: Final = "previous.crt"
+REVOCATIONS: Final = "revocations.json"
 WRITTEN_AT: Final = "prfaas.io/written-at"
 
 Secret = Mapping[str, Any]
@@ -34,6 +46,17 @@ class Store(NamedTuple):
     certificates: Mapping[str, bytes]
     key: bytes = b""
     next_key: bytes = b""
+    revocations: Mapping[str, Revocation] = {}
+
+    @property
+    def revoked(self) -> dict[str, datetime]:
+        """The time since which certificates of a cluster are refused, by cluster."""
+        return {name: one.since for name, one in self.revocations.items()}
+
+    @property
+    def last_end(self) -> datetime:
+        """The time after which no certificate of the trusted authorities is valid."""
+        return max(identity.validity_of_pem(text).not_after for text in self.certificates.values())
 
     @property
     def bundle(self) -> bytes:
@@ -53,6 +76,7 @@ class Store(NamedTuple):
             NEXT: self.texts(states.next),
             NEXT_KEY: self.next_key,
             PREVIOUS: self.texts(states.previous),
+            REVOCATIONS: msgspec.json.encode(self.revocations) if self.revocations else b"",
         }
         return {name: content for name, content in entries.items() if content}
 
@@ -85,6 +109,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
             identity.signing_certificate(identity.KeyPair(texts[NEXT], texts[NEXT_KEY]))
         if not current:
             raise AuthorityDamagedError(f"it has no {TLS_CERT}")
+        revocations = _read_revocations(content(secret, REVOCATIONS))
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
         raise AuthorityDamagedError(
@@ -96,8 +121,16 @@ def read_store(secret: Secret, now: datetime) -> Store:
         frozenset(previous) - frozenset(current) - frozenset(following),
         ends,
         signs=bool(texts[TLS_KEY]) and now < ends,
+        revoked=frozenset((name, one.since) for name, one in revocations.items()),
     )
-    return Store(states, {**current, **following, **previous}, texts[TLS_KEY], texts[NEXT_KEY])
+    return Store(states, {**current, **following, **previous}, texts[TLS_KEY], texts[NEXT_KEY], revocations)
+
+
+def _read_revocations(text: bytes) -> dict[str, Revocation]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Revocation]) if text else {}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise AuthorityDamagedError(f"{REVOCATIONS} cannot be read: {error}") from error
 
 
 def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
@@ -110,9 +143,10 @@ def advance(store: Store, step: RotationStep, added: Mapping[str, bytes], key: b
     states = after(store.authorities, step, frozenset(added))
     known = {**store.certificates, **added}
     certificates = {one: known[one] for one in sorted(states.trusted)}
+    after_it = store._replace(authorities=states, certificates=certificates)
     if step is RotationStep.ANNOUNCE:
-        return Store(states, certificates, store.key, key)
-    return Store(states, certificates, key if step is RotationStep.PROMOTE else store.key)
+        return after_it._replace(next_key=key)
+    return after_it._replace(key=key if step is RotationStep.PROMOTE else store.key, next_key=b"")
 
 
 def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
@@ -121,10 +155,12 @@ def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
 
 
 def issue(store: Store, who: Identity, now: datetime, terms: Terms) -> identity.KeyPair:
-    """Return a new certificate of the current authority; it ends no later than the authority."""
+    """Return a new certificate of the current authority; it ends no later than that, and begins after a revocation."""
     validity = identity.valid_for(now, terms.life / DAY)
     if store.authorities.ends is not None:
         validity = validity._replace(not_after=min(validity.not_after, store.authorities.ends))
+    since = store.revoked.get(who.cluster, validity.not_before)
+    validity = validity._replace(not_before=max(validity.not_before, since))
     authority = identity.KeyPair(store.texts(store.authorities.current), store.key)
     return identity.issue(authority, who.cluster, validity, who.part)
 
@@ -138,20 +174,30 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
     except PrfaasError:
         trusted = frozenset()
     try:
-        leaf, problem = _leaf(secret, store.bundle, now), ""
+        leaf, problem = _leaf(secret, store.bundle, store.revoked, now), ""
     except PrfaasError as error:
         leaf, problem = None, str(error)
-    return SecretContent(leaf, trusted, _written_at(secret), problem)
+    return SecretContent(leaf, trusted, _written_at(secret), problem, _read_revoked(secret))
 
 
-def read_issued(secret: Secret, now: datetime) -> Leaf:
-    """Read an issuer's certificate for a cluster. Raises PrfaasError: it cannot be used."""
-    return _leaf(secret, content(secret, TLS_TRUSTED), now)
+def read_issued(secret: Secret, revoked: Mapping[str, datetime], now: datetime) -> Leaf:
+    """Read an issuer's certificate for a holder. Raises PrfaasError: it cannot be used."""
+    return _leaf(secret, content(secret, TLS_TRUSTED), revoked, now)
 
 
-def _leaf(secret: Secret, trusted: bytes, now: datetime) -> Leaf:
+def _read_revoked(secret: Secret) -> Revoked:
+    text = content(secret, TLS_REVOKED)
+    try:
+        return frozenset(identity.read_revoked(text).items()) if text else frozenset()
+    except PrfaasError:
+        return frozenset()
+
+
+def _leaf(secret: Secret, trusted: bytes, revoked: Mapping[str, datetime], now: datetime) -> Leaf:
     certificate = content(secret, TLS_CERT)
     facts = identity.check(certificate, content(secret, TLS_KEY), trusted, now)
+    if identity.is_revoked(facts.identity, facts.validity, revoked):
+        raise IdentityError(f"the certificate of {facts.identity} is from before it was revoked; renew it")
     return Leaf(facts.identity, facts.authority, facts.validity, next(iter(identity.by_digest(certificate))))
 
 

@@ -80,6 +80,8 @@ def _reachable(contact: Contact) -> ConditionState:
 def _ready(cluster: MemberCluster, contact: Contact) -> ConditionState:
     if contact.error is not None:
         return no(reason_of(contact.error), str(contact.error))
+    if cluster.spec.revoked:
+        return no("Revoked", f"cut off; `prfaas cluster join {cluster.metadata.name}` admits it again")
     return yes("AllReady", f"pools can run in namespace {cluster.spec.namespace} of {cluster.metadata.name}")
 
 

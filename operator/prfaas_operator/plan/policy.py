@@ -52,6 +52,11 @@ class PolicyFacts(NamedTuple):
         """The pools that serve the policy's model; no request ever goes to another model."""
         return tuple(pool for pool in self.named_pools if pool.spec.model.name == self.policy.spec.model)
 
+    @property
+    def revoked(self) -> frozenset[str]:
+        """The member clusters that are cut off: no prompt goes there, and no cache of theirs is used."""
+        return frozenset(name for name, cluster in self.clusters.items() if cluster.spec.revoked)
+
     def pods_pool_uid(self, pool: PoolObject) -> str:
         """Return the uid in the labels of a routed pool's pods: its own, or its DecodePool's if it shares instances."""
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
@@ -68,6 +73,7 @@ def readiness(
         _unshared_pool(facts),
         _model_mismatch(facts),
         _engine_mismatch(facts),
+        _revoked_pool(facts),
         no(reason_of(child_errors[0]), str(child_errors[0])) if child_errors else None,
         _idle_pool(facts, table),
         _gateway(facts, gateway),
@@ -139,6 +145,14 @@ def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
                 f"{first.kind_name} {first.metadata.name} {theirs}; {engine.title} carries caches only between equal "
                 "ones: they serve nothing together until both have the same, or none",
             )
+    return None
+
+
+def _revoked_pool(facts: PolicyFacts) -> ConditionState | None:
+    for pool in facts.routed_pools:
+        if pool.spec.cluster_name in facts.revoked:
+            what = f"{pool.kind_name} {pool.metadata.name}"
+            return no("Revoked", f"MemberCluster {pool.spec.cluster_name} is revoked: {what} gets no prompt")
     return None
 
 
@@ -266,7 +280,7 @@ def _clusters(
             round_trip_millis=cluster.spec.link.round_trip_millis,
         )
         for name, cluster in sorted(facts.clusters.items())
-        if name in used
+        if name in used and name not in facts.revoked
     )
 
 
@@ -280,6 +294,8 @@ def _instances(
     found: list[routes.Instance] = []
     for pool in facts.known_pools:
         name = pool.spec.cluster_name or HUB
+        if name in facts.revoked:
+            continue
         pods = views.get(name, UNSEEN).pods
         if pods is None:
             found += _carried(pool, name, previous)

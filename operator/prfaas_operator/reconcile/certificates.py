@@ -113,6 +113,7 @@ class Certificates:
         self._passed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._problems: dict[str, ConditionState] = {}
+        self._members_revoked: dict[str, bool] = {}
         self._once = LogOnce(log)
 
     async def run(self) -> None:
@@ -205,11 +206,13 @@ class Certificates:
         now = self._hub.client.now()
         self._since = self._since or now  # not before the hub's first answer has set the clock
         try:
-            targets = await self._ask_issuer(targets)
-            if live is None:
+            store = read.read_store(live, now) if live is not None else None
+            targets = await self._ask_issuer(targets, store.revoked if store else {})
+            if live is None or store is None:
                 await self._make_first(targets)
                 return
-            store = read.read_store(live, now)
+            if await self._revoke(live, store, now):
+                return
         except PrfaasError as error:
             await self._hold(targets, reason_of(error), str(error))
             return
@@ -226,7 +229,11 @@ class Certificates:
         found = [await self._own(who) for who in (Identity(HUB, GATEWAY), self._hubs_instances())]
         # Listed again: a cluster that kopf's watch has not delivered yet counts before an authority is retired.
         members = await self._hub.client.list_all(MEMBER_CLUSTER)
-        found += await asyncio.gather(*(self._member(member) for member in members))
+        self._members_revoked = {
+            one["metadata"]["name"]: (one.get("spec") or {}).get("revoked") is True for one in members
+        }
+        heard = [one for one in members if not self._members_revoked[one["metadata"]["name"]]]
+        found += await asyncio.gather(*(self._member(member) for member in heard))
         foreign = {one.name for one in found if one.secret is not None and not has_labels(one.secret, one.labels)}
         names = [member["metadata"]["name"] for member in members]
         self._problems = {
@@ -264,7 +271,19 @@ class Certificates:
         """Return a Secret of the hub as the object of Events, with or without that Secret."""
         return manifest(SECRET, {"name": secret, "namespace": self._hub.client.namespace, "uid": ""})
 
-    async def _ask_issuer(self, targets: Sequence[_Target]) -> Sequence[_Target]:
+    async def _revoke(self, live: Object, store: Store, now: datetime) -> bool:
+        """Record who is cut off, and who is no longer; return True if that changed, and the next pass must tell it."""
+        found = plan.revocations(store.revocations, self._members_revoked, store.last_end, now)
+        if found == store.revocations:
+            return False
+        with suppress(ConflictError):  # somebody changed it since it was read
+            await self._hub.client.apply(render.authority_secret(store._replace(revocations=found).data, live))
+        for name in sorted(found.keys() - store.revocations.keys()):
+            log.info("MemberCluster %s is revoked: its certificates are refused", name)
+        self._wake.set()
+        return True
+
+    async def _ask_issuer(self, targets: Sequence[_Target], revoked: Mapping[str, datetime]) -> Sequence[_Target]:
         """Request a certificate for each holder from the issuer, if there is one, and add the issued ones.
 
         Raises InvalidObjectError: cert-manager is not installed.
@@ -274,7 +293,7 @@ class Certificates:
             return targets
         known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
         wanted = [(target, render.certificate(target.who, issuer, self._terms.life)) for target in targets]
-        return [target._replace(issued=await _issued(hub, target.name, known, one)) for target, one in wanted]
+        return [target._replace(issued=await _issued(hub, target.name, known, one, revoked)) for target, one in wanted]
 
     async def _make_first(self, targets: Sequence[_Target]) -> None:
         """Make the first authority if there never was one; the next pass uses it."""
@@ -326,7 +345,7 @@ class Certificates:
                 pair = _pair_of(issued.secret)
             else:
                 pair = read.issue(store, target.who, now, self._terms)
-            content = render.held_secret(target.secret_name, target.labels, pair, store.bundle, now)
+            content = render.held_secret(target.secret_name, target.labels, pair, store, now)
             live = await target.cluster.apply(content)
         except PrfaasError as error:
             return holder._replace(held=SecretContent(problem=str(error)))
@@ -368,16 +387,23 @@ class Certificates:
         authorities, moment = store.authorities, self._moment()
         held_up = plan.waiting_for(authorities, holders, self._terms, moment) if authorities.next else ()
         leaves = {one.name: one.held.leaf for one in holders if one.held is not None and one.held.leaf is not None}
-        self._set({one.name: plan.condition(authorities, one, held_up, moment.now) for one in holders}, set(leaves))
+        states = {one.name: plan.condition(authorities, one, held_up, moment.now) for one in holders}
+        for name in self._revoked_members:
+            states[name] = plan.revoked_condition(name, authorities, holders)
+        self._set(states, set(leaves))
         if authorities.ends is not None:
             metrics.AUTHORITY_EXPIRES.set(authorities.ends.timestamp())
         for name, leaf in leaves.items():
             metrics.CERTIFICATE_EXPIRES.labels(name).set(leaf.validity.not_after.timestamp())
 
+    @property
+    def _revoked_members(self) -> list[str]:
+        return [name for name, revoked in self._members_revoked.items() if revoked]
+
     async def _hold(self, targets: Sequence[_Target], reason: str, message: str) -> None:
         """Change nothing, and say why: instances continue with their certificates."""
         self._set(
-            {target.name: no(reason, message) for target in targets},
+            {name: no(reason, message) for name in (*(target.name for target in targets), *self._revoked_members)},
             {target.name for target in targets if target.secret is not None},
         )
         await self._say_of_authority("Warning", reason, message)
@@ -432,7 +458,9 @@ def _pair_of(secret: Object | None) -> KeyPair:
     return KeyPair(read.content(secret or {}, TLS_CERT), read.content(secret or {}, TLS_KEY))
 
 
-async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object) -> _Issued:
+async def _issued(
+    hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object, revoked: Mapping[str, datetime]
+) -> _Issued:
     """Apply the Certificate of one holder if it differs; `known` are the present ones by name."""
     live = known.get(wanted["metadata"]["name"])
     if live is None or view(live["spec"], wanted["spec"]) != wanted["spec"]:
@@ -443,7 +471,7 @@ async def _issued(hub: ClusterClient, name: str, known: Mapping[str, Object], wa
     try:
         if not read.content(secret, TLS_TRUSTED).strip():
             return _Issued(problem=f"the issuer gives no {TLS_TRUSTED}; choose an issuer that publishes its authority")
-        return _Issued(read.read_issued(secret, hub.now()), secret)
+        return _Issued(read.read_issued(secret, revoked, hub.now()), secret)
     except PrfaasError as error:
         return _Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
 

@@ -24,7 +24,7 @@ from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, ReconcileResult
-from prfaas_operator.errors import ClusterNotFoundError, ForbiddenError, reason_of
+from prfaas_operator.errors import ClusterNotFoundError, ClusterRevokedError, ForbiddenError, reason_of
 from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
@@ -68,6 +68,12 @@ class PoolReconciler:
             return self.roles.reconcile_sharer(pool, live)
         await self._check_secrets(pool)
         member = self._member(pool)
+        if member and member.spec.revoked:
+            name = member.metadata.name
+            raise ClusterRevokedError(
+                f"MemberCluster {name} is revoked: its instances get no prompt, and nothing is changed there; delete "
+                f"the pool, or run `prfaas cluster join {name}` to admit the cluster again"
+            )
         plan.check_addressing(pool, member)
         check_profile(pool)
         cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client

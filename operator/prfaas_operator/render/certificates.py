@@ -16,7 +16,7 @@ from prfaas.rights import Identity
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.certificates import GATEWAYS, Issuer, holder_name
-from prfaas_operator.plan.certificates_read import WRITTEN_AT
+from prfaas_operator.plan.certificates_read import WRITTEN_AT, Store
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, PART_OF
 
 SECRET: Final = names.TLS_SECRET
@@ -73,10 +73,13 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
     return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
 
 
-def held_secret(name: str, wanted_labels: Mapping[str, str], pair: KeyPair, trusted: bytes, now: datetime) -> Object:
-    """Return the Secret that holds a holder's certificate, key and trusted authorities."""
+def held_secret(name: str, wanted_labels: Mapping[str, str], pair: KeyPair, store: Store, now: datetime) -> Object:
+    """Return the Secret that holds a holder's certificate and key, the trusted authorities, and who is revoked."""
     metadata = {"name": name, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
-    return _secret(metadata, {names.TLS_CERT: pair.certificate, names.TLS_KEY: pair.key, names.TLS_TRUSTED: trusted})
+    data = {names.TLS_CERT: pair.certificate, names.TLS_KEY: pair.key, names.TLS_TRUSTED: store.bundle}
+    if store.revoked:
+        data[names.TLS_REVOKED] = identity.write_revoked(store.revoked)
+    return _secret(metadata, data)
 
 
 def authority_secret(data: Mapping[str, bytes], live: Mapping[str, Any] | None) -> Object:

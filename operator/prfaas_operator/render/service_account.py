@@ -86,6 +86,7 @@ def member_cluster(registration: Registration) -> Object:
         "addressing": registration.addressing,
         "datacenter": registration.datacenter,
         "region": registration.region,
+        "revoked": False,  # who joins again is admitted again, with new certificates
         "link": {"capacityMbps": registration.link_mbps, "roundTripMillis": registration.round_trip_millis},
     }
     return manifest(kinds.MEMBER_CLUSTER, {"name": registration.name, "labels": LABELS}, spec=spec)

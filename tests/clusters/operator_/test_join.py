@@ -1,5 +1,6 @@
 """Proves that `prfaas cluster` registers and removes a member on real API servers, and makes what its chart makes."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -7,7 +8,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
+from prfaas import identity
+from prfaas.errors import IdentityError
 from prfaas_operator.render.service_account import member_account
 
 pytestmark = pytest.mark.clusters
@@ -50,6 +55,50 @@ def test_a_cluster_joins_carries_a_pool_and_leaves_without_a_trace(world):
     kinds = "serviceaccounts,secrets,roles,rolebindings,deployments"
     leftovers = member.kubectl("-n", namespace, "get", kinds, "-l", "app.kubernetes.io/part-of=prfaas", "-o", "name")
     assert leftovers.strip() == ""
+
+
+def test_a_cluster_is_cut_off_and_joins_again_with_another_certificate(world):
+    there = at_member(world, world.member.name)
+    assert run(world, "join", "away", "--link-mbps", "10", *there).returncode == 0
+    world.hub.apply(world.pool("PrefillPool", "carried", clusterName="away"))
+    world.eventually(lambda: world.member.exists("secret", "prfaas-tls"), "it has a certificate")
+    stolen = tls_files(world.member)
+    assert not refusal(world.hub, stolen), "the control: it is accepted, and valid for hours"
+    cut = run(world, "revoke", "away", "-o", "json")
+    assert cut.returncode == 0, cut.stderr
+    said = json.loads(cut.stdout)
+    assert (said["revoked"], said["pools"], "are refused" in said["certificate"]) == (True, ["carried"], True)
+    for name in ("prfaas-tls", "prfaas-gateway-tls"):
+        assert "is revoked since" in refusal(world.hub, stolen, name)
+    world.hub.wait_reason("pfpool", "carried", "Revoked")
+    again = run(world, "revoke", "away")
+    assert (again.returncode, "its pools carried get no prompt" in again.stdout) == (0, True)
+    assert run(world, "join", "away", "--link-mbps", "10", *there).returncode == 0
+    world.eventually(lambda: not refusal(world.hub, tls_files(world.member)), "it has another certificate")
+    assert "is revoked since" in refusal(world.hub, stolen)
+    world.hub.delete("pfpool", "carried")
+    assert run(world, "leave", "away", *there).returncode == 0
+
+
+def tls_files(place, name: str = "prfaas-tls") -> dict[str, bytes]:
+    return {key: base64.b64decode(value) for key, value in place.get("secret", name)["data"].items()}
+
+
+def refusal(place, certificate: dict[str, bytes], name: str = "prfaas-tls") -> str:
+    """Return why the holders of a Secret refuse a certificate; empty if they accept it."""
+    own = tls_files(place, name)
+    der = x509.load_pem_x509_certificate(certificate["tls.crt"]).public_bytes(Encoding.DER)
+    revoked = identity.read_revoked(own["revoked.json"]) if "revoked.json" in own else {}
+    try:
+        identity.check_peer(der, own["ca.crt"], datetime.now(UTC), identity.Peers(revoked))
+    except IdentityError as error:
+        return str(error)
+    return ""
+
+
+def test_nobody_is_cut_off_by_a_wrong_name(world):
+    tried = run(world, "revoke", "nobody")
+    assert (tried.returncode, "MemberCluster nobody does not exist" in tried.stderr) == (1, True)
 
 
 def test_join_uses_the_chart_where_it_is_installed_and_leaves_it_there(world):

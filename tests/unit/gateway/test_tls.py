@@ -11,6 +11,7 @@ from aiohttp import web
 from prfaas import identity
 from prfaas.credentials import FILES
 from prfaas.errors import ConfigError, UnreachableError
+from prfaas.names import TLS_REVOKED
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.upstream import GatewayCredentials, Upstream
@@ -116,3 +117,15 @@ async def test_new_files_are_used_by_the_next_request_and_bad_ones_change_nothin
 def test_a_directory_that_cannot_be_used_at_the_start_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"--tls-dir .*tls\.crt cannot be read"):
         GatewayCredentials(tmp_path)
+
+
+async def test_a_gateway_sends_no_request_to_a_worker_whose_cluster_was_revoked(serve: Callable, tmp_path: Path):
+    """It knows within the next request, with a certificate that is still valid. The control is the request before."""
+    worker, folder = await serve("eu", FIRST), put(tmp_path / "gateway", "hub", FIRST)
+    async with Upstream(Limits(), GatewayCredentials(folder)) as upstream:
+        assert (await upstream.post(worker, "/x", {}, b"")).status == 200
+        (folder / TLS_REVOKED).write_bytes(identity.write_revoked({"eu": NOW}))
+        with pytest.raises(UnreachableError, match="revoked"):
+            await upstream.post(worker, "/x", {}, b"")
+        (folder / TLS_REVOKED).unlink()
+        assert (await upstream.post(worker, "/x", {}, b"")).status == 200

@@ -20,6 +20,7 @@ from prfaas.identity import KeyPair, Validity
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 DAY = datetime.timedelta(days=1)
 YEAR = identity.valid_for(NOW, 365)
+EVERYBODY = identity.Peers()
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +72,13 @@ def test_a_certificate_says_its_cluster_and_openssl_accepts_it_on_both_sides(tmp
     assert facts == (("hub", ""), YEAR, *identity.by_digest(authority.certificate))
     seen_by_server, seen_by_client = handshake(tmp_path, hub, eu, authority.certificate)
     assert (seen_by_server, seen_by_client) == (der(eu), der(hub))
-    assert identity.check_peer(der(eu), authority.certificate, NOW) == ("prefill-eu", "")
+    assert identity.check_peer(der(eu), authority.certificate, NOW, EVERYBODY) == ("prefill-eu", "")
 
 
 def test_a_certificate_may_say_which_part_of_its_cluster_it_is(authority):
     for part in ("gateway", "worker"):
         pair = identity.issue(authority, "hub", YEAR, part)
-        assert identity.check_peer(der(pair), authority.certificate, NOW) == ("hub", part)
+        assert identity.check_peer(der(pair), authority.certificate, NOW, EVERYBODY) == ("hub", part)
     with pytest.raises(ConfigError, match="'king' is no part of a cluster; give one of gateway, worker"):
         identity.issue(authority, "hub", YEAR, "king")
 
@@ -106,7 +107,7 @@ def test_a_server_has_the_dns_names_and_addresses_that_it_was_issued_for_and_no_
     assert names.get_values_for_type(x509.DNSName) == ["kubernetes.default"]
     assert [str(one) for one in names.get_values_for_type(x509.IPAddress)] == ["127.0.0.1", "::1"]
     with pytest.raises(IdentityError, match="names no cluster"):
-        identity.check_peer(der(pair), authority.certificate, NOW)
+        identity.check_peer(der(pair), authority.certificate, NOW, EVERYBODY)
 
 
 def test_openssl_and_we_refuse_another_authority(tmp_path, authority, other):
@@ -114,7 +115,7 @@ def test_openssl_and_we_refuse_another_authority(tmp_path, authority, other):
     with pytest.raises(ssl.SSLError):
         handshake(tmp_path, ours, theirs, authority.certificate)
     with pytest.raises(IdentityError, match=r"issued by CN=second, which is not trusted; trusted are: CN=first\."):
-        identity.check_peer(der(theirs), authority.certificate, NOW)
+        identity.check_peer(der(theirs), authority.certificate, NOW, EVERYBODY)
 
 
 def test_a_bundle_of_two_authorities_accepts_both_while_one_replaces_the_other(tmp_path, authority, other):
@@ -122,13 +123,13 @@ def test_a_bundle_of_two_authorities_accepts_both_while_one_replaces_the_other(t
     assert both == authority.certificate + other.certificate
     old, new = identity.issue(authority, "a", YEAR), identity.issue(other, "b", YEAR)
     handshake(tmp_path, old, new, both)
-    assert [identity.check_peer(der(pair), both, NOW).cluster for pair in (old, new)] == ["a", "b"]
+    assert [identity.check_peer(der(pair), both, NOW, EVERYBODY).cluster for pair in (old, new)] == ["a", "b"]
 
 
 def test_the_signer_is_found_in_a_bundle_by_its_key(authority, other):
     both = KeyPair(authority.certificate + other.certificate, other.key)
     made = identity.issue(both, "hub", YEAR)
-    assert identity.check_peer(der(made), other.certificate, NOW).cluster == "hub"
+    assert identity.check_peer(der(made), other.certificate, NOW, EVERYBODY).cluster == "hub"
     with pytest.raises(ConfigError, match="fits none of its certificates"):
         identity.issue(KeyPair(authority.certificate, other.key), "hub", YEAR)
 
@@ -147,7 +148,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
         .sign(key, hashes.SHA256())
     )
     with pytest.raises(IdentityError, match="not trusted"):
-        identity.check_peer(forged.public_bytes(serialization.Encoding.DER), authority.certificate, NOW)
+        identity.check_peer(forged.public_bytes(serialization.Encoding.DER), authority.certificate, NOW, EVERYBODY)
     chain = forged.public_bytes(serialization.Encoding.PEM) + leaf.certificate
     with pytest.raises(IdentityError, match="not trusted"):
         identity.check(chain, leaf.key, authority.certificate, NOW)
@@ -156,11 +157,12 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
 def test_validity_begins_before_now_for_slow_clocks_and_ends_when_requested(authority):
     pair = identity.issue(authority, "hub", identity.valid_for(NOW, 1))
     for moment in (NOW - identity.CLOCK_SKEW, NOW, NOW + DAY):
-        assert identity.check_peer(der(pair), authority.certificate, moment).cluster == "hub"
+        assert identity.check_peer(der(pair), authority.certificate, moment, EVERYBODY).cluster == "hub"
+    early = NOW - identity.CLOCK_SKEW - datetime.timedelta(seconds=1)
     with pytest.raises(IdentityError, match=r"is not valid before .* UTC; check both clocks"):
-        identity.check_peer(der(pair), authority.certificate, NOW - identity.CLOCK_SKEW - datetime.timedelta(seconds=1))
+        identity.check_peer(der(pair), authority.certificate, early, EVERYBODY)
     with pytest.raises(IdentityError, match=r"expired at .* UTC; renew it"):
-        identity.check_peer(der(pair), None, NOW + DAY + datetime.timedelta(seconds=1))
+        identity.check_peer(der(pair), None, NOW + DAY + datetime.timedelta(seconds=1), EVERYBODY)
 
 
 def test_an_expired_authority_takes_its_certificates_along():
@@ -214,7 +216,7 @@ def test_a_certificate_that_names_no_cluster_or_two_proves_none(authority, uris:
         builder = builder.add_extension(names, critical=False)
     raw = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
     with pytest.raises(IdentityError, match="names no cluster"):
-        identity.check_peer(raw, authority.certificate, NOW)
+        identity.check_peer(raw, authority.certificate, NOW, EVERYBODY)
 
 
 def test_distinguishes_a_key_of_another_certificate_from_unreadable_files(authority):
@@ -226,7 +228,7 @@ def test_distinguishes_a_key_of_another_certificate_from_unreadable_files(author
     with pytest.raises(ConfigError, match="key cannot be read"):
         identity.check(one.certificate, one.key[:100], authority.certificate, NOW)
     with pytest.raises(IdentityError, match="cannot be read"):
-        identity.check_peer(b"nothing", authority.certificate, NOW)
+        identity.check_peer(b"nothing", authority.certificate, NOW, EVERYBODY)
 
 
 def test_certificates_of_other_issuers_may_have_other_kinds_of_keys(authority):
@@ -254,3 +256,25 @@ def test_renewal_is_due_when_a_third_of_the_life_is_left():
 def test_a_key_is_in_no_repr(authority):
     assert "PRIVATE" in authority.key.decode()
     assert "PRIVATE" not in repr(authority)
+
+
+def test_what_a_cluster_got_before_it_was_revoked_is_refused_and_what_it_gets_later_is_not(authority):
+    """The control: the same certificate, while nobody is revoked."""
+    old = identity.issue(authority, "eu", identity.valid_for(NOW, 1))
+    cut = identity.Peers({"eu": NOW})
+    with pytest.raises(IdentityError, match=r"is revoked since .*`prfaas cluster join eu` admits"):
+        identity.check_peer(der(old), authority.certificate, NOW, cut)
+    assert identity.check_peer(der(old), authority.certificate, NOW, EVERYBODY).cluster == "eu"
+    new = identity.issue(authority, "eu", Validity(NOW, NOW + DAY))
+    assert identity.check_peer(der(new), authority.certificate, NOW, cut).cluster == "eu"
+    other_one = identity.issue(authority, "us", identity.valid_for(NOW, 1))
+    assert identity.check_peer(der(other_one), authority.certificate, NOW, cut).cluster == "us"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"{", b'{"eu": 1}', b'{"eu": "soon"}', b'{"eu": "2026-01-01T00:00:00"}', b"\xff"]
+)
+def test_a_list_of_revoked_clusters_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="no list of revoked clusters"):
+        identity.read_revoked(text)
+    assert identity.read_revoked(identity.write_revoked({"eu": NOW})) == {"eu": NOW}

@@ -86,12 +86,12 @@ def test_no_key_is_in_what_a_log_would_print():
 
 def test_a_clusters_secret_is_judged_by_the_hubs_authorities_and_not_by_its_own():
     store, pair = store_of(ONE), read.issue(store_of(ONE), Identity("eu"), NOW, TERMS)
-    manifest = render.held_secret("prfaas-tls", render.labels("eu"), pair, store.bundle, NOW)
+    manifest = render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW)
     held = read.read_held(manifest, store, NOW)
     assert held.leaf is not None
     assert (held.leaf.identity.cluster, held.trusted, held.written) == ("eu", store.authorities.trusted, NOW)
     stranger = read.issue(store_of(TWO), Identity("eu"), NOW, TERMS)
-    forged = render.held_secret("prfaas-tls", render.labels("eu"), stranger, TWO.certificate, NOW)
+    forged = render.held_secret("prfaas-tls", render.labels("eu"), stranger, store_of(TWO), NOW)
     found = read.read_held(forged, store, NOW)
     assert found.leaf is None
     assert "not trusted" in found.problem

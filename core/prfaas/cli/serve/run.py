@@ -65,7 +65,7 @@ class Caller:
     def __init__(self, tls_dir: Path | None):
         self._context = CredentialFiles(tls_dir, _context) if tls_dir else None
         if self._context is not None:
-            self.home = home_of(self._context.now().cluster)
+            self.home = home_of(self._context.now()[1].cluster)
 
     def profile(self, url: str, cluster: str) -> ProfileAnswer:
         """Return the profile of an instance of this cluster; raises PeerError as `call` does."""
@@ -106,22 +106,18 @@ class Caller:
             return
         connection.connect()
         if parts.scheme == "https" and self._context is not None:
-            tls = self._context.now().wrap_socket(connection.sock, server_hostname=parts.hostname)
+            context, files = self._context.now()
+            tls = context.wrap_socket(connection.sock, server_hostname=parts.hostname)
             connection.sock = tls
-            found = identity.check_peer(tls.getpeercert(binary_form=True) or b"", None, utc_now()).cluster
+            found = identity.check_peer(tls.getpeercert(binary_form=True) or b"", None, utc_now(), files.peers).cluster
             if found != cluster:
                 raise IdentityError(f"{parts.netloc} shows a certificate of cluster {found!r}, not of {cluster!r}")
 
 
-class _Context(ssl.SSLContext):
-    cluster: str = ""
-
-
-def _context(files: Files) -> _Context:
-    context = tls13(_Context, ssl.PROTOCOL_TLS_CLIENT)
-    context.cluster = files.cluster
+def _context(files: Files) -> tuple[ssl.SSLContext, Files]:
+    context = tls13(ssl.SSLContext, ssl.PROTOCOL_TLS_CLIENT)
     load(context, files)
-    return context
+    return context, files
 
 
 def follow_service(settings: Settings, caller: Caller, control_socket: Path) -> Iterator[None]:
