@@ -3,12 +3,19 @@
 aiohttp answers such a request with plain text, and logs a traceback that quotes it: a key too, if a header was too
 long. Here the answer has OpenAI's form, and the log gets one line without anything that the client sent. This happens
 before any route and any key, in gateway and worker alike.
+
+Connections are bounded, too: their number in all and by client, the time and size of a head, and the time without a
+request. aiohttp closes what is idle; the rest is here, since it knows neither a deadline of a head nor a number.
 """
 
 import asyncio
 import logging
+import resource
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NamedTuple
+from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 from aiohttp import EMPTY_PAYLOAD, HttpVersion11, StreamReader, web
@@ -22,7 +29,10 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES: Final = 33 << 10
 """The longest request line or header: a value of 32 KiB, such as a token with many claims, and its name."""
 MAX_HEADERS: Final = 64
-"""So a stranger's headers take no more than 2 MiB, and as much again for aiohttp's raw copy of them."""
+MAX_HEAD_BYTES: Final = 128 << 10
+"""Of a request's first line and headers together, which aiohttp holds twice."""
+DESCRIPTORS: Final = 3
+"""That a connection may need: its own, and those to the two instances that serve its request."""
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Of an event stream: proxies pass each event on at once."""
 # Decoded by aiohttp, or refused by its parser where the library for it is missing.
@@ -55,14 +65,37 @@ def unreadable_body(error: Exception) -> RequestError:
     return RequestError(f"the body does not match the encoding or length in its headers: {error}")
 
 
+class ConnectionBounds(NamedTuple):
+    """What a port keeps of strangers' connections."""
+
+    most: int = 10_000
+    """In all, or fewer where the process may open fewer files; one client may have half of them. Many clients may
+    have the address of one proxy."""
+    head_seconds: float = 10.0
+    """From a connection's start, or from the first byte of a later head, to the end of the head."""
+    idle_seconds: float = 650.0
+    """Longer than proxies keep a connection, which would send a request into a closing one: Google's keep it 600 s."""
+
+
+DEFAULT_BOUNDS: Final = ConnectionBounds()
+
+
 class PublicRunner(web.AppRunner):
     """Runs an application at a port that strangers reach.
 
     `unserved` is no middleware: that would cost every request, 4 % of a short one in our gateway.
     """
 
-    def __init__(self, app: web.Application, *, shutdown_timeout: float, unserved: Unserved | None = None):
+    def __init__(
+        self,
+        app: web.Application,
+        *,
+        shutdown_timeout: float,
+        unserved: Unserved | None = None,
+        bounds: ConnectionBounds = DEFAULT_BOUNDS,
+    ):
         self._unserved = unserved
+        self._bounds = bounds
         # A cancelled handler aborts the work for a client that leaves.
         super().__init__(app, handler_cancellation=True, shutdown_timeout=shutdown_timeout)
         app.on_response_prepare.append(_close_old_connections)
@@ -73,7 +106,15 @@ class PublicRunner(web.AppRunner):
             _checked(made.request_handler, self._unserved),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
+            bounds=self._bounds._replace(most=min(self._bounds.most, _open_files() // DESCRIPTORS)),
         )
+
+
+def _open_files() -> int:
+    """Return how many files the process may open, after raising that to what the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most if most != resource.RLIM_INFINITY else 1 << 30
 
 
 def close_after(response: web.StreamResponse) -> None:
@@ -89,19 +130,53 @@ async def _close_old_connections(request: web.Request, response: web.StreamRespo
 
 
 class _Server(web.Server):
+    def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.bounds = bounds
+        self.open: Counter[str] = Counter()
+        """Connections by client."""
+        self.is_full = False
+
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, asyncio.get_running_loop())
+
+    def has_room(self, client: str) -> bool:
+        """Return whether another connection of a client may be kept; log when the first one may not."""
+        most = self.bounds.most
+        if self.open.total() < most and self.open[client] < max(1, most // 2):
+            self.is_full = self.is_full and self.open.total() > most // 2
+            return True
+        if not self.is_full:
+            self.is_full = True
+            log.warning(line("connections are refused", open=self.open.total(), of_this_client=self.open[client]))
+        return False
+
+
+def _client_of(transport: asyncio.BaseTransport) -> str:
+    """Return the address that a connection comes from; of IPv6 the network, since a client has a whole one."""
+    name = transport.get_extra_info("peername")
+    if not isinstance(name, tuple):
+        return ""
+    host = cast(tuple[str, ...], name)[0]
+    address = ip_address(host.partition("%")[0])
+    return address.exploded[:19] if isinstance(address, IPv6Address) and address.ipv4_mapped is None else host
 
 
 class _Connection(web.RequestHandler):
     """One client's connection. A request that cannot be read on is its last one, and the client gets the answer."""
 
-    __slots__ = ("_body",)
+    __slots__ = ("_body", "_client", "_head_bytes", "_head_timer", "_places")
 
-    def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop):
+    def __init__(self, server: _Server, loop: asyncio.AbstractEventLoop):
+        self._places = server
+        self._client: str | None = None
+        self._head_bytes = 0
+        """Of a head that has not ended."""
+        self._head_timer: asyncio.TimerHandle | None = None
         super().__init__(
             server,
             loop=loop,
+            keepalive_timeout=server.bounds.idle_seconds,
             access_log=None,  # pyright: ignore[reportArgumentType]
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
@@ -109,11 +184,66 @@ class _Connection(web.RequestHandler):
         )
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has arrived
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        client = _client_of(transport)
+        if not self._places.has_room(client):
+            self._force_close = True
+            _turn_away(cast(asyncio.Transport, transport), _FULL)
+            return
+        self._client = client
+        self._places.open[client] += 1
+        super().connection_made(transport)
+        self._head_timer = self._loop.call_later(self._places.bounds.head_seconds, self._give_up_head)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._client is not None:
+            self._places.open[self._client] -= 1
+            if not self._places.open[self._client]:
+                del self._places.open[self._client]
+            self._client = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        super().connection_lost(exc)
+
     def data_received(self, data: bytes) -> None:
         if _is_broken(self._body):
             return  # to nowhere: it cannot be read
+        was_waiting = self._awaits_head
         super().data_received(data)
         self._note_last()
+        if was_waiting:
+            self._note_head(len(data))
+
+    @property
+    def _awaits_head(self) -> bool:
+        return self._waiter is not None and not self._waiter.done()
+
+    def _note_head(self, size_bytes: int) -> None:
+        """Bound the head that these bytes were a part of, if it has not ended."""
+        if not self._awaits_head:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+            self._head_bytes = 0
+            return
+        self._head_bytes += size_bytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(_TOO_LONG)
+        elif self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._places.bounds.head_seconds, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        """Close a connection whose head is late; not one that waits for another request."""
+        self._head_timer = None
+        if self._awaits_head and (self._head_bytes or not self._request_count):
+            self._refuse_head(_LATE)
+
+    def _refuse_head(self, refusal: "_Refusal") -> None:
+        if self.transport is not None:
+            if self._head_bytes:
+                _log_refusal(self._client, refusal)
+            _turn_away(self.transport, refusal)
+        self.force_close()
 
     def _note_last(self) -> None:
         """Keep the body of the last request that was parsed; let the reader of a broken one know."""
@@ -172,7 +302,14 @@ _UNKNOWN_ENCODING: Final = _Refusal(
 )
 _UNKNOWN_EXPECTATION: Final = _Refusal(417, "expectation_failed", "of Expect only 100-continue is served: leave it out")
 _TOO_LONG: Final = _Refusal(
-    431, "header_too_large", f"the request line or a header has more than {MAX_HEADER_BYTES} bytes: send less"
+    431,
+    "header_too_large",
+    f"the request line or a header has more than {MAX_HEADER_BYTES} bytes, or all together more than "
+    f"{MAX_HEAD_BYTES}: send less",
+)
+_LATE: Final = _Refusal(408, "request_timeout", "the request's headers did not arrive in time: send them at once")
+_FULL: Final = _Refusal(
+    503, "too_many_connections", "too many connections are open, in all or from this address: use those, or wait"
 )
 _UNREADABLE: Final = _Refusal(
     400,
@@ -209,8 +346,26 @@ def _checked(serve: _Serve, unserved: Unserved | None) -> _Serve:
 
 
 def _refuse(request: web.BaseRequest, refusal: _Refusal) -> web.Response:
-    log.warning(line("a request is refused unread", peer=request.remote, status=refusal.status, code=refusal.code))
-    body = msgspec.json.encode(error_body(refusal.message, status=refusal.status, code=refusal.code))
-    response = web.Response(status=refusal.status, body=body, content_type="application/json")
+    _log_refusal(request.remote, refusal)
+    response = web.Response(status=refusal.status, body=_body_of(refusal), content_type="application/json")
     response.force_close()
     return response
+
+
+def _log_refusal(peer: str | None, refusal: _Refusal) -> None:
+    log.warning(line("a request is refused unread", peer=peer, status=refusal.status, code=refusal.code))
+
+
+def _body_of(refusal: _Refusal) -> bytes:
+    return msgspec.json.encode(error_body(refusal.message, status=refusal.status, code=refusal.code))
+
+
+def _turn_away(transport: asyncio.Transport, refusal: _Refusal) -> None:
+    """Answer a connection that has no request, and close it."""
+    body = _body_of(refusal)
+    head = (
+        f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\nRetry-After: 1\r\n\r\n"
+    )
+    transport.write(head.encode() + body)
+    transport.close()

@@ -16,6 +16,7 @@ from prfaas.wire.trace import read_trace
 from prfaas_gateway.attempts import Attempts, GatewayParts
 from prfaas_gateway.auth import Charge, Meter
 from prfaas_gateway.engines.shared import without_hand_off
+from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
 from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive
@@ -28,6 +29,7 @@ class Dispatcher:
     def __init__(self, parts: GatewayParts):
         self._parts = parts
         self._attempts = Attempts(parts)
+        self._held = HeldBytes(parts.limits.all_requests_bytes)
         self.open_requests = 0
         """Includes requests whose bodies are still arriving."""
 
@@ -59,19 +61,19 @@ class Dispatcher:
         return response
 
     async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
-        with self._parts.auth.admitted(http) as meter:
+        with self._parts.auth.admitted(http) as meter, self._held.place() as place:
             progress.client = meter.client.name
-            request = await self._receive(http, progress, meter)
+            request = await self._receive(http, progress, meter, place)
             try:
                 return await self._serve_in_time(http, request, progress)
             finally:
                 if progress.charge is not None and progress.first_route is None:
                     progress.charge.give_back()  # no instance got the prompt
 
-    async def _receive(self, http: web.Request, progress: Progress, meter: Meter) -> GatewayRequest:
+    async def _receive(self, http: web.Request, progress: Progress, meter: Meter, place: BodyPlace) -> GatewayRequest:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
-        request, fields = await receive(http, progress, parts.limits, lambda: parts.state.reads_whole_bodies)
+        request, fields = await receive(http, progress, parts.limits, place, lambda: parts.state.reads_whole_bodies)
         if parts.state.table is not None:
             check_places(request.preferences, parts.state.table)
             places = parts.state.places(request.preferences)

@@ -1,6 +1,11 @@
-"""The gateway's fixed bounds: sizes, waits, attempts."""
+"""The gateway's fixed bounds: sizes, waits, attempts, connections, and the bytes of all bodies under way."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+from prfaas.http_server import DEFAULT_BOUNDS, ConnectionBounds
+from prfaas_gateway.openai import SaturatedError
 
 
 class Limits(NamedTuple):
@@ -8,6 +13,9 @@ class Limits(NamedTuple):
 
     request_bytes: int = 16 * 1024 * 1024
     """A larger request body is refused with 413. A prompt of 128 K tokens takes well under 1 MB."""
+    all_requests_bytes: int = 256 * 1024 * 1024
+    """All bodies of requests under way together, as they are unpacked. What exceeds it is refused with 429."""
+    connections: ConnectionBounds = DEFAULT_BOUNDS
     buffered_answer_bytes: int = 4 * 1024 * 1024
     """An answer of known length up to this is read whole before relaying, so that a worker's death costs nothing."""
     connect_seconds: float = 1.0
@@ -34,3 +42,36 @@ class Limits(NamedTuple):
     eject_max_seconds: float = 5.0
     drain_lead_seconds: float = 1.0
     """After SIGTERM, how long new connections are still accepted, until load balancers know of the drain."""
+
+
+class HeldBytes:
+    """The bytes of all bodies under way: a request holds its own until it ends."""
+
+    def __init__(self, most_bytes: int):
+        self.left_bytes = most_bytes
+
+    @contextmanager
+    def place(self) -> Iterator["BodyPlace"]:
+        """Give a request its place for its body; what it took comes back when the block ends."""
+        place = BodyPlace(self)
+        try:
+            yield place
+        finally:
+            self.left_bytes += place.taken_bytes
+
+
+class BodyPlace:
+    def __init__(self, held: HeldBytes):
+        self._held = held
+        self.taken_bytes = 0
+
+    def expect(self, size_bytes: int) -> None:
+        """Raise SaturatedError if a body of this size has no room now."""
+        if size_bytes > self._held.left_bytes:
+            raise SaturatedError("the gateway holds as many bytes of requests as it may; try again in a moment")
+
+    def take(self, size_bytes: int) -> None:
+        """Take room for another piece that has come; raises SaturatedError if there is none."""
+        self.expect(size_bytes)
+        self._held.left_bytes -= size_bytes
+        self.taken_bytes += size_bytes

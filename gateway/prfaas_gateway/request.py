@@ -37,7 +37,7 @@ from prfaas.wire.routes import EngineName
 from prfaas.wire.trace import LegTimes, Parts, at_gateway, named_seconds, read_parts
 from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.auth import Charge
-from prfaas_gateway.limits import Limits
+from prfaas_gateway.limits import BodyPlace, Limits
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import DeadlineError
 from prfaas_gateway.stream import AnswerStream, is_stream
@@ -264,18 +264,18 @@ class Progress:
 
 
 async def receive(
-    http: web.Request, progress: Progress, limits: Limits, needs_every_field: Callable[[], bool]
+    http: web.Request, progress: Progress, limits: Limits, place: BodyPlace, needs_every_field: Callable[[], bool]
 ) -> tuple[GatewayRequest, Mapping[str, Any]]:
     """Read and check a request's headers and body; return also its fields, as `read_fields` does.
 
     `needs_every_field` is asked once the body is there.
 
-    Raises DeadlineError if the deadline passes first. Raises RequestError: 413 for a too large body, 408 for a slow
-    one, 400 for one that is not a JSON object with a model, and for a bad header.
+    Raises DeadlineError if the deadline passes first, SaturatedError without room in `place`. Raises RequestError: 413
+    for a too large body, 408 for a slow one, 400 for one that is not a JSON object with a model, and for a bad header.
     """
     deadline_seconds = _read_deadline(http)
     preferences = read_preferences(_only_once(http))
-    body = await _read_body(http, limits, deadline_seconds)
+    body = await _read_body(http, limits, place, deadline_seconds)
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
     every_field = needs_every_field()  # a routing table may have come with the body
@@ -368,7 +368,7 @@ def _read_deadline(http: web.Request) -> float | None:
     return None if text is None else asyncio.get_running_loop().time() + read_deadline_seconds(text)
 
 
-async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float | None) -> bytes:
+async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadline_seconds: float | None) -> bytes:
     too_large = RequestError(
         f"the request body exceeds {limits.request_bytes} bytes; send a shorter prompt",
         status=413,
@@ -376,12 +376,14 @@ async def _read_body(http: web.Request, limits: Limits, deadline_seconds: float 
     )
     if (http.content_length or 0) > limits.request_bytes:
         raise too_large
+    place.expect(http.content_length or 0)
     latest_seconds = asyncio.get_running_loop().time() + limits.idle_seconds
     try:
         async with asyncio.timeout_at(min(latest_seconds, deadline_seconds or latest_seconds)):
             # aiohttp's own read() unpacks a compressed body in pieces as large as its limit.
             body = bytearray()
             async for piece in http.content.iter_any():
+                place.take(len(piece))
                 body += piece
                 if len(body) > limits.request_bytes:
                     raise too_large

@@ -131,7 +131,9 @@ async def _listening(
     app = PublicApp(parts, dispatcher, context).build()
     if config.origins:
         Cors(config.origins).add_to(app)
-    public = PublicRunner(app, shutdown_timeout=config.drain_seconds, unserved=_answer_unserved)
+    public = PublicRunner(
+        app, shutdown_timeout=config.drain_seconds, unserved=_answer_unserved, bounds=config.limits.connections
+    )
     control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
     try:
         await _listen(public, control, config)

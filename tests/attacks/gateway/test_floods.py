@@ -1,0 +1,165 @@
+"""A stranger wants a gateway's descriptors and memory: by heads that never end, by many connections, by held bodies."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, NamedTuple
+
+import pytest
+from tests.unit.gateway.conftest import QUICK
+from tests.waiting import eventually_async
+
+from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
+
+HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
+WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
+SHORT: Final = ConnectionBounds(most=40, head_seconds=0.3)
+NO_BOUNDS: Final = ConnectionBounds(most=1000, head_seconds=600.0)
+BODY_BYTES: Final = 400_000
+FLOOD: Final = 12
+
+
+class Line(NamedTuple):
+    """A stranger's connection."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def status(self) -> int:
+        """Return the status of the next answer; 0 if the connection was closed without one."""
+        head = (await self.reader.readline()).split()
+        return int(head[1]) if head else 0
+
+
+@asynccontextmanager
+async def lines(world, count: int, *sent: bytes) -> AsyncIterator[list[Line]]:
+    """Open connections that each send some bytes, and read what comes."""
+    opened = [Line(*await asyncio.open_connection("127.0.0.1", world.running.port)) for _ in range(count)]
+    try:
+        for one in opened:
+            for data in sent:
+                await one.send(data)
+        yield opened
+    finally:
+        for one in opened:
+            one.writer.close()
+
+
+@asynccontextmanager
+async def statuses(opened: list[Line]) -> AsyncIterator[list[asyncio.Task[int]]]:
+    """Read the next status of each connection meanwhile."""
+    reading = [asyncio.ensure_future(one.status()) for one in opened]
+    try:
+        yield reading
+    finally:
+        for one in reading:
+            one.cancel()
+        await asyncio.wait(reading)
+
+
+@pytest.mark.parametrize("sent", [(HALF_A_HEAD,), ()], ids=["half a head", "silence"])
+async def test_a_head_that_does_not_end_is_given_up(world, short, sent):
+    await world.start("d0", limits=QUICK._replace(connections=SHORT))
+    async with lines(world, 15, *sent) as opened, statuses(opened) as reading:
+        await eventually_async(lambda: all(one.done() for one in reading), "all are given up")
+        assert {one.result() for one in reading} == {408}
+        assert (await world.post(short)).status == 200
+
+
+async def test_a_kept_connection_may_wait_longer_than_a_head_and_then_has_as_long(world):
+    await world.start("d0", limits=QUICK._replace(connections=SHORT))
+    async with lines(world, 1, WHOLE) as (one,):
+        await one.reader.readuntil(b"ok\n")
+        await asyncio.sleep(3 * SHORT.head_seconds)
+        await one.send(WHOLE)
+        await one.reader.readuntil(b"ok\n")
+        await one.send(HALF_A_HEAD)
+        assert await one.status() == 408
+
+
+async def test_control_without_a_deadline_half_a_head_is_kept(world):
+    await world.start("d0", limits=QUICK._replace(connections=NO_BOUNDS))
+    async with lines(world, 15, HALF_A_HEAD) as opened, statuses(opened) as reading:
+        await asyncio.sleep(3 * SHORT.head_seconds)
+        assert not any(one.done() for one in reading)
+
+
+async def test_one_client_takes_half_of_the_connections_and_no_more(world):
+    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+    async with (
+        lines(world, SHORT.most // 2 - 1, HALF_A_HEAD),
+        lines(world, 5, HALF_A_HEAD) as late,
+        statuses(late) as reading,
+    ):
+        await eventually_async(lambda: sum(one.done() for one in reading) == 4, "all but one are turned away")
+        assert [one.result() for one in reading if one.done()] == [503] * 4
+    await eventually_async(lambda: is_served(world), "those that leave make room")
+
+
+async def is_served(world) -> bool:
+    async with lines(world, 1, WHOLE) as (one,):
+        return await one.status() == 200
+
+
+async def test_control_without_a_number_all_are_kept(world):
+    await world.start("d0", limits=QUICK._replace(connections=NO_BOUNDS))
+    async with lines(world, 2 * SHORT.most, HALF_A_HEAD) as opened, statuses(opened) as reading:
+        assert await is_served(world)
+        assert not any(one.done() for one in reading)
+
+
+async def test_a_head_of_many_headers_is_cut_off(world):
+    await world.start("d0", limits=QUICK)
+    piece = b"x" * 16_000 + b"\r\nX-a: "
+    async with lines(world, 1, HALF_A_HEAD, *[piece] * (MAX_HEAD_BYTES // len(piece) + 1)) as (one,):
+        assert await one.status() == 431
+
+
+def held_back(packed: bool) -> tuple[bytes, bytes]:
+    """Return a request without its last bytes, and those."""
+    body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
+    sent = gzip.compress(body) if packed else body
+    encoding = "Content-Encoding: gzip\r\n" if packed else ""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\n{encoding}Content-Length: {len(sent)}\r\n\r\n".encode()
+    return head + sent[:-9], sent[-9:]
+
+
+async def hold_bodies(world, packed: bool, all_requests_bytes: int) -> list[int]:
+    """Hold many bodies back; return the statuses that came meanwhile, and see that all is served afterwards."""
+    await world.start("d0", limits=QUICK._replace(all_requests_bytes=all_requests_bytes))
+    first, last = held_back(packed)
+    async with lines(world, FLOOD, first) as opened, statuses(opened) as reading:
+        await asyncio.sleep(0.5)
+        refused = [one.result() for one in reading if one.done()]
+        for one, answered in zip(opened, reading, strict=True):
+            if not answered.done():
+                await one.send(last)
+                assert await answered == 200
+    small = json.dumps({"model": "m", "prompt": "x"}).encode()
+    assert (await world.post(small, "/v1/completions")).status == 200
+    return refused
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+async def test_bodies_under_way_have_one_budget_as_they_are_unpacked(world, packed):
+    refused = await hold_bodies(world, packed, 4 * BODY_BYTES)
+    assert set(refused) == {429}
+    assert FLOOD - 4 <= len(refused) <= FLOOD - 3
+
+
+async def test_what_a_body_took_comes_back(world):
+    await world.start("d0", limits=QUICK._replace(all_requests_bytes=2 * BODY_BYTES))
+    body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
+    for _ in range(5):
+        assert (await world.post(body, "/v1/completions")).status == 200
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
+async def test_control_without_the_budget_all_of_them_are_held(world, packed):
+    assert await hold_bodies(world, packed, 1 << 40) == []
