@@ -42,7 +42,7 @@ class Files(NamedTuple):
     """The bundle in the directory, PEM."""
     trusted: str
     """The bundle in the form that OpenSSL loads."""
-    peers: identity.Peers
+    peers: identity.PeerRules
 
 
 class CredentialFiles(Generic[T]):
@@ -94,7 +94,7 @@ class CredentialFiles(Generic[T]):
         certificate, key, authorities = (self._bytes(name) for name in FILES)
         facts = identity.check(certificate, key, authorities, utc_now())
         trusted = identity.bundle(authorities).decode()
-        peers = identity.Peers(self._revoked())
+        peers = identity.PeerRules(self._revoked())
         return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted, peers)
 
     def _revoked(self) -> dict[str, datetime.datetime]:

@@ -61,7 +61,7 @@ class KeyPair:
     key: bytes = field(repr=False)
 
 
-class Peers(NamedTuple):
+class PeerRules(NamedTuple):
     """Whom an instance accepts, beside what its authorities say."""
 
     revoked: Mapping[str, datetime.datetime] = {}
@@ -186,7 +186,7 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     return CertificateFacts(_identity_of(leaf), validity_of(leaf), _digest(authority))
 
 
-def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers: Peers) -> Identity:
+def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers: PeerRules) -> Identity:
     """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too. Raises IdentityError."""
     try:
         leaf = x509.load_der_x509_certificate(der)

@@ -296,7 +296,7 @@ class _Proof(ssl.SSLObject):
 
 class _Context(ssl.SSLContext):
     cluster = ""
-    peers = identity.Peers()
+    peers = identity.PeerRules()
     sslobject_class = _Proof
 
 

@@ -78,7 +78,7 @@ class Stage:
         revoked = identity.read_revoked(told[TLS_REVOKED]) if TLS_REVOKED in told else {}
         der = x509.load_pem_x509_certificate(certificate).public_bytes(Encoding.DER)
         try:
-            peers = identity.Peers(revoked)
+            peers = identity.PeerRules(revoked)
             identity.check_peer(der, told["ca.crt"], self.hub.server.now(), peers)
         except IdentityError as error:
             return str(error)
@@ -118,6 +118,13 @@ async def test_a_certificate_that_is_still_valid_is_refused_and_no_prompt_goes_t
     assert stage.hub.ready("PrfaaSPolicy", "kimi")["reason"] == "Revoked"
     await stage.hub.reconcile("PrefillPool", "offload")
     assert stage.hub.ready("PrefillPool", "offload")["reason"] == "Revoked"
+
+
+async def test_control_without_the_look_at_the_time_of_issue_it_is_accepted(stage: Stage, monkeypatch):
+    await stage.mark(revoked=True)
+    assert stage.refused(stage.theirs)
+    monkeypatch.setattr(identity, "is_revoked", lambda *_: False)
+    assert not stage.refused(stage.theirs)
 
 
 async def test_it_gets_no_other_certificate(stage: Stage):

@@ -195,7 +195,7 @@ class HttpServer:
         try:
             connection.connect()
             if isinstance(connection.sock, ssl.SSLSocket) and not connection.sock.context.check_hostname:
-                identity.check_peer(connection.sock.getpeercert(True) or b"", None, utc_now(), identity.Peers())
+                identity.check_peer(connection.sock.getpeercert(True) or b"", None, utc_now(), identity.PeerRules())
         except BaseException:
             connection.close()
             raise

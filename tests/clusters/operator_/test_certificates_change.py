@@ -35,7 +35,7 @@ def read(place, name: str = "prfaas-tls") -> Files:
 def accepts(one: Files, other: Files) -> str:
     """Return the cluster that one side sees in the other's certificate; raises where it refuses it."""
     der = x509.load_pem_x509_certificate(other["tls.crt"]).public_bytes(Encoding.DER)
-    return identity.check_peer(der, one["ca.crt"], datetime.now(UTC), identity.Peers()).cluster
+    return identity.check_peer(der, one["ca.crt"], datetime.now(UTC), identity.PeerRules()).cluster
 
 
 def authority(files: Files) -> str:

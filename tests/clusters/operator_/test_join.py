@@ -90,7 +90,7 @@ def refusal(place, certificate: dict[str, bytes], name: str = "prfaas-tls") -> s
     der = x509.load_pem_x509_certificate(certificate["tls.crt"]).public_bytes(Encoding.DER)
     revoked = identity.read_revoked(own["revoked.json"]) if "revoked.json" in own else {}
     try:
-        identity.check_peer(der, own["ca.crt"], datetime.now(UTC), identity.Peers(revoked))
+        identity.check_peer(der, own["ca.crt"], datetime.now(UTC), identity.PeerRules(revoked))
     except IdentityError as error:
         return str(error)
     return ""

@@ -20,7 +20,7 @@ from prfaas.identity import KeyPair, Validity
 NOW = datetime.datetime.now(datetime.UTC).replace(microsecond=0)
 DAY = datetime.timedelta(days=1)
 YEAR = identity.valid_for(NOW, 365)
-EVERYBODY = identity.Peers()
+EVERYBODY = identity.PeerRules()
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def test_a_key_is_in_no_repr(authority):
 def test_what_a_cluster_got_before_it_was_revoked_is_refused_and_what_it_gets_later_is_not(authority):
     """The control: the same certificate, while nobody is revoked."""
     old = identity.issue(authority, "eu", identity.valid_for(NOW, 1))
-    cut = identity.Peers({"eu": NOW})
+    cut = identity.PeerRules({"eu": NOW})
     with pytest.raises(IdentityError, match=r"is revoked since .*`prfaas cluster join eu` admits"):
         identity.check_peer(der(old), authority.certificate, NOW, cut)
     assert identity.check_peer(der(old), authority.certificate, NOW, EVERYBODY).cluster == "eu"
