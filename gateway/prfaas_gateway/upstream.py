@@ -21,11 +21,14 @@ from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, LostError, UnreachableError
 from prfaas.names import HUB
 from prfaas.rights import home_of
+from prfaas.util import read_at_most
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 
 DEAD_PEER_SECONDS: Final = 5
 LARGE_BODY_BYTES: Final = 1024 * 1024  # aiohttp wants larger ones as a file, and writes those in pieces
+SMALL_ANSWER_BYTES: Final = 64 * 1024
+"""Of an answer whose status alone counts. What is longer is cut off."""
 ALLOWED_MISSES: Final = 1
 
 
@@ -126,7 +129,7 @@ class Upstream:
                 asyncio.timeout(self._limits.liveness_timeout_seconds),
                 self._session.get(f"{worker.url}/v1/role", allow_redirects=False, ssl=self._tls(worker)) as answer,
             ):
-                await answer.read()
+                await read_at_most(answer.content.iter_any(), SMALL_ANSWER_BYTES)
                 return True
         except (aiohttp.ClientError, OSError, UnreachableError):
             return False
@@ -143,7 +146,7 @@ class Upstream:
                 asyncio.timeout(wait_seconds),
                 self._session.put(url, data=body, headers=headers, allow_redirects=False, ssl=tls) as answer,
             ):
-                await answer.read()
+                await read_at_most(answer.content.iter_any(), SMALL_ANSWER_BYTES)
                 return answer.status
         except (aiohttp.ClientError, OSError) as error:
             if type(error) is TimeoutError:

@@ -17,13 +17,14 @@ from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION
 from prfaas.ports import url_host
-from prfaas.util import Deadline
+from prfaas.util import Deadline, read_at_most
 from prfaas_operator.clusters.kinds import DEPLOYMENT
 
 OPERATOR: Final = "prfaas-operator"
 METRIC: Final = "prfaas_operator_"
 POLL_SECONDS: Final = 1.0
 CALL_SECONDS: Final = 5.0
+MAX_METRICS_BYTES: Final = 4 << 20
 
 Check = Callable[[KubeSession, str], Awaitable[str]]
 
@@ -77,9 +78,9 @@ async def _text(url: str) -> str:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_SECONDS)) as client,
-            client.get(url) as answer,
+            client.get(url, allow_redirects=False) as answer,
         ):
-            return await answer.text()
+            return (await read_at_most(answer.content.iter_any(), MAX_METRICS_BYTES)).decode(errors="replace")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise UnreachableError(
             f"{url} does not answer ({error}): does a NetworkPolicy block this namespace's pods?"

@@ -1,22 +1,26 @@
 """Sends instant queries to Prometheus's HTTP API and reads its answers into labelled figures.
 
-An answer is bounded in time and size. The error's class says who can act. UnreachableError: Prometheus is down, slow or
-overloaded. ConfigError: it rejects the query, or the query answers more than was asked for. ProtocolError: bytes that
-no Prometheus sends.
+An answer is bounded in time, bytes and values, and never a redirect. The error's class says who can act.
+UnreachableError: Prometheus is down, slow or overloaded. ConfigError: it rejects the query, or the query answers more
+than was asked for. ProtocolError: bytes that no Prometheus sends. No error has the address's name and password.
 """
 
+import re
 from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
-from prfaas.util import decode_json
+from prfaas.util import check_values, decode_json, read_at_most
 
 FIGURE_LABEL = "figure"
 """Label that tells figures apart where one query asks for several."""
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
+MAX_ANSWER_VALUES = 500_000
+"""Labels and figures."""
 SHOWN_QUERY_CHARS = 200
+_CREDENTIALS = re.compile(r"(^|//)[^/]*@")
 # Statuses with which Prometheus, or a proxy before it, speaks of itself and not of the query.
 BUSY_STATUSES = frozenset({408, 429, 499})
 
@@ -51,6 +55,7 @@ class Prometheus:
     def __init__(self, http: aiohttp.ClientSession, url: str, timeout_seconds: float):
         self._http = http
         self._endpoint = f"{url.rstrip('/')}/api/v1/query"
+        self._shown = _CREDENTIALS.sub(r"\1***@", self._endpoint)
         self._timeout_seconds = timeout_seconds
 
     async def vector(self, query: str) -> list[Figure]:
@@ -63,14 +68,15 @@ class Prometheus:
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         try:
             # POST: the joined query of a large policy is longer than what servers take as a URL.
-            async with self._http.post(self._endpoint, data=form, timeout=timeout) as response:
+            async with self._http.post(self._endpoint, data=form, timeout=timeout, allow_redirects=False) as response:
                 return parse(response.status, await _read(response), query)
         except TimeoutError as error:
-            raise UnreachableError(f"{self._endpoint} did not answer within {self._timeout_seconds:g} s") from error
+            raise UnreachableError(f"{self._shown} did not answer within {self._timeout_seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise UnreachableError(f"{self._endpoint} cannot be reached: {type(error).__name__}: {error}") from error
+            why = str(error).replace(self._endpoint, self._shown)
+            raise UnreachableError(f"{self._shown} cannot be reached: {type(error).__name__}: {why}") from error
         except ValueError as error:  # what aiohttp and yarl raise for an address that is none
-            raise ConfigError(f"{self._endpoint} is not an HTTP address: {error}; set metrics.prometheusUrl") from error
+            raise ConfigError(f"{self._shown} is not an HTTP address; set metrics.prometheusUrl") from error
 
     async def figure(self, query: str) -> Figure | None:
         """Return the one element of a query; None when nothing matches. Raises as `vector`, also for several ones."""
@@ -87,6 +93,8 @@ class Prometheus:
 
 def parse(status: int, body: bytes, query: str) -> list[Figure]:
     """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
+    if 300 <= status < 400:
+        raise ConfigError(f"Prometheus answers with a redirect, HTTP {status}: set metrics.prometheusUrl to its end")
     if status >= 500 or status in BUSY_STATUSES:
         raise UnreachableError(f"Prometheus answers HTTP {status}: {body[:200].decode('utf-8', 'replace')}")
     answer = decode_json(body, _Answer, f"Prometheus answers HTTP {status} with no JSON of its own")
@@ -111,12 +119,11 @@ def _float(text: str, query: str) -> float:
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)
+    body = await read_at_most(response.content.iter_any(), MAX_ANSWER_BYTES)
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")
+    check_values(body, MAX_ANSWER_VALUES, "Prometheus answers JSON")
+    return body
 
 
 def _shown(query: str) -> str:

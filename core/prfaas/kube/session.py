@@ -20,7 +20,7 @@ import msgspec
 from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
 from prfaas.kube.package import Configuration, RESTClientObject
 from prfaas.ports import url_host
-from prfaas.util import decode_json
+from prfaas.util import check_values, decode_json, read_at_most
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
@@ -33,8 +33,10 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 4.0
 CONNECTIONS = 32
 """Each watch holds one, and reconciles of different objects run side by side. The package would allow 100."""
-MAX_ANSWER_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 32 << 20
 """Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
+MAX_ANSWER_VALUES = 2_000_000
+"""Of JSON: a pod has some hundred."""
 MAX_REFUSAL_BYTES = 1 << 20
 READ_BUFFER_BYTES = 1 << 16
 """The package's own is 2 MiB a connection, twice where an answer is compressed."""
@@ -163,9 +165,10 @@ class KubeSession:
         Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
         async with self.stream(method, path, **sent) as response:
-            raw = await _read(response, MAX_ANSWER_BYTES)
+            raw = await read_answer(response, MAX_ANSWER_BYTES)
             if len(raw) > MAX_ANSWER_BYTES:
                 raise ProtocolError(f"{method} {path} answered more than {MAX_ANSWER_BYTES} bytes")
+            check_values(raw, MAX_ANSWER_VALUES, f"{method} {path} answered JSON")
             return decode_json(raw, Object, f"{method} {path} did not answer with a JSON object")
 
     async def find(self, path: str, **sent: Any) -> Object | None:
@@ -236,7 +239,7 @@ def _rest_client(configuration: Configuration, certificate: str, key: str) -> An
 
 
 async def _refusal(what: str, response: aiohttp.ClientResponse) -> StatusError:
-    return StatusError(what, response.status, await _read(response, MAX_REFUSAL_BYTES), response.headers)
+    return StatusError(what, response.status, await read_answer(response, MAX_REFUSAL_BYTES), response.headers)
 
 
 async def _refuse_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
@@ -266,12 +269,7 @@ def token_of_file(path: Path) -> Authorization:
     return read
 
 
-async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     """Return a body, or so much of a longer one that it exceeds the limit."""
-    body = bytearray()
     # The stream's own methods for a number of bytes raise its limits to that number.
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > limit_bytes:
-            break
-    return bytes(body)
+    return await read_at_most(response.content.iter_any(), limit_bytes)

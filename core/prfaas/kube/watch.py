@@ -20,7 +20,7 @@ from prfaas.util import Backoff, backoff_seconds, decode_json
 log = logging.getLogger(__name__)
 
 L = TypeVar("L")
-MAX_EVENT_BYTES = 8 * 1024 * 1024  # etcd holds objects up to 1.5 MiB
+MAX_EVENT_BYTES = 4 * 1024 * 1024  # etcd holds objects up to 1.5 MiB
 WINDOW_SECONDS = 30.0
 WINDOW_SLACK_SECONDS = 5.0
 FIRST_PAUSE_SECONDS = 0.2

@@ -12,7 +12,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final
 
 from prfaas.errors import ProtocolError, UnreachableError
-from prfaas.kube.session import KubeSession, ObjectKind, OnAnswer, StatusError, bearer, encode_body
+from prfaas.kube.session import KubeSession, ObjectKind, OnAnswer, StatusError, bearer, encode_body, read_answer
 from prfaas.kube.watch import ExpiredError, WatchEvent, watch_events
 from prfaas.names import API_VERSION, FIELD_MANAGER_OPERATOR
 from prfaas_operator import errors, metrics
@@ -21,6 +21,10 @@ from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
 PAGE_LIMIT: Final = 500
+MAX_PAGES: Final = 200
+MAX_OBJECTS: Final = 20_000
+"""Of one kind in one namespace. A hostile server must not list for ever."""
+MAX_LOG_BYTES: Final = 1 << 20
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
 
@@ -124,13 +128,19 @@ class ClusterClient:
         All pages are of one moment.
         """
         query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
-        while True:
+        objects = 0
+        for _ in range(MAX_PAGES):
             answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
-            metadata = answer["metadata"]
-            yield answer.get("items") or [], metadata.get("resourceVersion", "")
+            metadata, items = answer["metadata"], answer.get("items") or []
+            objects += len(items)
+            if objects > MAX_OBJECTS:
+                break
+            yield items, metadata.get("resourceVersion", "")
             if not (after := metadata.get("continue")):
                 return
             query["continue"] = after
+        bounds = f"more than {MAX_OBJECTS} {kind.plural}, or more than {MAX_PAGES} pages of them"
+        raise errors.ClusterUnreachableError(f"{self._label} lists {bounds}: is it an API server?")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
         return [one async for items, _ in self.pages(kind, selector=selector) for one in items]
@@ -187,12 +197,12 @@ class ClusterClient:
             await self._call("DELETE", kind.path(self.namespace, name), f"{kind.name} {name}", body=options)
 
     async def log(self, pod: str) -> str:
-        """Return what the only container of a pod has written."""
+        """Return what the only container of a pod has written, of a long text the beginning."""
         async with self._throttle.under_way():
             path, what = POD.path(self.namespace, pod, "log"), f"log of Pod {pod}"
             with self._exchange("get", what) as note:
                 async with self.session.stream("GET", path, timeout_seconds=CALL_SECONDS, on_answer=note) as response:
-                    return (await response.read()).decode(errors="replace")
+                    return (await read_answer(response, MAX_LOG_BYTES)).decode(errors="replace")
 
     async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
         """Yield changes after resource version `since` for a window of time; ExpiredError when that is too old."""

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 from prfaas.errors import ConfigError, PeerError
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import DELETED, WatchEvent, list_and_watch
-from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.client import MAX_OBJECTS, ClusterClient
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ForbiddenError
 
@@ -113,6 +113,8 @@ class Informer(Generic[T]):
         name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)
         if version <= self._versions.get(name, 0):
             return
+        if name not in self._versions and len(self._versions) >= MAX_OBJECTS:
+            return  # a hostile server, whose next list is refused
         self._versions[name] = version
         if self.items.get(name) != item:
             self.items[name] = item

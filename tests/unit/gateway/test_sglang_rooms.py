@@ -82,7 +82,7 @@ async def test_no_two_sequences_of_a_request_share_a_room(world, start, body):
 
 async def test_a_wrong_number_of_answers_is_sglangs_matter(world, start):
     await start()
-    got = await sent(world, CHAT | {"n": 10**9})
+    got = await sent(world, CHAT | {"n": 0})
     assert isinstance(got["bootstrap_room"], int)
 
 

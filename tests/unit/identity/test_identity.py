@@ -85,7 +85,7 @@ def test_a_certificate_may_say_which_part_of_its_cluster_it_is(authority):
 
 def test_a_buyer_is_no_cluster_and_has_no_part(authority):
     pair = identity.issue(authority, "buyer/eu", YEAR)
-    assert identity.check_peer(der(pair), authority.certificate, NOW) == ("buyer/eu", "")
+    assert identity.check_peer(der(pair), authority.certificate, NOW, EVERYBODY) == ("buyer/eu", "")
     for name, part in (("buyer/", ""), ("buyer/eu/worker", ""), ("eu/x", ""), ("buyer/eu", "worker")):
         with pytest.raises(ConfigError):
             identity.issue(authority, name, YEAR, part)

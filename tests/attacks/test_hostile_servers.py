@@ -1,0 +1,224 @@
+"""Servers that we call want our memory, our time, or our calls to go elsewhere: a member's API server, a Prometheus."""
+
+import asyncio
+import gzip
+import json
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tests.serving import serving
+from tests.waiting import eventually_async
+
+from prfaas.errors import ConfigError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.kube.session import KubeSession
+from prfaas.kube.watch import WatchEvent
+from prfaas_operator.clusters import client as clients
+from prfaas_operator.clusters import informer as informers
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.informer import Informer
+from prfaas_operator.clusters.kinds import POD
+from prfaas_operator.errors import ClusterUnreachableError
+from prfaas_scheduler.prometheus import Prometheus
+
+pytestmark = pytest.mark.system
+
+Answer = Callable[[web.Request], web.StreamResponse]
+MEBIBYTE = 1 << 20
+
+
+def packed(document: bytes) -> web.Response:
+    return web.Response(
+        body=gzip.compress(document), headers={"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    )
+
+
+def page(*names: str, after: str = "") -> web.Response:
+    items = [{"metadata": {"name": name, "resourceVersion": "1"}} for name in names]
+    return web.json_response({"metadata": {"resourceVersion": "1", "continue": after}, "items": items})
+
+
+def lists_for_ever(request: web.Request) -> web.Response:
+    """Answer with another page, and another one."""
+    number = request.query.get("continue") or "0"
+    return page(*(f"pod-{number}-{one}" for one in range(500)), after=str(int(number) + 1))
+
+
+def lists_empty_pages(_request: web.Request) -> web.Response:
+    return page(after="more")
+
+
+def values(_request: web.Request) -> web.Response:
+    """Answer with millions of lists, which take 30 times the bytes that they are written in."""
+    return packed(b'{"metadata":{},"items":[' + b",".join([b"[]"] * (9 * MEBIBYTE)) + b"]}")
+
+
+def text(_request: web.Request) -> web.Response:
+    return packed(b'{"metadata":{},"items":[{"x":"' + b"x" * (400 * MEBIBYTE) + b'"}]}')
+
+
+@asynccontextmanager
+async def hostile(answer: Answer) -> AsyncIterator[str]:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return answer(request)
+
+    async with serving(handle) as url:
+        yield url
+
+
+@asynccontextmanager
+async def member(answer: Answer) -> AsyncIterator[ClusterClient]:
+    async with hostile(answer) as url:
+        client = ClusterClient(KubeSession(url), "ns", "cluster evil")
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+@asynccontextmanager
+async def prometheus(answer: Answer, credentials: str = "") -> AsyncIterator[Prometheus]:
+    async with hostile(answer) as url, aiohttp.ClientSession(trust_env=False) as http:
+        yield Prometheus(http, url.replace("//", f"//{credentials}"), 5.0)
+
+
+async def peak_bytes(answer: Answer, error: type[Exception] | tuple[type[Exception], ...]) -> int:
+    """Return the most memory that listing pods took beside what the server itself holds."""
+    response = answer(None)  # pyright: ignore[reportArgumentType]  # packed before memory is measured
+    body, headers = response.body, dict(response.headers)
+
+    def again(_request: web.Request) -> web.Response:
+        return web.Response(body=body, headers=headers)
+
+    async with member(again) as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(error):
+                await client.list_all(POD)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("answer", [text, values], ids=["400 MiB of text", "millions of values"])
+async def test_no_answer_of_a_members_server_fills_the_operators_memory(answer):
+    assert await peak_bytes(answer, ClusterUnreachableError) < 150 * MEBIBYTE
+
+
+async def test_control_without_a_number_of_values_small_ones_take_many_times_their_bytes(monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_VALUES", 1 << 40)
+    assert await peak_bytes(values, Exception) > 300 * MEBIBYTE
+
+
+@pytest.mark.parametrize("answer", [lists_for_ever, lists_empty_pages])
+async def test_no_list_goes_on_for_ever(answer):
+    async with member(answer) as client:
+        with pytest.raises(ClusterUnreachableError, match="cluster evil lists more than"):
+            await client.list_all(POD)
+
+
+async def test_control_without_bounds_a_list_goes_on(monkeypatch):
+    monkeypatch.setattr(clients, "MAX_PAGES", 300)
+    monkeypatch.setattr(clients, "MAX_OBJECTS", 1 << 40)
+    listed = 0
+    async with member(lists_for_ever) as client:
+        async for items, _ in client.pages(POD):
+            listed += len(items)
+            if listed > 25_000:
+                break
+    assert listed > 25_000
+
+
+class Telling:
+    """A cluster whose list is empty, and whose watch tells of one new pod after the other."""
+
+    async def pages(self, _kind: Any, **_: Any) -> AsyncIterator[Any]:
+        yield [], "1"
+
+    async def watch(self, _kind: Any, **_: Any) -> AsyncIterator[WatchEvent]:
+        for number in range(1000):
+            yield WatchEvent("ADDED", {"metadata": {"name": f"pod-{number}", "resourceVersion": "7"}})
+        await asyncio.Event().wait()
+
+
+async def keep_what_it_tells(most: int) -> int:
+    """Return how many pods are kept of a thousand that a watch tells of."""
+    informer = Informer(Telling(), POD, "", lambda pod: pod["metadata"]["name"], lambda _: None)  # pyright: ignore
+    running = asyncio.ensure_future(informer.run())
+    await eventually_async(lambda: len(informer.items) >= most, "the watch is read")
+    await asyncio.sleep(0)
+    running.cancel()
+    return len(informer.items)
+
+
+async def test_what_a_watch_tells_of_is_kept_to_a_bound(monkeypatch):
+    monkeypatch.setattr(informers, "MAX_OBJECTS", 300)
+    assert await keep_what_it_tells(300) == 300
+
+
+async def test_control_without_a_bound_all_of_it_is_kept():
+    assert await keep_what_it_tells(1000) == 1000
+
+
+async def test_a_pods_log_is_read_to_a_bound():
+    async with member(lambda _: web.Response(body=b"x" * (8 * MEBIBYTE))) as client:
+        assert clients.MAX_LOG_BYTES < len(await client.log("pod")) < 4 * MEBIBYTE
+
+
+def redirected(url: str) -> Answer:
+    return lambda _: web.Response(status=307, headers={"Location": url})
+
+
+def vector(_request: web.Request) -> web.Response:
+    result = [{"metric": {}, "value": [1.0, "7"]}]
+    return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
+
+
+def elements(_request: web.Request) -> web.Response:
+    element = json.dumps({"metric": {}, "value": [1, ""]}, separators=(",", ":")).encode()
+    result = b",".join([element] * 120_000)
+    return packed(b'{"status":"success","data":{"resultType":"vector","result":[' + result + b"]}}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(lambda _: packed(b" " * (400 * MEBIBYTE)), ProtocolError), (elements, ProtocolError)],
+    ids=["400 MiB", "many elements"],
+)
+async def test_no_answer_of_prometheus_fills_the_schedulers_memory(answer, error):
+    async with prometheus(answer) as client:
+        with pytest.raises(error, match="answers"):
+            await client.vector("up")
+
+
+async def test_a_redirect_of_prometheus_is_not_followed():
+    asked: list[str] = []
+
+    def elsewhere(request: web.Request) -> Any:
+        asked.append(request.path)
+        return vector(request)
+
+    async with hostile(elsewhere) as url, prometheus(redirected(url)) as client:
+        with pytest.raises(ConfigError, match="redirect"):
+            await client.value("up")
+    assert asked == []
+
+
+async def test_control_a_client_that_follows_redirects_believes_the_answer():
+    async with hostile(vector) as url, prometheus(redirected(url)) as client:
+        post = client._http.post
+        client._http.post = lambda *args, **sent: post(*args, **sent | {"allow_redirects": True})  # pyright: ignore
+        assert await client.value("up") == 7.0
+
+
+@pytest.mark.parametrize("url", ["http://scraper:S3cret@127.0.0.1:1", "http://scraper:S3cret@[::1", "scraper:S3cret@p"])
+async def test_no_error_repeats_a_password_of_the_address(url):
+    async with aiohttp.ClientSession(trust_env=False) as http:
+        with pytest.raises(PrfaasError) as refused:
+            await Prometheus(http, url, 5.0).value("up")
+    assert "S3cret" not in str(refused.value)
+    assert isinstance(refused.value, (UnreachableError, ConfigError))
