@@ -87,7 +87,6 @@ def wait_collector(world) -> None:
 @pytest.fixture(scope="module")
 def joined(world):
     """The member as eu, with the pool `away` in it, `home` in the hub, and a policy over both."""
-    wait_collector(world)
     world.join("eu")
     world.hub.apply(
         world.pool("PrefillPool", "away", clusterName="eu"),
@@ -191,10 +190,10 @@ def test_a_status_that_a_newer_crd_refuses_whole_becomes_one_event_and_the_pool_
     scaled = lambda: joined.member.get("deployment", "away")["spec"]["replicas"] == 2  # noqa: E731
     joined.eventually(scaled, "the pool works")
     put_right(joined)
+    joined.hub.scale("pfpool", "away", 1)
     generation = joined.hub.get("pfpool", "away")["metadata"]["generation"]
     seen = lambda: joined.hub.get("pfpool", "away")["status"]["observedGeneration"] >= generation  # noqa: E731
     joined.eventually(seen, "with the CRD put right the status follows")
-    joined.hub.scale("pfpool", "away", 1)
 
 
 def table(world) -> dict[str, Any]:
@@ -259,6 +258,7 @@ def test_a_pool_of_a_newer_version_can_be_deleted(joined, crds):
 
 
 def test_while_a_kind_is_not_served_nothing_changes_and_then_all_is_followed_again(joined, crds):
+    wait_collector(joined)
     joined.hub.wait_reason("prfaas", "kimi", "AllReady")
     routes, children = table(joined), joined.children()
     unserved = copy.deepcopy(CRDS["DecodePool"])
