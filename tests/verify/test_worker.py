@@ -1,20 +1,16 @@
 """`prfaas verify` proves a pair of our workers, and finds every fault that is planted into one of them."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
 
 from prfaas.cli.contract import calls
-from prfaas.cli.verify.command import make_kit
 from prfaas.cli.verify.record import VerifiedStep
-from prfaas.cli.verify.run import Pace, run_steps
-from prfaas.cli.verify.steps import steps_of
 from prfaas.measure.scores import LEAST_NATS
 
 from .attentive import make_attentive_model
-from .command import verified
+from .command import run_own_steps, verified
 from .faulty_worker import FAULTS
 from .pairs import StartedWorker, WorkerPair, starting, worker_pair
 
@@ -57,7 +53,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def test_a_clean_pair_is_proven(bench: Bench):
     source, destination = bench.clean
-    found = verified(source.url, destination.url, "--most-tokens", "2048", data_port=source.data_port)
+    found = verified(source.url, destination.url, "--most-tokens", "1024", data_port=source.data_port)
     assert (found.exit_code, found.outcomes("fails", "proves little")) == (0, {})
     assert list(found.outcomes("left out")) == ["a cache of another prompt shows"]
     assert found.record["figures"]["cache_mbps"] > 0
@@ -67,16 +63,11 @@ def test_a_clean_pair_is_proven(bench: Bench):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(bench: Bench, fault: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calls, "NOT_IDLE_SECONDS", 3.0)
-    results: list[VerifiedStep] = []
 
-    def end(result: VerifiedStep, _left_seconds: float) -> None:
+    def end(result: VerifiedStep) -> None:
         if result.outcome == "fails":
-            raise FoundError
+            raise FoundError(f"{fault}: {result.claim}: {result.seen}")
 
-    pair = bench.pair(fault).engines
-    kit = make_kit({"prefill": pair.source, "decode": pair.destination}, pair)
-    kit.most_tokens = MOST_TOKENS
-    steps = [one for one in steps_of(kit) if not one.claim.startswith(("prefill", "decode", "the pair", "measures"))]
-    with pytest.raises(FoundError):
-        run_steps(kit, steps, Pace(0, 0), math.inf, end, results)
-    print(f"{fault}: {results[-1].claim}: {results[-1].seen}")
+    with pytest.raises(FoundError) as found:
+        run_own_steps(bench.pair(fault).engines, MOST_TOKENS, end, but=("measures",))
+    print(found.value)
