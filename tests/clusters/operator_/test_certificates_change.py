@@ -22,7 +22,7 @@ pytestmark = pytest.mark.clusters
 CRD = Path(__file__).with_name("certificates.cert-manager.io.yaml")
 Files = dict[str, bytes]
 HOLDERS = {"hub": ("hub", "worker"), "hub.gateway": ("hub", "gateway"), "eu": ("eu", "")}
-SETTLE_SECONDS = 2
+SETTLE_SECONDS = 3
 """Between two steps of the operators of this file."""
 
 
@@ -129,7 +129,7 @@ def test_an_authority_is_replaced_although_the_operator_is_killed_at_every_step(
 
 
 def test_a_certificate_is_renewed_by_the_same_authority(ground, change, joined):
-    joined("--certificate-hours", "0.003")
+    joined("--certificate-hours", "0.005")
     ground.hub.kubectl("delete", "secret", "prfaas-tls", "--ignore-not-found")
     ground.eventually(change.has_both, "both clusters have a certificate")
     first = read(ground.hub)
