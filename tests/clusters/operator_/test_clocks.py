@@ -55,7 +55,7 @@ def joined(world, line):
     yield world
     world.hub.delete_all("pfpool,dcpool")
     world.hub.delete_all("pmc")
-    world.hub.delete("secret", "prfaas-ca", SECRET)
+    world.hub.delete("secret", "prfaas-ca", SECRET, "prfaas-gateway-tls")
 
 
 def is_close(time: str) -> bool:
