@@ -4,14 +4,15 @@ Compilers of grammars recurse. A chain of some thousand rules or references over
 dies without an exception to catch. A pattern of 15 bytes may stand for millions of states. So all of this is bounded
 here, before a library reads it. Nothing is parsed that is not JSON: counts are bounded instead, which no trick of a
 grammar's syntax makes smaller. A chain of rules is no longer than their number, and nesting no deeper than the number
-of brackets.
+of brackets. Each check costs time in proportion to its text: no expression here gives back what it has read.
 
-Repetitions through references of a schema or rules of a grammar are not multiplied. What still kills
-engines is not sent to a third one (`prfaas.routing.quarantine`).
+Not bounded are repetitions through references of a schema or rules of a grammar, which are not multiplied, and patterns
+whose automaton has more states than characters, as of `[ab]*a[ab]{30}`. What still kills engines is not sent to a third
+one (`prfaas.routing.quarantine`).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, cast
@@ -21,18 +22,18 @@ import msgspec
 from prfaas.errors import UNREADABLE, RequestError
 
 MAX_GUIDE_BYTES: Final = 1 << 20
-"""The most bytes of a field with tools, schemas or grammars."""
+"""The most bytes of all fields with tools, schemas or grammars together."""
 KNOWN_BYTES: Final = 64 << 10
 KNOWN_FIELDS: Final = 128
 """So many fields of so many bytes are known to be good; larger ones are read each time."""
 MAX_DEPTH: Final = 100
 """Of JSON in such a field."""
 MAX_VALUES: Final = 50_000
-"""Members of objects and lists in such a field."""
+"""Members of objects and lists in all of them."""
 MAX_RULES: Final = 500
 """Rules of a grammar, and references of a schema. Compilers were seen to die of 2,800; a grammar of C has 250."""
 MAX_GROUPS: Final = 1000
-"""Brackets that open in a grammar or a pattern."""
+"""Brackets that open in a grammar; groups and repetitions of a pattern."""
 MAX_REPEATS: Final = 100_000
 """How often the repetitions of a pattern, or of a schema's nested lists, stand for one another."""
 MAX_CHOICES: Final = 128
@@ -40,6 +41,8 @@ MAX_CHOICES: Final = 128
 MAX_STOPS: Final = 64
 MAX_STOP_BYTES: Final = 1024
 """Of one string: the end of a text is compared with each of them at each token."""
+_MAX_STOPS_BYTES: Final = 6 * MAX_STOPS * (MAX_STOP_BYTES + 1)
+"""Of all of them as they are written: a byte may be written as six."""
 MAX_STOP_TOKENS: Final = 128
 MAX_BIASES: Final = 1024
 
@@ -47,13 +50,16 @@ _GUIDES: Final = frozenset(
     (
         *("tools", "functions", "response_format", "structured_outputs", "structural_tag", "text"),
         *("guided_json", "guided_regex", "guided_grammar", "guided_choice", "guided_decoding"),
+        *("guided_whitespace_pattern", "chat_template_kwargs"),
         *("regex", "ebnf", "json_schema"),  # SGLang's
         *("output_format", "output_config"),  # of the Messages API
         "nvext",  # Dynamo's
     )
 )
-"""Fields that engines make grammars of."""
-_PATTERNS: Final = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern"})
+"""Fields that engines make grammars of, or give to a template."""
+_PATTERNS: Final = frozenset({"pattern", "regex", "guided_regex", "whitespace_pattern", "guided_whitespace_pattern"})
+_PATTERN_KEYS: Final = "patternProperties"
+"""The member of a schema whose keys are patterns."""
 _GRAMMARS: Final = frozenset({"grammar", "guided_grammar", "ebnf", "definition"})
 _JSON_TEXTS: Final = frozenset({"json", "guided_json", "json_schema", "schema", "structural_tag"})
 """Members that may hold JSON as a string."""
@@ -65,8 +71,13 @@ _STEPS: Final = bytes.maketrans(_BRACKETS, b"\x01\x01\xff\xff")
 _COUNTS: Final = ("minItems", "maxItems", "minProperties", "maxProperties")
 _TEMPLATE: Final = "chat_template"
 _TEMPLATE_ARGUMENTS: Final = "chat_template_kwargs"
-_REPEAT: Final = re.compile(r"(.?)\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}", re.DOTALL)
-_DEFINES: Final = re.compile(r":+")
+_STOPS: Final = ("stop", "bad_words", "stop_sequences", "stop_regex")
+_STOP_PATTERNS: Final = "stop_regex"
+# Each + after a quantifier forbids to give back. Without it, white space after a bracket would cost its fourth power.
+_TIMES: Final = r"\s*+([0-9]*+)\s*+(?:(?:,|\.\.)\s*+([0-9]*+)\s*+)?+"
+_REPEAT: Final = re.compile(rf"\{{{_TIMES}\}}|~{_TIMES}")
+"""As in x{2,3}, and x ~ 2..3 of Lark."""
+_NEXT_RULE: Final = re.compile(r"\n(?=[ \t]*+[?!]?+\w[\w.-]*+[ \t]*+:)")
 _DIGITS: Final = 9
 _Stops = str | list[str] | None
 
@@ -76,16 +87,14 @@ def check_fields(fields: Mapping[str, msgspec.Raw]) -> None:
 
     Raises RequestError, with the field at fault, for one that is too large, too deep, or too costly for an engine.
     """
-    for name in _GUIDES & fields.keys():
-        _check_guide(name, bytes(fields[name]))
+    _check_guides({name: fields[name] for name in sorted(_GUIDES & fields.keys())})
     if _is_given(fields, _TEMPLATE) or (
         _is_given(fields, _TEMPLATE_ARGUMENTS) and _TEMPLATE in _members(fields, _TEMPLATE_ARGUMENTS)
     ):
         raise _refusal(_TEMPLATE, "is a program that would run at the engine: leave it out, the model has its own")
-    if _is_given(fields, "stop"):
-        check_stops(_decoded(fields, "stop", _Stops))
-    if _is_given(fields, "bad_words"):
-        check_stops(_decoded(fields, "bad_words", _Stops), "bad_words")
+    for name in _STOPS:
+        if _is_given(fields, name):
+            _check_stop_field(fields, name)
     _at_most(fields, "stop_token_ids", MAX_STOP_TOKENS, "tokens", b",")
     _at_most(fields, "logit_bias", MAX_BIASES, "tokens", b",")
     for name in ("n", "best_of"):
@@ -107,45 +116,61 @@ def check_pattern(name: str, pattern: str) -> None:
 
     Repetitions of single characters are added, those of anything else multiplied, as if each held all others.
     """
-    if pattern.count("(") > MAX_GROUPS:
-        raise _refusal(name, f"has a pattern of more than {MAX_GROUPS} groups")
+    if sum(map(pattern.count, "({~")) > MAX_GROUPS:
+        raise _refusal(name, f"has a pattern of more than {MAX_GROUPS} groups and repetitions")
     added, factor = 0, 1
-    for before, low, high in _REPEAT.findall(pattern):
-        times = _times(low, high)
+    for found in _REPEAT.finditer(pattern):
+        times = max(1, *map(_number, found.groups("")))
+        before = pattern[max(0, found.start() - 1) : found.start()]
         if before.isalnum() or before in {"_", ".", "]"}:
             added += times
         else:
             factor *= times
-    if max(added, 1) * factor > MAX_REPEATS:
-        raise _refusal(name, f"has a pattern whose repetitions stand for more than {MAX_REPEATS} characters")
+        if max(added, 1) * factor > MAX_REPEATS:
+            raise _refusal(name, f"has a pattern whose repetitions stand for more than {MAX_REPEATS} characters")
 
 
 def check_grammar(name: str, grammar: str) -> None:
     """Raise RequestError for a grammar, Lark's or EBNF, of too many rules, groups or repetitions."""
-    if len(_DEFINES.findall(grammar)) > MAX_RULES:
+    if grammar.count(":") - grammar.count("::") > MAX_RULES:
         raise _refusal(name, f"has a grammar of more than {MAX_RULES} rules")
     if grammar.count("(") + grammar.count("[") > MAX_GROUPS:
         raise _refusal(name, f"has a grammar of more than {MAX_GROUPS} groups")
-    for line in grammar.splitlines():
-        check_pattern(name, line)
+    for rule in _NEXT_RULE.split(grammar):
+        check_pattern(name, rule)
 
 
-def _check_guide(name: str, field: bytes) -> None:
-    if len(field) > MAX_GUIDE_BYTES:
-        raise _refusal(name, f"has {len(field)} bytes, and may have {MAX_GUIDE_BYTES}")
-    if len(field) <= KNOWN_BYTES:
-        _check_known(name, field)
-    else:
-        _check_new(name, field)
+def _check_guides(guides: Mapping[str, msgspec.Raw]) -> None:
+    size_bytes = sum(len(field) for field in guides.values())
+    if size_bytes > MAX_GUIDE_BYTES:
+        largest = max(guides, key=lambda name: len(guides[name]))
+        raise _refusal(largest, f"and fields like it have {size_bytes} bytes, and may have {MAX_GUIDE_BYTES} together")
+    values = 0
+    for name, field in guides.items():
+        check = _check_known if len(field) <= KNOWN_BYTES else _check_new
+        values += check(name, bytes(field))
+        if values > MAX_VALUES:
+            raise _refusal(name, f"and fields like it hold more than {MAX_VALUES} values")
 
 
-def _check_new(name: str, field: bytes) -> None:
+def _check_new(name: str, field: bytes) -> int:
+    """Return how many values a field holds."""
     _check_depth(name, field)
-    _check_value(name, {name: _read(name, field)})
+    return _check_value(name, {name: _read(name, field)})
 
 
 # An agent's tools come with each of its requests. An error is not kept.
 _check_known = lru_cache(KNOWN_FIELDS)(_check_new)
+
+
+def _check_stop_field(fields: Mapping[str, msgspec.Raw], name: str) -> None:
+    if len(fields[name]) > _MAX_STOPS_BYTES:
+        raise _refusal(name, f"may hold at most {MAX_STOPS} strings of {MAX_STOP_BYTES} bytes")
+    stops: _Stops = _decoded(fields, name, _Stops)
+    check_stops(stops, name)
+    if name == _STOP_PATTERNS:
+        for pattern in [stops] if isinstance(stops, str) else stops or []:
+            check_pattern(name, pattern)
 
 
 def _check_depth(name: str, field: bytes) -> None:
@@ -158,8 +183,10 @@ def _check_depth(name: str, field: bytes) -> None:
         raise _refusal(name, f"holds JSON nested deeper than {MAX_DEPTH}")
 
 
-def _check_value(name: str, value: Any) -> None:
-    """Walk all that a field holds: schemas, and members that hold patterns, grammars or JSON by their names."""
+def _check_value(name: str, value: Any) -> int:
+    """Walk all that a field holds: schemas, and members that hold patterns, grammars or JSON by their names.
+
+    Returns how many values these are."""
     waiting: list[tuple[Any, int]] = [(value, 1)]
     references = values = 0
     while waiting:
@@ -168,7 +195,7 @@ def _check_value(name: str, value: Any) -> None:
         if values > MAX_VALUES:
             raise _refusal(name, f"holds more than {MAX_VALUES} values")
         if not isinstance(one, dict):
-            waiting += [(each, times) for each in one if isinstance(each, (dict, list))]
+            waiting += [(each, times) for each in one if each and isinstance(each, (dict, list))]
             continue
         members = cast(dict[str, Any], one)
         references += len(_REFERENCES & members.keys())
@@ -177,10 +204,13 @@ def _check_value(name: str, value: Any) -> None:
         times *= _most_items(members)
         if times > MAX_REPEATS:
             raise _refusal(name, f"has a schema whose nested lists stand for more than {MAX_REPEATS} values")
+        for pattern in _keys(members.get(_PATTERN_KEYS)):
+            check_pattern(name, pattern)
         for key, member in members.items():
             held = _check_text(name, key, member) if isinstance(member, str) else member
-            if isinstance(held, (dict, list)):
+            if held and isinstance(held, (dict, list)):
                 waiting.append((cast(Any, held), times))
+    return values
 
 
 def _check_text(name: str, key: str, text: str) -> Any:
@@ -203,8 +233,13 @@ def _most_items(schema: Mapping[str, Any]) -> int:
     return max((count for key in _COUNTS if type(count := schema.get(key)) is int and count > 0), default=1)
 
 
-def _times(low: str, high: str) -> int:
-    return max(1, *(int(one[:_DIGITS] or 1) for one in (low, high)))
+def _keys(found: Any) -> Iterable[str]:
+    return cast(Mapping[str, Any], found) if isinstance(found, dict) else ()
+
+
+def _number(digits: str) -> int:
+    """Return the number, or another one that is too large as well."""
+    return int(digits.lstrip("0")[:_DIGITS] or 0)
 
 
 def _is_given(fields: Mapping[str, msgspec.Raw], name: str) -> bool:

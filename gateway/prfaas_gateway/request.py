@@ -25,7 +25,7 @@ from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, BadInputError, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
-from prfaas.request_bounds import check_fields
+from prfaas.request_bounds import KNOWN_BYTES, check_fields
 from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
 from prfaas.telemetry.logs import line, tell
@@ -279,7 +279,10 @@ async def receive(
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
     every_field = needs_every_field()  # a routing table may have come with the body
-    model, fields = read_fields(body, every=every_field)
+    if every_field and len(body) > KNOWN_BYTES:  # of a large field each value is checked: other streams must not wait
+        model, fields = await asyncio.to_thread(read_fields, body, every=True)
+    else:
+        model, fields = read_fields(body, every=every_field)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent[headers.REQUEST_ID] = request_id
     # A span of ours; without tracing, the context that came.
