@@ -60,7 +60,7 @@ class UnreachableError(PeerError):
 
 
 class LostError(UnreachableError):
-    """The connection was lost, or the peer fell silent, after it got the request: the request may be the cause."""
+    """The peer closed the connection after it got the request: the request may be the cause."""
 
 
 class ProtocolError(PeerError):

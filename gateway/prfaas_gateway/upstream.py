@@ -6,6 +6,7 @@ GatewayCredentials verify the worker's cluster.
 """
 
 import asyncio
+import errno
 import io
 import socket
 import ssl
@@ -30,6 +31,8 @@ LARGE_BODY_BYTES: Final = 1024 * 1024  # aiohttp wants larger ones as a file, an
 SMALL_ANSWER_BYTES: Final = 64 * 1024
 """Of an answer whose status alone counts. What is longer is cut off."""
 ALLOWED_MISSES: Final = 1
+_VANISHED: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+"""How the connections to a node end that vanished. Those of an engine that dies are closed, by its own kernel."""
 
 
 class Answer:
@@ -92,8 +95,8 @@ class Upstream:
         """Send a request and return the answer: its headers, and its body if it is not a stream.
 
         With `await_piece` a stream's first piece has arrived: other engines send headers long before the first token.
-        Raises UnreachableError for a refused connection or another cluster, LostError for a connection that was lost
-        after that, TimeoutError for a late answer.
+        Raises UnreachableError for a refused connection, a silent worker or node, or another cluster; LostError for a
+        connection that was closed after that; TimeoutError for a late answer.
         """
         url, tls = worker.url + path, self._tls(worker)
         data: Any = body if len(body) <= LARGE_BODY_BYTES else io.BytesIO(body)
@@ -111,12 +114,13 @@ class Upstream:
                     raise
         except (aiohttp.ClientError, OSError) as error:
             if wait.given_up:
-                raise LostError(f"{url}: it accepts connections, but does not answer") from error
+                raise UnreachableError(f"{url}: it accepts connections, but does not answer") from error
             # The class itself is our timer. aiohttp's own are subclasses: nobody answered the connection.
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
-            is_sent = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError))
-            raise (LostError if is_sent else UnreachableError)(f"{url}: {type(error).__name__}: {error}") from error
+            raise (LostError if _is_lost(error) else UnreachableError)(
+                f"{url}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             self._liveness.end(worker, wait)
 
@@ -200,6 +204,13 @@ def worker_socket(address: Any) -> socket.socket:
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, DEAD_PEER_SECONDS - 2)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_PEER_SECONDS * 1000)
     return made
+
+
+def _is_lost(error: Exception) -> bool:
+    """Return whether a worker got the request and then closed its connection: it may have died of the request."""
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+        return False
+    return not (isinstance(error, OSError) and error.errno in _VANISHED)
 
 
 def _cut(response: aiohttp.ClientResponse) -> None:

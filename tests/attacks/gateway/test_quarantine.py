@@ -1,14 +1,22 @@
 """A request that kills whichever engine gets it wants to kill them all, by the gateway's own retries."""
 
 import asyncio
+import errno
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
+from tests.tables import make_instance
+from tests.unit.gateway.conftest import QUICK
 
+from prfaas.errors import LostError, UnreachableError
 from prfaas.routing.quarantine import QUARANTINE_SECONDS
+from prfaas.wire import headers
 from prfaas_gateway import attempts
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.upstream import Upstream
 
 ENGINES = ("d0", "d1", "d2", "d3")
 MARK = "deadly"
@@ -74,6 +82,39 @@ async def test_an_engine_that_refuses_connections_is_no_loss(world):
     for name in ENGINES[:3]:
         await world.workers[name].stop()
     assert (await world.post(body("harmless"))).status == 200
+
+
+async def test_silent_instances_are_no_losses_of_a_request_that_waited_there(world):
+    await world.start(*ENGINES, limits=QUICK._replace(liveness_interval_seconds=0.05, liveness_timeout_seconds=0.5))
+
+    async def freeze(_request: web.Request, _sent: bytes) -> web.StreamResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    for name in ENGINES[:3]:
+        world.workers[name].reply = freeze
+    got = await world.post(body("harmless"))
+    assert (got.status, got.headers[headers.DECODE_INSTANCE]) == (200, "d3")
+
+
+@pytest.mark.parametrize(
+    ("ended", "is_lost"),
+    [
+        (aiohttp.ClientOSError(errno.ETIMEDOUT, "timed out"), False),
+        (aiohttp.ClientOSError(errno.EHOSTUNREACH, "no route"), False),
+        (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), True),
+        (aiohttp.ServerDisconnectedError(), True),
+    ],
+)
+async def test_only_a_connection_that_its_engine_closed_is_lost(ended, is_lost, monkeypatch):
+    async def post(*_: Any, **__: Any) -> None:
+        raise ended
+
+    async with Upstream(Limits()) as upstream:
+        monkeypatch.setattr(upstream._session, "post", post)
+        with pytest.raises(UnreachableError) as found:
+            await upstream.post(make_instance("d0"), "/v1/completions", {}, b"{}")
+    assert isinstance(found.value, LostError) == is_lost
 
 
 async def test_control_without_the_quarantine_it_kills_them_all(world, monkeypatch):
