@@ -152,7 +152,7 @@ class _Server(web.Server):
         return False
 
 
-def _client_of(transport: asyncio.BaseTransport) -> str:
+def client_of(transport: asyncio.BaseTransport) -> str:
     """Return the address that a connection comes from; of IPv6 the network, since a client has a whole one."""
     name = transport.get_extra_info("peername")
     if not isinstance(name, tuple):
@@ -185,7 +185,7 @@ class _Connection(web.RequestHandler):
         self._body: StreamReader = EMPTY_PAYLOAD  # of the last request whose head has arrived
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        client = _client_of(transport)
+        client = client_of(transport)
         if not self._places.has_room(client):
             self._force_close = True
             _turn_away(cast(asyncio.Transport, transport), _FULL)

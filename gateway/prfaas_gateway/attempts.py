@@ -6,6 +6,7 @@ docs/operate/failover.md draws the states. A request and its progress are argume
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.routing.quarantine import LOSSES
+from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas.wire.trace import write_parts
@@ -39,6 +41,8 @@ from prfaas_gateway.request import GatewayRequest, Progress
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
 from prfaas_gateway.upstream import Answer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class Attempts:
         facts = self._facts(request, progress)
         if request.model != facts.table.model:
             raise model_not_found(request.model)
-        self._check_quarantine(request)
+        self._check_quarantine(request, progress)
         if missing := not_served_by(request.api, facts.table):
             # In `refused` as well: each wait for a returning instance sets `tried` back to it.
             progress.refused |= missing
@@ -108,7 +112,7 @@ class Attempts:
                     return await self._resume(request, progress, progress.stream, decision, failure)
                 self._note_failure(request, progress, decision, failure)
                 answer = failure.answer
-                self._check_quarantine(request)
+                self._check_quarantine(request, progress)
                 if not self._may_retry():
                     break
                 if number == self._limits.attempts:
@@ -178,7 +182,7 @@ class Attempts:
                 return stream.response
             if log.pieces > pieces:  # the stream moved on, so another recovery gets the full time
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
-            if not log.can_go_on or log.is_refused or progress.lost_connections >= LOSSES or not self._may_retry():
+            if not log.can_go_on or log.is_refused or len(progress.lost) >= LOSSES or not self._may_retry():
                 break
             decision = await self._decide_again(request, progress, route, failure, until_seconds)
             if isinstance(decision, Refusal):
@@ -218,19 +222,29 @@ class Attempts:
         self._parts.metrics.retries_refused.inc()
         return False
 
-    def _check_quarantine(self, request: GatewayRequest) -> None:
+    def _check_quarantine(self, request: GatewayRequest, progress: Progress) -> None:
         quarantine, now_seconds = self._state.quarantine, self._state.clock()
-        if quarantine and (left_seconds := quarantine.left_seconds(request.digest, now_seconds)):
-            raise QuarantinedError(left_seconds)
+        if not quarantine:
+            return
+        for refused in (request.digest, progress.client or progress.address):
+            if left_seconds := quarantine.left_seconds(refused, now_seconds):
+                raise QuarantinedError(left_seconds, of_client=refused is not request.digest)
+
+    def _note_loss(self, request: GatewayRequest, progress: Progress, instance: str) -> None:
+        progress.lost.append(instance)
+        if len(progress.lost) < LOSSES:
+            return
+        client = progress.client or progress.address
+        if self._state.quarantine.add(request.digest, client, progress.lost, self._state.clock()):
+            log.warning(line("a client is refused for a minute: its requests lost instances", client=client))
 
     def _note_failure(self, request: GatewayRequest, progress: Progress, route: Route, failure: LegFailedError) -> None:
         at_fault = route.prefill if failure.leg == "prefill" and route.prefill else route.decode
         progress.note_transfer(failure.answer)
         words = read_error(failure.answer.body or b"").get("message") if failure.answer else None
         progress.log_failed_leg(failure.leg, at_fault.name, f"{failure}: {words}" if words else str(failure))
-        progress.lost_connections += failure.lost_connection
-        if failure.lost_connection and progress.lost_connections >= LOSSES:
-            self._state.quarantine.add(request.digest, self._state.clock())
+        if failure.lost_connection:
+            self._note_loss(request, progress, at_fault.name)
         progress.tried.add(at_fault.name)
         if failure.refuses:
             progress.refused.add(at_fault.name)

@@ -149,6 +149,8 @@ class Progress:
     began_seconds: float = field(default_factory=time.monotonic)
     client: str = ""
     """The client of its API key; empty if no keys are required."""
+    address: str = ""
+    """Where it comes from."""
     request_id: str = ""
     """Empty until the body has arrived. The log names also a request whose body is refused."""
     prompt: PromptFacts = field(default_factory=PromptFacts)
@@ -164,8 +166,8 @@ class Progress:
     tried: set[str] = field(default_factory=set[str])
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
-    lost_connections: int = 0
-    """To engines that got the request, and gave nothing for it."""
+    lost: list[str] = field(default_factory=list[str])
+    """Instances that got the request, and closed their connections without giving anything for it."""
     had_last_resort: bool = False
     """Whether it was given an ejected instance since no other could serve it: once, and no wait follows."""
     stream: AnswerStream | None = None

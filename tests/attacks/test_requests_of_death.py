@@ -10,7 +10,7 @@ from prfaas import request_bounds
 from prfaas.errors import RequestError
 from prfaas.request_bounds import MAX_BIASES, MAX_DEPTH, MAX_RULES, MAX_STOPS
 from prfaas.routing.prompt_size import prompt_values
-from prfaas.routing.quarantine import MAX_DIGESTS, QUARANTINE_SECONDS, Quarantine
+from prfaas.routing.quarantine import MAX_REFUSED, QUARANTINE_SECONDS, Quarantine
 from prfaas_gateway.request import read_fields
 
 
@@ -165,10 +165,32 @@ def test_text_that_no_engine_can_read_is_refused(written):
 
 def test_the_quarantine_is_bounded_and_ends():
     held = Quarantine()
-    for number in range(2 * MAX_DIGESTS):
-        held.add(b"%d" % number, 100.0 + number / 1e6)
+    for number in range(2 * MAX_REFUSED):
+        held.add(b"%d" % number, str(number), ("d0", "d1"), 100.0 + number / 1e6)
     assert held.left_seconds(b"0", 101.0) == 0
-    last = b"%d" % (2 * MAX_DIGESTS - 1)
+    last = b"%d" % (2 * MAX_REFUSED - 1)
     assert 0 < held.left_seconds(last, 101.0) <= QUARANTINE_SECONDS
     assert held.left_seconds(last, 100.0 + QUARANTINE_SECONDS + 1) == 0
     assert not held
+
+
+def test_a_client_that_changes_a_letter_each_time_is_refused_as_a_whole():
+    held = Quarantine()
+    assert not held.add(b"a", "mallory", ("d0", "d1"), 100.0)
+    assert held.left_seconds("mallory", 100.0) == 0
+    assert held.add(b"b", "mallory", ("d2", "d3"), 110.0)
+    assert held.left_seconds("mallory", 111.0) == QUARANTINE_SECONDS - 1
+    assert held.left_seconds("alice", 111.0) == 0
+    assert held.left_seconds("mallory", 110.0 + QUARANTINE_SECONDS) == 0
+
+
+def test_an_instance_that_came_back_and_is_lost_again_counts_again():
+    held = Quarantine()
+    assert [held.add(b"%d" % at, "mallory", ("d0", "d1"), 20.0 * at) for at in (1, 2)] == [False, True]
+
+
+@pytest.mark.parametrize("beside", [2, 300])
+def test_control_however_many_requests_of_a_client_were_beside_two_losses_the_client_is_not_refused(beside):
+    held = Quarantine()
+    assert not any(held.add(b"%d" % number, "alice", ("d0", "d1"), 100.0 + number / 100) for number in range(beside))
+    assert not held.add(b"later", "alice", ("d0", "d1"), 104.0 + QUARANTINE_SECONDS)

@@ -4,36 +4,67 @@ An engine that dies takes the connections of all its requests with it, and a rou
 engine after the other, if one of them was the cause. One loss says nothing. A request that lost two connections before
 it got anything is refused, and for a minute so is each request with the same digest: clients repeat what failed.
 
-A request that was beside the cause twice is refused, too. It is told so, and may come back after that minute.
+A client can send the same again with one letter more. So a client whose refused requests lost four instances within a
+minute is refused as a whole for a minute: by its key, or else by its address.
+
+A request that was beside the cause twice is refused, too, and may come back after that minute. Each gateway counts for
+itself, and a client that leaves after the first loss is not counted.
 """
 
 from collections import OrderedDict
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 LOSSES: Final = 2
 """Connections that one request may lose."""
+CLIENT_LOSSES: Final = 4
+"""Instances that the refused requests of one client may lose within QUARANTINE_SECONDS."""
+SAME_LOSS_SECONDS: Final = 5.0
+"""Losses of one instance within this time are one: all requests there lose it together."""
 QUARANTINE_SECONDS: Final = 60.0
-MAX_DIGESTS: Final = 1024
+MAX_REFUSED: Final = 1024
 
 
 class Quarantine:
-    """The digests of requests that lost too many connections. The clock is the caller's, a monotonic one."""
+    """The digests of requests that lost too many connections, and their clients. The clock is the caller's, a
+    monotonic one."""
 
     def __init__(self) -> None:
-        self._until_seconds: OrderedDict[bytes, float] = OrderedDict()
+        self._until_seconds: OrderedDict[bytes | str, float] = OrderedDict()
+        self._losses: OrderedDict[str, list[tuple[float, str]]] = OrderedDict()
+        """By client: when its refused requests lost which instance."""
 
     def __bool__(self) -> bool:
         return bool(self._until_seconds)
 
-    def add(self, digest: bytes, now_seconds: float) -> None:
-        """Refuse a request from now on; beyond MAX_DIGESTS the oldest one is free again."""
-        self._until_seconds[digest] = now_seconds + QUARANTINE_SECONDS
-        self._until_seconds.move_to_end(digest)
-        if len(self._until_seconds) > MAX_DIGESTS:
-            self._until_seconds.popitem(last=False)
+    def add(self, digest: bytes, client: str, lost: Iterable[str], now_seconds: float) -> bool:
+        """Refuse a request from now on; return whether its client is refused, too.
 
-    def left_seconds(self, digest: bytes, now_seconds: float) -> float:
-        """Return for how long a request is refused; 0: it is not."""
+        `lost` names the instances. Beyond MAX_REFUSED the oldest request or client is free again.
+        """
+        self._refuse(digest, now_seconds)
+        losses = [one for one in self._losses.get(client, ()) if now_seconds - one[0] < QUARANTINE_SECONDS]
+        known = {name for at_seconds, name in losses if now_seconds - at_seconds < SAME_LOSS_SECONDS}
+        losses += [(now_seconds, name) for name in set(lost) - known]
+        self._losses[client] = losses
+        _bound(self._losses, client)
+        if len(losses) < CLIENT_LOSSES:
+            return False
+        self._refuse(client, now_seconds)
+        return True
+
+    def left_seconds(self, refused: bytes | str, now_seconds: float) -> float:
+        """Return for how long a digest or a client is refused; 0: it is not."""
         while self._until_seconds and next(iter(self._until_seconds.values())) <= now_seconds:
             self._until_seconds.popitem(last=False)
-        return max(0.0, self._until_seconds.get(digest, now_seconds) - now_seconds)
+        return max(0.0, self._until_seconds.get(refused, now_seconds) - now_seconds)
+
+    def _refuse(self, one: bytes | str, now_seconds: float) -> None:
+        self._until_seconds[one] = now_seconds + QUARANTINE_SECONDS
+        _bound(self._until_seconds, one)
+
+
+def _bound(kept: OrderedDict[Any, Any], newest: bytes | str) -> None:
+    kept.move_to_end(newest)
+    if len(kept) > MAX_REFUSED:
+        kept.popitem(last=False)

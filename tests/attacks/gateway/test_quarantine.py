@@ -12,6 +12,7 @@ from tests.tables import make_instance
 from tests.unit.gateway.conftest import QUICK
 
 from prfaas.errors import LostError, UnreachableError
+from prfaas.routing import quarantine
 from prfaas.routing.quarantine import QUARANTINE_SECONDS
 from prfaas.wire import headers
 from prfaas_gateway import attempts
@@ -20,6 +21,8 @@ from prfaas_gateway.upstream import Upstream
 
 ENGINES = ("d0", "d1", "d2", "d3")
 MARK = "deadly"
+NO_SECOND_TRY = QUICK._replace(eject_seconds=30, eject_max_seconds=30)
+"""An engine that died is not tried again at once."""
 
 
 def body(word: str, **fields: Any) -> bytes:
@@ -28,7 +31,7 @@ def body(word: str, **fields: Any) -> bytes:
 
 async def start(world, dies) -> list[str]:
     """Start engines that die of a request with the mark, and start again; return the list of their deaths."""
-    await world.start(*ENGINES)
+    await world.start(*ENGINES, limits=NO_SECOND_TRY)
     deaths: list[str] = []
     for name in ENGINES:
         healthy = world.workers[name].reply
@@ -75,6 +78,22 @@ async def test_it_may_come_back_after_a_minute(world):
     world.state.clock = lambda: clock() + QUARANTINE_SECONDS + 1
     await world.post(body(MARK))
     assert len(deaths) == 4
+
+
+async def test_one_letter_more_does_not_get_a_client_the_other_engines(world):
+    deaths = await start(world, at_once)
+    got = [await world.post(body(f"{MARK} {number}")) for number in range(3)]
+    assert [one.json["error"]["code"] for one in got] == ["request_quarantined"] * 3
+    assert (len(deaths), "of this key or address" in got[2].json["error"]["message"]) == (4, True)
+    assert (await world.post(body("harmless"))).json["error"]["code"] == "request_quarantined"
+
+
+async def test_control_without_the_count_by_client_each_letter_costs_engines(world, monkeypatch):
+    monkeypatch.setattr(quarantine, "CLIENT_LOSSES", 1000)
+    deaths = await start(world, at_once)
+    for number in range(3):
+        await world.post(body(f"{MARK} {number}"))
+    assert len(deaths) > 4
 
 
 async def test_an_engine_that_refuses_connections_is_no_loss(world):
