@@ -62,10 +62,10 @@ class Dispatcher:
         return response
 
     async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
-        with self._parts.auth.admitted(http) as meter, self._held.place() as place:
+        if http.transport is not None:
+            progress.address = client_of(http.transport)
+        with self._parts.auth.admitted(http) as meter, self._held.place(meter.client.name or progress.address) as place:
             progress.client = meter.client.name
-            if http.transport is not None:
-                progress.address = client_of(http.transport)
             request = await self._receive(http, progress, meter, place)
             try:
                 return await self._serve_in_time(http, request, progress)

@@ -1,11 +1,15 @@
 """The gateway's fixed bounds: sizes, waits, attempts, connections, and the bytes of all bodies under way."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from prfaas.http_server import DEFAULT_BOUNDS, ConnectionBounds
 from prfaas_gateway.openai import SaturatedError
+
+CLIENT_PART: Final = 2
+"""The bodies of one client, by its key or else its address, may have half of what all may have."""
 
 
 class Limits(NamedTuple):
@@ -49,29 +53,39 @@ class HeldBytes:
 
     def __init__(self, most_bytes: int):
         self.left_bytes = most_bytes
+        self.most_of_client_bytes = most_bytes // CLIENT_PART
+        self.by_client: Counter[str] = Counter()
 
     @contextmanager
-    def place(self) -> Iterator["BodyPlace"]:
-        """Give a request its place for its body; what it took comes back when the block ends."""
-        place = BodyPlace(self)
+    def place(self, client: str) -> Iterator["BodyPlace"]:
+        """Give a client's request its place for its body; what it took comes back when the block ends."""
+        place = BodyPlace(self, client)
         try:
             yield place
         finally:
             self.left_bytes += place.taken_bytes
+            self.by_client[client] -= place.taken_bytes
+            if not self.by_client[client]:
+                del self.by_client[client]
 
 
 class BodyPlace:
-    def __init__(self, held: HeldBytes):
+    def __init__(self, held: HeldBytes, client: str):
         self._held = held
+        self._client = client
         self.taken_bytes = 0
 
     def expect(self, size_bytes: int) -> None:
-        """Raise SaturatedError if a body of this size has no room now."""
+        """Raise SaturatedError if a body of this size has no room now. A client's only body may have all of it."""
         if size_bytes > self._held.left_bytes:
             raise SaturatedError("the gateway holds as many bytes of requests as it may; try again in a moment")
+        of_client_bytes = self._held.by_client[self._client]
+        if of_client_bytes > self.taken_bytes and of_client_bytes + size_bytes > self._held.most_of_client_bytes:
+            raise SaturatedError("the gateway holds as many bytes of this client as it may; try again in a moment")
 
     def take(self, size_bytes: int) -> None:
         """Take room for another piece that has come; raises SaturatedError if there is none."""
         self.expect(size_bytes)
         self._held.left_bytes -= size_bytes
+        self._held.by_client[self._client] += size_bytes
         self.taken_bytes += size_bytes

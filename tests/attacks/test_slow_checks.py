@@ -105,7 +105,7 @@ async def checked_in(body: bytes, monkeypatch: pytest.MonkeyPatch) -> threading.
     """Return the thread that checks a body."""
     threads: list[threading.Thread] = []
     monkeypatch.setattr(request, "check_fields", lambda _: threads.append(threading.current_thread()))
-    with HeldBytes(SIZE).place() as place:
+    with HeldBytes(SIZE).place("a") as place:
         got, fields = await receive(posted(body), Progress(OFF.start("request")), Limits(), place, lambda: True)
     assert (got.model, bytes(fields["model"])) == ("m", b'"m"')
     (only,) = threads

@@ -12,6 +12,9 @@ from tests.unit.gateway.conftest import QUICK
 from tests.waiting import eventually_async
 
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
+from prfaas_gateway import limits
+from prfaas_gateway.limits import CLIENT_PART, HeldBytes
+from prfaas_gateway.openai import SaturatedError
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
@@ -148,7 +151,7 @@ async def hold_bodies(world, packed: bool, all_requests_bytes: int) -> list[int]
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 async def test_bodies_under_way_have_one_budget_as_they_are_unpacked(world, packed):
-    refused = await hold_bodies(world, packed, 4 * BODY_BYTES)
+    refused = await hold_bodies(world, packed, CLIENT_PART * 4 * BODY_BYTES)
     assert set(refused) == {429}
     assert FLOOD - 4 <= len(refused) <= FLOOD - 3
 
@@ -158,6 +161,42 @@ async def test_what_a_body_took_comes_back(world):
     body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
     for _ in range(5):
         assert (await world.post(body, "/v1/completions")).status == 200
+
+
+async def is_served_beside_a_flood(world) -> bool:
+    """Hold one client's bodies back; return whether that of another address is served meanwhile."""
+    await world.start("d0", limits=QUICK._replace(all_requests_bytes=4 * BODY_BYTES))
+    first, last = held_back(packed=False)
+    async with lines(world, FLOOD, first) as opened, statuses(opened) as reading:
+        await eventually_async(lambda: sum(one.done() for one in reading) >= FLOOD - 4, "the budget is spent")
+        other = Line(*await asyncio.open_connection("127.0.0.1", world.running.port, local_addr=("127.0.0.2", 0)))
+        try:
+            await other.send(first + last)
+            return await other.status() == 200
+        finally:
+            other.writer.close()
+
+
+async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world):
+    assert await is_served_beside_a_flood(world)
+
+
+async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, monkeypatch):
+    monkeypatch.setattr(limits, "CLIENT_PART", 1)
+    assert not await is_served_beside_a_flood(world)
+
+
+def test_the_only_body_of_a_client_may_have_all_the_room():
+    held = HeldBytes(100)
+    with held.place("a") as one:
+        one.take(90)
+        with held.place("b") as another, pytest.raises(SaturatedError):
+            another.take(11)
+    with held.place("a") as one, held.place("a") as another:
+        one.take(30)
+        with pytest.raises(SaturatedError, match="of this client"):
+            another.take(21)
+    assert (held.left_bytes, held.by_client) == (100, {})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
