@@ -5,13 +5,14 @@ long. Here the answer has OpenAI's form, and the log gets one line without anyth
 before any route and any key, in gateway and worker alike.
 
 Connections are bounded, too: their number in all and by client, the time and size of a head, and the time without a
-request. aiohttp closes what is idle; the rest is here, since it knows neither a deadline of a head nor a number.
+request. aiohttp closes what is idle for long; the rest is here, since it knows neither a deadline of a head nor a
+number. Where there are too many, one that has no request makes room for one that may have.
 """
 
 import asyncio
 import logging
 import resource
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
@@ -33,6 +34,8 @@ MAX_HEAD_BYTES: Final = 128 << 10
 """Of a request's first line and headers together, which aiohttp holds twice."""
 DESCRIPTORS: Final = 3
 """That a connection may need: its own, and those to the two instances that serve its request."""
+SPARED_SECONDS: Final = 1.0
+"""A connection makes room for another one if it has been idle for so long."""
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Of an event stream: proxies pass each event on at once."""
 # Decoded by aiohttp, or refused by its parser where the library for it is missing.
@@ -70,7 +73,7 @@ class ConnectionBounds(NamedTuple):
 
     most: int = 10_000
     """In all, or fewer where the process may open fewer files; one client may have half of them. Many clients may
-    have the address of one proxy."""
+    have the address of one proxy. Beyond that the one that was idle for longest is closed."""
     head_seconds: float = 10.0
     """From a connection's start, or from the first byte of a later head, to the end of the head."""
     idle_seconds: float = 650.0
@@ -133,22 +136,38 @@ class _Server(web.Server):
     def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.bounds = bounds
-        self.open: Counter[str] = Counter()
-        """Connections by client."""
+        self.open: defaultdict[str, dict[_Connection, float]] = defaultdict(dict)
+        """Connections by client, and since when each may be idle, the longest first."""
+        self.count = 0
         self.is_full = False
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, asyncio.get_running_loop())
 
     def has_room(self, client: str) -> bool:
-        """Return whether another connection of a client may be kept; log when the first one may not."""
-        most = self.bounds.most
-        if self.open.total() < most and self.open[client] < max(1, most // 2):
-            self.is_full = self.is_full and self.open.total() > most // 2
+        """Return whether another connection of a client may be kept, in place of an idle one; log when the first one
+        may not."""
+        most, of_client = self.bounds.most, len(self.open.get(client, ()))
+        is_share_full = of_client >= max(1, most // 2)
+        if not is_share_full and self.count < most:
+            self.is_full = self.is_full and self.count > most // 2
+            return True
+        largest = client if is_share_full else max(self.open, key=lambda one: len(self.open[one]), default=client)
+        if self._close_idle(largest):
             return True
         if not self.is_full:
             self.is_full = True
-            log.warning(line("connections are refused", open=self.open.total(), of_this_client=self.open[client]))
+            log.warning(line("connections are refused", open=self.count, of_this_client=of_client))
+        return False
+
+    def _close_idle(self, client: str) -> bool:
+        """Close the connection of a client that has been idle for longest; return whether there was one."""
+        latest_seconds = asyncio.get_running_loop().time() - SPARED_SECONDS
+        for connection, since_seconds in list(self.open.get(client, {}).items()):
+            if since_seconds > latest_seconds:
+                return False
+            if connection.close_if_idle():
+                return True
         return False
 
 
@@ -191,19 +210,41 @@ class _Connection(web.RequestHandler):
             _turn_away(cast(asyncio.Transport, transport), _FULL)
             return
         self._client = client
-        self._places.open[client] += 1
+        self._places.count += 1
+        self._note_idle()
         super().connection_made(transport)
         self._head_timer = self._loop.call_later(self._places.bounds.head_seconds, self._give_up_head)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        if self._client is not None:
-            self._places.open[self._client] -= 1
-            if not self._places.open[self._client]:
-                del self._places.open[self._client]
-            self._client = None
+        self._leave_place()
         if self._head_timer is not None:
             self._head_timer.cancel()
         super().connection_lost(exc)
+
+    def close_if_idle(self) -> bool:
+        """Close a connection that has no request now; return whether it was so."""
+        if self._head_bytes or not self._awaits_head:
+            self._note_idle()  # not now: others are looked at first
+            return False
+        self._leave_place()  # not when the loop hears that it is closed: its place is taken at once
+        self.force_close()
+        return True
+
+    def _leave_place(self) -> None:
+        if self._client is None:
+            return
+        del self._places.open[self._client][self]
+        self._places.count -= 1
+        if not self._places.open[self._client]:
+            del self._places.open[self._client]
+        self._client = None
+
+    def _note_idle(self) -> None:
+        """Put the connection behind all others of its client: it may be idle from now on."""
+        if self._client is not None:
+            mine = self._places.open[self._client]
+            mine.pop(self, None)
+            mine[self] = self._loop.time()
 
     def data_received(self, data: bytes) -> None:
         if _is_broken(self._body):
@@ -264,6 +305,7 @@ class _Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response; if its request is broken, give the client time to read it."""
         finished = await super().finish_response(request, resp, start_time)
+        self._note_idle()
         self._note_last()  # it parses what came behind a declined upgrade
         transport = self.transport
         if _is_broken(request.content) and transport is not None and not transport.is_closing():

@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
 import pytest
-from tests.unit.gateway.conftest import QUICK
+from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
+from prfaas import http_server
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from prfaas_gateway import limits
 from prfaas_gateway.limits import CLIENT_PART, HeldBytes
@@ -115,6 +116,51 @@ async def test_control_without_a_number_all_are_kept(world):
     async with lines(world, 2 * SHORT.most, HALF_A_HEAD) as opened, statuses(opened) as reading:
         assert await is_served(world)
         assert not any(one.done() for one in reading)
+
+
+async def is_served_beside_idle(world, *sent: bytes) -> bool:
+    """Open as many connections as a client may have, each idle; return whether another one is served, in place of the
+    first."""
+    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+    async with lines(world, SHORT.most // 2, *sent) as opened:
+        for one in opened:
+            if sent:
+                await one.reader.readuntil(b"ok\n")
+        served = await is_served(world)
+        if served:
+            assert await opened[0].reader.read() == b""
+        await opened[1].send(WHOLE)
+        assert await opened[1].status() == 200
+    return served
+
+
+@pytest.mark.parametrize("sent", [(WHOLE,), ()], ids=["after a request", "silent"])
+async def test_who_holds_all_connections_idle_keeps_no_probe_of_the_same_address_out(world, sent, monkeypatch):
+    monkeypatch.setattr(http_server, "SPARED_SECONDS", 0.0)
+    assert await is_served_beside_idle(world, *sent)
+
+
+async def test_control_where_no_idle_one_makes_room_the_probe_is_refused(world):
+    assert http_server.SPARED_SECONDS > 0
+    assert not await is_served_beside_idle(world, WHOLE)
+
+
+async def test_a_connection_whose_request_is_served_makes_no_room(world, monkeypatch):
+    monkeypatch.setattr(http_server, "SPARED_SECONDS", 0.0)
+    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+    gate = asyncio.Event()
+
+    async def wait(request, body):
+        await gate.wait()
+        return await answer(request, body)
+
+    world.workers["d0"].reply = wait
+    first, last = held_back(packed=False)
+    async with lines(world, SHORT.most // 2, first + last) as opened:
+        await eventually_async(lambda: len(world.workers["d0"].seen) >= len(opened), "all are served")
+        assert not await is_served(world)
+        gate.set()
+        assert [await one.status() for one in opened] == [200] * len(opened)
 
 
 async def test_a_head_of_many_headers_is_cut_off(world):
