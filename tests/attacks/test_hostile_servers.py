@@ -5,7 +5,7 @@ import gzip
 import json
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -15,7 +15,7 @@ from tests.serving import serving
 from tests.waiting import eventually_async
 
 from prfaas.errors import ConfigError, PrfaasError, ProtocolError, UnreachableError
-from prfaas.kube.session import KubeSession
+from prfaas.kube.session import MAX_ANSWER_VALUES, KubeSession
 from prfaas.kube.watch import WatchEvent
 from prfaas_operator.clusters import client as clients
 from prfaas_operator.clusters import informer as informers
@@ -57,6 +57,16 @@ def values(_request: web.Request) -> web.Response:
     return packed(b'{"metadata":{},"items":[' + b",".join([b"[]"] * (9 * MEBIBYTE)) + b"]}")
 
 
+def nested(chains: int) -> Answer:
+    """Return an answer of objects in objects, each of one member: 5 bytes and one mark, but 200 bytes of memory."""
+    chain = b'{"":' * 100 + b"{}" + b"}" * 100
+    return lambda _: packed(b'{"metadata":{},"items":[' + b",".join([chain] * chains) + b"]}")
+
+
+JUST_BELOW = nested(MAX_ANSWER_VALUES // 102 - 1)
+FORMER = nested(2_000_000 // 102 - 1)
+
+
 def text(_request: web.Request) -> web.Response:
     return packed(b'{"metadata":{},"items":[{"x":"' + b"x" * (400 * MEBIBYTE) + b'"}]}')
 
@@ -86,7 +96,7 @@ async def prometheus(answer: Answer, credentials: str = "") -> AsyncIterator[Pro
         yield Prometheus(http, url.replace("//", f"//{credentials}"), 5.0)
 
 
-async def peak_bytes(answer: Answer, error: type[Exception] | tuple[type[Exception], ...]) -> int:
+async def peak_bytes(answer: Answer, error: type[Exception] | None) -> int:
     """Return the most memory that listing pods took beside what the server itself holds."""
     response = answer(None)  # pyright: ignore[reportArgumentType]  # packed before memory is measured
     body, headers = response.body, dict(response.headers)
@@ -97,16 +107,30 @@ async def peak_bytes(answer: Answer, error: type[Exception] | tuple[type[Excepti
     async with member(again) as client:
         tracemalloc.start()
         try:
-            with pytest.raises(error):
+            with pytest.raises(error) if error else nullcontext():
                 await client.list_all(POD)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize("answer", [text, values], ids=["400 MiB of text", "millions of values"])
-async def test_no_answer_of_a_members_server_fills_the_operators_memory(answer):
-    assert await peak_bytes(answer, ClusterUnreachableError) < 150 * MEBIBYTE
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (text, ClusterUnreachableError),
+        (values, ClusterUnreachableError),
+        (FORMER, ClusterUnreachableError),
+        (JUST_BELOW, None),
+    ],
+    ids=["400 MiB of text", "millions of values", "millions of objects", "as many objects as are read"],
+)
+async def test_no_answer_of_a_members_server_fills_the_operators_memory(answer, error):
+    assert await peak_bytes(answer, error) < 150 * MEBIBYTE
+
+
+async def test_control_a_higher_number_of_values_lets_objects_of_one_member_fill_it(monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_VALUES", 2_000_000)
+    assert await peak_bytes(FORMER, None) > 300 * MEBIBYTE
 
 
 async def test_control_without_a_number_of_values_small_ones_take_many_times_their_bytes(monkeypatch):

@@ -34,9 +34,9 @@ CONNECT_SECONDS = 4.0
 CONNECTIONS = 32
 """Each watch holds one, and reconciles of different objects run side by side. The package would allow 100."""
 MAX_ANSWER_BYTES = 32 << 20
-"""Much more than a page of 500 pods. A hostile member's server must not fill this process's memory."""
-MAX_ANSWER_VALUES = 2_000_000
-"""Of JSON: a pod has some hundred."""
+"""Much more than a page of 100 pods. A hostile member's server must not fill this process's memory."""
+MAX_ANSWER_VALUES = 400_000
+"""Of JSON: a pod has some hundred, and an object of one member takes 200 bytes, written in 5."""
 MAX_REFUSAL_BYTES = 1 << 20
 READ_BUFFER_BYTES = 1 << 16
 """The package's own is 2 MiB a connection, twice where an answer is compressed."""

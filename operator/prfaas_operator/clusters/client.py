@@ -20,7 +20,7 @@ from prfaas_operator.clusters.kinds import BY_NAME, POD, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
-PAGE_LIMIT: Final = 500
+PAGE_LIMIT: Final = 100
 MAX_PAGES: Final = 200
 MAX_OBJECTS: Final = 20_000
 """Of one kind in one namespace. A hostile server must not list for ever."""
@@ -139,6 +139,7 @@ class ClusterClient:
             if not (after := metadata.get("continue")):
                 return
             query["continue"] = after
+            del answer, items  # not beside the next page
         bounds = f"more than {MAX_OBJECTS} {kind.plural}, or more than {MAX_PAGES} pages of them"
         raise errors.ClusterUnreachableError(f"{self._label} lists {bounds}: is it an API server?")
 

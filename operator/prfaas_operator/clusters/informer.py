@@ -99,6 +99,7 @@ class Informer(Generic[T]):
             items |= {one["metadata"]["name"]: self._project(one) for one in found}
             versions |= {one["metadata"]["name"]: _version(one) for one in found}
             since = whole_version
+            del found  # not beside the next page
         return (items, versions), since
 
     def _replace(self, items: dict[str, T], versions: dict[str, int]) -> None:
