@@ -11,6 +11,12 @@ class ClusterUnreachableError(UnreachableError):
     reason: ClassVar = "ClusterUnreachable"
 
 
+class TooManyObjectsError(PeerError):
+    """A member's API server lists more objects than are read of it."""
+
+    reason: ClassVar = "TooManyObjects"
+
+
 class ServerFailedError(PeerError):
     """The API server failed: its store, a webhook, or an apply that it cannot merge."""
 

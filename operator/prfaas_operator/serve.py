@@ -112,7 +112,7 @@ async def lead(
     shutdown: Shutdown,
     term: asyncio.Event,
 ) -> None:
-    hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write)
+    hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write, is_trusted=True)
     connect = partial(connect_member, may_write=may_write)
     try:
         is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))

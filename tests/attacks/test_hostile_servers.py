@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import math
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -18,11 +19,10 @@ from prfaas.errors import ConfigError, PrfaasError, ProtocolError, UnreachableEr
 from prfaas.kube.session import MAX_ANSWER_VALUES, KubeSession
 from prfaas.kube.watch import WatchEvent
 from prfaas_operator.clusters import client as clients
-from prfaas_operator.clusters import informer as informers
-from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.client import MAX_OBJECTS, ClusterClient
 from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.clusters.kinds import POD
-from prfaas_operator.errors import ClusterUnreachableError
+from prfaas_operator.errors import ClusterUnreachableError, TooManyObjectsError
 from prfaas_scheduler.prometheus import Prometheus
 
 pytestmark = pytest.mark.system
@@ -141,12 +141,11 @@ async def test_control_without_a_number_of_values_small_ones_take_many_times_the
 @pytest.mark.parametrize("answer", [lists_for_ever, lists_empty_pages])
 async def test_no_list_goes_on_for_ever(answer):
     async with member(answer) as client:
-        with pytest.raises(ClusterUnreachableError, match="cluster evil lists more than"):
+        with pytest.raises(TooManyObjectsError, match="cluster evil lists more than"):
             await client.list_all(POD)
 
 
 async def test_control_without_bounds_a_list_goes_on(monkeypatch):
-    monkeypatch.setattr(clients, "MAX_PAGES", 300)
     monkeypatch.setattr(clients, "MAX_OBJECTS", 1 << 40)
     listed = 0
     async with member(lists_for_ever) as client:
@@ -157,8 +156,26 @@ async def test_control_without_bounds_a_list_goes_on(monkeypatch):
     assert listed > 25_000
 
 
+async def test_the_hubs_own_server_may_list_what_it_has():
+    pages = MAX_OBJECTS // 500 + 1
+
+    def lists_many(request: web.Request) -> web.Response:
+        number = int(request.query.get("continue") or "0")
+        return page(*(f"pod-{number}-{one}" for one in range(500)), after=str(number + 1) if number < pages - 1 else "")
+
+    async with hostile(lists_many) as url:
+        client = ClusterClient(KubeSession(url), "ns", "hub", is_trusted=True)
+        try:
+            assert len(await client.list_all(POD)) == 500 * pages > MAX_OBJECTS
+        finally:
+            await client.close()
+
+
 class Telling:
     """A cluster whose list is empty, and whose watch tells of one new pod after the other."""
+
+    def __init__(self, max_objects: float):
+        self.max_objects = max_objects
 
     async def pages(self, _kind: Any, **_: Any) -> AsyncIterator[Any]:
         yield [], "1"
@@ -169,9 +186,9 @@ class Telling:
         await asyncio.Event().wait()
 
 
-async def keep_what_it_tells(most: int) -> int:
+async def keep_what_it_tells(most: int, max_objects: float) -> int:
     """Return how many pods are kept of a thousand that a watch tells of."""
-    informer = Informer(Telling(), POD, "", lambda pod: pod["metadata"]["name"], lambda _: None)  # pyright: ignore
+    informer = Informer(Telling(max_objects), POD, "", lambda pod: pod["metadata"]["name"], lambda _: None)  # pyright: ignore
     running = asyncio.ensure_future(informer.run())
     await eventually_async(lambda: len(informer.items) >= most, "the watch is read")
     await asyncio.sleep(0)
@@ -179,13 +196,14 @@ async def keep_what_it_tells(most: int) -> int:
     return len(informer.items)
 
 
-async def test_what_a_watch_tells_of_is_kept_to_a_bound(monkeypatch):
-    monkeypatch.setattr(informers, "MAX_OBJECTS", 300)
-    assert await keep_what_it_tells(300) == 300
+async def test_what_a_watch_tells_of_is_kept_to_a_bound_and_the_log_says_so_once(caplog):
+    assert await keep_what_it_tells(300, 300) == 300
+    assert [one.message for one in caplog.records] == ["pods informer: more than 300, new ones are not followed"]
 
 
-async def test_control_without_a_bound_all_of_it_is_kept():
-    assert await keep_what_it_tells(1000) == 1000
+async def test_control_without_a_bound_all_of_it_is_kept(caplog):
+    assert await keep_what_it_tells(1000, math.inf) == 1000
+    assert not caplog.records
 
 
 async def test_a_pods_log_is_read_to_a_bound():

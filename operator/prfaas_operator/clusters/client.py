@@ -5,6 +5,8 @@ total timeout. Every failure of the session becomes an error of ours with the se
 """
 
 import contextlib
+import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
@@ -21,9 +23,9 @@ from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
 PAGE_LIMIT: Final = 100
-MAX_PAGES: Final = 200
+MAX_PAGES: Final = 250
 MAX_OBJECTS: Final = 20_000
-"""Of one kind in one namespace. A hostile server must not list for ever."""
+"""Of one kind in one namespace. A hostile server must not list for ever; the hub's own may list what it has."""
 MAX_LOG_BYTES: Final = 1 << 20
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
@@ -74,7 +76,8 @@ class ClusterClient:
     """One namespace of one API server.
 
     Every call ends within a hard timeout. All raise from `prfaas_operator.errors`: ClusterUnreachableError,
-    ServerFailedError, UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError, NamespaceNotFoundError.
+    TooManyObjectsError, ServerFailedError, UnauthorizedError, ForbiddenError, InvalidObjectError, ConflictError,
+    NamespaceNotFoundError.
 
     Args:
         session: address and credentials; closed by `close`.
@@ -83,6 +86,7 @@ class ClusterClient:
         field_manager: owner of the fields that `apply` sends; every writer needs its own, because an apply removes
             the fields that the same manager sent before and leaves out now.
         may_write: allows or refuses each write right before it.
+        is_trusted: reads all that the server lists, as only the hub's own may make us do.
     """
 
     def __init__(
@@ -93,8 +97,10 @@ class ClusterClient:
         field_manager: str = FIELD_MANAGER_OPERATOR,
         *,
         may_write: MayWrite = always,
+        is_trusted: bool = False,
     ):
         self.session = session
+        self.max_objects = math.inf if is_trusted else MAX_OBJECTS
         self.namespace = namespace
         self._label = label
         self._field_manager = field_manager
@@ -129,11 +135,11 @@ class ClusterClient:
         """
         query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
         objects = 0
-        for _ in range(MAX_PAGES):
+        for _ in itertools.count() if math.isinf(self.max_objects) else range(MAX_PAGES):
             answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
             metadata, items = answer["metadata"], answer.get("items") or []
             objects += len(items)
-            if objects > MAX_OBJECTS:
+            if objects > self.max_objects:
                 break
             yield items, metadata.get("resourceVersion", "")
             if not (after := metadata.get("continue")):
@@ -141,7 +147,7 @@ class ClusterClient:
             query["continue"] = after
             del answer, items  # not beside the next page
         bounds = f"more than {MAX_OBJECTS} {kind.plural}, or more than {MAX_PAGES} pages of them"
-        raise errors.ClusterUnreachableError(f"{self._label} lists {bounds}: is it an API server?")
+        raise errors.TooManyObjectsError(f"{self._label} lists {bounds}: delete some, or look at its API server")
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
         return [one async for items, _ in self.pages(kind, selector=selector) for one in items]

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 from prfaas.errors import ConfigError, PeerError
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import DELETED, WatchEvent, list_and_watch
-from prfaas_operator.clusters.client import MAX_OBJECTS, ClusterClient
+from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ForbiddenError
 
@@ -55,6 +55,7 @@ class Informer(Generic[T]):
         self._project = project
         self._on_change = on_change
         self._versions: dict[str, int] = {}
+        self._is_full = False
 
     async def run(self) -> None:
         while True:
@@ -104,6 +105,7 @@ class Informer(Generic[T]):
 
     def _replace(self, items: dict[str, T], versions: dict[str, int]) -> None:
         old, self.items, self._versions = self.items, items, versions
+        self._is_full = False
         self.synced.set()
         self.is_fresh = True
         for name in old.keys() | items.keys():
@@ -114,12 +116,19 @@ class Informer(Generic[T]):
         name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)
         if version <= self._versions.get(name, 0):
             return
-        if name not in self._versions and len(self._versions) >= MAX_OBJECTS:
-            return  # a hostile server, whose next list is refused
+        if name not in self._versions and len(self._versions) >= self._cluster.max_objects:
+            self._note_full()
+            return
         self._versions[name] = version
         if self.items.get(name) != item:
             self.items[name] = item
             self._on_change(item)
+
+    def _note_full(self) -> None:
+        """Log once that new objects are not followed; the next list is refused with its own reason."""
+        if not self._is_full:
+            self._is_full = True
+            log.warning("%s informer: more than %d, new ones are not followed", self._kind.plural, len(self._versions))
 
     def _discard(self, seen: Object) -> None:
         name = seen["metadata"]["name"]

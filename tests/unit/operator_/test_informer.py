@@ -9,6 +9,7 @@ import pytest
 
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import ExpiredError, WatchEvent
+from prfaas_operator.clusters.client import MAX_OBJECTS
 from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.clusters.kinds import POD, Object
 from prfaas_operator.errors import ClusterUnreachableError, ConflictError
@@ -21,6 +22,8 @@ class Script:
         self._lists = iter(lists)
         self._watches = iter(watches)
         self.done = asyncio.Event()
+
+    max_objects = MAX_OBJECTS
 
     async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
         for page in next(self._lists):
