@@ -5,6 +5,7 @@ import gzip
 import http.client
 import json
 import logging
+import resource
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,7 +16,16 @@ from aiohttp.http_exceptions import BadHttpMessage
 from tests.serving import send_bytes
 
 from prfaas.errors import MAX_WORDS, RequestError
-from prfaas.http_server import MAX_HEADERS, UNREADABLE_BODY, PublicRunner, error_body, unreadable_body
+from prfaas.http_server import (
+    DESCRIPTORS,
+    MAX_HEADERS,
+    UNREADABLE_BODY,
+    ConnectionBounds,
+    PublicRunner,
+    client_of,
+    error_body,
+    unreadable_body,
+)
 
 pytestmark = pytest.mark.system
 
@@ -253,3 +263,32 @@ async def test_the_end_of_an_old_connection_ends_its_stream_even_if_it_asks_to_b
 def test_an_error_repeats_no_more_than_the_beginning_of_what_it_is_about():
     assert str(RequestError("short")) == "short"
     assert len(str(RequestError("x" * 1_000_000))) < MAX_WORDS + 10
+
+
+@pytest.mark.parametrize(
+    ("peer", "client"),
+    [
+        (("192.0.2.7", 4711), "192.0.2.7"),
+        (("2001:db8:1:2:3:4:5:6", 4711, 0, 0), "2001:0db8:0001:0002"),
+        (("2001:db8:1:2::9", 4712, 0, 0), "2001:0db8:0001:0002"),
+        (("2001:db8:1:3::9", 4712, 0, 0), "2001:0db8:0001:0003"),
+        (("fe80::1%eth0", 4711, 0, 2), "fe80:0000:0000:0000"),
+        (("::ffff:192.0.2.7", 4711, 0, 0), "::ffff:192.0.2.7"),
+        ("", ""),
+        (None, ""),
+    ],
+)
+def test_a_client_is_an_address_and_of_ipv6_a_network(peer, client):
+    transport = asyncio.Transport({"peername": peer})
+    assert client_of(transport) == client
+
+
+@pytest.mark.parametrize(("hard", "most"), [(4096, 4096), (resource.RLIM_INFINITY, 1 << 30)])
+def test_connections_take_what_the_system_allows_the_process(hard, most, monkeypatch):
+    set_to: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    runner = PublicRunner(web.Application(), shutdown_timeout=0.1, bounds=ConnectionBounds(most=1 << 40))
+    server = asyncio.run(runner._make_server())
+    assert server.bounds.most == most // DESCRIPTORS
+    assert set_to == [(hard, hard)]
