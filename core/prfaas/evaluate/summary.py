@@ -2,24 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Final
 
 import msgspec
 
 from prfaas.capacity.planfile import PlanFile
 from prfaas.errors import ConfigError
 from prfaas.evaluate.answer import PolicyAnswer, PolicyRatio, TtftBeside, answer_of, compare_first_tokens, ratios_of
-from prfaas.evaluate.case import REPEATED_FROM
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey
 from prfaas.evaluate.rows import LoadRow, Simulated, row_of
 from prfaas.evaluate.steady import find_steady
 from prfaas.simulate.scenario import POLICIES, PolicyName
-
-LOAD_STEP: Final = 0.1
-MOST_LOAD: Final = 1.5
-"""Of what a plan carries: to where loads rise that find no limit."""
-_TOO_FAR: Final = 0.075
-"""Between loads that hold and break the limit: one more is tried in their middle."""
 
 
 class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,31 +73,6 @@ def summarise(
         missing=tuple(sorted(set(asked) - {run.key for run in ordered})),
         shown=max(ours, key=lambda run: run.key, default=None),
     )
-
-
-def rising_loads(summary: CaseSummary, policies: Iterable[PolicyName], seeds: int) -> list[RunKey]:
-    """Return the runs of the next load to try, for each policy that has one. An interrupted load comes first."""
-    found: list[RunKey] = []
-    for policy in policies:
-        rows = [row for row in summary.rows if row.policy == policy]
-        begun = {row.load: row.seeds for row in rows if row.load >= REPEATED_FROM and len(row.seeds) < seeds}
-        load = next(iter(begun), None) or _next_load(rows)
-        if load is not None:
-            found += [RunKey(policy, load, seed) for seed in range(1, 1 + seeds) if seed not in begun.get(load, ())]
-    return found
-
-
-def _next_load(rows: Sequence[LoadRow]) -> float | None:
-    """Return a higher load until one breaks the limit, and then the middle between it and the one that held, if they
-    lie far apart. None: there is nothing to find, or the highest load says nothing, and a higher one would not."""
-    broken = next((place for place, row in enumerate(rows) if row.seen.verdict.outcome == "broken"), None)
-    if broken is None:
-        can_rise = bool(rows) and rows[-1].measured is not None and rows[-1].load < MOST_LOAD
-        return round(rows[-1].load + LOAD_STEP, 2) if can_rise else None
-    if broken == 0 or rows[broken - 1].seen.verdict.outcome != "held":
-        return None
-    held, most = rows[broken - 1].load, rows[broken].load
-    return round((held + most) / 2, 2) if most - held > _TOO_FAR else None
 
 
 def _limit_seconds(file: PlanFile, limit_seconds: float | None) -> float:

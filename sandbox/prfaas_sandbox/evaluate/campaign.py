@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, runs_of, scenario_of
 from prfaas.evaluate.expected import simulated_run
+from prfaas.evaluate.next_runs import WantedRuns, next_runs
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey, read_runs
-from prfaas.evaluate.summary import rising_loads, summarise
+from prfaas.evaluate.summary import summarise
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.evaluate.live import evaluate
 from prfaas_sandbox.evaluate.objects import check_live
@@ -62,33 +63,24 @@ class Campaign:
             command=self.command,
         )
 
-    def missing(self) -> list[RunKey]:
-        """Return the runs to make: those that are asked for, and then those at higher loads."""
+    def next_runs(self, tried: Collection[RunKey] = ()) -> list[RunKey]:
+        """Return the runs to make now, of a call that has `tried` these; none if all is done."""
         runs, _ = self.made()
-        summary = summarise(self.case.file, runs, None, self.limit_seconds, self.asked)
-        if summary.missing or not self.rises:
-            return [key for key in self.asked if key in summary.missing]
-        return rising_loads(summary, self.policies, self.seeds)
+        rising = tuple(self.policies) if self.rises else ()
+        rows = summarise(self.case.file, runs, None, self.limit_seconds).rows
+        return next_runs(WantedRuns(asked=tuple(self.asked), rising=rising, seeds=self.seeds), runs, rows, tried)
 
     def check(self, keys: Iterable[RunKey]) -> None:
         """Raise ConfigError for a run that two clusters cannot hold, or that would not do what the file asks."""
         for key in keys:
             check_live(self.case, scenario_of(self.case, key))
 
-    def to_make(self) -> list[RunKey]:
-        """Return the runs that are missing, and those asked for that the machine was too slow for."""
-        again = [run.key for run in self.made()[0] if run.machine.why_invalid and self._asks(run.key)]
-        return [*self.missing(), *again]
-
     def run(self, state: Path, report: OnProgress) -> dict[RunKey, str]:
         """Make these runs. Return those that failed, with the reason."""
-        if not (keys := self.to_make()):
+        if not (keys := self.next_runs()):
             return {}
         self.check(keys)
-        return asyncio.run(evaluate(self.case, keys, self.missing, self.folder, state, report))
-
-    def _asks(self, key: RunKey) -> bool:
-        return key in self.asked or (self.rises and key.policy in self.policies)
+        return asyncio.run(evaluate(self.case, self.next_runs, self.folder, state, report))
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:

@@ -85,7 +85,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
 
 
 def _run(campaign: "Campaign", state: Path) -> "dict[RunKey, str]":
-    campaign.check(campaign.to_make())  # what cannot be run is said before anything is built
+    campaign.check(campaign.next_runs())  # what cannot be run is said before anything is built
     try:
         with progress() as report:
             ensure_tools(report)  # before asyncio takes the signals over, so that Ctrl-C also ends a build
@@ -123,7 +123,7 @@ def _wanted(text: str) -> Sequence[PolicyName]:
 
 def _loads(text: str) -> Sequence[float]:
     try:
-        loads = [float(word) for word in text.split(",")]
+        loads = [round(float(word), 4) for word in text.split(",")]  # as many digits as a run's name has
     except ValueError:
         loads = []
     if not loads or not all(0 < load <= 2 for load in loads):

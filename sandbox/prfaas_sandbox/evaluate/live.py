@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -162,26 +162,26 @@ async def _change_link(environment: Environment, scenario: Scenario, scale: Case
 
 async def evaluate(
     case: Case,
-    keys: Sequence[RunKey],
-    missing: Callable[[], Sequence[RunKey]],
+    next_runs: Callable[[Collection[RunKey]], Sequence[RunKey]],
     folder: Path,
     state: Path,
     report: OnProgress,
 ) -> dict[RunKey, str]:
-    """Start a sandbox, install prfaas, make the runs and all that are `missing` then, and end all of it. Return the
-    runs that failed, with the reason; none is tried again."""
+    """Start a sandbox, install prfaas, make runs until `next_runs`, given those that were tried, says none, and end
+    all of it. Return the runs that failed, with the reason."""
     scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
-    mbps = scale.link_mbps(max(link_mbps(scenario_of(case, key)) for key in keys))
+    mbps = scale.link_mbps(max(link_mbps(scenario_of(case, key)) for key in next_runs(())))
     scrape_seconds = scale.whole_seconds(1)
     failed: dict[RunKey, str] = {}
+    tried: set[RunKey] = set()
     async with Sandbox.start(
         state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
     ) as sandbox:
         installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
         live = LiveCase(installation, case, folder, report)
-        while left := [key for key in keys if key not in failed]:
-            failed |= await live.run_all(left)
-            keys = missing()
+        while keys := next_runs(tried):
+            failed |= await live.run_all(keys)
+            tried.update(keys)
     return failed
 
 

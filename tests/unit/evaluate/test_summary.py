@@ -11,7 +11,7 @@ from prfaas.evaluate.limit import Bounds, ratio_of
 from prfaas.evaluate.record import AnsweredRequest, RunKey
 from prfaas.evaluate.rows import figures_of
 from prfaas.evaluate.steady import find_steady
-from prfaas.evaluate.summary import MOST_LOAD, rising_loads, summarise
+from prfaas.evaluate.summary import summarise
 from prfaas.simulate import setup as setups
 
 from .cases import CASE, LIMIT_SECONDS, invalid, keys, live, simulated
@@ -174,38 +174,6 @@ def test_saturated_systems_are_compared_with_the_plan_and_the_simulator():
 
 def test_a_load_below_the_limit_says_nothing_of_the_most():
     assert summary_of(live(RunKey("threshold", 0.5, 1))).answers["threshold"].saturated is None
-
-
-def rising(*runs, policy="threshold", seeds=1, limit_seconds=LIMIT_SECONDS) -> list[tuple[float, int]]:
-    found = rising_loads(summary_of(*runs, limit_seconds=limit_seconds), [policy], seeds)
-    return [(key.load, key.seed) for key in found]
-
-
-def test_loads_rise_until_one_breaks_the_limit():
-    held = live(RunKey("threshold", 0.5, 1))
-
-    assert rising(held, limit_seconds=60.0) == [(0.6, 1)]
-    assert rising(held, seeds=3, limit_seconds=60.0) == [(0.6, 1), (0.6, 2), (0.6, 3)]
-    assert rising(held, limit_seconds=0.1) == [], "it breaks at the lowest load"
-    assert rising(held, policy="naive") == []
-
-
-def test_an_overloaded_load_ends_the_rise_and_the_middle_is_tried():
-    held, broken = live(RunKey("homogeneous", 0.5, 1)), live(RunKey("homogeneous", 1.6, 1))
-
-    assert rising(held, broken, policy="homogeneous", limit_seconds=60.0) == [(1.05, 1)]
-
-
-def test_loads_rise_no_more_where_a_machine_is_too_slow_or_the_load_is_the_highest():
-    assert rising(invalid(live(RunKey("threshold", 0.5, 1))), limit_seconds=60.0) == []
-    highest = msgspec.structs.replace(live(RunKey("threshold", 0.5, 1)), key=RunKey("threshold", MOST_LOAD, 1))
-    assert rising(highest, limit_seconds=60.0) == []
-
-
-def test_an_interrupted_load_is_made_whole_first():
-    begun = live(RunKey("threshold", 0.9, 2))
-
-    assert rising(begun, seeds=3, limit_seconds=60.0) == [(0.9, 1), (0.9, 3)]
 
 
 def test_a_summary_without_the_simulator_has_the_same_verdicts():

@@ -47,12 +47,13 @@ def test_a_folder_of_runs_is_an_evaluation(campaign: Campaign):
 
 def test_loads_rise_once_all_that_was_asked_for_is_there_and_nothing_is_simulated(campaign: Campaign, monkeypatch):
     monkeypatch.setattr(module, "simulated_run", lambda *_, **__: pytest.fail("it was simulated"))
-    assert campaign.missing() == [RunKey("threshold", 0.5, 1)]
+    assert campaign.next_runs() == [RunKey("threshold", 0.5, 1)]
 
     keep(campaign.folder, live(RunKey("threshold", 0.5, 1)))
-    assert campaign.missing() == [RunKey("threshold", 0.6, 1)]
-    assert replace(campaign, rises=False).missing() == []
-    assert replace(campaign, limit_seconds=LIMIT_SECONDS / 100).missing() == []
+    assert campaign.next_runs() == [RunKey("threshold", 0.6, 1)]
+    assert campaign.next_runs({RunKey("threshold", 0.6, 1)}) == []
+    assert replace(campaign, rises=False).next_runs() == []
+    assert replace(campaign, limit_seconds=LIMIT_SECONDS / 100).next_runs() == []
 
 
 def test_a_case_without_a_limit_needs_one(campaign: Campaign):
