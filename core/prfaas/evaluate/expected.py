@@ -74,6 +74,7 @@ def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness])
         instances={},
         stretch=1.0,
         cache_scale=1,
+        link_mbps=0,
         answers=tuple(sorted(tally.answers, key=lambda one: one.at_seconds)),
         readings=tuple(
             Reading(

@@ -14,7 +14,7 @@ from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.simulate.scenario import PolicyName
 from prfaas.wire.trace import Parts
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the record's form; a reader refuses others."""
 
 
@@ -94,6 +94,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """By pool and role."""
     stretch: float
     cache_scale: int
+    link_mbps: int
+    """Of the live link, by the machine's clock: what the member cluster declares, and what is shaped."""
     answers: tuple[AnsweredRequest, ...]
     readings: tuple[Reading, ...]
     machine: MachineTruth

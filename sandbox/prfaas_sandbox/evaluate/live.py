@@ -32,7 +32,7 @@ from prfaas_sandbox.evaluate.objects import (
     POLICY,
     CaseScale,
     instances,
-    link_mbps,
+    live_mbps,
     pool_objects,
     profiles_object,
     utilisation_query,
@@ -89,7 +89,7 @@ class LiveCase:
         """Make one run, and write it before its pods go."""
         case, scenario = self._case, scenario_of(self._case, key)
         began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        await self._environment.shape_link(self._scale.link_mbps(link_mbps(scenario)))
+        await self._environment.shape_link(mbps := live_mbps(case))
         await self._environment.restore_link()  # the run before may have cut it
         async with AsyncExitStack() as stack:
             url = await stack.enter_async_context(self._system(scenario))
@@ -107,6 +107,7 @@ class LiveCase:
                 instances=instances(scenario),
                 stretch=case.stretch,
                 cache_scale=case.cache_scale,
+                link_mbps=mbps,
                 answers=answers,
                 machine=await metrics.machine(sum(instances(scenario).values())),
                 readings=await metrics.readings(),
@@ -169,15 +170,14 @@ async def evaluate(
 ) -> dict[RunKey, str]:
     """Start a sandbox, install prfaas, make runs until `next_runs`, given those that were tried, says none, and end
     all of it. Return the runs that failed, with the reason."""
-    scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
-    mbps = scale.link_mbps(max(link_mbps(scenario_of(case, key)) for key in next_runs(())))
-    scrape_seconds = scale.whole_seconds(1)
+    mbps = live_mbps(case)
+    scrape_seconds = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale).whole_seconds(1)
     failed: dict[RunKey, str] = {}
     tried: set[RunKey] = set()
     async with Sandbox.start(
         state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
     ) as sandbox:
-        installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=max(1, round(mbps)))
+        installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=mbps)
         live = LiveCase(installation, case, folder, report)
         while keys := next_runs(tried):
             failed |= await live.run_all(keys)

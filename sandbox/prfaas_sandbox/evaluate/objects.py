@@ -34,6 +34,10 @@ _MOUNTED: Final = "/evaluation"
 _NEVER_DECODES_SECONDS: Final = 0.025
 """Of an offload pool's decode steps, which its file has to name."""
 _CACHE_MIB: Final = 512
+_NO_LINK_MBPS: Final = 1000
+"""Of the live link of a case without one; nothing crosses it."""
+_MOST_ROUNDED: Final = 0.05
+"""Of the link's rate."""
 _RATE_WINDOW_SECONDS: Final = 5
 """Of a MemberCluster's default query."""
 
@@ -86,11 +90,23 @@ def check_live(case: Case, scenario: Scenario) -> None:
         if is_asked:
             raise ConfigError(f"simulation.{what} {why}; leave it out")
     instances(scenario)
+    live_mbps(case)
 
 
-def link_mbps(scenario: Scenario) -> float:
-    """Return what the link carries at first."""
-    return scenario.system.links[0].capacity_mbps if scenario.system.links else 1000.0
+def live_mbps(case: Case) -> int:
+    """Return the Mbit/s of the live link, which the member cluster declares and which is shaped: of all runs alike,
+    also of those that use no link. Raises ConfigError where a whole number is far from the case's rate."""
+    system = case.file.system
+    if not system.offload:
+        return _NO_LINK_MBPS
+    scale = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale)
+    exact = scale.link_mbps(system.link(system.offload[0].link).capacity_mbps)
+    if abs(round(exact) - exact) > _MOST_ROUNDED * exact:
+        raise ConfigError(
+            f"the live link would carry {exact:.3g} Mbit/s, and a member cluster declares whole ones: "
+            "take a smaller --stretch or --cache-scale"
+        )
+    return max(1, round(exact))
 
 
 def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, images: Images | None) -> list[Object]:

@@ -26,7 +26,7 @@ def test_a_run_is_read_as_it_was_written():
         (content(case="another"), "another case"),
         (content()[:-100], "no whole record"),
         (b"", "no whole record"),
-        (b'{"version": 2}', "no whole record"),
+        (b'{"version": 3}', "no whole record"),
         (b'{"version": 1}', "version 1"),
         (b"\xff\x00", "no whole record"),
         (b"[" * 100_000, "no whole record"),

@@ -54,6 +54,7 @@ def run_of(requests: list[Request], lost: int = 0) -> Run:
         instances={},
         stretch=1.0,
         cache_scale=1,
+        link_mbps=0,
         answers=tuple(answers),
         readings=(),
         machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),

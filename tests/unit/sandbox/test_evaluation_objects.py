@@ -22,6 +22,7 @@ from prfaas_sandbox.evaluate.objects import (
     CaseScale,
     check_live,
     instances,
+    live_mbps,
     pool_objects,
     profiles_object,
     utilisation_query,
@@ -104,6 +105,20 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
         for name in (one for one in flags if one in {pool.name, f"{pool.name}-prefill", f"{pool.name}-decode"}):
             assert f"--max-running={kinds[pool.name].slots}" in flags[name]
             instance.check_reach(5000, kinds[pool.name].slots)
+
+
+def test_the_live_link_has_a_whole_rate_near_the_case_s():
+    assert live_mbps(case()) == 195
+    for stretch in (40_000.0, 300.0):  # 0.02 and 2.6 Mbit/s
+        with pytest.raises(ConfigError, match="smaller --stretch or --cache-scale"):
+            check_live(case(stretch=stretch), scenario_of(case(stretch=stretch), RunKey("threshold", 0.5, 1)))
+
+
+def test_a_case_without_a_link_needs_none():
+    file = case().file
+    system = msgspec.structs.replace(file.system, links=(), offload=())
+    alone = msgspec.structs.replace(case(), file=msgspec.structs.replace(file, system=system), cache_scale=10**9)
+    assert live_mbps(alone) == 1000
 
 
 def test_the_window_of_the_query_is_stretched():

@@ -16,7 +16,7 @@ from prfaas_sandbox.environment import Environment
 from prfaas_sandbox.evaluate import made_with, readings
 from prfaas_sandbox.evaluate.campaign import read_case
 from prfaas_sandbox.evaluate.live import LiveCase, changing_link
-from prfaas_sandbox.evaluate.objects import CaseScale
+from prfaas_sandbox.evaluate.objects import CaseScale, live_mbps
 
 from .evaluated import ROOT, NotedClusters, World, lateness
 
@@ -62,6 +62,18 @@ async def test_runs_are_whole_and_written_before_their_pods_go(tmp_path: Path):
     assert (len(run.answers), run.failed, run.machine.why_invalid) == (20, (), "")
     assert run.readings[0].at_seconds == pytest.approx(0.0, abs=5.0)
     assert "restore" in clusters.noted[: clusters.noted.index("ready prfaaspolicy")]
+
+
+async def test_the_link_is_the_same_for_a_system_that_does_not_use_it(tmp_path: Path):
+    """A call that resumes with homogeneous alone declares the link for all."""
+    async with Counted.serving() as world:
+        world.counters = dict(IN_TIME)
+        case, clusters, _ = live(world, tmp_path)
+        assert not await case.run_all([STATIC, AT_HOME])
+    shaped = [what for what in clusters.noted if what.startswith("shape")]
+    assert shaped == [f"shape {live_mbps(small_case()):g}"] * 2
+    files = [(tmp_path / f"{key.name}.json").read_bytes() for key in (STATIC, AT_HOME)]
+    assert {msgspec.json.decode(one, type=Run).link_mbps for one in files} == {live_mbps(small_case())}
 
 
 async def test_a_run_that_fails_leaves_nothing_and_the_others_go_on(tmp_path: Path):
