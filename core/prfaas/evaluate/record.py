@@ -5,7 +5,8 @@ the case's, too: multiplied by the scale of the caches. So a record compares wit
 A run is one file. A run that was interrupted leaves none, so a second call of the command does only what is missing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Final
 
 import msgspec
@@ -16,6 +17,11 @@ from prfaas.wire.trace import Parts
 
 VERSION: Final = 3
 """Of the record's form; a reader refuses others."""
+
+
+_ALIKE: Final = ("software", "hardware", "instances", "link_mbps")
+"""What the runs of one load have to share: figures of one load are of one system."""
+_SAME_RATE: Final = 1e-3
 
 
 class RunKey(msgspec.Struct, frozen=True, order=True):
@@ -119,16 +125,51 @@ class ExcludedRun(msgspec.Struct, frozen=True):
     why: str
 
 
-def read_runs(files: Iterable[tuple[str, bytes]], case: str) -> tuple[list[Run], list[ExcludedRun]]:
-    """Return the runs of a case in order, and the files that hold none, from names and contents of files."""
+def read_runs(
+    files: Iterable[tuple[str, bytes]], case: str, rate_of: Callable[[RunKey], float]
+) -> tuple[list[Run], list[ExcludedRun]]:
+    """Return the runs of a case in order, and the files that hold none that counts, from names and contents of files.
+
+    `rate_of` says at which rate requests arrive in a run, by today's plan. Runs of one load are made alike: those that
+    are unlike its latest are left out, as if they were not there.
+    """
     runs: list[Run] = []
     excluded: list[ExcludedRun] = []
     for name, content in files:
         try:
-            runs.append(read_run(content, case))
+            runs.append(_at_rate(read_run(content, case), rate_of))
         except ConfigError as error:
             excluded.append(ExcludedRun(name, str(error)))
-    return sorted(runs, key=lambda run: run.key), excluded
+    alike: list[Run] = []
+    for _, group in groupby(sorted(runs, key=lambda run: run.key), lambda run: (run.key.policy, run.key.load)):
+        latest = max(of_load := list(group), key=lambda run: run.began_at)
+        for run in of_load:
+            if why := _unlike(run, latest):
+                excluded.append(ExcludedRun(run.key.name, why))
+            else:
+                alike.append(run)
+    return alike, excluded
+
+
+def _at_rate(run: Run, rate_of: Callable[[RunKey], float]) -> Run:
+    planned = rate_of(run.key)
+    if abs(run.rate_per_second / planned - 1) > _SAME_RATE:
+        raise ConfigError(
+            f"{run.rate_per_second:.4g} requests a second came, and by today's plan {planned:.4g} would: "
+            "run the load again"
+        )
+    return run
+
+
+def _unlike(run: Run, latest: Run) -> str:
+    """Return in what a run differs from the latest of its load; empty if in nothing."""
+    name = next((name for name in _ALIKE if getattr(run, name) != getattr(latest, name)), None)
+    if name is None:
+        return ""
+    return (
+        f"its {name} is {getattr(run, name)}, and of {latest.key.name}, the latest of its load, "
+        f"{getattr(latest, name)}: run the load again"
+    )
 
 
 def read_run(content: bytes, case: str) -> Run:

@@ -12,7 +12,7 @@ from prfaas.cli.evaluation.document import evaluation_markdown
 from prfaas.cli.evaluation.report import evaluation_page
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, runs_of, scenario_of
+from prfaas.evaluate.case import Case, rate_per_second, runs_of, scenario_of
 from prfaas.evaluate.expected import simulated_run
 from prfaas.evaluate.next_runs import WantedRuns, next_runs
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey, read_runs
@@ -44,12 +44,15 @@ class Campaign:
         return runs_of(self.case, self.policies, self.loads, self.seeds, rng)
 
     def made(self) -> tuple[list[Run], list[ExcludedRun]]:
-        """Return the runs that are there, and the files that hold none. Raises ConfigError if nobody can read them."""
+        """Return the runs that are there, and the files that hold none that counts.
+
+        Raises ConfigError if nobody can read them.
+        """
         try:
             files = [(path.name, path.read_bytes()) for path in sorted(self.folder.glob("*.json"))]
         except OSError as error:
             raise ConfigError(f"{self.folder} cannot be read: {error}") from error
-        return read_runs(files, self.case.digest)
+        return read_runs(files, self.case.digest, partial(rate_per_second, self.case))
 
     def evaluation(self) -> Evaluation:
         """Return what the runs say. Each is simulated, too. Raises ConfigError without a limit of P90 TTFT."""

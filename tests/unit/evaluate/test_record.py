@@ -4,15 +4,20 @@ import msgspec
 import pytest
 
 from prfaas.errors import ConfigError
+from prfaas.evaluate.case import rate_per_second
 from prfaas.evaluate.record import MachineTruth, RunKey, read_run, read_runs
 
-from .cases import CASE, live
+from .cases import CASE, keys, live
 
 KEY = RunKey("threshold", 0.5, 1)
 
 
 def content(**changed) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(live(KEY), **changed))
+
+
+def planned_rate(key: RunKey) -> float:
+    return rate_per_second(CASE, key)
 
 
 def test_a_run_is_read_as_it_was_written():
@@ -39,10 +44,42 @@ def test_a_file_that_is_no_run_says_why(wrong, says):
 
 
 def test_bad_files_do_not_hide_good_ones():
-    runs, excluded = read_runs([("torn.json", b"{"), ("good.json", content())], CASE.digest)
+    runs, excluded = read_runs([("torn.json", b"{"), ("good.json", content())], CASE.digest, planned_rate)
 
     assert [run.key for run in runs] == [KEY]
     assert [one.name for one in excluded] == ["torn.json"]
+
+
+@pytest.mark.parametrize(
+    ("field", "old", "says"),
+    [
+        ("software", "prfaas 0.1.0, commit 1", "its software is prfaas 0.1.0, commit 1"),
+        ("hardware", "another machine", "its hardware is another machine"),
+        ("instances", {"pd-decode": 4}, "its instances is"),
+        ("link_mbps", 2, "its link_mbps is 2"),
+        (None, None, ""),
+    ],
+)
+def test_runs_of_a_load_that_were_made_otherwise_than_its_latest_are_left_out(field, old, says):
+    """The last case is the negative control."""
+    runs = [live(key) for key in keys("threshold", 0.5, seeds=2)]
+    changed = {} if field is None else {field: old}
+    runs[0] = msgspec.structs.replace(runs[0], began_at="2026-11-28T12:00:00", **changed)
+    another = msgspec.structs.replace(live(RunKey("naive", 0.5, 1)), **changed)
+    files = [(run.key.name, msgspec.json.encode(run)) for run in (*runs, another)]
+    found, excluded = read_runs(files, CASE.digest, planned_rate)
+
+    assert [run.key for run in found if run.key.policy == "threshold"] == [run.key for run in runs[bool(says) :]]
+    assert another.key in [run.key for run in found], "another load has a latest run of its own"
+    assert [(one.name, says in one.why) for one in excluded] == ([("threshold-50-1", True)] if says else [])
+
+
+def test_a_run_at_a_rate_that_the_plan_says_no_more_is_left_out():
+    old = msgspec.structs.replace(live(KEY), rate_per_second=1.1 * live(KEY).rate_per_second)
+    found, (excluded,) = read_runs([("old.json", msgspec.json.encode(old))], CASE.digest, planned_rate)
+
+    assert found == []
+    assert "by today's plan" in excluded.why
 
 
 def test_a_run_whose_machine_nobody_looked_at_does_not_count():
