@@ -68,7 +68,8 @@ MOST_LATE: Final = 0.02
 
 
 class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether emulated time kept up during the run. None: the instances' metrics were not read, so nobody knows."""
+    """Whether emulated time kept up during the run. None: nobody knows, because the metrics of all instances were not
+    read, or because not all of them ran all the time."""
 
     mean_late: float | None
     """How late a step ended in the mean, as a share of its own time; of the worst instance and kind of step."""
@@ -81,7 +82,10 @@ class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
     def why_invalid(self) -> str:
         """Why no figure of the run counts; empty if all do."""
         if self.mean_late is None:
-            return "nobody knows whether the machine kept the time: the instances' metrics were not read"
+            return (
+                "nobody knows whether the machine kept the time: "
+                "an instance's metrics were not read, or it was restarted or replaced"
+            )
         if self.mean_late <= MOST_LATE:
             return ""
         busy = "" if self.busy_share is None else f", and {self.busy_share:.0%} of it was busy"

@@ -3,10 +3,12 @@
 How late a step ends does not add up, for the next one is timed from when it should have ended. So a few late steps
 change no figure. What makes every figure too large is lateness in the mean: a prefill that comes after another one
 begins when that one has really ended. It is judged by the worst instance, and by prefills and decodes for themselves.
-An instance that Prometheus does not know is no instance that kept its time.
+An instance with few steps of a kind is judged with the others: one late step of three says little. An instance that
+Prometheus does not know is no instance that kept its time, nor is one that was restarted or replaced.
 """
 
 import asyncio
+import math
 import time
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +33,8 @@ _COUNTERS: Final = (
     *(f"prfaas_emulation_{state}_seconds_total" for state in ("busy", "idle")),
 )
 _KINDS: Final = ("prefill", "decode")
+_FEWEST_STEPS: Final = 30
+"""Of an instance and a kind, for a mean of its own."""
 _POINTS: Final = 200
 _TIMEOUT_SECONDS: Final = 30.0
 _SCRAPE_SECONDS: Final = 1.0
@@ -71,7 +75,11 @@ class RunMetrics:
 
     async def machine(self, instances: int) -> MachineTruth:
         """Return whether so many instances kept their time since `begin`."""
-        return machine_truth(self._before, await self._fresh_counts(), instances)
+        now = await self._fresh_counts()
+        seconds = math.ceil(time.time() - self._began) + self._scale.whole_seconds(_SCRAPE_SECONDS)
+        asked = {"query": f"sum(resets({_LATE}count[{max(1, seconds)}s]))"}
+        was_restarted = any(float(one["value"][1]) > 0 for one in await self._get("/api/v1/query", asked))
+        return machine_truth(self._before, now, instances, was_restarted)
 
     async def readings(self) -> tuple[Reading, ...]:
         """Return what metrics said since `begin`, at even times."""
@@ -114,16 +122,28 @@ class RunMetrics:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
 
 
-def machine_truth(before: _Counts, now: _Counts, instances: int) -> MachineTruth:
+def machine_truth(before: _Counts, now: _Counts, instances: int, was_restarted: bool) -> MachineTruth:
     """Return whether so many instances kept their time between two readings of their counters."""
     since = {counter: count - before.get(counter, 0.0) for counter, count in now.items()}
-    steps = {(one.pod, one.step): count for one, count in since.items() if one.name == f"{_LATE}count"}
-    began_anew = any(count < 0 for count in steps.values())
-    if began_anew or len({pod for pod, _ in steps}) < instances or not any(steps.values()):
+    pods = {one.pod for one in now}
+    has_steps = any(count for one, count in since.items() if one.name == f"{_LATE}count")
+    is_another_there = not pods <= {one.pod for one in before}
+    if was_restarted or is_another_there or len(pods) < instances or not has_steps:
         return MachineTruth(mean_late=None, p99_late=None, busy_share=None)
-    late = [since[Counter(f"{_LATE}sum", pod, kind)] / count for (pod, kind), count in steps.items() if count]
+    late = [one for kind in _KINDS for one in _means_late(since, kind)]
     p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind))) is not None]
     return MachineTruth(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
+
+
+def _means_late(counts: _Counts, kind: str) -> list[float]:
+    """Return the mean lateness of each instance with many steps of this kind, and that of all instances together."""
+    both = [
+        (counts[Counter(f"{_LATE}sum", one.pod, kind)], steps)
+        for one, steps in counts.items()
+        if (one.name, one.step) == (f"{_LATE}count", kind) and steps > 0
+    ]
+    own = [late / steps for late, steps in both if steps >= _FEWEST_STEPS]
+    return [*own, sum(late for late, _ in both) / sum(steps for _, steps in both)] if both else []
 
 
 def _bounds(counts: _Counts, kind: str) -> dict[float, float]:

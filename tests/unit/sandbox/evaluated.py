@@ -38,6 +38,7 @@ class World:
     def __init__(self) -> None:
         self.url = ""
         self.counters: Counters = {}
+        self.restarts = 0
         self.ranges: list[dict[str, str]] = []
         self.prompts: list[dict[str, Any]] = []
         self.refuses = ""
@@ -53,6 +54,8 @@ class World:
     async def answer(self, request: web.Request) -> web.Response:
         if request.path == "/v1/completions":
             return self._complete(json.loads(await request.read()))
+        if request.path == "/api/v1/query" and "resets(" in request.query["query"]:
+            return _result([{"metric": {}, "value": [0.0, str(self.restarts)]}])
         if request.path == "/api/v1/query":
             return _result([self._counter(*labels, value=value) for labels, value in self.counters.items()])
         self.ranges.append(dict(request.query))

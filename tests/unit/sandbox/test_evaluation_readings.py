@@ -24,15 +24,23 @@ def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "_READ_SECONDS", 0.0)
 
 
-async def truth(before: dict[Any, float], after: dict[Any, float], instances: int):
+A_AND_B = lateness("a", "prefill", 50, 0.0) | lateness("b", "decode", 50, 0.0)
+
+
+async def truth(before: dict[Any, float], after: dict[Any, float], instances: int, restarts: int = 0):
     async with World.serving() as world:
         metrics = RunMetrics(world.url, SCALE)
         world.counters = before
         await metrics.begin()
-        world.counters = after
+        world.counters, world.restarts = after, restarts
         found = await metrics.machine(instances)
         await metrics.close()
         return found
+
+
+def at_rest(after: dict[Any, float]) -> dict[Any, float]:
+    """The counters of the same instances before all steps."""
+    return dict.fromkeys(after, 0.0)
 
 
 async def test_lateness_is_that_of_the_worst_instance_since_the_run_began():
@@ -50,30 +58,44 @@ async def test_lateness_is_that_of_the_worst_instance_since_the_run_began():
 
 
 async def test_one_slow_instance_among_many_makes_a_run_invalid():
-    quick = [lateness(f"q{n}", "prefill", 1000, 1.0) for n in range(9)]
     after = lateness("slow", "prefill", 100, 3.0)
-    for one in quick:
-        after |= one
-    found = await truth({}, after, 10)
+    for n in range(9):
+        after |= lateness(f"q{n}", "prefill", 1000, 1.0)
+    found = await truth(at_rest(after), after, 10)
     assert found.mean_late == pytest.approx(0.03)
     assert "too slow" in found.why_invalid
 
 
+async def test_one_late_step_of_an_instance_that_has_three_says_nothing():
+    """The negative control is the slow instance above, which has enough of them."""
+    after = lateness("rare", "prefill", 3, 0.09) | lateness("often", "prefill", 1000, 1.0)
+    found = await truth(at_rest(after), after, 2)
+    assert found.mean_late == pytest.approx(1.09 / 1003)
+
+
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "restarts"),
     [
-        ({}, {}),
-        ({}, lateness("a", "prefill", 10, 0.0)),
-        ({}, lateness("a", "prefill", 0, 0.0) | lateness("b", "decode", 0, 0.0)),
-        (lateness("a", "prefill", 50, 0.0), lateness("a", "prefill", 10, 0.0) | lateness("b", "decode", 9, 0.0)),
+        ({}, {}, 0),
+        (at_rest(lateness("a", "prefill", 9, 0.0)), lateness("a", "prefill", 10, 0.0), 0),
+        (at_rest(A_AND_B), at_rest(A_AND_B), 0),
+        (at_rest(A_AND_B), lateness("a", "prefill", 50, 0.0) | lateness("c", "decode", 50, 0.0), 0),
+        (at_rest(A_AND_B), A_AND_B, 1),
     ],
-    ids=["nothing scraped", "an instance not scraped", "no step", "an instance began anew"],
+    ids=["nothing scraped", "an instance not scraped", "no step", "an instance replaced", "an instance restarted"],
 )
-async def test_what_nobody_measured_is_invalid_and_not_in_time(before: dict[Any, float], after: dict[Any, float]):
-    found = await truth(before, after, 2)
+async def test_what_nobody_measured_is_invalid_and_not_in_time(
+    before: dict[Any, float], after: dict[Any, float], restarts: int
+):
+    found = await truth(before, after, 2, restarts)
     assert found.mean_late is None
     assert found.p99_late is None
     assert found.why_invalid
+
+
+async def test_instances_that_ran_all_the_time_are_measured():
+    """The negative control of those above."""
+    assert not (await truth(at_rest(A_AND_B), A_AND_B, 2)).why_invalid
 
 
 async def test_readings_are_in_the_times_and_rates_of_the_case():
