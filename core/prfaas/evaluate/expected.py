@@ -111,6 +111,7 @@ class _Answers(Tally):
                 seconds=now_seconds - at_seconds if is_served else None,
                 offloaded=route is not None and route.kind == "offload",
                 fallback=request.attempts > 1,
+                lost=None if is_served else "refused",
                 error="" if is_served else outcome,
             )
         )

@@ -8,7 +8,7 @@ the plan carries; further above it, ever fewer of the long prompts end within th
 
 **Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
 within the limit, and *breaks* it if the interval lies above, or if one of its runs is overloaded: requests in flight
-grow, or requests are lost. Anything else leaves the load open, such as a machine that was too slow. The limit lies
+grow, or requests are refused. Anything else leaves the load open, such as a machine that was too slow. The limit lies
 between the highest load that holds and the lowest that breaks; nothing narrower is known.
 """
 
@@ -18,8 +18,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from prfaas.evaluate.record import Run
-from prfaas.evaluate.steady import MOST_GROWTH, MOST_LOST, Sampled, SteadyPart, growth_share, rate_of
+from prfaas.evaluate.record import MOST_LOST, Run
+from prfaas.evaluate.steady import MOST_GROWTH, Sampled, SteadyPart, growth_share, rate_of, refusals
 
 FILLED_AFTER: Final = 0.2
 """Of the time in which requests arrive, and after it what an early answer takes: until then the system fills."""
@@ -95,8 +95,7 @@ def saturated_rate(run: Run, work: Callable[[int], float]) -> Sampled | None:
     early = [ended - one.at_seconds for one, ended in served if one.at_seconds <= FILLED_AFTER * end]
     begin = FILLED_AFTER * end + (median(early) if early else 0.0)
     growth = growth_share([(one.at_seconds, ended) for one, ended in served], FILLED_AFTER * end, end)
-    lost = len(run.answers) - len(served)
-    if begin >= end or (growth <= MOST_GROWTH and lost <= MOST_LOST * len(run.answers)):
+    if begin >= end or (growth <= MOST_GROWTH and refusals(run) <= MOST_LOST * len(run.answers)):
         return None
     return rate_of([(ended, work(one.prompt_tokens)) for one, ended in served if begin <= ended <= end], begin, end)
 

@@ -7,7 +7,7 @@ A run is one file. A run that was interrupted leaves none, so a second call of t
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -37,8 +37,14 @@ class RunKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.policy}-{round(self.load * 100, 2):g}-{self.seed}"
 
 
+Loss = Literal["refused", "timeout", "failure"]
+"""Why a request has no answer: the system said that it is full, or a time ran out, or anything else."""
+MOST_LOST: Final = 0.01
+"""Of the requests. Percentiles of the rest would flatter a system that loses more, for it serves the easy ones."""
+
+
 class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `at_seconds` counts from the start of the run; `error` says why there is no answer."""
+    """One request. `at_seconds` counts from the start of the run; `error` has the words of its loss."""
 
     at_seconds: float
     prompt_tokens: int
@@ -50,6 +56,7 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
     fallback: bool = False
     parts: Parts = {}
     """Of the time to the first token: see `prfaas.wire.trace`."""
+    lost: Loss | None = None
     error: str = ""
 
 
@@ -118,8 +125,27 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
     @property
-    def failed(self) -> tuple[AnsweredRequest, ...]:
-        return tuple(one for one in self.answers if one.error)
+    def lost(self) -> tuple[AnsweredRequest, ...]:
+        return tuple(one for one in self.answers if one.lost)
+
+    @property
+    def why_invalid(self) -> str:
+        """Why no figure of the run counts; empty if all do.
+
+        A refusal is an answer to the load. A failure is none, and a timeout is of the clock: stretch does not move it.
+        """
+        if self.machine.why_invalid:
+            return self.machine.why_invalid
+        timeouts, failures = ([one for one in self.lost if one.lost == loss] for loss in ("timeout", "failure"))
+        fallbacks = sum(one.fallback for one in self.answers)
+        most = MOST_LOST * len(self.answers)
+        if timeouts:
+            return f"{len(timeouts)} of {len(self.answers)} requests met a timeout: {timeouts[0].error}"
+        if len(failures) > most:
+            return f"{len(failures)} of {len(self.answers)} requests failed: {failures[0].error}"
+        if fallbacks > most:
+            return f"{fallbacks} of {len(self.answers)} requests fell back, as transfers broke or their time ran out"
+        return ""
 
 
 class ExcludedRun(msgspec.Struct, frozen=True):

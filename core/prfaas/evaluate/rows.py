@@ -84,7 +84,7 @@ def row_of(
 ) -> LoadRow:
     """Return the row of the runs of one policy at one load; `simulated` is None where those figures are left out."""
     first = runs[0]
-    counted = [run for run in runs if not run.machine.why_invalid]
+    counted = [run for run in runs if not run.why_invalid]
     expected = [simulated(run.key) for run in runs] if simulated else []
     return LoadRow(
         policy=first.key.policy,
@@ -95,7 +95,7 @@ def row_of(
             run.key.seed for run in counted if not (part := steady[run.key]).why_not or part.overloaded
         ),
         requests=sum(len(run.answers) for run in runs),
-        lost=sum(len(run.failed) for run in runs),
+        lost=sum(len(run.lost) for run in runs),
         fallbacks=sum(one.fallback for run in runs for one in run.answers),
         seen=_seen(file, first, [(run, steady[run.key]) for run in counted], limit_seconds),
         planned=plan_figures(file, first.key.policy, first.rate_per_second),

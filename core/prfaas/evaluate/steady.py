@@ -6,7 +6,7 @@ it takes the means of five requests each, in order of arrival, and finds the cut
 mean is smallest. That very cut would favour the quiet end of a busy queue: figures of M/G/1 at 90 % would be a
 quarter too low. So the earliest cut counts after which that error is at most 1.4 times the smallest. If it lies in the
 second half, there is no steady part. Nor is there one if the requests in flight grow all the time, or if many requests
-are lost: such a run is overloaded.
+are refused: such a run is overloaded.
 
 First tokens that follow each other waited in the same queue, and their spread says too little about the error of their
 mean. So the steady part is divided into a few long batches, whose means depend little on each other (Schmeiser,
@@ -23,14 +23,12 @@ from typing import Final
 
 import msgspec
 
-from prfaas.evaluate.record import AnsweredRequest, Run
+from prfaas.evaluate.record import MOST_LOST, AnsweredRequest, Run
 
 BATCHES: Final = 5
 """As few, and so as long, as an interval bears: with more of them, it holds the true value too rarely."""
 FEWEST: Final = 100
 """Requests of a steady part: with fewer, the batches say nothing."""
-MOST_LOST: Final = 0.01
-"""Of the requests. Percentiles of the rest would praise a system that loses more, for it serves the easy ones."""
 MOST_GROWTH: Final = 0.04
 """Of the requests that arrive: as many may stay, in the mean, before a run counts as overloaded."""
 _ALWAYS_CUT: Final = 0.1
@@ -80,9 +78,8 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
 def find_steady(run: Run) -> SteadyPart:
     """Return the steady part of a run, or why it has none."""
     answers = sorted((one for one in run.answers if one.ttft_seconds is not None), key=lambda one: one.at_seconds)
-    lost = len(run.answers) - len(answers)
-    if lost > MOST_LOST * len(run.answers):
-        return SteadyPart(why_not=f"{lost} of {len(run.answers)} requests were lost", overloaded=True)
+    if (refused := refusals(run)) > MOST_LOST * len(run.answers):
+        return SteadyPart(why_not=f"{refused} of {len(run.answers)} requests were refused", overloaded=True)
     cut = warmup_length([one.ttft_seconds for one in answers if one.ttft_seconds is not None])
     least = round(_ALWAYS_CUT * len(answers))
     if len(answers) - least < FEWEST:
@@ -108,6 +105,11 @@ def find_steady(run: Run) -> SteadyPart:
         served_from_seconds=served_from,
         ends_seconds=tuple(sorted(ended for _, ended in spans if served_from <= ended <= end)),
     )
+
+
+def refusals(run: Run) -> int:
+    """Return how many requests the system had no room for. Other losses say nothing of the load."""
+    return sum(one.lost == "refused" for one in run.answers)
 
 
 def warmup_length(values: Sequence[float]) -> int:

@@ -47,11 +47,11 @@ def summarise(
     limit = _limit_seconds(file, limit_seconds)
     ordered = sorted(runs, key=lambda run: run.key)
     steady = {run.key: find_steady(run) for run in ordered}
-    why_not = {run.key: run.machine.why_invalid or steady[run.key].why_not for run in ordered}
+    why_not = {run.key: run.why_invalid or steady[run.key].why_not for run in ordered}
     silent = {
         run.key: why_not[run.key]
         for run in ordered
-        if run.machine.why_invalid or (why_not[run.key] and not steady[run.key].overloaded)
+        if run.why_invalid or (why_not[run.key] and not steady[run.key].overloaded)
     }
     rows = [
         row_of(file, list(group), steady, simulated, limit)

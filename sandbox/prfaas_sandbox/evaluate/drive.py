@@ -14,7 +14,7 @@ from typing import Final, Self
 import aiohttp
 
 from prfaas.errors import PeerError, PrfaasError
-from prfaas.evaluate.record import AnsweredRequest
+from prfaas.evaluate.record import AnsweredRequest, Loss
 from prfaas.measure.answers import TokenStream
 from prfaas.names import HUB
 from prfaas.simulate.request import Arrival
@@ -24,6 +24,9 @@ from prfaas.wire.trace import read_parts
 _FIRST_LENGTHS: Final = (500, 2_000, 8_000, 500)
 """Of the prompts before a run: connections open, and the gateway learns how many bytes a token has."""
 _LONGEST_SECONDS: Final = 3600.0
+"""In the case's time."""
+_LOSSES: Final[dict[int, Loss]] = {429: "refused", 504: "timeout"}
+"""By the gateway's status: 503 says that nothing serves."""
 _SAY_EVERY_SECONDS: Final = 10.0
 
 
@@ -38,7 +41,7 @@ class Driver:
     @classmethod
     @asynccontextmanager
     async def connected(cls, url: str, model: str, stretch: float, seed: int) -> AsyncIterator[Self]:
-        timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=_LONGEST_SECONDS * stretch)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             yield cls(session, url, model, stretch, seed)
 
@@ -80,12 +83,15 @@ class Driver:
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status != 200:
-                    return self._failed(request, f"{response.status}: {(await response.text())[:300]}")
+                    why = f"{response.status}: {(await response.text())[:300]}"
+                    return self._lost(request, _LOSSES.get(response.status, "failure"), why)
                 async for piece in response.content.iter_any():
                     stream.feed(piece, time.monotonic())
                 answer = stream.end()
-        except (aiohttp.ClientError, TimeoutError, PrfaasError) as error:
-            return self._failed(request, f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            return self._lost(request, "timeout", f"no answer ended within {_LONGEST_SECONDS * self._stretch:g} s")
+        except (aiohttp.ClientError, PrfaasError) as error:
+            return self._lost(request, "failure", f"{type(error).__name__}: {error}")
         finally:
             self._open -= 1
         head = response.headers
@@ -100,5 +106,5 @@ class Driver:
             parts={name: seconds / self._stretch for name, seconds in parts.items()},
         )
 
-    def _failed(self, request: Arrival, why: str) -> AnsweredRequest:
-        return AnsweredRequest(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, error=why)
+    def _lost(self, request: Arrival, loss: Loss, why: str) -> AnsweredRequest:
+        return AnsweredRequest(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, lost=loss, error=why)

@@ -1,8 +1,8 @@
 """Runs systems of a case one after the other in a sandbox: two clusters, the operator, a shaped link, Prometheus.
 
 Every run starts its own pods, so that no cache, role or threshold of another run is left. A run is written when it is
-whole. One that the machine was too slow for is tried once again, and kept as invalid if it fails again. A run that
-fails leaves nothing, and the others go on.
+whole. An invalid one, such as of a machine that was too slow, is tried once again, and kept if it is invalid again. A
+run that fails leaves nothing, and the others go on.
 """
 
 import asyncio
@@ -72,9 +72,9 @@ class LiveCase:
     async def _try(self, key: RunKey) -> None:
         for _ in range(self._tries):
             run = await self._run(key)
-            if not run.machine.why_invalid:
+            if not run.why_invalid:
                 return
-            self._report(f"{key.name} is invalid: {run.machine.why_invalid}")
+            self._report(f"{key.name} is invalid: {run.why_invalid}")
 
     async def _prepare(self, keys: Sequence[RunKey]) -> None:
         """Have the profiles in both clusters, and the link's query with stretched windows."""

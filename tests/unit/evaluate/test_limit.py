@@ -112,16 +112,28 @@ def test_a_system_that_refuses_what_it_cannot_serve_is_saturated_too():
     answers = [
         AnsweredRequest(at_seconds=one, prompt_tokens=1, ttft_seconds=1.0, seconds=1.0)
         if rng.random() < 0.5
-        else AnsweredRequest(at_seconds=one, prompt_tokens=1, error="503")
+        else AnsweredRequest(at_seconds=one, prompt_tokens=1, lost="refused")
         for one in at
     ]
 
     assert saturated_rate(run(answers), lambda _: 1.0).value == pytest.approx(1.0, abs=0.1)
 
 
+def test_a_system_with_room_that_fails_is_not_saturated():
+    """The negative control: its failures say nothing of the load."""
+    answers = [
+        AnsweredRequest(at_seconds=place / 2, prompt_tokens=1, ttft_seconds=1.0, seconds=1.0)
+        if place % 2
+        else AnsweredRequest(at_seconds=place / 2, prompt_tokens=1, lost="failure", error="502")
+        for place in range(1000)
+    ]
+
+    assert saturated_rate(run(answers), lambda _: 1.0) is None
+
+
 def test_a_run_without_answers_says_nothing_of_the_most():
     assert saturated_rate(run([]), lambda _: 1.0) is None
-    lost = [AnsweredRequest(at_seconds=float(place), prompt_tokens=1, error="503") for place in range(20)]
+    lost = [AnsweredRequest(at_seconds=float(place), prompt_tokens=1, lost="refused") for place in range(20)]
     assert saturated_rate(run(lost), lambda _: 1.0) is None
 
 

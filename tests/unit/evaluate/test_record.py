@@ -88,6 +88,25 @@ def test_a_run_whose_machine_nobody_looked_at_does_not_count():
     assert "nobody knows" in unknown.why_invalid
 
 
+@pytest.mark.parametrize(
+    ("count", "changed", "says"),
+    [
+        (1, {"lost": "timeout", "error": "504: late"}, "1 of 400 requests met a timeout: 504: late"),
+        (5, {"lost": "failure", "error": "502: gone"}, "5 of 400 requests failed: 502: gone"),
+        (5, {"fallback": True}, "5 of 400 requests fell back"),
+        (4, {"lost": "failure", "error": "502: gone"}, ""),
+        (4, {"fallback": True}, ""),
+        (400, {"lost": "refused", "error": "429: full"}, ""),
+    ],
+)
+def test_timeouts_failures_and_many_fallbacks_make_a_run_invalid_and_refusals_do_not(count, changed, says):
+    run = live(KEY)
+    answers = [msgspec.structs.replace(one, **changed) for one in run.answers[:count]]
+    why = msgspec.structs.replace(run, answers=(*answers, *run.answers[count:])).why_invalid
+
+    assert (says in why) if says else not why
+
+
 @pytest.mark.parametrize(("mean_late", "counts"), [(0.0, True), (0.02, True), (0.021, False)])
 def test_a_machine_that_was_too_slow_in_the_mean_is_said(mean_late, counts):
     """A few late steps are forgiven."""

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, Loss, MachineTruth, Run, RunKey
 from prfaas.evaluate.steady import (
     FEWEST,
     Sampled,
@@ -39,13 +39,13 @@ def noise(seed: int, count: int) -> list[float]:
     return [rng.expovariate(1.0) for _ in range(count)]
 
 
-def run_of(requests: list[Request], lost: int = 0) -> Run:
-    """Return a run whose first token is its last."""
+def run_of(requests: list[Request], lost: int = 0, loss: Loss = "refused") -> Run:
+    """Return a run whose first token is its last, and whose first requests are lost."""
     answers = [
         AnsweredRequest(at_seconds=at, prompt_tokens=1, ttft_seconds=took, seconds=took) for at, took, _ in requests
     ]
     answers[:lost] = [
-        AnsweredRequest(at_seconds=one.at_seconds, prompt_tokens=1, error="refused") for one in answers[:lost]
+        AnsweredRequest(at_seconds=one.at_seconds, prompt_tokens=1, lost=loss, error=loss) for one in answers[:lost]
     ]
     return Run(
         key=RunKey("threshold", 0.5, 1),
@@ -157,7 +157,7 @@ def test_a_run_without_any_answer_says_so():
 def test_a_run_that_loses_requests_has_no_steady_part():
     requests = queue(1, 0.5, 1000)
 
-    assert "11 of 1000 requests were lost" in find_steady(run_of(requests, lost=11)).why_not
+    assert "11 of 1000 requests were refused" in find_steady(run_of(requests, lost=11)).why_not
     assert find_steady(run_of(requests, lost=11)).overloaded
     assert find_steady(run_of(requests, lost=10)).why_not == ""
 

@@ -98,7 +98,7 @@ def test_an_overloaded_run_gives_no_figure_and_breaks_the_limit():
 def test_lost_requests_and_fallbacks_are_counted():
     run = live(RunKey("threshold", 0.5, 1))
     first, second, *rest = run.answers
-    lost = AnsweredRequest(at_seconds=first.at_seconds, prompt_tokens=1, error="503")
+    lost = AnsweredRequest(at_seconds=first.at_seconds, prompt_tokens=1, lost="failure", error="503")
     fallen = msgspec.structs.replace(second, fallback=True)
     (row,) = summary_of(msgspec.structs.replace(run, answers=(lost, fallen, *rest))).rows
 
@@ -143,14 +143,25 @@ def test_what_holds_and_what_breaks_bound_the_limit_and_the_ratio():
 def test_one_overloaded_seed_of_three_breaks_the_limit():
     good, bad = (live(key) for key in keys("threshold", 0.5, seeds=2))
     others = msgspec.structs.replace(good, key=RunKey("threshold", 0.5, 3))
-    lossy = msgspec.structs.replace(
-        bad, answers=(*bad.answers[20:], *(msgspec.structs.replace(one, ttft_seconds=None) for one in bad.answers[:20]))
-    )
+    refused = [msgspec.structs.replace(one, ttft_seconds=None, lost="refused") for one in bad.answers[:20]]
+    lossy = msgspec.structs.replace(bad, answers=(*bad.answers[20:], *refused))
     for second, outcome in ((lossy, "broken"), (invalid(lossy), "held")):
         (row,) = summary_of(good, second, others, limit_seconds=60.0).rows
         assert row.seen.verdict.outcome == outcome
         assert (row.measured is None) == (outcome == "broken"), "two lucky seeds are no figure of the load"
-        assert ("in 1 of 3 runs 20 of 400 requests were lost" in row.seen.verdict.why) == (outcome == "broken")
+        assert ("in 1 of 3 runs 20 of 400 requests were refused" in row.seen.verdict.why) == (outcome == "broken")
+
+
+def test_a_run_whose_requests_fail_breaks_no_limit_and_says_nothing():
+    """The negative control is the run before whose requests were refused."""
+    run = live(RunKey("threshold", 0.5, 1))
+    failed = [
+        msgspec.structs.replace(one, ttft_seconds=None, lost="failure", error="502: gone") for one in run.answers[:20]
+    ]
+    made = summary_of(msgspec.structs.replace(run, answers=(*failed, *run.answers[20:])))
+
+    assert made.rows[0].seen.verdict.outcome == "open"
+    assert [one.why for one in made.excluded] == ["20 of 400 requests failed: 502: gone"]
 
 
 def test_a_machine_that_is_too_slow_breaks_no_limit():

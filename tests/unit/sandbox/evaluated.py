@@ -43,6 +43,7 @@ class World:
         self.prompts: list[dict[str, Any]] = []
         self.refuses = ""
         """Prompts are answered with this error, if there is one."""
+        self.refuses_with = 503
 
     @classmethod
     @asynccontextmanager
@@ -65,7 +66,7 @@ class World:
     def _complete(self, body: dict[str, Any]) -> web.Response:
         self.prompts.append(body)
         if self.refuses:
-            return web.Response(status=503, text=self.refuses)
+            return web.Response(status=self.refuses_with, text=self.refuses)
         tokens = {"prompt_tokens": len(body["prompt"]) + BEGINS_A_TEXT, "completion_tokens": body["max_tokens"]}
         events = [json.dumps({"choices": [{"text": "A"}], "usage": tokens}), "[DONE]"]
         known = {headers.PREFILL_CLUSTER: "eu", headers.TTFT_SECONDS: "prefill=4.000000"}

@@ -4,6 +4,7 @@ import pytest
 
 from prfaas.errors import PeerError
 from prfaas.simulate.request import Arrival
+from prfaas_sandbox.evaluate import drive
 from prfaas_sandbox.evaluate.drive import Driver
 
 from .evaluated import World
@@ -40,12 +41,23 @@ async def test_prompts_are_the_same_each_time_and_others_with_another_seed():
     assert sent[0] == sent[1] != sent[2]
 
 
-async def test_a_request_that_fails_is_an_answer_with_the_reason():
+@pytest.mark.parametrize(("status", "loss"), [(429, "refused"), (503, "failure"), (502, "failure"), (504, "timeout")])
+async def test_a_lost_request_has_the_reason_and_only_a_full_system_refuses(status: int, loss: str):
     async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:
-        world.refuses = "overloaded"
+        world.refuses, world.refuses_with = "no", status
         (answer,) = await driver.run([Arrival(0.0, 64, 1)], quiet)
-    assert answer.error == "503: overloaded"
+    assert (answer.lost, answer.error) == (loss, f"{status}: no")
     assert (answer.prompt_tokens, answer.ttft_seconds) == (64, None)
+
+
+async def test_an_answer_has_as_much_time_as_the_stretch_gives_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(drive, "_LONGEST_SECONDS", 1e-9)
+    async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:
+        (answer,) = await driver.run([Arrival(0.0, 64, 1)], quiet)
+    assert answer.lost == "timeout"
+    async with World.serving() as world, Driver.connected(world.url, "m", 1e12, 1) as driver:
+        (answer,) = await driver.run([Arrival(0.0, 64, 1)], quiet)
+    assert answer.lost is None
 
 
 async def test_no_run_begins_with_a_system_that_does_not_answer():

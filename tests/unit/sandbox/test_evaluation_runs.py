@@ -59,7 +59,7 @@ async def test_runs_are_whole_and_written_before_their_pods_go(tmp_path: Path):
         clusters.fails = ["hub prfaas delete"]
         assert list(await case.run_all([STATIC])) == [STATIC], "its pods are still there"
     run = msgspec.json.decode((tmp_path / f"{STATIC.name}.json").read_bytes(), type=Run)
-    assert (len(run.answers), run.failed, run.machine.why_invalid) == (20, (), "")
+    assert (len(run.answers), run.lost, run.machine.why_invalid) == (20, (), "")
     assert run.readings[0].at_seconds == pytest.approx(0.0, abs=5.0)
     assert "restore" in clusters.noted[: clusters.noted.index("ready prfaaspolicy")]
 

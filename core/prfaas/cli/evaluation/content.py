@@ -47,7 +47,7 @@ MOST: Final = (
     "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
     "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
     "mean prompt. Within the limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if "
-    "the interval lies above, or if in one of its runs the requests in flight grow without end, or requests are lost. "
+    "the interval lies above, or if in one of its runs the requests in flight grow without end, or some are refused. "
     "The limit lies between the highest load that holds and the lowest that breaks."
 )
 LINK_USE: Final = (
