@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from prfaas.evaluate.limit import bounding
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.evaluate.rows import LoadRow
 from prfaas.simulate.scenario import PolicyName
@@ -62,11 +63,9 @@ def next_load(rows: Sequence[LoadRow]) -> float | None:
     """Return a higher load until one breaks the limit, and then the middle of the first wide gap between it and the one
     that held; `rows` ascend. None: there is nothing to find, or the highest load says nothing, and a higher one would
     not."""
-    outcomes = [row.seen.verdict.outcome for row in rows]
-    if "broken" not in outcomes:
+    held, broken = bounding([row.seen.verdict.outcome for row in rows])
+    if broken is None:
         can_rise = bool(rows) and bool(rows[-1].counted_seeds) and rows[-1].load < MOST_LOAD
         return round(rows[-1].load + LOAD_STEP, 2) if can_rise else None
-    broken = outcomes.index("broken")
-    held = max((place for place in range(broken) if outcomes[place] == "held"), default=0)
-    gaps = pairwise(row.load for row in rows[held : broken + 1])
+    gaps = pairwise(row.load for row in rows[held or 0 : broken + 1])
     return next((round((low + high) / 2, 2) for low, high in gaps if high - low > _TOO_FAR), None)

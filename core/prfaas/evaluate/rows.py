@@ -40,7 +40,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
 class LoadSeen(msgspec.Struct, frozen=True, kw_only=True):
     """What the runs of a policy at a load show. `saturated_per_second` is None unless all are overloaded.
 
-    `figures` is None if one is, for the others are those that were lucky, or if none has a steady part.
+    `figures` is None if one is, for the others are the best of that load, or if none has a steady part.
     """
 
     figures: LoadFigures | None
@@ -134,14 +134,13 @@ def work_of(file: PlanFile, policy: PolicyName) -> Callable[[int], float]:
 def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
-    steady = [] if any(part.overloaded for _, part in runs) else [one for one in runs if not one[1].why_not]
-    figures = _combined([figures_of(run, part, capacity_mbps) for run, part in steady])
+    steady = _combined([figures_of(run, part, capacity_mbps) for run, part in runs if not part.why_not])
     work = work_of(file, first.key.policy)
     rates = [saturated_rate(run, work) for run, _ in runs]
     saturated = [rate for rate in rates if rate is not None]
-    p90 = figures.ttft_p90_seconds if figures else None
+    p90 = steady.ttft_p90_seconds if steady else None
     return LoadSeen(
-        figures=figures,
+        figures=None if any(part.overloaded for _, part in runs) else steady,
         saturated_per_second=combine(saturated) if saturated and len(saturated) == len(rates) else None,
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
     )

@@ -110,6 +110,8 @@ def test_an_interrupted_load_is_made_whole_wherever_it_lies(interrupted: float):
         ([row(0.65, "held"), row(0.7, "open"), row(0.8, "broken")], 0.75),
         ([row(0.65, "held"), row(0.7, "open"), row(0.75, "broken")], None),
         ([row(0.5, "open"), row(0.7, "broken")], 0.6),
+        ([row(0.5, "held"), row(0.6, "broken"), row(0.7, "held"), row(0.8, "broken")], 0.55),
+        ([row(0.5, "held"), row(0.6, "broken"), row(0.7, "held")], 0.8),
     ],
 )
 def test_the_next_load_is_higher_until_one_breaks_and_then_in_the_first_wide_gap_below_it(rows, load):

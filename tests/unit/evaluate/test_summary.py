@@ -140,20 +140,30 @@ def test_what_holds_and_what_breaks_bound_the_limit_and_the_ratio():
     assert made.answers["threshold"].limit_planned > made.answers["homogeneous"].limit_planned
 
 
-def test_one_overloaded_seed_of_three_breaks_the_limit():
-    good, bad = (live(key) for key in keys("threshold", 0.5, seeds=2))
-    others = msgspec.structs.replace(good, key=RunKey("threshold", 0.5, 3))
-    refused = [msgspec.structs.replace(one, ttft_seconds=None, lost="refused") for one in bad.answers[:20]]
-    lossy = msgspec.structs.replace(bad, answers=(*bad.answers[20:], *refused))
-    for second, outcome in ((lossy, "broken"), (invalid(lossy), "held")):
-        (row,) = summary_of(good, second, others, limit_seconds=60.0).rows
-        assert row.seen.verdict.outcome == outcome
-        assert (row.measured is None) == (outcome == "broken"), "two lucky seeds are no figure of the load"
-        assert ("in 1 of 3 runs 20 of 400 requests were refused" in row.seen.verdict.why) == (outcome == "broken")
+def refusing(run):
+    refused = [msgspec.structs.replace(one, ttft_seconds=None, lost="refused") for one in run.answers[:20]]
+    return msgspec.structs.replace(run, answers=(*run.answers[20:], *refused))
+
+
+@pytest.mark.parametrize(("overloaded", "outcome"), [(0, "held"), (1, "open"), (2, "broken"), (3, "broken")])
+def test_a_load_of_which_most_runs_are_overloaded_breaks_the_limit(overloaded, outcome):
+    runs = [live(key) for key in keys("threshold", 0.5, seeds=3)]
+    (row,) = summary_of(*map(refusing, runs[:overloaded]), *runs[overloaded:], limit_seconds=60.0).rows
+
+    assert row.seen.verdict.outcome == outcome
+    assert (row.measured is None) == (overloaded > 0), "the others are no figure of the load"
+    assert (f"in {overloaded} of 3 runs 20 of 400 requests were refused" in row.seen.verdict.why) == (overloaded > 0)
+
+
+def test_an_invalid_run_has_no_voice_whether_a_load_breaks_the_limit():
+    first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
+    (row,) = summary_of(invalid(refusing(first)), *others, limit_seconds=60.0).rows
+
+    assert (row.seen.verdict.outcome, row.counted_seeds) == ("held", (2, 3))
 
 
 def test_a_run_whose_requests_fail_breaks_no_limit_and_says_nothing():
-    """The negative control is the run before whose requests were refused."""
+    """The negative control are those above, whose requests were refused."""
     run = live(RunKey("threshold", 0.5, 1))
     failed = [
         msgspec.structs.replace(one, ttft_seconds=None, lost="failure", error="502: gone") for one in run.answers[:20]

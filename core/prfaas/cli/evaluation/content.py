@@ -47,8 +47,9 @@ MOST: Final = (
     "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
     "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
     "mean prompt. Within the limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if "
-    "the interval lies above, or if in one of its runs the requests in flight grow without end, or some are refused. "
-    "The limit lies between the highest load that holds and the lowest that breaks."
+    "the interval lies above, or if in most of its runs the requests in flight grow without end, or some are refused. "
+    "The limit lies between the highest load that holds and the lowest that breaks. Where one that breaks lies below "
+    "one that holds, neither counts."
 )
 LINK_USE: Final = (
     "How much of the link is used means the same for all three: the bits that crossed it, of what the case declares "
