@@ -88,14 +88,14 @@ class Driver:
                 async for piece in response.content.iter_any():
                     stream.feed(piece, time.monotonic())
                 answer = stream.end()
+                head = response.headers
+                parts = read_parts(head.get(headers.TTFT_SECONDS, ""))
         except TimeoutError:
             return self._lost(request, "timeout", f"no answer ended within {_LONGEST_SECONDS * self._stretch:g} s")
         except (aiohttp.ClientError, PrfaasError) as error:
             return self._lost(request, "failure", f"{type(error).__name__}: {error}")
         finally:
             self._open -= 1
-        head = response.headers
-        parts = read_parts(head.get(headers.TTFT_SECONDS, ""))
         return AnsweredRequest(
             at_seconds=request.at_seconds,
             prompt_tokens=answer.prompt_tokens,

@@ -2,7 +2,7 @@
 
 Every run starts its own pods, so that no cache, role or threshold of another run is left. A run is written when it is
 whole. An invalid one, such as of a machine that was too slow, is tried once again, and kept if it is invalid again. A
-run that fails leaves nothing, and the others go on.
+run that fails leaves nothing, and the others go on; where none can be kept, all end.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import PrfaasError
+from prfaas.errors import ConfigError, PrfaasError
 from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, scenario_of
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.kube.session import Object
@@ -29,6 +29,7 @@ from prfaas_sandbox.evaluate.drive import Driver
 from prfaas_sandbox.evaluate.made_with import hardware, software
 from prfaas_sandbox.evaluate.objects import (
     MODEL,
+    OF_A_RUN,
     POLICY,
     CaseScale,
     instances,
@@ -43,6 +44,8 @@ from prfaas_sandbox.sandbox import Sandbox
 
 READY_SECONDS: Final = 300.0
 GONE_SECONDS: Final = 120.0
+_KINDS: Final = "prfaaspolicies,prefillpools,decodepools"
+"""In the order in which they are removed."""
 
 
 class LiveCase:
@@ -55,7 +58,10 @@ class LiveCase:
         self._software, self._hardware = software(), hardware()
 
     async def run_all(self, keys: Sequence[RunKey]) -> dict[RunKey, str]:
-        """Make the runs in this order, and write each when it is whole. Return those that failed, with the reason."""
+        """Make the runs in this order, and write each when it is whole. Return those that failed, with the reason.
+
+        Raises ConfigError if the folder takes no run.
+        """
         await self._prepare(keys)
         failed: dict[RunKey, str] = {}
         left_seconds = sum(run_seconds(self._case, key) for key in keys)
@@ -63,8 +69,10 @@ class LiveCase:
             self._report(f"run {number} of {len(keys)}: {key.name}; {_minutes(left_seconds)} left")
             try:
                 await self._try(key)
-            except (PrfaasError, OSError) as error:  # the next one has pods of its own
-                failed[key] = str(error) or type(error).__name__
+            except ConfigError:  # the next one cannot be kept either
+                raise
+            except (PrfaasError, OSError, ExceptionGroup) as error:  # the next one has pods of its own
+                failed[key] = _why(error)
                 self._report(f"{key.name} failed: {failed[key]}")
             left_seconds -= run_seconds(self._case, key)
         return failed
@@ -115,8 +123,15 @@ class LiveCase:
                 software=self._software,
                 hardware=self._hardware,
             )
-            replace_file(self._folder / f"{key.name}.json", msgspec.json.encode(run))
+            self._keep(run)
         return run
+
+    def _keep(self, run: Run) -> None:
+        path = self._folder / f"{run.key.name}.json"
+        try:
+            replace_file(path, msgspec.json.encode(run))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}; make room, and call again") from error
 
     @asynccontextmanager
     async def _system(self, scenario: Scenario) -> AsyncIterator[str]:
@@ -124,6 +139,7 @@ class LiveCase:
         longest = self._case.file.workload.max_tokens + round(self._case.file.system.output_tokens)
         objects = pool_objects(scenario, self._scale, longest, self._environment.images)
         hub = self._environment.hub
+        await self._remove()  # of a run before that would not go
         try:
             await _apply(self._environment, hub, objects)
             await self._installation.wait_ready("prfaaspolicy", POLICY, timeout_seconds=READY_SECONDS)
@@ -133,9 +149,15 @@ class LiveCase:
                 await self._installation.wait_for("LinkHealthy", "prfaaspolicy", POLICY, timeout_seconds=READY_SECONDS)
             yield await self._environment.forward(hub, NAMESPACE, f"{POLICY}-gateway", 80)
         finally:
-            names = [f"{one['kind'].lower()}/{one['metadata']['name']}" for one in reversed(objects)]
-            words = ("-n", NAMESPACE, "delete", *names, f"--timeout={GONE_SECONDS:.0f}s", "--ignore-not-found")
-            await self._environment.kubectl(hub, *words)
+            try:
+                await self._remove()
+            except PrfaasError as error:  # what was measured stays; the next run waits for it
+                self._report(f"its pods have not gone yet: {error}")
+
+    async def _remove(self) -> None:
+        """Remove the pools and the policy of whatever run is left, and wait until they are gone."""
+        words = ("delete", _KINDS, f"--selector={OF_A_RUN}", f"--timeout={GONE_SECONDS:.0f}s", "--ignore-not-found")
+        await self._environment.kubectl(self._environment.hub, "-n", NAMESPACE, *words)
 
 
 @asynccontextmanager
@@ -188,6 +210,13 @@ async def evaluate(
 async def _apply(environment: Environment, cluster: ClusterAccess, objects: Sequence[Object]) -> None:
     listed = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
     await environment.kubectl(cluster, "apply", "-f", "-", stdin=json.dumps(listed))
+
+
+def _why(error: BaseException) -> str:
+    """Return an error in words; of several at once, those of the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
 
 
 def _minutes(seconds: float) -> str:

@@ -26,6 +26,8 @@ API: Final = "prfaas.io/v1alpha1"
 POLICY: Final = "evaluation"
 MODEL: Final = "evaluated"
 PROFILES: Final = "evaluation-profiles"
+OF_A_RUN: Final = "evaluation=run"
+"""The label of what leaves when a run ends."""
 _SOURCE: Final = "builtin:kimi-linear-tiny"
 """Only its tokenizer is used: a token a byte."""
 _SHAPE: Final = "kimi-k3"
@@ -227,7 +229,8 @@ def _profile(pool: OffloadPool | HubPool) -> str:
 
 
 def _object(kind: str, name: str, spec: Object) -> Object:
-    return {"apiVersion": API, "kind": kind, "metadata": _named_here(name), "spec": spec}
+    label, _, value = OF_A_RUN.partition("=")
+    return {"apiVersion": API, "kind": kind, "metadata": {**_named_here(name), "labels": {label: value}}, "spec": spec}
 
 
 def _named_here(name: str) -> Object:

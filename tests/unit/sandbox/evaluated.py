@@ -44,6 +44,7 @@ class World:
         self.refuses = ""
         """Prompts are answered with this error, if there is one."""
         self.refuses_with = 503
+        self.parts = "prefill=4.000000"
 
     @classmethod
     @asynccontextmanager
@@ -69,7 +70,7 @@ class World:
             return web.Response(status=self.refuses_with, text=self.refuses)
         tokens = {"prompt_tokens": len(body["prompt"]) + BEGINS_A_TEXT, "completion_tokens": body["max_tokens"]}
         events = [json.dumps({"choices": [{"text": "A"}], "usage": tokens}), "[DONE]"]
-        known = {headers.PREFILL_CLUSTER: "eu", headers.TTFT_SECONDS: "prefill=4.000000"}
+        known = {headers.PREFILL_CLUSTER: "eu", headers.TTFT_SECONDS: self.parts}
         text = "".join(f"data: {event}\n\n" for event in events)
         return web.Response(text=text, headers=known, content_type="text/event-stream")
 

@@ -50,6 +50,14 @@ async def test_a_lost_request_has_the_reason_and_only_a_full_system_refuses(stat
     assert (answer.prompt_tokens, answer.ttft_seconds) == (64, None)
 
 
+async def test_an_answer_that_nobody_can_read_is_lost_and_the_others_are_not():
+    async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:
+        world.parts = "lunch=1"
+        (answer,) = await driver.run([Arrival(0.0, 64, 1)], quiet)
+    assert answer.lost == "failure"
+    assert "'lunch' is no part" in answer.error
+
+
 async def test_an_answer_has_as_much_time_as_the_stretch_gives_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(drive, "_LONGEST_SECONDS", 1e-9)
     async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from prfaas.errors import PeerError
+from prfaas.errors import ConfigError, PeerError
 from prfaas.evaluate.case import Case, scenario_of
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.simulate.scenario import LinkShape
@@ -15,6 +15,7 @@ from prfaas_sandbox.demo.install import ExampleInstallation
 from prfaas_sandbox.environment import Environment
 from prfaas_sandbox.evaluate import made_with, readings
 from prfaas_sandbox.evaluate.campaign import read_case
+from prfaas_sandbox.evaluate.drive import Driver
 from prfaas_sandbox.evaluate.live import LiveCase, changing_link
 from prfaas_sandbox.evaluate.objects import CaseScale, live_mbps
 
@@ -46,22 +47,79 @@ class Counted(World):
         return await super().answer(request)
 
 
-def live(world: World, folder: Path) -> tuple[LiveCase, NotedClusters, list[str]]:
+def live(world: World, folder: Path, clusters: NotedClusters | None = None) -> tuple[LiveCase, Any, list[str]]:
     said: list[str] = []
-    clusters = NotedClusters(world)
+    clusters = clusters or NotedClusters(world)
     return LiveCase(cast(ExampleInstallation, clusters), small_case(), folder, said.append), clusters, said
+
+
+class WatchedClusters(NotedClusters):
+    """Notes beside each removal which runs are written."""
+
+    def __init__(self, world: World, folder: Path):
+        super().__init__(world)
+        self.folder = folder
+        self.written: list[list[str]] = []
+
+    def _note(self, what: str) -> None:
+        super()._note(what)
+        if what.startswith("hub prfaas delete"):
+            self.written.append([path.name for path in self.folder.iterdir()])
 
 
 async def test_runs_are_whole_and_written_before_their_pods_go(tmp_path: Path):
     async with Counted.serving() as world:
         world.counters = dict(IN_TIME)
-        case, clusters, _ = live(world, tmp_path)
-        clusters.fails = ["hub prfaas delete"]
-        assert list(await case.run_all([STATIC])) == [STATIC], "its pods are still there"
+        case, clusters, _ = live(world, tmp_path, WatchedClusters(world, tmp_path))
+        assert not await case.run_all([STATIC])
+    assert clusters.written == [[], [f"{STATIC.name}.json"]]
     run = msgspec.json.decode((tmp_path / f"{STATIC.name}.json").read_bytes(), type=Run)
     assert (len(run.answers), run.lost, run.machine.why_invalid) == (20, (), "")
     assert run.readings[0].at_seconds == pytest.approx(0.0, abs=5.0)
     assert "restore" in clusters.noted[: clusters.noted.index("ready prfaaspolicy")]
+
+
+class StuckClusters(NotedClusters):
+    """Pods that have been ready do not go."""
+
+    are_stuck = True
+
+    def _note(self, what: str) -> None:
+        super()._note(what)
+        if self.are_stuck and what.startswith("hub prfaas delete") and "ready prfaaspolicy" in self.noted:
+            raise PeerError("they are still there")
+
+
+async def test_a_run_counts_though_its_pods_do_not_go_and_the_next_one_waits_for_that(tmp_path: Path):
+    async with Counted.serving() as world:
+        world.counters = dict(IN_TIME)
+        case, clusters, said = live(world, tmp_path, StuckClusters(world))
+        assert not await case.run_all([STATIC])
+        assert (tmp_path / f"{STATIC.name}.json").exists()
+        assert any("have not gone yet: they are still there" in line for line in said)
+        assert await case.run_all([AT_HOME]) == {AT_HOME: "they are still there"}, "it would meet them"
+        clusters.are_stuck = False
+        assert not await case.run_all([AT_HOME])
+
+
+async def test_a_folder_that_takes_no_run_ends_all(tmp_path: Path):
+    async with Counted.serving() as world:
+        world.counters = dict(IN_TIME)
+        case, clusters, _ = live(world, tmp_path / "not there")
+        with pytest.raises(ConfigError, match=r"static-70-1\.json cannot be written.*make room"):
+            await case.run_all([STATIC, AT_HOME])
+    assert clusters.noted.count("ready prfaaspolicy") == 1
+    assert clusters.noted[-1].startswith("hub prfaas delete"), "no pod stays"
+
+
+async def test_errors_of_several_requests_are_one_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def fail(*_: object) -> None:
+        raise ExceptionGroup("errors in a TaskGroup", [ValueError("an odd answer"), ValueError("another")])
+
+    monkeypatch.setattr(Driver, "run", fail)
+    async with Counted.serving() as world:
+        case, _, _ = live(world, tmp_path)
+        assert await case.run_all([STATIC]) == {STATIC: "an odd answer"}
 
 
 async def test_the_link_is_the_same_for_a_system_that_does_not_use_it(tmp_path: Path):
@@ -84,7 +142,9 @@ async def test_a_run_that_fails_leaves_nothing_and_the_others_go_on(tmp_path: Pa
         failed = await case.run_all([STATIC, AT_HOME])
     assert failed == {STATIC: "ready prfaaspolicy failed"}
     assert [path.name for path in tmp_path.iterdir()] == [f"{AT_HOME.name}.json"]
-    assert sum(what.startswith("hub prfaas delete") for what in clusters.noted) == 2, "pods of both are gone"
+    deletes = [place for place, what in enumerate(clusters.noted) if what.startswith("hub prfaas delete")]
+    assert len(deletes) == 4, "before and after each of both"
+    assert deletes[-1] == len(clusters.noted) - 1
     assert any(line.startswith(f"{STATIC.name} failed") for line in said)
 
 
