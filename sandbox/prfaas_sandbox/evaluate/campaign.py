@@ -18,6 +18,7 @@ from prfaas.evaluate.next_runs import WantedRuns, next_runs
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey, read_runs
 from prfaas.evaluate.summary import summarise
 from prfaas.simulate.scenario import PolicyName
+from prfaas.util import replace_file
 from prfaas_sandbox.evaluate.live import evaluate
 from prfaas_sandbox.evaluate.objects import check_live
 from prfaas_sandbox.progress import OnProgress
@@ -83,13 +84,15 @@ class Campaign:
         if not (keys := self.next_runs()):
             return {}
         self.check(keys)
+        self.folder.mkdir(parents=True, exist_ok=True)
         return asyncio.run(evaluate(self.case, self.next_runs, self.folder, state, report))
 
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:
     """Write the page and the document of an evaluation; return where the page is."""
-    (folder / "evaluation.md").write_text(evaluation_markdown(evaluation), encoding="utf-8")
-    (page := folder / "report.html").write_text(evaluation_page(evaluation), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / "evaluation.md", evaluation_markdown(evaluation).encode())
+    replace_file(page := folder / "report.html", evaluation_page(evaluation).encode())
     return page
 
 
@@ -99,7 +102,5 @@ def read_case(file: Path, requests: int, stretch: float, cache_scale: int) -> Ca
 
 
 def folder_of(case: Case, runs: Path) -> Path:
-    """Make the folder of a case's runs, and return it."""
-    folder = runs / f"{case.name}-{case.digest}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """Return the folder of a case's runs, which need not be there."""
+    return runs / f"{case.name}-{case.digest}"

@@ -73,14 +73,23 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     )
     failed = {} if report_only else _run(campaign, state)
     evaluation = campaign.evaluation()
+    if report_only and not (evaluation.runs or evaluation.unread):
+        raise ConfigError(
+            f"{folder} has no run of this case: a run is of a file, --requests, --stretch and --cache-scale; "
+            "give those of its call"
+        )
     page = write_report(evaluation, folder)
     if output == "json":
         echo_json(evaluation.summary)
     else:
         _show(evaluation, page)
-    for key, why in failed.items():
-        typer.echo(f"{key.name} failed: {why}", err=True)
-    if failed or evaluation.summary.excluded or evaluation.unread:
+    missing = [key for key in evaluation.summary.missing if key not in failed]
+    for line in (
+        *(f"{key.name} failed: {why}" for key, why in failed.items()),
+        *(f"{key.name} is missing" for key in missing),
+    ):
+        typer.echo(line, err=True)
+    if failed or missing or evaluation.summary.excluded or evaluation.unread:
         raise typer.Exit(1)
 
 

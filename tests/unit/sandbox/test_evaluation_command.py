@@ -41,6 +41,7 @@ def campaign(folder: Path, *policies: PolicyName) -> Campaign:
 def write(made: Campaign, key: RunKey, machine: MachineTruth | None = None) -> None:
     run = simulated_run(made.case, key, Random)
     run = msgspec.structs.replace(run, machine=machine or run.machine)
+    made.folder.mkdir(parents=True, exist_ok=True)
     (made.folder / f"{key.name}.json").write_bytes(msgspec.json.encode(run))
 
 
@@ -97,6 +98,26 @@ def test_an_invalid_run_is_named_and_the_exit_code_says_so(call):
     result = call("--systems", "static", "--loads", "0.7", run=run)
     assert result.exit_code == 1
     assert STATIC.name in result.output
+
+
+def test_a_report_of_no_run_is_refused_and_makes_no_folder(call, tmp_path: Path):
+    result = call("--report-only", "--stretch", "3")
+    assert isinstance(result.exception, ConfigError)
+    assert "has no run of this case" in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_names_what_is_missing_and_the_exit_code_says_so(call, tmp_path: Path):
+    def run(self: Campaign, *_: object) -> dict[RunKey, str]:
+        write(self, STATIC)
+        return {}
+
+    call("--systems", "static", "--loads", "0.7", run=run)
+    assert call("--systems", "static", "--loads", "0.7", "--report-only").exit_code == 0
+    result = call("--systems", "static", "--loads", "0.5,0.7", "--report-only")
+    assert result.exit_code == 1
+    assert "static-50-1 is missing" in result.output
+    assert not list(tmp_path.glob("*/.*")), "the report is written whole"
 
 
 def test_an_interruption_says_how_to_go_on(call):
