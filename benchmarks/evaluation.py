@@ -1,94 +1,115 @@
 """The gain, measured live: what PrfaaS-PD serves beside the other systems, and how far plan and simulator are off.
 
-    prfaas bench evaluation [--long]
+    prfaas bench evaluation [--part saturated|beside|steady]
 
-The short form serves a small case for some five minutes. The long one serves the paper's case at rising load, for many
-hours; an interrupted one goes on where it was, as `prfaas evaluate` does. Both write its report.
+Without a part it serves a small case for some five minutes. The paper's case has three parts of at most an hour each:
+what the systems complete when more arrives, first tokens at the same rate, and loads that both carry. An interrupted
+part goes on where it was, as `prfaas evaluate` does. All parts of the paper's case write one report.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final, Literal, NamedTuple
 
 import typer
 from benchmarks.report import Figure, run, say
 
 from prfaas.cli.evaluation.content import TITLES, off_by
+from prfaas.evaluate.case import COMPARED_AT, Case, compared_load
+from prfaas.evaluate.next_runs import WantedRuns
+from prfaas.evaluate.record import RunKey
 from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.demo.install import repository_root
-from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case, write_report
+from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, in_order_of_chance, read_case, write_report
 
 POLICIES: Final[tuple[PolicyName, ...]] = ("threshold", "naive", "homogeneous")
-REACH_OVER: Final = {"homogeneous": 1.5, "naive": 1.3}
+REACH_OVER: Final[dict[PolicyName, float]] = {"homogeneous": 1.5, "naive": 1.3}
 REACH_P90: Final = 0.4
 REACH_OFF: Final = 0.1
 
-Long = Annotated[bool, typer.Option("--long", help="Serve the paper's case, for hours.")]
+PartName = Literal["short", "saturated", "beside", "steady"]
+Part = Annotated[PartName, typer.Option(help="What of the paper's case to serve; short: a small case.")]
 
 
 class Form(NamedTuple):
-    """What is served, and how."""
+    """A case, at which scale it is served, and the limit of P90."""
 
     file: str
     requests: int
     stretch: float
     cache_scale: int
-    loads: tuple[float, ...]
-    seeds: int
     limit_seconds: float
-    rises: bool
 
 
-SHORT: Final = Form("examples/evaluation.yaml", 200, 1.0, 32, (0.7,), 1, 6.0, rises=False)
-PAPER: Final = Form("examples/paper.yaml", 800, 4.0, 128, (0.3, 0.5, 0.7, 0.9, 1.3), 3, 20.0, rises=True)
+SHORT: Final = Form("examples/evaluation.yaml", 200, 1.0, 32, 6.0)
+PAPER: Final = Form("examples/paper.yaml", 300, 2.0, 128, 20.0)
 
 
-def figures(long: Long = False) -> Iterator[Figure]:
-    form, state = PAPER if long else SHORT, Path(".prfaas")
+def figures(part: Part = "short") -> Iterator[Figure]:
+    form, state = SHORT if part == "short" else PAPER, Path(".prfaas")
     case = read_case(repository_root() / form.file, form.requests, form.stretch, form.cache_scale)
     campaign = Campaign(
         case=case,
-        policies=POLICIES,
-        loads=form.loads,
-        seeds=form.seeds,
+        wanted=WantedRuns(asked=in_order_of_chance(case, runs_of_part(part, case))),
         limit_seconds=form.limit_seconds,
-        rises=form.rises,
         folder=folder_of(case, state / "evaluation"),
-        command="prfaas bench evaluation --long" if long else "prfaas bench evaluation",
+        command="make evaluation" if form is PAPER else "prfaas bench evaluation",
     )
     failed = campaign.run(state, say)
     yield Figure(name="runs that failed", value=len(failed), unit="", reach=0)
     evaluation = campaign.evaluation()
     say(f"the report: {write_report(evaluation, campaign.folder)}")
-    yield from figures_of(evaluation.summary)
+    yield from figures_of(evaluation.summary, part)
 
 
-def figures_of(found: CaseSummary) -> Iterator[Figure]:
-    """Yield what a summary says, as far as its runs count."""
+def runs_of_part(part: PartName, case: Case) -> list[RunKey]:
+    """Return the runs of a part; those of one that takes part in two are made once."""
+    if part == "short":
+        return [RunKey(policy, 0.7, 1) for policy in POLICIES]
+    if part == "saturated":
+        return [RunKey(policy, 1.3, seed) for policy in POLICIES for seed in (1, 2)]
+    if part == "beside":
+        loads: dict[PolicyName, float] = {"homogeneous": COMPARED_AT, "threshold": compared_load(case.file)}
+        return [RunKey(policy, load, seed) for policy, load in loads.items() for seed in (1, 2, 3)]
+    both: tuple[PolicyName, ...] = ("threshold", "homogeneous")
+    return [RunKey(policy, load, 1) for policy in both for load in (0.5, 0.7, 0.9)]
+
+
+def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
+    """Yield what a summary says. A headline that a part is served for, and that its runs do not give, is a figure that
+    misses what it should reach."""
     lost = sum(row.lost for row in found.rows if row.seen.verdict.outcome != "broken")
     yield Figure(name="requests lost below the limit", value=lost, unit="", reach=0)
     yield Figure(name="runs that say nothing", value=len(found.excluded), unit="", reach=0)
-    for policy, ratio in found.ratios.items():
-        over, reach = f"PrfaaS-PD over {TITLES[policy]}", REACH_OVER[policy]
-        if ratio.saturated is not None:
-            name = f"most requests/s, {over}"
+    for policy, reach in REACH_OVER.items():
+        ratio, over = found.ratios.get(policy), f"PrfaaS-PD over {TITLES[policy]}"
+        name = f"most requests/s, {over}"
+        if ratio is not None and ratio.saturated is not None:
             yield Figure(name=name, value=ratio.saturated.value, unit="", better="higher", reach=reach)
-        if ratio.limit.low is not None:
+        elif part == "saturated":
+            yield _missing(name)
+        if ratio is not None and ratio.limit.low is not None:
             name = f"requests/s within {found.limit_seconds:g} s, at least, {over}"
             yield Figure(name=name, value=ratio.limit.low, unit="", better="higher", reach=reach)
-    if beside := found.beside:
-        name = "P90 of PrfaaS-PD over homogeneous, at 90 % of what the plan of that carries"
-        yield Figure(name=name, value=beside.ratio.value, unit="", reach=REACH_P90)
+    name = f"P90 of PrfaaS-PD over homogeneous, at {COMPARED_AT:.0%} of what the plan of that carries"
+    if found.beside is not None:
+        yield Figure(name=name, value=found.beside.ratio.value, unit="", reach=REACH_P90)
+    elif part == "beside":
+        yield _missing(name)
     for row in found.rows:
-        if row.measured is None:
-            continue
         for title, field in (("mean", "ttft_mean_seconds"), ("P90", "ttft_p90_seconds")):
             for expected in ("planned", "simulated"):
                 off = off_by(row, field, expected)
                 name = f"{TITLES[row.policy]} at {row.load:.0%}: measured {title} TTFT beside {expected}"
                 if off is not None:
                     yield Figure(name=name, value=abs(off), unit="of it", reach=REACH_OFF)
+                elif part == "steady" and row.load <= COMPARED_AT and row.planned is not None:
+                    yield _missing(name)
+
+
+def _missing(name: str) -> Figure:
+    return Figure(name=f"there is none: {name}", value=1, unit="", reach=0)
 
 
 if __name__ == "__main__":

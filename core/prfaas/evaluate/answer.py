@@ -20,6 +20,8 @@ SATURATED_AT: Final = 1.3
 """Of what a plan carries: surely too much for a system, and not so much that long prompts never end."""
 _SAME_RATE: Final = 0.01
 """Share by which two rates may differ where first tokens are compared."""
+_NEAR: Final = 0.02
+"""Of what the plan of homogeneous carries: so far from COMPARED_AT they may be compared."""
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +104,8 @@ def ratios_of(answers: Mapping[PolicyName, PolicyAnswer]) -> dict[PolicyName, Po
 
 
 def compare_first_tokens(rows: Sequence[LoadRow], answers: Mapping[PolicyName, PolicyAnswer]) -> TtftBeside | None:
-    """Return the pair at the same rate that is nearest to COMPARED_AT of what the plan of homogeneous carries."""
+    """Return the pair at the same rate that is nearest to COMPARED_AT of what the plan of homogeneous carries, if one
+    is near."""
     if "homogeneous" not in answers:
         return None
     carried = answers["homogeneous"].saturated_planned
@@ -112,7 +115,12 @@ def compare_first_tokens(rows: Sequence[LoadRow], answers: Mapping[PolicyName, P
         for theirs in rows
         if (ours.policy, theirs.policy) == ("threshold", "homogeneous") and ours.measured and theirs.measured
     ]
-    pairs = [pair for pair in pairs if abs(pair[0].rate_per_second / pair[1].rate_per_second - 1) <= _SAME_RATE]
+    pairs = [
+        pair
+        for pair in pairs
+        if abs(pair[0].rate_per_second / pair[1].rate_per_second - 1) <= _SAME_RATE
+        and abs(pair[1].load - COMPARED_AT) <= _NEAR
+    ]
     if not pairs:
         return None
     pair = min(pairs, key=lambda pair: abs(pair[1].rate_per_second - COMPARED_AT * carried))

@@ -51,10 +51,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
 
 
-def runs_of(
-    case: Case, policies: Sequence[PolicyName], loads: Sequence[float], seeds: int, rng: Randomness
-) -> list[RunKey]:
-    """Return the runs of a case in random order: what drifts on a machine then meets all systems alike."""
+def runs_of(case: Case, policies: Sequence[PolicyName], loads: Sequence[float], seeds: int) -> list[RunKey]:
+    """Return the runs of these policies at these loads, with so many seeds of each from REPEATED_FROM on."""
     wanted = [
         RunKey(policy, load, seed)
         for policy in policies
@@ -63,8 +61,7 @@ def runs_of(
     ]
     if COMPARED_AT in loads and {"threshold", "homogeneous"} <= {*policies}:
         wanted += [RunKey("threshold", compared_load(case.file), seed) for seed in range(1, 1 + seeds)]
-    drawn = {key: rng.random() for key in wanted}
-    return sorted(drawn, key=drawn.__getitem__)
+    return wanted
 
 
 def compared_load(file: PlanFile) -> float:

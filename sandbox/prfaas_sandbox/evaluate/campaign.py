@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,11 @@ from prfaas.cli.evaluation.document import evaluation_markdown
 from prfaas.cli.evaluation.report import evaluation_page
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, rate_per_second, runs_of, scenario_of
+from prfaas.evaluate.case import Case, rate_per_second, scenario_of
 from prfaas.evaluate.expected import simulated_run
 from prfaas.evaluate.next_runs import WantedRuns, next_runs
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey, read_runs
 from prfaas.evaluate.summary import summarise
-from prfaas.simulate.scenario import PolicyName
 from prfaas.util import replace_file
 from prfaas_sandbox.evaluate.live import evaluate
 from prfaas_sandbox.evaluate.objects import check_live
@@ -26,23 +25,13 @@ from prfaas_sandbox.progress import OnProgress
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """`seeds` are of each load from 0.9 on. With `rises`, loads go on rising until P90 breaks `limit_seconds`, which is
-    the file's `slo.ttftMillis` if None. `command` repeats it all."""
+    """`limit_seconds` is of P90, the file's `slo.ttftMillis` if None. `command` repeats it all."""
 
     case: Case
-    policies: Sequence[PolicyName]
-    loads: Sequence[float]
-    seeds: int
+    wanted: WantedRuns
     limit_seconds: float | None
-    rises: bool
     folder: Path
     command: str
-
-    @property
-    def asked(self) -> list[RunKey]:
-        """The runs at the given loads, in an order of chance that an interruption does not change."""
-        rng = random.Random(f"order of {self.case.digest}")  # noqa: S311 - as it was before an interruption
-        return runs_of(self.case, self.policies, self.loads, self.seeds, rng)
 
     def made(self) -> tuple[list[Run], list[ExcludedRun]]:
         """Return the runs that are there, and the files that hold none that counts.
@@ -62,7 +51,7 @@ class Campaign:
         return Evaluation(
             case=self.case,
             runs=tuple(runs),
-            summary=summarise(self.case.file, runs, simulated, self.limit_seconds, self.asked),
+            summary=summarise(self.case.file, runs, simulated, self.limit_seconds, self.wanted.asked),
             unread=tuple(unread),
             command=self.command,
         )
@@ -70,9 +59,8 @@ class Campaign:
     def next_runs(self, tried: Collection[RunKey] = ()) -> list[RunKey]:
         """Return the runs to make now, of a call that has `tried` these; none if all is done."""
         runs, _ = self.made()
-        rising = tuple(self.policies) if self.rises else ()
         rows = summarise(self.case.file, runs, None, self.limit_seconds).rows
-        return next_runs(WantedRuns(asked=tuple(self.asked), rising=rising, seeds=self.seeds), runs, rows, tried)
+        return next_runs(self.wanted, runs, rows, tried)
 
     def check(self, keys: Iterable[RunKey]) -> None:
         """Raise ConfigError for a run that two clusters cannot hold, or that would not do what the file asks."""
@@ -99,6 +87,14 @@ def write_report(evaluation: Evaluation, folder: Path) -> Path:
 def read_case(file: Path, requests: int, stretch: float, cache_scale: int) -> Case:
     """Read a plan's file as a case."""
     return Case(name=file.stem, file=load(file), requests=requests, stretch=stretch, cache_scale=cache_scale)
+
+
+def in_order_of_chance(case: Case, keys: Iterable[RunKey]) -> tuple[RunKey, ...]:
+    """Return the runs in an order that an interruption does not change: what drifts then meets all systems alike."""
+    rng = random.Random(f"order of {case.digest}")  # noqa: S311 - as it was before an interruption
+    ordered = sorted({*keys})
+    rng.shuffle(ordered)
+    return tuple(ordered)
 
 
 def folder_of(case: Case, runs: Path) -> Path:

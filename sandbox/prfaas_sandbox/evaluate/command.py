@@ -25,6 +25,8 @@ from prfaas.cli.evaluation.content import (
 )
 from prfaas.console import TableOrJson, echo_json, new_app
 from prfaas.errors import ConfigError
+from prfaas.evaluate.case import runs_of
+from prfaas.evaluate.next_runs import WantedRuns
 from prfaas.simulate.scenario import POLICIES, PolicyName
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.tools import ensure_tools
@@ -58,16 +60,14 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     output: TableOrJson = "table",
 ) -> None:
     """Run a case live on emulated instances. Example: prfaas evaluate -f examples/evaluation.yaml --loads 0.7."""
-    from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case, write_report
+    from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, in_order_of_chance, read_case, write_report
 
-    case = read_case(file, requests, stretch, cache_scale)
+    case, policies = read_case(file, requests, stretch, cache_scale), _policies(systems)
+    asked = in_order_of_chance(case, runs_of(case, policies, _loads(loads), seeds))
     campaign = Campaign(
         case=case,
-        policies=_wanted(systems),
-        loads=_loads(loads),
-        seeds=seeds,
+        wanted=WantedRuns(asked=asked, rising=policies if rise else (), seeds=seeds),
         limit_seconds=limit_seconds,
-        rises=rise,
         folder=(folder := folder_of(case, runs)),
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
@@ -122,12 +122,12 @@ def _table(table: TextTable) -> Table:
     return shown
 
 
-def _wanted(text: str) -> Sequence[PolicyName]:
+def _policies(text: str) -> tuple[PolicyName, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     wrong = [name for name in names if name not in POLICIES]
     if wrong or not names:
         raise ConfigError(f"--systems is {text!r}; give some of {', '.join(POLICIES)}, separated by commas")
-    return [name for name in POLICIES if name in names]
+    return tuple(name for name in POLICIES if name in names)
 
 
 def _loads(text: str) -> Sequence[float]:

@@ -8,9 +8,10 @@ import pytest
 from tests.unit.evaluate.cases import CASE, LIMIT_SECONDS, PAPER, live
 
 from prfaas.errors import ConfigError
+from prfaas.evaluate.next_runs import WantedRuns
 from prfaas.evaluate.record import Run, RunKey
 from prfaas_sandbox.evaluate import campaign as module
-from prfaas_sandbox.evaluate.campaign import Campaign, read_case, write_report
+from prfaas_sandbox.evaluate.campaign import Campaign, in_order_of_chance, read_case, write_report
 from prfaas_sandbox.evaluate.made_with import hardware, software
 
 
@@ -23,11 +24,8 @@ def keep(folder: Path, *runs: Run) -> None:
 def campaign(tmp_path: Path) -> Campaign:
     return Campaign(
         case=CASE,
-        policies=("threshold",),
-        loads=(0.5,),
-        seeds=1,
+        wanted=WantedRuns(asked=(RunKey("threshold", 0.5, 1),), rising=("threshold",)),
         limit_seconds=60.0,
-        rises=True,
         folder=tmp_path,
         command="prfaas evaluate",
     )
@@ -52,8 +50,17 @@ def test_loads_rise_once_all_that_was_asked_for_is_there_and_nothing_is_simulate
     keep(campaign.folder, live(RunKey("threshold", 0.5, 1)))
     assert campaign.next_runs() == [RunKey("threshold", 0.6, 1)]
     assert campaign.next_runs({RunKey("threshold", 0.6, 1)}) == []
-    assert replace(campaign, rises=False).next_runs() == []
+    assert replace(campaign, wanted=WantedRuns(asked=campaign.wanted.asked)).next_runs() == []
     assert replace(campaign, limit_seconds=LIMIT_SECONDS / 100).next_runs() == []
+
+
+def test_runs_are_in_the_same_order_of_chance_each_time():
+    asked = [RunKey("threshold", load / 10, seed) for load in range(1, 10) for seed in (1, 2)]
+    ordered = in_order_of_chance(CASE, asked)
+
+    assert sorted(ordered) == sorted(asked)
+    assert list(ordered) != sorted(asked)
+    assert in_order_of_chance(CASE, reversed(asked)) == ordered
 
 
 def test_a_case_without_a_limit_needs_one(campaign: Campaign):

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from prfaas.errors import ConfigError
 from prfaas.evaluate.expected import simulated_run
+from prfaas.evaluate.next_runs import WantedRuns
 from prfaas.evaluate.record import MachineTruth, RunKey
 from prfaas.evaluate.steady import find_steady
 from prfaas.simulate.scenario import PolicyName
@@ -28,11 +29,8 @@ def campaign(folder: Path, *policies: PolicyName) -> Campaign:
     case = read_case(FILE, requests=200, stretch=2.0, cache_scale=20)
     return Campaign(
         case=case,
-        policies=policies,
-        loads=(0.7,),
-        seeds=1,
+        wanted=WantedRuns(asked=tuple(RunKey(policy, 0.7, 1) for policy in policies)),
         limit_seconds=None,
-        rises=False,
         folder=folder_of(case, folder),
         command="",
     )
@@ -57,7 +55,7 @@ def test_a_call_makes_what_its_folder_lacks(tmp_path: Path):
 def test_loads_that_one_run_s_name_stands_for_are_one_load(call):
     """Otherwise each call would take the run of one for that of the other, and make it again."""
     asked: list[RunKey] = []
-    call("--systems", "static", "--loads", "0.7,0.70001", run=lambda made, *_: asked.extend(made.asked) or {})
+    call("--systems", "static", "--loads", "0.7,0.70001", run=lambda made, *_: asked.extend(made.wanted.asked) or {})
     assert asked == [STATIC]
 
 

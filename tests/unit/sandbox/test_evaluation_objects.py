@@ -135,19 +135,17 @@ def test_a_hub_with_two_decoding_pools_is_refused(tmp_path: Path):
         instances(scenario_of(case(path), RunKey("threshold", 0.5, 1)))
 
 
-def test_runs_are_in_the_same_order_of_chance_each_time():
-    wanted = runs_of(case(), ("threshold", "naive"), (0.5, 0.9), 3, Random(1))
+def test_loads_from_90_percent_on_are_repeated():
+    wanted = runs_of(case(), ("threshold", "naive"), (0.5, 0.9), 3)
     assert sorted(wanted) == sorted({*wanted})
     assert len(wanted) == 8
-    assert wanted != sorted(wanted)
-    assert wanted == runs_of(case(), ("threshold", "naive"), (0.5, 0.9), 3, Random(1))
 
 
 def test_first_tokens_are_compared_at_the_same_rate():
-    wanted = runs_of(case(), ("threshold", "homogeneous"), (0.9,), 3, Random(1))
+    wanted = runs_of(case(), ("threshold", "homogeneous"), (0.9,), 3)
     rates = [rate_per_second(case(), key) for key in wanted if (key.policy, key.load) != ("threshold", 0.9)]
     assert rates == pytest.approx([rate_per_second(case(), RunKey("homogeneous", 0.9, 1))] * 6, rel=1e-3)
-    assert len(runs_of(case(), ("threshold", "homogeneous"), (0.5,), 3, Random(1))) == 2
+    assert len(runs_of(case(), ("threshold", "homogeneous"), (0.5,), 3)) == 2
 
 
 def test_a_run_has_the_same_requests_each_time_and_others_with_another_seed():
