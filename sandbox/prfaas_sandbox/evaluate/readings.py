@@ -18,15 +18,9 @@ from prfaas.errors import PeerError
 from prfaas.evaluate.record import MachineTruth, Reading
 from prfaas.measure.emulated import late_p99
 from prfaas_sandbox.demo.install import MEMBER
-from prfaas_sandbox.evaluate.objects import CaseScale
+from prfaas_sandbox.evaluate.objects import CaseScale, utilisation_query
 
-_QUERIES: Final = {
-    "threshold_tokens": "max(prfaas_gateway_threshold_tokens)",
-    "link_mbps": "max(prfaas_scheduler_link_effective_mbps)",
-    "egress_mbps": f'sum(rate(prfaas_link_sent_bytes_total{{cluster="{MEMBER}"}}[WINDOW])) * 8 / 1e6',
-}
 _RATES: Final = frozenset({"link_mbps", "egress_mbps"})
-_RATE_WINDOW_SECONDS: Final = 5
 _LATE: Final = "prfaas_emulation_late_ratio_"
 _COUNTERS: Final = (
     *(f"{_LATE}{part}" for part in ("sum", "count", "bucket")),
@@ -63,6 +57,11 @@ class RunMetrics:
     def __init__(self, prometheus_url: str, scale: CaseScale):
         self._http = httpx.AsyncClient(base_url=prometheus_url, timeout=_TIMEOUT_SECONDS, trust_env=False)
         self._scale = scale
+        self._queries = {
+            "threshold_tokens": "max(prfaas_gateway_threshold_tokens)",
+            "link_mbps": "max(prfaas_scheduler_link_effective_mbps)",
+            "egress_mbps": utilisation_query(scale).replace("$cluster", MEMBER),
+        }
         self._before: _Counts = {}
         self._began = 0.0
 
@@ -85,7 +84,7 @@ class RunMetrics:
         """Return what metrics said since `begin`, at even times."""
         ended = time.time()
         step = max(1.0, (ended - self._began) / _POINTS)
-        series = {name: await self._range(query, ended, step) for name, query in _QUERIES.items()}
+        series = {name: await self._range(query, ended, step) for name, query in self._queries.items()}
         return tuple(self._reading(at, series) for at in sorted({at for points in series.values() for at in points}))
 
     def _reading(self, at: float, series: dict[str, dict[float, float]]) -> Reading:
@@ -108,8 +107,7 @@ class RunMetrics:
         }
 
     async def _range(self, promql: str, ended: float, step: float) -> dict[float, float]:
-        query = promql.replace("WINDOW", f"{self._scale.whole_seconds(_RATE_WINDOW_SECONDS)}s")
-        asked = {"query": query, "start": f"{self._began:.3f}", "end": f"{ended:.3f}", "step": f"{step:.3f}"}
+        asked = {"query": promql, "start": f"{self._began:.3f}", "end": f"{ended:.3f}", "step": f"{step:.3f}"}
         found = await self._get("/api/v1/query_range", asked)
         points = found[0]["values"] if found else []
         return {float(at): float(value) for at, value in points if value not in {"NaN", "+Inf", "-Inf"}}

@@ -8,6 +8,7 @@ from aiohttp import web
 from tests.serving import serving
 
 from prfaas.errors import PeerError
+from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate import readings
 from prfaas_sandbox.evaluate.objects import CaseScale
 from prfaas_sandbox.evaluate.readings import RunMetrics
@@ -107,7 +108,10 @@ async def test_readings_are_in_the_times_and_rates_of_the_case():
     assert [one.at_seconds for one in found] == pytest.approx([0.0, 2.0, 4.0], abs=0.01)
     assert {one.threshold_tokens for one in found} == {10.0}
     assert {one.link_mbps for one in found} == {one.egress_mbps for one in found} == {10.0 * 128 * 4}
-    assert any("[20s]" in asked["query"] for asked in world.ranges), "a rate over five seconds of the case"
+    sent = next(asked["query"] for asked in world.ranges if "sent_bytes" in asked["query"])
+    assert f'cluster="{MEMBER}"' in sent
+    assert 'peer=~"hub|"' in sent, "what members send to each other does not cross this link"
+    assert "[20s]" in sent, "a rate over five seconds of the case"
 
 
 async def test_a_prometheus_that_does_not_answer_is_said():

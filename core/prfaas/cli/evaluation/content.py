@@ -53,7 +53,8 @@ MOST: Final = (
 )
 LINK_USE: Final = (
     "How much of the link is used means the same for all three: the bits that crossed it, of what the case declares "
-    "that it carries."
+    "that it carries. Those measured are of the connections to the hub, with headers and TLS, and multiplied by the "
+    "scale of the caches; those of plan and simulator are of the caches alone."
 )
 
 
