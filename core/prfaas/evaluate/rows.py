@@ -99,7 +99,7 @@ def row_of(
         fallbacks=sum(one.fallback for run in runs for one in run.answers),
         seen=_seen(file, first, [(run, steady[run.key]) for run in counted], limit_seconds),
         planned=plan_figures(file, first.key.policy, first.rate_per_second),
-        simulated_seen=_seen(file, first, [(run, find_steady(run)) for run in expected], limit_seconds)
+        simulated_seen=_seen(file, first, [(run, find_steady(run, limit_seconds)) for run in expected], limit_seconds)
         if simulated
         else None,
     )

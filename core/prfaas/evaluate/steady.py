@@ -6,7 +6,8 @@ it takes the means of five requests each, in order of arrival, and finds the cut
 mean is smallest. That very cut would favour the quiet end of a busy queue: figures of M/G/1 at 90 % would be a
 quarter too low. So the earliest cut counts after which that error is at most 1.4 times the smallest. If it lies in the
 second half, there is no steady part. Nor is there one if the requests in flight grow all the time, or if many requests
-are refused: such a run is overloaded.
+are refused: such a run is overloaded. Nothing comes behind the last requests, which makes the end of a run too quiet.
+So those that arrive within the limit's time of the last one are sent, and not counted.
 
 First tokens that follow each other waited in the same queue, and their spread says too little about the error of their
 mean. So the steady part is divided into a few long batches, whose means depend little on each other (Schmeiser,
@@ -60,11 +61,11 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     """With a first token, in order of arrival."""
     begin_seconds: float = 0.0
     end_seconds: float = 0.0
-    """The last arrival."""
+    """The last arrival, less the tail that is not counted."""
     served_from_seconds: float = 0.0
     """When the first of the answers ended: until then the hub still fills."""
     ends_seconds: tuple[float, ...] = ()
-    """When requests of the whole run ended, from then until the last arrival."""
+    """When requests of the whole run ended, from then until the end."""
     why_not: str = ""
     """Why there is no steady part; empty if there is."""
     overloaded: bool = False
@@ -75,32 +76,37 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
         return [one.ttft_seconds for one in self.answers if one.ttft_seconds is not None]
 
 
-def find_steady(run: Run) -> SteadyPart:
-    """Return the steady part of a run, or why it has none."""
+def find_steady(run: Run, tail_seconds: float = 0.0) -> SteadyPart:
+    """Return the steady part of a run, or why it has none. What arrives in the last `tail_seconds` is not counted."""
     answers = sorted((one for one in run.answers if one.ttft_seconds is not None), key=lambda one: one.at_seconds)
     if (refused := refusals(run)) > MOST_LOST * len(run.answers):
         return SteadyPart(why_not=f"{refused} of {len(run.answers)} requests were refused", overloaded=True)
-    cut = warmup_length([one.ttft_seconds for one in answers if one.ttft_seconds is not None])
     least = round(_ALWAYS_CUT * len(answers))
     if len(answers) - least < FEWEST:
         return SteadyPart(
             why_not=f"{len(answers)} requests are too few: {FEWEST} have to follow the warm-up of {least}"
         )
-    begin, end = answers[cut].at_seconds, answers[-1].at_seconds
     spans = [(one.at_seconds, one.at_seconds + (one.seconds or 0.0)) for one in answers]
-    growth = growth_share(spans, answers[least].at_seconds, end)
+    growth = growth_share(spans, answers[least].at_seconds, answers[-1].at_seconds)
     if growth > MOST_GROWTH:
         why = f"requests in flight grow without end: {growth:.0%} of those that arrive stay"
         return SteadyPart(why_not=why, overloaded=True)
-    if 2 * cut > len(answers) or len(answers) - cut < FEWEST:
-        why = f"the warm-up takes {cut} of {len(answers)} requests: at least half of them, and {FEWEST}, have to follow"
+    end = answers[-1].at_seconds - tail_seconds
+    counted = [one for one in answers if one.at_seconds <= end]
+    cut = warmup_length([one.ttft_seconds for one in counted if one.ttft_seconds is not None])
+    if 2 * cut > len(counted) or len(counted) - cut < FEWEST:
+        tail = f" until {tail_seconds:g} s before the last" if tail_seconds else ""
+        why = (
+            f"the warm-up takes {cut} of {len(counted)} requests{tail}: "
+            f"at least half of them, and {FEWEST}, have to follow"
+        )
         return SteadyPart(why_not=why)
     served_from = spans[cut][1]
     if served_from >= end:
         return SteadyPart(why_not="its last request arrives before the first answers of a steady part have ended")
     return SteadyPart(
-        answers=tuple(answers[cut:]),
-        begin_seconds=begin,
+        answers=tuple(counted[cut:]),
+        begin_seconds=counted[cut].at_seconds,
         end_seconds=end,
         served_from_seconds=served_from,
         ends_seconds=tuple(sorted(ended for _, ended in spans if served_from <= ended <= end)),

@@ -46,7 +46,7 @@ def summarise(
     """
     limit = _limit_seconds(file, limit_seconds)
     ordered = sorted(runs, key=lambda run: run.key)
-    steady = {run.key: find_steady(run) for run in ordered}
+    steady = {run.key: find_steady(run, limit) for run in ordered}
     why_not = {run.key: run.why_invalid or steady[run.key].why_not for run in ordered}
     silent = {
         run.key: why_not[run.key]

@@ -151,7 +151,7 @@ def test_a_run_with_few_requests_says_so():
 
 
 def test_a_run_without_any_answer_says_so():
-    assert find_steady(run_of(queue(1, 0.5, 20), lost=20)).why_not == "20 of 20 requests were lost"
+    assert find_steady(run_of(queue(1, 0.5, 20), lost=20)).why_not == "20 of 20 requests were refused"
 
 
 def test_a_run_that_loses_requests_has_no_steady_part():
@@ -173,6 +173,28 @@ def test_the_steady_part_has_the_ends_within_it():
     assert found.served_from_seconds == found.begin_seconds + found.answers[0].seconds
     assert found.served_from_seconds <= found.ends_seconds[0] <= found.ends_seconds[-1] <= found.end_seconds
     assert len(found.ends_seconds) == pytest.approx(len(found.answers), abs=5)
+
+
+def test_the_end_of_a_run_is_not_counted():
+    requests = queue(1, 0.5, 1000)
+    last = requests[-1][0]
+    whole, found = find_steady(run_of(requests)), find_steady(run_of(requests), 100.0)
+
+    assert (whole.end_seconds, found.end_seconds) == (last, last - 100)
+    assert whole.answers[-1].at_seconds == last
+    assert last - 110 < found.answers[-1].at_seconds <= last - 100
+    assert found.ends_seconds[-1] <= last - 100
+
+
+def test_a_run_that_is_hardly_longer_than_its_tail_has_no_steady_part():
+    found = find_steady(run_of(queue(1, 0.5, 300)), 500.0)
+
+    assert "until 500 s before the last" in found.why_not
+    assert not found.overloaded
+
+
+def test_an_overloaded_run_is_one_however_long_its_tail():
+    assert find_steady(run_of(queue(1, 2.0, 1000)), 400.0).overloaded
 
 
 def test_answers_that_take_longer_than_the_run_leave_no_steady_part():

@@ -56,7 +56,7 @@ def test_the_plan_stands_beside_a_load_that_it_carries():
 
 def test_what_a_metric_did_not_say_is_no_figure():
     run = msgspec.structs.replace(live(RunKey("threshold", 0.5, 1)), readings=())
-    figures = figures_of(run, find_steady(run), 1000.0)
+    figures = figures_of(run, find_steady(run, LIMIT_SECONDS), 1000.0)
 
     assert figures.egress_gbps is None
     assert figures.link_percent is None
@@ -71,7 +71,7 @@ def test_parts_add_up_to_the_mean():
 def test_seeds_of_a_load_are_one_row():
     runs = [live(key) for key in keys("static", 0.7, seeds=3)]
     (row,) = summary_of(*runs).rows
-    means = [figures_of(run, find_steady(run), 1000.0).ttft_mean_seconds.value for run in runs]
+    means = [figures_of(run, find_steady(run, LIMIT_SECONDS), 1000.0).ttft_mean_seconds.value for run in runs]
 
     assert row.seeds == (1, 2, 3)
     assert row.measured.ttft_mean_seconds.value == pytest.approx(sum(means) / 3)
