@@ -28,6 +28,8 @@ class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a policy serves, in requests a second. None: no run was overloaded, or no rate keeps the limit."""
 
     saturated: Sampled | None
+    saturated_counted: Sampled | None
+    """The same, with each request counted as one."""
     saturated_load: float | None
     """At which it was measured: of overloaded ones, the nearest to SATURATED_AT."""
     saturated_planned: float
@@ -76,6 +78,7 @@ def answer_of(file: PlanFile, rows: Sequence[LoadRow], limit_seconds: float) -> 
     simulated_at = nearest.simulated_seen if nearest else None
     return PolicyAnswer(
         saturated=nearest.seen.saturated_per_second if nearest else None,
+        saturated_counted=nearest.seen.saturated_counted if nearest else None,
         saturated_load=nearest.load if nearest else None,
         saturated_planned=plan.lambda_max,
         saturated_simulated=simulated_at.saturated_per_second if simulated_at else None,

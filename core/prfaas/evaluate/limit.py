@@ -2,9 +2,10 @@
 
 **Saturated.** More arrives than a system serves, and what it completes is its throughput: Lambda_max of the paper. One
 overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that complete are easier than
-those that arrive: counting them would praise a system by 2 to 14 %. So each counts as its prefill's time over that of
-the mean prompt. Simulated at 1.15 to 1.3 times the plan, systems of the paper's case then complete 95 to 100 % of what
-the plan carries; further above it, ever fewer of the long prompts end within the run.
+those that arrive: counting them would flatter a system by 2 to 14 %. So each counts as its prefill's time over that of
+the mean prompt of its pool, unless decodes limit the system. Simulated at 1.15 to 1.3 times the plan, systems of the
+paper's case then complete 95 to 100 % of what the plan carries; further above it, ever fewer of the long prompts end
+within the run.
 
 **Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
 within the limit, and *breaks* it if the interval lies above, or if most of its runs are overloaded: requests in flight
@@ -19,7 +20,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from prfaas.evaluate.record import MOST_LOST, Run
+from prfaas.evaluate.record import MOST_LOST, AnsweredRequest, Run
 from prfaas.evaluate.steady import MOST_GROWTH, Sampled, SteadyPart, growth_share, rate_of, refusals
 
 FILLED_AFTER: Final = 0.2
@@ -101,10 +102,10 @@ def ratio_of(above: Bounds, below: Bounds) -> Bounds:
     return Bounds(_quotient(above.low, below.high), _quotient(above.high, below.low))
 
 
-def saturated_rate(run: Run, work: Callable[[int], float]) -> Sampled | None:
+def saturated_rate(run: Run, work: Callable[[AnsweredRequest], float]) -> Sampled | None:
     """Return the requests a second that a system completes while more arrive; None: the run is not overloaded.
 
-    `work` is what a prompt of so many tokens costs; it is 1 in the mean of all that arrive.
+    `work` is as how many an answer counts; it is 1 in the mean of all that arrive.
     """
     served = [(one, one.at_seconds + one.seconds) for one in run.answers if one.seconds is not None]
     if not served:
@@ -115,7 +116,7 @@ def saturated_rate(run: Run, work: Callable[[int], float]) -> Sampled | None:
     growth = growth_share([(one.at_seconds, ended) for one, ended in served], FILLED_AFTER * end, end)
     if begin >= end or (growth <= MOST_GROWTH and refusals(run) <= MOST_LOST * len(run.answers)):
         return None
-    return rate_of([(ended, work(one.prompt_tokens)) for one, ended in served if begin <= ended <= end], begin, end)
+    return rate_of([(ended, work(one)) for one, ended in served if begin <= ended <= end], begin, end)
 
 
 def _quotient(above: float | None, below: float | None) -> float | None:

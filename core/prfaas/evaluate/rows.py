@@ -11,11 +11,12 @@ import msgspec
 
 from prfaas.capacity import equations
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.profile import prefill_seconds
+from prfaas.capacity.profile import Profile, prefill_seconds
 from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
 from prfaas.evaluate.limit import LoadVerdict, judge, saturated_rate
-from prfaas.evaluate.record import Reading, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
 from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, combine, find_steady, mean_of, quantile_of, rate_of
+from prfaas.simulate import setup as setups
 from prfaas.simulate.scenario import PolicyName
 
 Simulated = Callable[[RunKey], Run]
@@ -45,6 +46,8 @@ class LoadSeen(msgspec.Struct, frozen=True, kw_only=True):
 
     figures: LoadFigures | None
     saturated_per_second: Sampled | None
+    saturated_counted: Sampled | None
+    """The same, with each request counted as one."""
     verdict: LoadVerdict
 
 
@@ -124,26 +127,45 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
     )
 
 
-def work_of(file: PlanFile, policy: PolicyName) -> Callable[[int], float]:
-    """Return what a prompt of so many tokens costs where the policy prefills: 1 in the mean of the workload."""
-    profile = (file.system.offload if policy == "naive" else file.system.hub)[0].profile
-    mean_seconds = equations.mean_seconds(profile, file.workload.above(0))
-    return lambda tokens: prefill_seconds(profile, tokens) / mean_seconds
+def work_of(file: PlanFile, run: Run) -> Callable[[AnsweredRequest], float]:
+    """Return as how many requests an answer counts: its prefill's time over the mean of all that its pool was given.
+
+    Which prompts a pool is given is seen in the run, for thresholds move. How far the run's prompts are by chance from
+    the workload's is taken out of that mean. Every answer counts as one where the plan says that decodes limit it.
+    """
+    system, plan = setups.planned(file, run.key.policy)
+    if plan.theta_pd_d <= plan.lambda_max:
+        return lambda _: 1.0
+    served = [one for one in run.answers if one.seconds is not None]
+    profiles = {away: (system.offload if away else system.hub)[0].profile for away in {one.offloaded for one in served}}
+    means: dict[bool, float] = {}
+    for away, profile in profiles.items():
+        chance = _mean_seconds(profile, served) / equations.mean_seconds(profile, file.workload.above(0))
+        means[away] = _mean_seconds(profile, [one for one in served if one.offloaded == away]) / chance
+    return lambda one: prefill_seconds(profiles[one.offloaded], one.prompt_tokens) / means[one.offloaded]
+
+
+def _mean_seconds(profile: Profile, answers: Sequence[AnsweredRequest]) -> float:
+    return math.fsum(prefill_seconds(profile, one.prompt_tokens) for one in answers) / len(answers)
 
 
 def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
     steady = _combined([figures_of(run, part, capacity_mbps) for run, part in runs if not part.why_not])
-    work = work_of(file, first.key.policy)
-    rates = [saturated_rate(run, work) for run, _ in runs]
-    saturated = [rate for rate in rates if rate is not None]
     p90 = steady.ttft_p90_seconds if steady else None
     return LoadSeen(
         figures=None if any(part.overloaded for _, part in runs) else steady,
-        saturated_per_second=combine(saturated) if saturated and len(saturated) == len(rates) else None,
+        saturated_per_second=_of_all([saturated_rate(run, work_of(file, run)) for run, _ in runs]),
+        saturated_counted=_of_all([saturated_rate(run, lambda _: 1.0) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
     )
+
+
+def _of_all(found: Sequence[Sampled | None]) -> Sampled | None:
+    """Return what several runs say together; None unless each says something."""
+    there = [one for one in found if one is not None]
+    return combine(there) if there and len(there) == len(found) else None
 
 
 def _combined(runs: Sequence[LoadFigures]) -> LoadFigures | None:

@@ -1,5 +1,6 @@
 """Proves where a limit lies, and what a saturated system completes, with systems whose most is known."""
 
+from functools import cache
 from random import Random
 
 import msgspec
@@ -11,6 +12,7 @@ from prfaas.evaluate.record import AnsweredRequest, Run, RunKey
 from prfaas.evaluate.rows import work_of
 from prfaas.evaluate.steady import Sampled, SteadyPart
 from prfaas.simulate import setup as setups
+from prfaas.simulate.scenario import PolicyName
 
 from .cases import CASE
 from .test_steady import queue, run_of
@@ -142,23 +144,44 @@ def test_a_run_without_answers_says_nothing_of_the_most():
     assert saturated_rate(run(lost), lambda _: 1.0) is None
 
 
+@cache
+def saturated(policy: PolicyName) -> Run:
+    return simulated_run(LONG, RunKey(policy, 1.3, 1), Random)
+
+
 @pytest.mark.parametrize("policy", ["homogeneous", "naive", "threshold"])
 def test_saturated_systems_complete_what_their_plan_carries(policy):
-    found = saturated_rate(simulated_run(LONG, RunKey(policy, 1.3, 1), Random), work_of(CASE.file, policy))
+    run = saturated(policy)
 
-    assert found.value == pytest.approx(setups.capacity(CASE.file, policy), rel=0.05)
+    assert saturated_rate(run, work_of(CASE.file, run)).value == pytest.approx(
+        setups.capacity(CASE.file, policy), rel=0.05
+    )
 
 
-def test_counting_requests_would_praise_a_system_whose_long_prompts_wait():
+def test_counting_requests_would_flatter_a_system_whose_long_prompts_wait():
     """The negative control: that is why each request counts as its prefill's time."""
-    found = saturated_rate(simulated_run(LONG, RunKey("naive", 1.3, 1), Random), lambda _: 1.0)
-
-    assert found.value > 1.1 * setups.capacity(CASE.file, "naive")
+    assert saturated_rate(saturated("naive"), lambda _: 1.0).value > 1.1 * setups.capacity(CASE.file, "naive")
 
 
-def test_the_mean_prompt_is_one_piece_of_work():
-    work, workload = work_of(CASE.file, "homogeneous"), CASE.file.workload
-    total = sum(weight * work(length) for length, weight in zip(workload.lengths, workload.weights, strict=True))
+@pytest.mark.parametrize(
+    ("policy", "used"), [("homogeneous", [False]), ("naive", [True]), ("threshold", [False, True])]
+)
+def test_the_mean_prompt_of_each_pool_counts_as_one(policy, used):
+    """By the times of one pool for all, the long prompts of the other one would count for more than they are."""
+    run = saturated(policy)
+    work = work_of(CASE.file, run)
+    pools = {away: [one for one in run.answers if one.offloaded == away] for away in (False, True)}
 
-    assert total / sum(workload.weights) == pytest.approx(1.0)
-    assert work(100_000) > 2
+    assert [away for away, given in pools.items() if given] == used
+    for given in filter(None, pools.values()):
+        assert sum(map(work, given)) / len(given) == pytest.approx(1.0, rel=0.1)
+
+
+def test_where_decodes_limit_a_system_each_request_is_one():
+    hub, *_ = CASE.file.system.hub
+    slow = msgspec.structs.replace(hub, step_seconds=10 * hub.step_seconds)
+    file = msgspec.structs.replace(CASE.file, system=msgspec.structs.replace(CASE.file.system, hub=(slow,)))
+    run = saturated("naive")
+
+    assert {work_of(file, run)(one) for one in run.answers} == {1.0}
+    assert len({work_of(CASE.file, run)(one) for one in run.answers}) > 100, "the negative control"

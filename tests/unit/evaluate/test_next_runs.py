@@ -29,7 +29,10 @@ def row(load: float, outcome: LoadOutcome, seeds: int = 1, counted: bool = True)
         lost=0,
         fallbacks=0,
         seen=LoadSeen(
-            figures=None, saturated_per_second=None, verdict=LoadVerdict(rate_per_second=load, outcome=outcome, why="")
+            figures=None,
+            saturated_per_second=None,
+            saturated_counted=None,
+            verdict=LoadVerdict(rate_per_second=load, outcome=outcome, why=""),
         ),
         planned=None,
         simulated_seen=None,

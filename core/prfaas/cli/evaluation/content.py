@@ -47,10 +47,11 @@ COUNTED: Final = (
 MOST: Final = (
     "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
     "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
-    "mean prompt. Within the limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if "
-    "the interval lies above, or if in most of its runs the requests in flight grow without end, or some are refused. "
-    "The limit lies between the highest load that holds and the lowest that breaks. Where one that breaks lies below "
-    "one that holds, neither counts."
+    "mean prompt of its pool, unless decodes limit the system. What is counted one by one stands beside it. Within the "
+    "limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if the interval lies above, "
+    "or if in most of its runs the requests in flight grow without end, or some are refused. The limit lies between "
+    "the highest load that holds and the lowest that breaks. Where one that breaks lies below one that holds, neither "
+    "counts."
 )
 LINK_USE: Final = (
     "How much of the link is used means the same for all three: the bits that crossed it, of what the case declares "
@@ -196,12 +197,13 @@ def saturated_table(summary: CaseSummary) -> TextTable:
             TITLES[policy],
             _number(one.saturated_load, "{:.0%}"),
             *_with_interval(one.saturated),
+            _value_of(one.saturated_counted),
             f"{one.saturated_planned:.2f}",
             _value_of(one.saturated_simulated),
         )
         for policy, one in summary.answers.items()
     ]
-    head = ("system", "measured at load", "measured", "95 % interval", "plan", "simulator")
+    head = ("system", "measured at load", "measured", "95 % interval", "counted one by one", "plan", "simulator")
     return TextTable("Requests/s completed while more arrive", head, rows)
 
 
