@@ -5,6 +5,7 @@ the case's, too: multiplied by the scale of the caches. So a record compares wit
 A run is one file. A run that was interrupted leaves none, so a second call of the command does only what is missing.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Final, Literal
@@ -48,6 +49,8 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     at_seconds: float
     prompt_tokens: int
+    sent_late_seconds: float = 0.0
+    """How long after its time it was sent; a part of all times, which count from then."""
     ttft_seconds: float | None = None
     seconds: float | None = None
     """Until the last token."""
@@ -145,6 +148,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(failures)} of {len(self.answers)} requests failed: {failures[0].error}"
         if fallbacks > most:
             return f"{fallbacks} of {len(self.answers)} requests fell back, as transfers broke or their time ran out"
+        sent_late = math.fsum(one.sent_late_seconds for one in self.answers)
+        waited = math.fsum(one.ttft_seconds or 0.0 for one in self.answers)
+        if sent_late > MOST_LATE * waited:
+            return f"requests were sent {sent_late / len(self.answers):.2f} s late in the mean: the driver was too slow"
         return ""
 
 

@@ -1,7 +1,8 @@
 """Sends a run's requests at their times, whatever the answers do, and notes when each answer's tokens came.
 
 A request is sent at its time even if all before it wait. Its first token is timed from when it should have been sent.
-So neither a slow system nor a slow client makes waits look shorter (coordinated omission).
+So neither a slow system nor a slow client makes waits look shorter (coordinated omission). How late it was really sent
+is noted, too: a client that is too slow makes them look longer.
 """
 
 import asyncio
@@ -80,6 +81,7 @@ class Driver:
             "stream_options": {"include_usage": True},
         }
         stream = TokenStream(self._url, at)
+        sent_late_seconds = (time.monotonic() - at) / self._stretch
         try:
             async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
                 if response.status != 200:
@@ -99,6 +101,7 @@ class Driver:
         return AnsweredRequest(
             at_seconds=request.at_seconds,
             prompt_tokens=answer.prompt_tokens,
+            sent_late_seconds=sent_late_seconds,
             ttft_seconds=answer.first_seconds / self._stretch,
             seconds=(answer.marks[-1].seconds - at) / self._stretch,
             offloaded=head.get(headers.PREFILL_CLUSTER, HUB) != HUB,

@@ -35,7 +35,9 @@ _SHAPE: Final = "kimi-k3"
 _MOUNTED: Final = "/evaluation"
 _NEVER_DECODES_SECONDS: Final = 0.025
 """Of an offload pool's decode steps, which its file has to name."""
-_CACHE_MIB: Final = 512
+_LEAST_CACHE_MIB: Final = 512
+_BESIDE_CACHES: Final = 1.1
+"""Times what the caches take: pages are whole."""
 _NO_LINK_MBPS: Final = 1000
 """Of the live link of a case without one; nothing crosses it."""
 _MOST_ROUNDED: Final = 0.05
@@ -127,7 +129,7 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
             f"--stretch={scale.stretch:g}",
             f"--max-running={_running(pool)}",
             f"--max-context={longest_tokens + 1}",
-            f"--cache-mib={_CACHE_MIB}",
+            f"--cache-mib={_cache_mib(pool, scale, longest_tokens)}",
             *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
         ]
         engine: Object = {"type": "emulated", "args": args}
@@ -201,6 +203,12 @@ def _policy(scenario: Scenario, prefill_pools: list[str]) -> Object:
 def _running(pool: OffloadPool | HubPool) -> int:
     """Return the sequences that an instance computes at once, as the simulator has them."""
     return pool.max_batch if isinstance(pool, HubPool) else RUNNING
+
+
+def _cache_mib(pool: OffloadPool | HubPool, scale: CaseScale, longest_tokens: int) -> int:
+    """Return the memory in which all sequences that an instance computes at once find room, however long."""
+    cache_bytes = pool.profile.state_bytes + pool.profile.token_bytes * longest_tokens
+    return max(_LEAST_CACHE_MIB, math.ceil(_BESIDE_CACHES * _running(pool) * cache_bytes / scale.cache_scale / 2**20))
 
 
 def _profile(pool: OffloadPool | HubPool) -> str:

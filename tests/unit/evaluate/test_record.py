@@ -107,6 +107,14 @@ def test_timeouts_failures_and_many_fallbacks_make_a_run_invalid_and_refusals_do
     assert (says in why) if says else not why
 
 
+@pytest.mark.parametrize(("share", "counts"), [(0.019, True), (0.021, False)])
+def test_a_driver_that_sends_too_late_makes_a_run_invalid(share, counts):
+    answers = [msgspec.structs.replace(one, sent_late_seconds=share * one.ttft_seconds) for one in live(KEY).answers]
+    why = msgspec.structs.replace(live(KEY), answers=tuple(answers)).why_invalid
+
+    assert (not why) if counts else "the driver was too slow" in why
+
+
 @pytest.mark.parametrize(("mean_late", "counts"), [(0.0, True), (0.02, True), (0.021, False)])
 def test_a_machine_that_was_too_slow_in_the_mean_is_said(mean_late, counts):
     """A few late steps are forgiven."""

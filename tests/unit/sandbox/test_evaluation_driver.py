@@ -27,6 +27,8 @@ async def test_answers_come_in_the_order_of_arrival_and_in_the_times_of_the_case
     assert late is not None
     assert prompt is not None
     assert late == pytest.approx(3.0, abs=1.0)
+    assert answers[0].sent_late_seconds == pytest.approx(3.0, abs=1.0)
+    assert answers[1].sent_late_seconds < 1.0
     assert prompt < 1.0
     assert all(one.offloaded and not one.fallback and not one.error for one in answers)
     assert all(one.parts == {"prefill": 2.0} for one in answers)

@@ -107,6 +107,16 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
             instance.check_reach(5000, kinds[pool.name].slots)
 
 
+def test_an_instance_has_room_for_as_many_caches_as_it_computes_at_once():
+    scenario = scenario_of(case(), RunKey("threshold", 0.5, 1))
+    for cache_scale in (128, 8):
+        first, *_ = pool_objects(scenario, CaseScale(stretch=4.0, cache_scale=cache_scale), 132_096, None)
+        flags = dict(one.split("=", 1) for one in first["spec"]["engine"]["args"])
+        profile = scenario.system.offload[0].profile
+        caches = int(flags["--max-running"]) * (profile.state_bytes + profile.token_bytes * 132_096)
+        assert int(flags["--cache-mib"]) * 2**20 > caches / cache_scale
+
+
 def test_the_live_link_has_a_whole_rate_near_the_case_s():
     assert live_mbps(case()) == 195
     for stretch in (40_000.0, 300.0):  # 0.02 and 2.6 Mbit/s
