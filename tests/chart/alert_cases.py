@@ -87,16 +87,19 @@ CASES = {
     "PrfaasMetricsStale": one('prfaas_scheduler_metrics_stale{policy="kimi"}', "1x30", "1 0x30"),
     "PrfaasQueueGrows": Case(
         {
-            'prfaas_requests_waiting{cluster="hub",pool="decode"}': "50x30",
-            'prfaas_prefills_waiting{cluster="hub",pool="decode"}': "0x30",
+            'prfaas_requests_waiting{cluster="hub",pool="decode"}': "20x30",
             'prfaas_requests_running{cluster="hub",pool="decode"}': "8x30",
+            'prfaas_prefills_waiting{cluster="hub",pool="decode"}': "0x30",
             'prfaas_prefills_running{cluster="hub",pool="decode"}': "0x30",
+            'prfaas_requests_running_limit{cluster="hub",pool="decode"}': "8x30",
         },
+        # All but one prefill wait for their first step, though most of them have a slot.
         {
-            'prfaas_requests_waiting{cluster="hub",pool="decode"}': "8x30",
-            'prfaas_prefills_waiting{cluster="hub",pool="decode"}': "0x30",
-            'prfaas_requests_running{cluster="hub",pool="decode"}': "8x30",
-            'prfaas_prefills_running{cluster="hub",pool="decode"}': "0x30",
+            'prfaas_requests_waiting{cluster="eu",pool="far"}': "0x30",
+            'prfaas_requests_running{cluster="eu",pool="far"}': "0x30",
+            'prfaas_prefills_waiting{cluster="eu",pool="far"}': "10x30",
+            'prfaas_prefills_running{cluster="eu",pool="far"}': "1x30",
+            'prfaas_requests_running_limit{cluster="eu",pool="far"}': "8x30",
         },
     ),
     "PrfaasQueueGrows of vLLM, whose requests that wait for a cache are the link's": Case(
