@@ -15,7 +15,7 @@ from prfaas.capacity.profile import Profile, prefill_seconds
 from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
 from prfaas.evaluate.limit import LoadVerdict, judge, saturated_rate
 from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
-from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, combine, find_steady, mean_of, quantile_of, rate_of
+from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, find_steady, mean_of, of_seeds, quantile_of, rate_of
 from prfaas.simulate import setup as setups
 from prfaas.simulate.scenario import PolicyName
 
@@ -152,33 +152,33 @@ def _mean_seconds(profile: Profile, answers: Sequence[AnsweredRequest]) -> float
 def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
-    steady = _combined([figures_of(run, part, capacity_mbps) for run, part in runs if not part.why_not])
+    steady = _combined([(run.key.seed, figures_of(run, part, capacity_mbps)) for run, part in runs if not part.why_not])
     p90 = steady.ttft_p90_seconds if steady else None
     return LoadSeen(
         figures=None if any(part.overloaded for _, part in runs) else steady,
-        saturated_per_second=_of_all([saturated_rate(run, work_of(file, run)) for run, _ in runs]),
-        saturated_counted=_of_all([saturated_rate(run, lambda _: 1.0) for run, _ in runs]),
+        saturated_per_second=_of_all([(run.key.seed, saturated_rate(run, work_of(file, run))) for run, _ in runs]),
+        saturated_counted=_of_all([(run.key.seed, saturated_rate(run, lambda _: 1.0)) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
     )
 
 
-def _of_all(found: Sequence[Sampled | None]) -> Sampled | None:
-    """Return what several runs say together; None unless each says something."""
-    there = [one for one in found if one is not None]
-    return combine(there) if there and len(there) == len(found) else None
+def _of_all(found: Sequence[tuple[int, Sampled | None]]) -> Sampled | None:
+    """Return what the runs of several seeds say together; None unless each says something."""
+    there = [(seed, one) for seed, one in found if one is not None]
+    return of_seeds(there) if there and len(there) == len(found) else None
 
 
-def _combined(runs: Sequence[LoadFigures]) -> LoadFigures | None:
-    """Return the figures of several runs at one load; None: there is no run."""
+def _combined(runs: Sequence[tuple[int, LoadFigures]]) -> LoadFigures | None:
+    """Return the figures of several runs at one load, each with its seed; None: there is no run."""
     if not runs:
         return None
     made: dict[str, Sampled | None] = {}
     for name in LoadFigures.__struct_fields__:
-        values = [value for run in runs if isinstance(value := getattr(run, name), Sampled)]
-        made[name] = combine(values) if values else None
-    names = {name for run in runs for name in run.parts}
-    parts = {name: math.fsum(run.parts.get(name, 0.0) for run in runs) / len(runs) for name in sorted(names)}
-    return msgspec.structs.replace(runs[0], **{**made, "parts": parts})
+        values = [(seed, value) for seed, run in runs if isinstance(value := getattr(run, name), Sampled)]
+        made[name] = of_seeds(values) if values else None
+    names = {name for _, run in runs for name in run.parts}
+    parts = {name: math.fsum(run.parts.get(name, 0.0) for _, run in runs) / len(runs) for name in sorted(names)}
+    return msgspec.structs.replace(runs[0][1], **{**made, "parts": parts})
 
 
 def _metric(readings: Iterable[Reading], part: SteadyPart, name: str) -> Sampled | None:

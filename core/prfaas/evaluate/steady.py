@@ -38,7 +38,11 @@ _MSER_TAIL: Final = 5
 """Batches at the end where no cut is looked for: so few may be alike by chance (Hoad et al., JORS 61, 2010)."""
 _NEAR_LEAST: Final = 2
 """Times the least square of the standard error."""
+_FEWEST_BEYOND: Final = 10
+"""Values beyond a quantile: with fewer of them, nobody knows its interval."""
 _SPANS: Final = 3
+_NORMAL_95: Final = 1.96
+_ROUNDING: Final = 1e-6
 _T_95: Final = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -52,6 +56,8 @@ class Sampled(msgspec.Struct, frozen=True):
     value: float
     low: float
     high: float
+    by_seed: dict[int, float] = {}
+    """Of the runs that it is the mean of."""
 
 
 class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,13 +170,18 @@ def mean_of(values: Sequence[float]) -> Sampled:
 
 
 def quantile_of(values: Sequence[float], share: float) -> Sampled:
-    """Return a quantile of observations in their order; it and its bounds are values that occurred."""
+    """Return a quantile of observations in their order; it and its bounds are values that occurred.
+
+    Where few values lie beyond it, as with P99 of less than 1,000, its interval is 0 to infinity.
+    """
     ordered = sorted(values)
 
     def at(place: float) -> float:
         return ordered[min(max(0, math.ceil(place * len(ordered)) - 1), len(ordered) - 1)]
 
     value = at(share)
+    if len(ordered) * (1 - share) < _FEWEST_BEYOND - _ROUNDING:
+        return Sampled(value, 0.0, math.inf)
     _, off = _batched([float(one <= value) for one in values])
     return Sampled(value, at(share - off), at(share + off))
 
@@ -197,19 +208,38 @@ def combine(runs: Sequence[Sampled]) -> Sampled:
     return Sampled(value, max(0.0, value - below), value + above)
 
 
+def of_seeds(runs: Sequence[tuple[int, Sampled]]) -> Sampled:
+    """Return the mean of one figure of several runs, each with its seed."""
+    return msgspec.structs.replace(combine([one for _, one in runs]), by_seed={seed: one.value for seed, one in runs})
+
+
 def quotient(above: Sampled, below: Sampled) -> Sampled:
-    """Return a quotient of two independent figures above 0: their relative errors add up as squares."""
+    """Return a quotient of two figures above 0.
+
+    Runs of one seed met the same requests, so what these do to both is no error: from three such pairs on, the spread
+    of their quotients gives the interval. Before, the figures count as independent: their relative errors add up as
+    squares.
+    """
     value = above.value / below.value
+    pairs = [above.by_seed[seed] / below.by_seed[seed] for seed in above.by_seed.keys() & below.by_seed.keys()]
+    if len(pairs) > 2:
+        off = _t_interval(pairs)
+        return Sampled(value, max(0.0, value - off), value + off)
     less = math.hypot((above.value - above.low) / above.value, (below.high - below.value) / below.value)
     more = math.hypot((above.high - above.value) / above.value, (below.value - below.low) / below.value)
     return Sampled(value, value * max(0.0, 1 - less), value * (1 + more))
 
 
 def _batched(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean, and how far the true one may be off, by the means of batches."""
+    """Return the mean, and how far the true one may be off, by the means of batches.
+
+    These may be alike by chance. It is off by as much at least as the mean of so many independent values.
+    """
     edges = [round(place * len(values) / BATCHES) for place in range(BATCHES + 1)]
     means = [math.fsum(values[first:last]) / (last - first) for first, last in pairwise(edges)]
-    return math.fsum(values) / len(values), _t_interval(means)
+    mean = math.fsum(values) / len(values)
+    least = _NORMAL_95 * math.sqrt(math.fsum((one - mean) ** 2 for one in values)) / len(values)
+    return mean, max(least, _t_interval(means))
 
 
 def _t_interval(values: Sequence[float]) -> float:

@@ -14,6 +14,7 @@ from prfaas.evaluate.steady import (
     find_steady,
     growth_share,
     mean_of,
+    of_seeds,
     quantile_of,
     quotient,
     rate_of,
@@ -227,6 +228,38 @@ def test_a_quotient_is_as_unsure_as_both_of_its_figures():
     assert found == Sampled(2.0, pytest.approx(1.8), pytest.approx(2.2))
     wider = quotient(Sampled(4.0, 3.6, 4.4), Sampled(2.0, 1.8, 2.2))
     assert (wider.low, wider.high) == (pytest.approx(2 - 0.2 * math.sqrt(2)), pytest.approx(2 + 0.2 * math.sqrt(2)))
+
+
+def test_what_the_same_requests_do_to_both_systems_is_no_error_of_their_quotient():
+    """The negative control: two systems that met other requests."""
+
+    def of(values: list[float], first_seed: int) -> Sampled:
+        return of_seeds([(first_seed + n, Sampled(one, one, one)) for n, one in enumerate(values)])
+
+    theirs = [1.0, 2.0, 3.0]
+    shared = quotient(of([2 * one for one in theirs], 1), of(theirs, 1))
+    others = quotient(of([2 * one for one in theirs], 4), of(theirs, 1))
+
+    assert (shared.low, shared.value, shared.high) == pytest.approx((2.0, 2.0, 2.0))
+    assert others.low < 1.0
+    assert others.high > 3.0
+
+
+def test_a_quantile_that_few_values_exceed_has_no_interval():
+    values = noise(1, 999)
+
+    assert (quantile_of(values, 0.99).low, quantile_of(values, 0.99).high) == (0.0, math.inf)
+    assert quantile_of(noise(1, 1000), 0.99).high < math.inf
+    assert quantile_of(values[:100], 0.9).high < math.inf
+
+
+def test_batches_that_are_alike_by_chance_are_no_proof():
+    values = [*range(10)] * 20
+    mean, p90 = mean_of(values), quantile_of([float(one) for one in values], 0.9)
+
+    assert mean.high - mean.value == pytest.approx(1.96 * math.sqrt(8.25 / 200))
+    assert p90.low < p90.high
+    assert mean_of([1.0] * 100).high == 1.0, "what never differs is sure"
 
 
 def test_seeds_give_an_interval_by_their_spread():

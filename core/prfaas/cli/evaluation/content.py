@@ -4,6 +4,7 @@ PrfaaS-PD is the system whose short loop moves the threshold. All figures are in
 a second and Gbit/s as they would be at full scale.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -311,7 +312,7 @@ def _value(figures: object | None, field: str) -> float | None:
 
 
 def _interval(found: Sampled | None, column: _Column) -> str:
-    if found is None:
+    if found is None or math.isinf(found.high):
         return "-"
     return _between(found.low * column.scale, found.high * column.scale, column.shown)
 
