@@ -85,6 +85,13 @@ def test_the_document_says_what_the_page_says(whole):
     assert COMMAND in document
 
 
+def test_the_document_has_the_titles_and_tables_of_the_page_in_its_order(whole):
+    page = re.findall("<h2>(.*)</h2>|(<table)", evaluation_page(whole))
+    document = re.findall("^## (.*)|^(\\| ---)", evaluation_markdown(whole), re.MULTILINE)
+
+    assert [title for title, _ in page] == [title for title, _ in document]
+
+
 def test_the_tables_of_the_document_have_as_many_cells_as_their_heads(whole):
     for table in re.findall(r"(?:^\|.*\|\n?)+", evaluation_markdown(whole), re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().split("\n")}) == 1
@@ -140,7 +147,7 @@ def test_no_runs_are_a_page_too():
     made = evaluation()
 
     assert "nothing to show" in evaluation_page(made)
-    assert "Every run says something" in evaluation_markdown(made)
+    assert "0 of 0 runs give no figure" in evaluation_markdown(made)
 
 
 def test_a_run_without_parts_or_readings_is_drawn():

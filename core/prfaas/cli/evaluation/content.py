@@ -78,6 +78,8 @@ class TextTable(NamedTuple):
     title: str
     head: tuple[str, ...]
     rows: Sequence[Sequence[str]]
+    are_words: bool = False
+    """Not figures, which are aligned otherwise."""
 
 
 class _Column(NamedTuple):
@@ -178,7 +180,7 @@ def system_table(evaluation: Evaluation) -> TextTable:
     there: list[PolicyName] = [policy for policy in POLICIES if policy in evaluation.summary.answers]
     instances = {run.key.policy: run.instances for run in evaluation.runs}
     systems = [(TITLES[one], SYSTEMS[one], _counts(instances.get(one, {}))) for one in there]
-    return TextTable("Systems", ("system", "what it does", "instances"), systems)
+    return TextTable("Systems", ("system", "what it does", "instances"), systems, are_words=True)
 
 
 def load_sentence(file: PlanFile, requests: int) -> str:
@@ -231,7 +233,7 @@ def broken_table(summary: CaseSummary) -> TextTable:
         for policy, one in summary.answers.items()
         if one.limit.bounds.high is not None
     ]
-    return TextTable("What failed first", ("system", "at requests/s", "why"), rows)
+    return TextTable("What failed first", ("system", "at requests/s", "why"), rows, are_words=True)
 
 
 def figure_tables(summary: CaseSummary) -> list[TextTable]:
@@ -266,7 +268,7 @@ def failed_table(evaluation: Evaluation) -> TextTable:
     excluded = (*evaluation.summary.excluded, *evaluation.unread)
     rows = [(one.name, one.why) for one in excluded]
     rows += [(key.name, "it is missing") for key in evaluation.summary.missing]
-    return TextTable("Runs without a figure", ("run", "why"), rows)
+    return TextTable("Runs without a figure", ("run", "why"), rows, are_words=True)
 
 
 def made_table(evaluation: Evaluation) -> TextTable:
@@ -286,7 +288,7 @@ def made_table(evaluation: Evaluation) -> TextTable:
         ("case", case.digest),
         ("command", evaluation.command),
     ]
-    return TextTable("How it was made", ("what", "value"), rows)
+    return TextTable("", ("what", "value"), rows, are_words=True)
 
 
 def off_by(row: LoadRow, field: str, expected: str) -> float | None:

@@ -1,33 +1,12 @@
-"""The page of an evaluation: one file of HTML that loads nothing. It opens with the answer and ends with how to repeat
-it; what failed stands before the tables.
-"""
+"""The page of an evaluation: one file of HTML that loads nothing, with the document's sections, and charts."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Final
 
 from prfaas.cli.chart import Axis, Beside, draw_bars, draw_lines, draw_stacks
-from prfaas.cli.evaluation.content import (
-    COUNTED,
-    EMULATED,
-    LINK_USE,
-    MOST,
-    TITLES,
-    Evaluation,
-    TextTable,
-    against_expected,
-    answer,
-    broken_table,
-    failed_table,
-    figure_tables,
-    headline_table,
-    limit_table,
-    load_sentence,
-    made_table,
-    question,
-    run_table,
-    saturated_table,
-    system_table,
-)
+from prfaas.cli.evaluation.content import TITLES, Evaluation, TextTable
+from prfaas.cli.evaluation.sections import Chart, Section, sections_of
 from prfaas.cli.page import make_table, wrap_page
 from prfaas.evaluate.record import Reading
 from prfaas.evaluate.rows import LoadRow
@@ -50,39 +29,22 @@ SAID: Final = {
 
 def evaluation_page(evaluation: Evaluation) -> str:
     """Return the page."""
-    summary, case = evaluation.summary, evaluation.case
-    failed = failed_table(evaluation)
-    total = len(evaluation.runs) + len(evaluation.unread) + len(summary.missing)
-    return wrap_page(
-        f"Evaluation of {case.name}",
-        f'<p class="verdict">{escape(answer(summary))}</p>',
-        f"<p>{escape(against_expected(summary))}</p>",
-        _table(headline_table(summary)),
-        "<h2>What was asked</h2>",
-        f"<p>{escape(question(evaluation))} {escape(load_sentence(case.file, case.requests))}</p>",
-        _table(system_table(evaluation), are_words=True),
-        "<h2>How it was done</h2>",
-        f"<p>{EMULATED} Times are {case.stretch:g} times as long as said here, and caches and the link "
-        f"{case.cache_scale:,} times as small: a machine without a GPU holds the whole system.</p>",
-        f"<p>{COUNTED}</p><p>{MOST}</p>",
-        "<h2>What came out</h2>",
-        *_most(summary),
-        _table(saturated_table(summary)),
-        *_first_tokens(summary),
-        _table(limit_table(summary)),
-        _table(broken, are_words=True) if (broken := broken_table(summary)).rows else "",
-        *_over_time(summary),
-        *_parts(summary),
-        "<h2>What failed</h2>",
-        f"<p>{len(failed.rows)} of {total} runs say nothing.</p>",
-        _table(failed, are_words=True) if failed.rows else "",
-        "<h2>All figures</h2>",
-        "<p>What stands beside a figure is not measured, and <i>off</i> is by how much measured is more. "
-        f"{LINK_USE}</p>",
-        *(_table(one) for one in (*figure_tables(summary), run_table(summary))),
-        "<h2>How it was made</h2>",
-        _table(made_table(evaluation)._replace(title=""), are_words=True),
-    )
+    (_, (verdict, *opening)), *sections = sections_of(evaluation)
+    parts = [f'<p class="verdict">{escape(str(verdict))}</p>']
+    for section in (Section("", tuple(opening)), *sections):
+        parts += [f"<h2>{escape(section.title)}</h2>"] if section.title else []
+        parts += [part for item in section.items for part in _shown(item, evaluation.summary)]
+    return wrap_page(f"Evaluation of {evaluation.case.name}", *parts)
+
+
+def _shown(item: str | TextTable | Chart, summary: CaseSummary) -> Iterable[str]:
+    match item:
+        case str():
+            return [f"<p>{escape(item)}</p>"]
+        case TextTable():
+            return [_table(item)]
+        case Chart():
+            return _CHARTS[item](summary)
 
 
 def _most(summary: CaseSummary) -> list[str]:
@@ -198,10 +160,18 @@ def _parts(summary: CaseSummary) -> list[str]:
     ]
 
 
-def _table(table: TextTable, *, are_words: bool = False) -> str:
+def _table(table: TextTable) -> str:
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
-    return title + make_table(table.head, table.rows, are_words=are_words)
+    return title + make_table(table.head, table.rows, are_words=table.are_words)
 
 
 def _figure(title: str, drawing: str) -> str:
     return f"<figure><h3>{escape(title)}</h3>\n{drawing}</figure>"
+
+
+_CHARTS: Final = {
+    Chart.MOST: _most,
+    Chart.FIRST_TOKENS: _first_tokens,
+    Chart.OVER_TIME: _over_time,
+    Chart.PARTS: _parts,
+}

@@ -1,0 +1,86 @@
+"""The sections of an evaluation, which the page and the document have in the same order, and with the same words.
+
+They open with the answer. How it was done and what failed stand before all figures, and what repeats it at the end.
+"""
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from prfaas.cli.evaluation.content import (
+    COUNTED,
+    EMULATED,
+    LINK_USE,
+    MOST,
+    Evaluation,
+    TextTable,
+    against_expected,
+    answer,
+    broken_table,
+    failed_table,
+    figure_tables,
+    headline_table,
+    limit_table,
+    load_sentence,
+    made_table,
+    question,
+    run_table,
+    saturated_table,
+    system_table,
+)
+
+
+class Chart(Enum):
+    """A drawing, which only the page has."""
+
+    MOST = auto()
+    FIRST_TOKENS = auto()
+    OVER_TIME = auto()
+    PARTS = auto()
+
+
+class Section(NamedTuple):
+    """Paragraphs, tables and charts under a title; the first section has none."""
+
+    title: str
+    items: tuple[str | TextTable | Chart, ...]
+
+
+def sections_of(evaluation: Evaluation) -> list[Section]:
+    """Return all that an evaluation has to say. Empty paragraphs and tables without rows are left out."""
+    summary, case = evaluation.summary, evaluation.case
+    failed = failed_table(evaluation)
+    total = len(evaluation.runs) + len(evaluation.unread) + len(summary.missing)
+    scale = (
+        f"Times are {case.stretch:g} times as long as said here, and caches and the link {case.cache_scale:,} times as "
+        "small: a machine without a GPU holds the whole system."
+    )
+    sections = [
+        Section("", (answer(summary), against_expected(summary), headline_table(summary))),
+        Section(
+            "What was asked", (question(evaluation), load_sentence(case.file, case.requests), system_table(evaluation))
+        ),
+        Section("How it was done", (EMULATED, scale, COUNTED, MOST)),
+        Section(
+            "What came out",
+            (
+                *(Chart.MOST, saturated_table(summary)),
+                *(Chart.FIRST_TOKENS, limit_table(summary), broken_table(summary)),
+                *(Chart.OVER_TIME, Chart.PARTS),
+            ),
+        ),
+        Section("What failed", (f"{len(failed.rows)} of {total} runs give no figure.", failed)),
+        Section(
+            "All figures",
+            (
+                f"Plan and simulator are not measured; off is by how much measured is more. {LINK_USE}",
+                *figure_tables(summary),
+                run_table(summary),
+            ),
+        ),
+        Section("How it was made", (made_table(evaluation),)),
+    ]
+    return [Section(one.title, tuple(item for item in one.items if _is_there(item))) for one in sections]
+
+
+def _is_there(item: str | TextTable | Chart) -> bool:
+    return bool(item.rows) if isinstance(item, TextTable) else bool(item)
