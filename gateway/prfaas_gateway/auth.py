@@ -9,6 +9,9 @@ A key is checked before its request's body is read. So a request without a key c
 stay in memory. A look-up uses a keyed hash of the digest, with a secret of this process. So its duration reveals
 nothing about existing keys. An unusable file admits no client; an unreadable folder changes nothing. The log reports
 each once, without a file's content.
+
+A client's first key also isolates its cached prompts: the salt that engines get is made of that key, of the client and
+of the salt that it sent. So no client can name another's, all gateways make the same one, and it survives restarts.
 """
 
 import hashlib
@@ -43,6 +46,8 @@ _SCHEME: Final = "bearer "
 _KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
 _KEY: Final = re.compile(rb"[!-~]{16,512}")
 _DIGEST: Final = re.compile(rb"sha256:([0-9a-f]{64})")
+_SALTS: Final = b"prfaas cache salts\n"
+"""Before a key's digest: the secret of salts opens nothing."""
 _OF_NOTHING: Final = hashlib.sha256(b"").digest()
 
 Limit = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -55,6 +60,15 @@ class ApiClient(msgspec.Struct, frozen=True):
     max_in_flight: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    cache_secret: bytes = b""
+    """Made of its first key, 32 bytes."""
+
+    def cache_salt(self, sent: str) -> str:
+        """Return the salt of its cached prompts, 64 hexadecimal digits; `sent` is its own, which divides them more."""
+        # With their lengths: else a client could move a part of its name into its salt, and name another's.
+        parts = (self.name.encode(errors="surrogateescape"), sent.encode())
+        data = b"".join(len(one).to_bytes(8, "big") + one for one in parts)
+        return hashlib.blake2b(data, key=self.cache_secret, digest_size=32).hexdigest()
 
 
 ANYBODY: Final = ApiClient("")
@@ -62,9 +76,15 @@ ANYBODY: Final = ApiClient("")
 
 
 class Auth:
-    """Admits requests with a valid key in `keys`; None admits all, without limits."""
+    """Admits requests with a valid key in `keys`; None admits all, without limits. With keys no client finds what is
+    cached of another's prompts, unless they have a `shared_cache`.
+    """
 
-    def __init__(self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic, *, shared_cache: bool = False
+    ):
+        self.isolates = keys is not None and not shared_cache
+        """Whether each client has a cache of its own."""
         self._keys = keys
         self._meters = Meters(clock)
         self._anybody = Meter(ANYBODY, clock)
@@ -231,8 +251,9 @@ class KeyRing:
         for name in stamps:
             try:
                 found = _read(self._folder / name)
-                client = ApiClient(name, found.max_in_flight, found.requests_per_minute, found.tokens_per_minute)
-                clients |= {self._hidden(_digest(key.encode())): client for key in found.keys}
+                digests = [_digest(key.encode()) for key in found.keys]
+                client = found.client(name, digests[0])
+                clients |= {self._hidden(one): client for one in digests}
                 self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
             except (OSError, ConfigError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
@@ -263,6 +284,10 @@ class _KeyFile(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_field
     max_in_flight: Limit | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
+
+    def client(self, name: str, first_digest: bytes) -> ApiClient:
+        secret = hashlib.sha256(_SALTS + first_digest).digest()
+        return ApiClient(name, self.max_in_flight, self.requests_per_minute, self.tokens_per_minute, secret)
 
 
 def _may_be_file(entry: os.DirEntry[str]) -> bool:

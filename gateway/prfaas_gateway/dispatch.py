@@ -20,7 +20,7 @@ from prfaas_gateway.engines.shared import without_hand_off
 from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
-from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive
+from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive, with_cache_salt
 from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,10 @@ class Dispatcher:
     async def _receive(self, http: web.Request, progress: Progress, meter: Meter, place: BodyPlace) -> GatewayRequest:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
-        request, fields = await receive(http, progress, parts.limits, place, lambda: parts.state.reads_whole_bodies)
+        isolates = parts.auth.isolates
+        request, fields = await receive(
+            http, progress, parts.limits, place, lambda: isolates or parts.state.reads_whole_bodies
+        )
         if parts.state.table is not None:
             check_places(request.preferences, parts.state.table)
             places = parts.state.places(request.preferences)
@@ -85,6 +88,9 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
+        if isolates:
+            request = with_cache_salt(request, meter.client.cache_salt)
+            fields = request.fields  # the index looks under the same salt
         values = prompt_values(fields, request.api.fields)
         size = prompt_size(values, random.random())  # noqa: S311  # no secret
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)

@@ -42,6 +42,13 @@ class GatewayOptions(NamedTuple):
             "it no key is required."
         ),
     ] = None
+    shared_cache: Annotated[
+        bool,
+        typer.Option(
+            help="Let clients of different keys share what is cached of their prompts. Each then learns by the time to "
+            "the first token what others sent."
+        ),
+    ] = False
     cors_origins: Annotated[
         str,
         typer.Option(

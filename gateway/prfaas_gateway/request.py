@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -73,6 +73,8 @@ STEERING_FIELDS: Final = frozenset[str]().union(*(one.steering_fields for one in
 _known_values, _known_raws = _known_fields(Any), _known_fields(msgspec.Raw)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _model = msgspec.json.Decoder(str)
+_salt = msgspec.json.Decoder(str | None)
+_SALT: Final = "cache_salt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +326,23 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
     return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
+
+
+def with_cache_salt(request: GatewayRequest, salt_of: Callable[[str], str]) -> GatewayRequest:
+    """Return a request, read with every field, that has the salt which `salt_of` makes of its own; empty: it has none.
+
+    Raises RequestError if its own is no text.
+    """
+    try:
+        sent = _salt.decode(request.fields.get(_SALT, b"null"))
+    except UNREADABLE as error:
+        raise RequestError(f"cache_salt must be a string: {error}", param=_SALT) from error
+    if sent == "":
+        raise RequestError("cache_salt must have a character or more; leave it out for none", param=_SALT)
+    salt = msgspec.Raw(msgspec.json.encode(salt_of(sent or "")))
+    body = msgspec.json.encode({**request.fields, _SALT: salt})
+    # Read again: a field is a view of its body, and would keep the former one as long as the request.
+    return replace(request, body=body, fields=_every_field.decode(body))
 
 
 def _read_known(body: bytes) -> Any:

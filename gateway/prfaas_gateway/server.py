@@ -95,7 +95,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
     """Serve while the block runs; at its end wait up to `drain_seconds` for requests in flight."""
     state, metrics, history = GatewayState(config.limits), GatewayMetrics(), RequestHistory()
     tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
-    auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None)
+    auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None, shared_cache=config.shared_cache)
     credentials = GatewayCredentials(config.tls_dir) if config.tls_dir else None
     async with Upstream(config.limits, credentials) as upstream:
         context = ModelContext(state, upstream)

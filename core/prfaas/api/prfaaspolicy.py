@@ -194,6 +194,10 @@ class GatewaySpec(ApiModel):
     """API keys of the gateway's clients: each entry holds a client's keys, one a line, or a JSON object with keys and
     limits. Without it the gateway asks for no key.
     """
+    shared_cache: bool = False
+    """Let clients of different API keys share what is cached of their prompts, as system prompts and tools. Each then
+    learns by the time to the first token what others sent. Without it each client has a cache of its own.
+    """
     cors_origins: Annotated[list[Origin], Field(max_length=32, json_schema_extra=AS_SET)] = []
     """Origins whose pages may call the gateway from a browser; * allows all. Without any, browsers refuse the calls."""
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60

@@ -74,6 +74,8 @@ def _gateway(policy: PrfaaSPolicy) -> Object:
     if origins := policy.spec.gateway.cors_origins:
         arguments["--cors-origins"] = ",".join(sorted(origins))
     container = _container("gateway", "prfaas-gateway", arguments)
+    if policy.spec.gateway.shared_cache:
+        container["args"].append("--shared-cache")
     if keys is not None:
         # The whole folder: the kubelet never updates a file that is mounted by itself.
         container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_PATH, "readOnly": True})

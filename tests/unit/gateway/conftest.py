@@ -131,7 +131,13 @@ class World:
         self.client: aiohttp.ClientSession | None = None
 
     async def start(
-        self, *names: str, limits: Limits = QUICK, keys_dir: Path | None = None, cors_origins: str = "", **table
+        self,
+        *names: str,
+        limits: Limits = QUICK,
+        keys_dir: Path | None = None,
+        shared_cache: bool = False,
+        cors_origins: str = "",
+        **table,
     ) -> None:
         for name in names:
             self.workers[name] = Worker(name)
@@ -144,6 +150,7 @@ class World:
             routes_file=self.routes_file,
             control_socket=self.control_socket,
             keys_dir=keys_dir,
+            shared_cache=shared_cache,
             cors_origins=cors_origins,
             limits=limits,
         )

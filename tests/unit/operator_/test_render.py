@@ -39,6 +39,14 @@ def test_the_origins_of_a_policy_reach_its_gateway(make):
     assert "--cors-origins" not in flags()
 
 
+def test_a_policy_lets_clients_share_a_cache(make):
+    def words(**spec) -> list[str]:
+        return worker_of(gateway.deployment(make.policy(gateway=spec), "reg/g:1"))["args"]
+
+    assert "--shared-cache" in words(sharedCache=True)
+    assert "--shared-cache" not in words()
+
+
 def test_a_worker_is_started_with_the_flags_of_its_pool(make):
     worker = worker_of(pool_deployment.deployment(make.prefill_pool(drainSeconds=45), make.member()))
     assert worker["command"] == ["prfaas-worker"]
