@@ -7,11 +7,18 @@ prefill: a hand-off needs fields of its own in the body, and not every API has t
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from prfaas.engines import ENGINES
-from prfaas.errors import RequestError
+from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex import canonical
 from prfaas.kvindex.canonical import Canonical
 from prfaas.wire.routes import RoutingTable
+
+USUAL_ANSWER_TOKENS: Final = 256
+"""Of an answer whose request names no limit."""
+MAX_ANSWER_TOKENS: Final = 1 << 20
+"""No model's context holds more, so more is no intention: such a debt would last for years."""
 
 
 class ApiRoute(NamedTuple):
@@ -45,6 +52,37 @@ API_ROUTES: Final = {
         ApiRoute("/detokenize", _unmatched, frozenset(), prefills=False),
     )
 }
+
+
+class Answers(NamedTuple):
+    """The answers that a request asks for."""
+
+    most_tokens: int = 0
+    """Of all that are computed, together."""
+    computed: int = 1
+    returned: int = 1
+    """Whose tokens an answer's usage counts."""
+
+    def tokens(self, returned_tokens: int) -> int:
+        """Return how many tokens were computed for so many that are returned."""
+        return returned_tokens * self.computed // self.returned
+
+
+def read_answers(route: ApiRoute, fields: Mapping[str, msgspec.Raw], prompts: int) -> Answers:
+    """Return the answers that the fields of a body ask for, to so many prompts; an engine refuses what is no number."""
+    each = max(_count(fields, "max_completion_tokens"), _count(fields, route.answer_limit)) or USUAL_ANSWER_TOKENS
+    each = min(each, MAX_ANSWER_TOKENS)
+    returned = prompts * (_count(fields, "n") or 1)
+    computed = max(returned, prompts * (_count(fields, "best_of") or 1))
+    return Answers(each * computed, computed, returned)
+
+
+def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int:
+    """Return a number of one or more, in each form that engines read; 0 if there is none."""
+    try:
+        return max(0, msgspec.json.decode(fields.get(name, b"0"), type=int, strict=False))
+    except (*UNREADABLE, ValueError):
+        return 0
 
 
 def not_served_by(route: ApiRoute, table: RoutingTable) -> Set[str]:

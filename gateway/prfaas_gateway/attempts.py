@@ -34,7 +34,7 @@ from prfaas_gateway.openai import (
     SaturatedError,
     model_not_found,
     read_error,
-    read_prompt_tokens,
+    read_usage,
     relayed_headers,
 )
 from prfaas_gateway.request import GatewayRequest, Progress
@@ -326,14 +326,23 @@ class Attempts:
 
 
 def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None:
-    """Charge the exact length of the prompt if an answer names it at its end only."""
+    """Charge what an answer says at its end: the exact length of the prompt, if it was not known, and its own."""
     charge = progress.charge
-    if charge is None or charge.exact_tokens or answer.status >= 400:
+    if charge is None or (charge.exact_tokens and not charge.is_limited):
         return
-    if answer.body is not None:
-        charge.settle(read_prompt_tokens(request.path, answer.body))
-    elif progress.stream is not None:
-        charge.settle(progress.stream.prompt_tokens)
+    stream = progress.stream
+    if (answer.status if stream is None else stream.response.status) >= 400:
+        charge.settle_answers(0)
+        return
+    if stream is not None:
+        usage = stream.usage
+    elif answer.body is not None:
+        usage = read_usage(request.path, answer.body)
+    else:
+        return
+    charge.settle(usage.prompt_tokens)
+    if usage.answer_tokens:
+        charge.settle_answers(usage.answer_tokens)
 
 
 def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:

@@ -34,6 +34,7 @@ from prfaas.errors import UNREADABLE, ConfigError, RequestError
 from prfaas.routing.estimate import TokenEstimator
 from prfaas.routing.prompt_size import PromptSize
 from prfaas.util import LogOnce, RateBucket, Stamp, file_stamp
+from prfaas_gateway.api import Answers
 from prfaas_gateway.openai import LimitError
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class ApiClient(msgspec.Struct, frozen=True):
 
 ANYBODY: Final = ApiClient("")
 """The one client if no keys are required."""
+NO_ANSWERS: Final = Answers()
 
 
 class Auth:
@@ -83,7 +85,9 @@ class Auth:
     def __init__(
         self, keys: "KeyRing | None" = None, clock: Callable[[], float] = time.monotonic, *, shared_cache: bool = False
     ):
-        self.isolates = keys is not None and not shared_cache
+        self.asks = keys is not None
+        """Whether it asks for keys."""
+        self.isolates = self.asks and not shared_cache
         """Whether each client has a cache of its own."""
         self._keys = keys
         self._meters = Meters(clock)
@@ -118,7 +122,7 @@ class Auth:
 
 
 class Meter:
-    """One client's use: requests in flight, requests and prompt tokens a minute, and the lengths of its prompts.
+    """One client's use: requests in flight, requests and tokens a minute, and the lengths of its prompts.
 
     Both rates are buckets of one minute. A request may overdraw the bucket of tokens, so that a prompt of more than a
     minute's tokens is possible. The bucket then admits no request until it is full again above zero.
@@ -146,7 +150,7 @@ class Meter:
         if self._requests and (wait_seconds := self._requests.delay_seconds(1.0, now)):
             raise _limit_reached("requests", f"{client.requests_per_minute} requests a minute", wait_seconds)
         if self._tokens and (wait_seconds := self._tokens.delay_seconds(1.0, now)):
-            raise _limit_reached("tokens", f"{client.tokens_per_minute} prompt tokens a minute", wait_seconds)
+            raise _limit_reached("tokens", f"{client.tokens_per_minute} tokens a minute", wait_seconds)
         if self._requests:
             self._requests.take(1, now)
         self.in_flight += 1
@@ -155,10 +159,14 @@ class Meter:
         finally:
             self.in_flight -= 1
 
-    def charge(self, prompt_tokens: int) -> None:
-        """Take a prompt's tokens; a negative number gives them back."""
+    @property
+    def limits_tokens(self) -> bool:
+        return self._tokens is not None
+
+    def charge(self, tokens: int) -> None:
+        """Take tokens of prompts or answers; a negative number gives them back."""
         if self._tokens:
-            self._tokens.take(prompt_tokens, self._clock())
+            self._tokens.take(tokens, self._clock())
 
     def _bucket(self, per_minute: int | None, before: RateBucket | None) -> RateBucket | None:
         now = self._clock()
@@ -171,15 +179,21 @@ class Meter:
 
 
 class Charge:
-    """What a client is charged for one prompt: the estimate, until the exact length is known."""
+    """What a client is charged for one request: the estimate of its prompt and the most of its answers, until the exact
+    lengths are known.
+    """
 
-    def __init__(self, meter: Meter, size: PromptSize, estimated_tokens: int):
+    def __init__(self, meter: Meter, size: PromptSize, estimated_tokens: int, answers: Answers = NO_ANSWERS):
         self._meter = meter
         self._size = size
         self._estimated_tokens = estimated_tokens
+        self._answers = answers
+        self._answer_tokens = answers.most_tokens
+        self.is_limited = meter.limits_tokens
+        """Whether it matters what the answers have."""
         self.exact_tokens = 0
-        """0: unknown."""
-        meter.charge(estimated_tokens)
+        """Of the prompt; 0: unknown."""
+        meter.charge(estimated_tokens + answers.most_tokens)
 
     def settle(self, exact_tokens: int) -> None:
         """Charge the exact length instead, and learn from it; later calls, and one with 0, change nothing."""
@@ -189,9 +203,15 @@ class Charge:
         self._meter.charge(exact_tokens - self._estimated_tokens)
         self._meter.estimator.observe(self._size, exact_tokens)
 
+    def settle_answers(self, returned_tokens: int) -> None:
+        """Charge what the returned answers have instead; those that are computed for them were as long."""
+        tokens = self._answers.tokens(returned_tokens)
+        self._meter.charge(tokens - self._answer_tokens)
+        self._answer_tokens = tokens
+
     def give_back(self) -> None:
         """Charge nothing after all. Nothing may follow."""
-        self._meter.charge(-(self.exact_tokens or self._estimated_tokens))
+        self._meter.charge(-(self.exact_tokens or self._estimated_tokens) - self._answer_tokens)
 
 
 class Meters:

@@ -14,9 +14,10 @@ from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire import headers
 from prfaas.wire.trace import read_trace
+from prfaas_gateway.api import read_answers
 from prfaas_gateway.attempts import Attempts, GatewayParts
-from prfaas_gateway.auth import Charge, Meter
-from prfaas_gateway.engines.shared import without_hand_off
+from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter
+from prfaas_gateway.engines.shared import prompts, without_hand_off
 from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
@@ -67,18 +68,23 @@ class Dispatcher:
         with self._parts.auth.admitted(http) as meter, self._held.place(meter.client.name or progress.address) as place:
             progress.client = meter.client.name
             request = await self._receive(http, progress, meter, place)
+            charge = progress.charge
             try:
                 return await self._serve_in_time(http, request, progress)
+            except PrfaasError:
+                if charge is not None:
+                    charge.settle_answers(0)  # no instance has answered
+                raise
             finally:
-                if progress.charge is not None and progress.first_route is None:
-                    progress.charge.give_back()  # no instance got the prompt
+                if charge is not None and progress.first_route is None:
+                    charge.give_back()  # no instance got the prompt
 
     async def _receive(self, http: web.Request, progress: Progress, meter: Meter, place: BodyPlace) -> GatewayRequest:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
-        isolates = parts.auth.isolates
+        auth = parts.auth
         request, fields = await receive(
-            http, progress, parts.limits, place, lambda: isolates or parts.state.reads_whole_bodies
+            http, progress, parts.limits, place, lambda: auth.asks or parts.state.reads_whole_bodies
         )
         if parts.state.table is not None:
             check_places(request.preferences, parts.state.table)
@@ -88,14 +94,15 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
-        if isolates:
+        if auth.isolates:
             request = with_cache_salt(request, meter.client.cache_salt)
             fields = request.fields  # the index looks under the same salt
         values = prompt_values(fields, request.api.fields)
         size = prompt_size(values, random.random())  # noqa: S311  # no secret
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
         prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)
-        progress.charge = Charge(meter, size, prompt.total_tokens)
+        answers = read_answers(request.api, request.fields, prompts(request.fields) or 1) if auth.asks else NO_ANSWERS
+        progress.charge = Charge(meter, size, prompt.total_tokens, answers)
         if prompt.is_exact:
             progress.charge.settle(prompt.total_tokens)
         return request

@@ -5,7 +5,7 @@ Errors of the Messages API have Anthropic's form, with OpenAI's fields besides.
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -48,8 +48,11 @@ _ANTHROPIC_TYPES = {
 
 class _Usage(msgspec.Struct):
     prompt_tokens: _Count = 0
+    completion_tokens: _Count = 0
     input_tokens: _Count = 0
     """Its name in the Messages and Responses APIs."""
+    output_tokens: _Count = 0
+    """Likewise."""
 
 
 class _Counted(msgspec.Struct):
@@ -150,25 +153,39 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-def read_prompt_tokens(path: str, answer: bytes) -> int:
-    """Return the prompt's length by the usage of a whole answer, or of an event; 0 if it names none.
+class Usage(NamedTuple):
+    """What a request has used; 0: unknown."""
+
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    """Of all its answers together."""
+
+
+def read_usage(path: str, answer: bytes) -> Usage:
+    """Return the usage that a whole answer, or an event, names.
 
     Only the usage counts. An answer may repeat objects of its client, such as a tool's parameters, with any key.
     """
     try:
         counted = _counted.decode(answer)
     except UNREADABLE:
-        return 0
+        return Usage()
     usage = counted.usage or (counted.response and counted.response.usage) or _Usage()
-    return usage.input_tokens if path in (MESSAGES_PATH, RESPONSES_PATH) else usage.prompt_tokens
+    if path in (MESSAGES_PATH, RESPONSES_PATH):
+        return Usage(usage.input_tokens, usage.output_tokens)
+    return Usage(usage.prompt_tokens, usage.completion_tokens)
 
 
-def find_prompt_tokens(path: str, events: bytes) -> int:
-    """Return the prompt's length by the last usage in the end of a stream, which begins with a whole line; or 0."""
+def find_usage(path: str, events: bytes) -> Usage:
+    """Return the last counts that the end of a stream names, which begins with a whole line."""
+    found = Usage()
     for line in reversed(events.splitlines()):
-        if line.startswith(b"data:") and (prompt_tokens := read_prompt_tokens(path, line[5:])):
-            return prompt_tokens
-    return 0
+        if line.startswith(b"data:"):
+            one = read_usage(path, line[5:])
+            found = Usage(found.prompt_tokens or one.prompt_tokens, found.answer_tokens or one.answer_tokens)
+        if all(found):
+            break
+    return found
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

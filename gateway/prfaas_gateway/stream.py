@@ -16,10 +16,11 @@ from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
 from prfaas.http_server import STREAM_HEADERS
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import DONE, error_event, find_prompt_tokens, read_prompt_tokens, relayed_headers
+from prfaas_gateway.openai import DONE, Usage, error_event, find_usage, read_usage, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
+EVENT_END: Final = b"\n\n"
 CODE_BROKEN: Final = "stream_broken"
 MAX_LINE_BYTES: Final = 4 << 20
 """The longest line that is kept for what it may say of the usage."""
@@ -89,6 +90,11 @@ class ResumeLog(Protocol):
         """Tokens of the prompt; 0: unknown."""
         ...
 
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of all answers that the client has; 0: unknown."""
+        ...
+
 
 class AnswerStream:
     """The answer to one client while it is streamed.
@@ -101,13 +107,18 @@ class AnswerStream:
         self.response = response
         self.log = log
         self._tail = AnswerTail()
+        self._events = 0
 
     @property
-    def prompt_tokens(self) -> int:
-        """The prompt's exact length, by its ids or by the usage at the end; 0: unknown."""
-        counted = self.log.prompt_tokens if self.log is not None else 0
-        find = find_prompt_tokens if self.response.content_type == EVENT_STREAM else read_prompt_tokens
-        return counted or find(self.http.path, self._tail.read())
+    def usage(self) -> Usage:
+        """What the request has used: by the ids of its tokens, else by the usage at the end of its answer. Of a stream
+        without either each event counts as one token of the answer: engines put one or more into it.
+        """
+        is_stream = self.response.content_type == EVENT_STREAM
+        named = (find_usage if is_stream else read_usage)(self.http.path, self._tail.read())
+        prompt_tokens, answer_tokens = (self.log.prompt_tokens, self.log.answer_tokens) if self.log else (0, 0)
+        events = self._events if is_stream else 0
+        return Usage(prompt_tokens or named.prompt_tokens, answer_tokens or named.answer_tokens or events)
 
     @property
     def has_ended(self) -> bool:
@@ -174,6 +185,7 @@ class AnswerStream:
                     timer.moved(limits.idle_seconds)
                     # Before the write: a deadline may end it when the bytes are under way already.
                     self._tail.add(piece)
+                    self._events += piece.count(EVENT_END)
                     await write(piece)
                     awaiting_worker = True
                     timer.limit_seconds = stall_seconds

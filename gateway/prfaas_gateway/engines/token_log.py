@@ -240,6 +240,12 @@ class TokenLog:
         return self._prompt.count(b",") + 1 if self._prompt else 0
 
     @property
+    def answer_tokens(self) -> int:
+        """Tokens of all answers that the client has; 0: unknown."""
+        sent = (*self._sent.values(), self._writer.new_ids if self._writer is not None else b"")
+        return sum(ids.count(b",") + 1 for ids in sent if ids)
+
+    @property
     def answered(self) -> SentAnswer | None:
         """What the client has; None if it has nothing, so that another instance begins anew."""
         if not self._first:
