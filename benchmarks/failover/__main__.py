@@ -207,7 +207,7 @@ async def metrics_of(url: str) -> dict[str, float]:
 
 async def read_metrics(stage: Stage, number: int, counts: Counts) -> None:
     """Add what a gateway has counted, before it is killed or in the end."""
-    found = await metrics_of(f"http://127.0.0.1:{stage.ports[number]}")
+    found = await metrics_of(f"http://127.0.0.1:{stage.admin_ports[number]}")
     for name in (*COUNTED, REFUSED):
         counts.metrics[name] += int(found.get(name, 0))
 

@@ -237,8 +237,8 @@ class Stage:
         ]
         routes = folder / "routes.json.gz"
         routes.write_bytes(encode(self._table()))
-        self.ports = free_ports(2)
-        self.gateways: list[Victim] = [self._gateway(number, port, routes) for number, port in enumerate(self.ports)]
+        self.ports, self.admin_ports = free_ports(2), free_ports(2)
+        self.gateways: list[Victim] = [self._gateway(number, routes) for number in range(len(self.ports))]
 
     @property
     def parts(self) -> list[Victim]:
@@ -276,8 +276,10 @@ class Stage:
         command += ["--model-name", "m", "--host", host, "--instance", name, "--role", role, "--threads", "1"]
         return Part(name, command, f"http://{host}:{API_PORT}/readyz", self.folder / f"{name}.log")
 
-    def _gateway(self, number: int, port: int, routes: Path) -> Part:
-        command = [sys.executable, "-m", "prfaas_gateway", "--port", str(port), "--routes-file", str(routes)]
+    def _gateway(self, number: int, routes: Path) -> Part:
+        port, admin_port = self.ports[number], self.admin_ports[number]
+        command = [sys.executable, "-m", "prfaas_gateway", "--port", str(port), "--admin-port", str(admin_port)]
+        command += ["--routes-file", str(routes)]
         log = self.folder / f"gateway{number}.log"
         return Part(f"gateway{number}", command, f"http://127.0.0.1:{port}/readyz", log)
 

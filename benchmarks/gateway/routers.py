@@ -52,7 +52,7 @@ def gateway(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router]
     engine, name = ("vllm-nixl", "two") if two_legs else ("prfaas", "one")
     routes, log = folder / f"{name}.json.gz", folder / f"{name}.log"
     routes.write_bytes(encode(routing_table(worker.port, engine, two_legs=two_legs)))
-    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
+    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--admin-port", "0", "--routes-file", str(routes)]
     # To a file: it logs a line a request, and nobody would empty a pipe.
     with log.open("w") as output, started([*command, "--drain-seconds", "0"], stderr=output) as process:
         while (found := re.search(r"listening on \S+:(\d+)", log.read_text())) is None:

@@ -44,6 +44,8 @@ KV_EVENTS_PORT: Final = 5557
 CONNECTOR_IMAGE: Final = "prfaas/vllm-connector:0.1.0"
 """Holds our connector for a stock image of vLLM."""
 GATEWAY_PORT: Final = 8080
+GATEWAY_ADMIN_PORT: Final = 8082
+"""Probes, metrics and the live page: no Service has it."""
 SCHEDULER_METRICS_PORT: Final = 9091
 OPERATOR_METRICS_PORT: Final = 9090
 OPERATOR_HEALTH_PORT: Final = 8081

@@ -1,7 +1,7 @@
 """The live page at /ui: three static files, and a document of the gateway's state that the page polls every second.
 
-The page holds no secret, so its files need no key. With API keys on, its document needs one. The page asks its reader
-for the key and keeps it for the tab. Two bounded rings keep the history. The document holds no prompt, key or answer.
+The document holds what all clients ask for, though no prompt, key or answer: so the page is at a port of its own, which
+no client reaches. Two bounded rings keep the history.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
@@ -50,10 +49,9 @@ class Dashboard:
         self._history = history
         self._static = {path: (_read(name), kind) for path, (name, kind) in FILES.items()}
 
-    def add_to(self, app: web.Application, for_clients: Callable[[Handler], Handler]) -> None:
-        """Add the page's routes; `for_clients` guards the document."""
+    def add_to(self, app: web.Application) -> None:
         app.router.add_get("/ui", self._redirect)
-        app.router.add_get("/ui/state", for_clients(self._show_state))
+        app.router.add_get("/ui/state", self._show_state)
         for path in self._static:
             app.router.add_get(f"/ui/{path}", self._file)
 

@@ -20,6 +20,8 @@ class Limits(NamedTuple):
     all_requests_bytes: int = 256 * 1024 * 1024
     """All bodies of requests under way together, as they are unpacked. What exceeds it is refused with 429."""
     connections: ConnectionBounds = DEFAULT_BOUNDS
+    admin_connections: ConnectionBounds = DEFAULT_BOUNDS._replace(most=100)
+    """Of the other port: so clients that take all of theirs keep no probe out."""
     buffered_answer_bytes: int = 4 * 1024 * 1024
     """An answer of known length up to this is read whole before relaying, so that a worker's death costs nothing."""
     connect_seconds: float = 1.0

@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from prfaas.console import LogFormatOption, port_option, read_options, refuse, seconds_up_to
-from prfaas.names import GATEWAY_PORT, ORIGIN
+from prfaas.names import GATEWAY_ADMIN_PORT, GATEWAY_PORT, ORIGIN
 from prfaas_gateway.limits import Limits
 
 HELP = """Serve the OpenAI API of one policy; long prompts are prefilled in another cluster.
@@ -25,6 +25,9 @@ class GatewayOptions(NamedTuple):
 
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, port_option("Port to listen on; 0: any free one.", low=0)] = GATEWAY_PORT
+    admin_port: Annotated[
+        int, port_option("Port of probes, /metrics and the live page /ui; 0: any free one.", low=0)
+    ] = GATEWAY_ADMIN_PORT
     policy: Annotated[str, typer.Option(help="PrfaaSPolicy with the routing table to watch.")] = ""
     namespace: Annotated[str, typer.Option(help="Namespace of the policy.")] = ""
     routes_file: Annotated[

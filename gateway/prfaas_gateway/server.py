@@ -1,6 +1,7 @@
 """The gateway process: its HTTP applications, and its life from the first socket to the drain after SIGTERM.
 
-The public application serves the OpenAI endpoints. The control socket serves the scheduler sidecar.
+The public application serves the OpenAI endpoints. Another port is for those who operate the gateway, and asks for no
+key: no Service has it. The control socket serves the scheduler sidecar.
 """
 
 import asyncio
@@ -47,10 +48,11 @@ SHOWN_HEADERS: Final = ("x-", "retry-after")
 
 
 class RunningGateway(NamedTuple):
-    """A gateway that serves. `port` is the bound port, if any port was allowed."""
+    """A gateway that serves. The ports are the bound ones, if any port was allowed."""
 
     parts: GatewayParts
     port: int
+    admin_port: int
     runner: web.AppRunner
     dispatcher: Dispatcher
 
@@ -134,27 +136,31 @@ async def _listening(
     public = PublicRunner(
         app, shutdown_timeout=config.drain_seconds, unserved=_answer_unserved, bounds=config.limits.connections
     )
+    admin = PublicRunner(AdminApp(parts).build(), shutdown_timeout=1.0, bounds=config.limits.admin_connections)
     control = web.AppRunner(ControlApp(parts.state).build(), access_log=None, shutdown_timeout=1.0)
     try:
-        await _listen(public, control, config)
-        port = public.addresses[0][1]
+        await _listen(public, admin, control, config)
+        port, admin_port = public.addresses[0][1], admin.addresses[0][1]
+        log.info("probes, metrics and the live page: %s:%d", config.host, admin_port)
         log.info("listening on %s:%d", config.host, port)
-        yield RunningGateway(parts, port, public, dispatcher)
+        yield RunningGateway(parts, port, admin_port, public, dispatcher)
     finally:
         await public.cleanup()
+        await admin.cleanup()
         await control.cleanup()
 
 
-async def _listen(public: web.AppRunner, control: web.AppRunner, config: GatewayOptions) -> None:
+async def _listen(public: web.AppRunner, admin: web.AppRunner, control: web.AppRunner, config: GatewayOptions) -> None:
     try:
-        await public.setup()
-        await web.TCPSite(public, config.host, config.port, backlog=1024).start()
+        for runner, port in ((public, config.port), (admin, config.admin_port)):
+            await runner.setup()
+            await web.TCPSite(runner, config.host, port, backlog=1024).start()
         if config.control_socket is not None:
             await control.setup()
             await web.UnixSite(control, str(config.control_socket)).start()
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {config.host}:{config.port} or {config.control_socket}: {error}"
+            f"cannot listen on {config.host}:{config.port}, :{config.admin_port} or {config.control_socket}: {error}"
         ) from error
 
 
@@ -187,8 +193,6 @@ class PublicApp:
         self._state = parts.state
         self._context = context
         self._dispatcher = dispatcher
-        parts.metrics.threshold_tokens.set_function(self._threshold_tokens)
-        parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
 
     def build(self) -> web.Application:
         app = web.Application(client_max_size=self._parts.limits.request_bytes)
@@ -198,11 +202,7 @@ class PublicApp:
         # Names of models have slashes; and without `s` an encoded line feed would be no part of a path.
         app.router.add_get("/v1/models/{model:(?s:.+)}", self._for_clients(self._model))
         app.router.add_get("/openapi.json", self._openapi)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/health", self._readyz)  # vLLM's name, which clients and routers ask for
-        app.router.add_get("/metrics", self._show_metrics)
-        Dashboard(self._state, self._parts.history).add_to(app, self._for_clients)
+        _Probes(self._state).add_to(app)
         app.on_response_prepare.append(self._close_while_draining)
         return app
 
@@ -210,10 +210,6 @@ class PublicApp:
         """Close connections while draining, so that clients reconnect to another gateway."""
         if self._state.draining:
             close_after(response)
-
-    def _threshold_tokens(self) -> float:
-        rule = self._state.rule()
-        return rule.threshold_tokens if rule else float("nan")
 
     def _for_clients(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:
@@ -241,6 +237,44 @@ class PublicApp:
     async def _openapi(self, _request: web.Request) -> web.Response:
         return _json(openapi.gateway())
 
+
+class AdminApp:
+    """What those who operate the gateway read, without a key: probes, metrics and the live page."""
+
+    def __init__(self, parts: GatewayParts):
+        self._parts = parts
+        self._state = parts.state
+        parts.metrics.threshold_tokens.set_function(self._threshold_tokens)
+        parts.metrics.in_flight.set_function(lambda: parts.state.in_flight)
+
+    def build(self) -> web.Application:
+        app = web.Application()
+        _Probes(self._state).add_to(app)
+        app.router.add_get("/metrics", self._show_metrics)
+        Dashboard(self._state, self._parts.history).add_to(app)
+        return app
+
+    def _threshold_tokens(self) -> float:
+        rule = self._state.rule()
+        return rule.threshold_tokens if rule else float("nan")
+
+    async def _show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._parts.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+
+class _Probes:
+    """Whether the gateway lives, and can serve: for the kubelet at one port, for proxies of clients at the other."""
+
+    def __init__(self, state: GatewayState):
+        self._state = state
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/health", self._readyz)  # vLLM's name, which clients and routers ask for
+
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
@@ -250,11 +284,6 @@ class PublicApp:
         if self._state.table is None:
             return web.Response(status=503, text="no routing table yet\n")
         return web.Response(text="ok\n")
-
-    async def _show_metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(self._parts.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
 
 
 def _answer_unserved(request: web.BaseRequest, error: web.HTTPException) -> web.Response:

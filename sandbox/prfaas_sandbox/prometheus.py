@@ -11,7 +11,7 @@ PORT = 9090
 ADDRESS = HUB_NETWORK.address
 SERVICE = "prometheus.monitoring.svc"  # what an installation's own Prometheus is often called, and the example says
 INTERNAL_URL = f"http://{SERVICE}:{PORT}"
-SCRAPED_PORTS = "api|http|metrics|link-metrics"
+SCRAPED_PORTS = "api|admin|metrics|link-metrics"
 RETENTION = "6h"
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from prfaas import names
-from prfaas.api import DecodePool
-from prfaas_operator.render import pool_deployment
+from prfaas.api import DecodePool, PrfaaSPolicy
+from prfaas_operator.render import pool_deployment, protection
 from prfaas_operator.render.common import PART_OF
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +19,10 @@ VARIANTS = sorted((ROOT / "charts").glob("*/ci/*-values.yaml"))
 WORKER = {**PART_OF, names.LABEL_COMPONENT: "worker", names.LABEL_ENGINE: "prfaas"}
 OF_ENGINES = [f"prfaas-workers-{engine}" for engine in ("sglang", "vllm-mooncake", "vllm-nixl", "vllm-prfaas")]
 MODEL = {"name": "m", "source": "/models/m"}
+POLICY = {
+    "metadata": {"name": "p", "namespace": "n", "uid": "1"},
+    "spec": {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled"}},
+}
 LARGEST = {
     "vllm-prfaas": {"engine": {"type": "vllm", "image": "v:1"}, "parallelism": {"tensor": 2, "data": 16}},
     "vllm-nixl": {
@@ -155,13 +159,24 @@ def test_admits_no_scraper_where_none_is_named(render):
     found = policies(render("prfaas", "--set-json", "networkPolicy.metricsFrom=[]"))
     assert ports_open_to_namespace(found["prfaas-operator"], "monitoring") == set()
     assert ports_open_to(found["prfaas-workers"], {"app": "neighbour"}) == set()
+    assert "prfaas-gateways" not in found
+
+
+def test_only_prometheus_reads_what_a_gateway_shows_to_those_who_operate_it(hub):
+    """The operator's own policy of a gateway opens the clients' port to everybody, and no other."""
+    shown = {names.GATEWAY_ADMIN_PORT, names.SCHEDULER_METRICS_PORT}
+    policy = about(policies(hub), GATEWAY)
+    assert ports_open_to_namespace(policy, "monitoring") == shown
+    assert ports_open_to(policy, WORKER) == ports_open_to(policy, {"app": "neighbour"}) == set()
+    rendered = protection.network_policy(PrfaaSPolicy.model_validate(POLICY))["spec"]
+    assert ports_open_to(rendered, {"app": "neighbour"}) == {names.GATEWAY_PORT}
 
 
 @pytest.mark.parametrize(
     ("chart", "off", "left"),
     [
-        ("prfaas", "networkPolicy.enabled=false", ["prfaas-workers", *OF_ENGINES]),
-        ("prfaas", "workers.networkPolicy.enabled=false", ["prfaas-operator"]),
+        ("prfaas", "networkPolicy.enabled=false", ["prfaas-gateways", "prfaas-workers", *OF_ENGINES]),
+        ("prfaas", "workers.networkPolicy.enabled=false", ["prfaas-gateways", "prfaas-operator"]),
         ("prfaas-member", "networkPolicy.enabled=false", []),
     ],
 )

@@ -47,7 +47,7 @@ async def test_every_client_sees_what_a_plain_request_gets(world: World, clients
     wanted = asked if case.name.startswith(OFFLOADED) else 0
 
     async def are_counted() -> bool:
-        lines = (await world.get("/metrics")).body.decode().splitlines()
+        lines = (await world.get_admin("/metrics")).body.decode().splitlines()
         return sum(float(one.rsplit(" ", 1)[1]) for one in lines if one.startswith(REQUESTS + "{")) == asked
 
     await eventually_async(are_counted, f"{asked} requests are counted")

@@ -121,7 +121,7 @@ async def test_requests_are_served_while_the_operator_is_away(installation: Exam
 
 
 async def test_operator_gateway_and_scheduler_stay_small(installation: ExampleInstallation):
-    limits = {"prfaas-operator:9090": 150e6, f"{POLICY}-gateway:8080": 100e6, f"{POLICY}-gateway:9091": 100e6}
+    limits = {"prfaas-operator:9090": 150e6, f"{POLICY}-gateway:8082": 100e6, f"{POLICY}-gateway:9091": 100e6}
     resident: dict[str, float] = {}
 
     async def all_are_scraped() -> bool:

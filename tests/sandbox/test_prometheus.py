@@ -34,7 +34,7 @@ async def run(pods, name: str, labels: dict[str, str], port: str) -> None:
 async def test_pods_of_both_clusters_are_scraped_with_their_labels(sandbox, hub, member):
     ours = {"app.kubernetes.io/part-of": "prfaas"}
     worker = {"prfaas.io/pool": "offload", "prfaas.io/role": "prefill", "prfaas.io/cluster": "prefill-eu"}
-    await run(hub, "gateway", {**ours, "prfaas.io/policy": "kimi"}, "http")
+    await run(hub, "gateway", {**ours, "prfaas.io/policy": "kimi"}, "admin")
     await run(member, "worker", {**ours, **worker}, "api")
     await run(member, "stranger", {}, "api")
     await run(member, "silent", ours, "data")

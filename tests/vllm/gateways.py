@@ -49,11 +49,12 @@ def table_of(engine: EngineName, prefill_url: str, decode_url: str, data_port: i
 
 
 @contextmanager
-def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
-    """Run a gateway with this table; give its URL."""
-    routes, port = folder / "routes.json.gz", free_ports(1)[0]
+def gateway(folder: Path, table: RoutingTable) -> Iterator[tuple[str, str]]:
+    """Run a gateway with this table; give its URL, and that of its metrics."""
+    routes, (port, admin_port) = folder / "routes.json.gz", free_ports(2)
     routes.write_bytes(encode(table))
-    command = [sys.executable, "-m", "prfaas_gateway", "--routes-file", routes, "--port", str(port)]
+    command = [sys.executable, "-m", "prfaas_gateway", "--routes-file", routes]
+    command += ["--port", str(port), "--admin-port", str(admin_port)]
     child = ChildProcess("the gateway", command, folder / "gateway.log")
     try:
         url = f"http://127.0.0.1:{port}"
@@ -63,7 +64,7 @@ def gateway(folder: Path, table: RoutingTable) -> Iterator[str]:
             return answers(f"{url}/readyz")
 
         eventually(is_ready, lambda: f"the gateway is ready; its log: {tail(child.log)}", poll=0.1)
-        yield url
+        yield url, f"http://127.0.0.1:{admin_port}"
     finally:
         child.stop(grace_seconds=2)
 
@@ -94,5 +95,5 @@ def connected_servers(start_server: StartServer, folder: Path, *flags: str) -> I
         start_server("--kv-transfer-config", json.dumps(CONNECTOR | {"kv_port": port}), *flags) for port in ports
     ]
     source, destination = (server.wait_ready() for server in servers)
-    with gateway(folder, table_of("vllm-prfaas", source.url, destination.url, ports[0])) as url:
+    with gateway(folder, table_of("vllm-prfaas", source.url, destination.url, ports[0])) as (url, _):
         yield ServerPair(source, destination, url)

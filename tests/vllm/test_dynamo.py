@@ -30,6 +30,7 @@ class Dynamo(NamedTuple):
     frontends: list[Frontend]
     model: str
     url: str
+    admin_url: str
 
     def post(self, path: str, **body: Any) -> Any:
         data = json.dumps({"model": self.model} | body).encode()
@@ -49,8 +50,8 @@ def dynamo(tmp_path: Path) -> Iterator[Dynamo]:
         )
         table = table_of("dynamo", started[0].url, started[1].url)
         table = msgspec.structs.replace(table, model=str(model), instances=instances)
-        with gateway(tmp_path, table) as url:
-            yield Dynamo(started, str(model), url)
+        with gateway(tmp_path, table) as (url, admin_url):
+            yield Dynamo(started, str(model), url, admin_url)
 
 
 def test_requests_pass_through_and_a_dead_frontend_costs_none(dynamo: Dynamo):
@@ -79,5 +80,5 @@ def test_requests_pass_through_and_a_dead_frontend_costs_none(dynamo: Dynamo):
             begun.acquire()
         dynamo.frontends[0].kill()
         assert [one.result() for one in asking] == [40] * 32
-    with urllib.request.urlopen(f"{dynamo.url}/metrics", timeout=10) as metrics:
+    with urllib.request.urlopen(f"{dynamo.admin_url}/metrics", timeout=10) as metrics:
         assert b'outcome="failed"' not in metrics.read()

@@ -40,7 +40,7 @@ def pair(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) ->
     ]
     source, destination = (server.wait_ready() for server in servers)
     folder: Path = tmp_path_factory.mktemp("gateway")
-    with gateway(folder, table_of("vllm-nixl", source.url, destination.url)) as url:
+    with gateway(folder, table_of("vllm-nixl", source.url, destination.url)) as (url, _):
         yield Pair(source, destination, url)
 
 

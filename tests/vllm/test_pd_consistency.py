@@ -21,7 +21,7 @@ def test_the_checks_of_vllms_own_project_pass_with_our_connector(start_server: S
 
 def test_the_checks_of_vllms_own_project_pass_with_our_workers(start_worker: StartWorker, tmp_path: Path):
     source, destination = (worker.wait_ready() for worker in [start_worker(), start_worker()])
-    with gateway(tmp_path, table_of("prfaas", source.url, destination.url, source.data_port)) as url:
+    with gateway(tmp_path, table_of("prfaas", source.url, destination.url, source.data_port)) as (url, _):
         check_consistency(source.url, destination.url, url)
         offloaded(url, {"prompt": "another prompt", "max_tokens": 1})
 

@@ -52,6 +52,7 @@ class Served(NamedTuple):
 
     server: VllmServer
     url: str
+    admin_url: str
     engine: EngineName
 
     def ask(self, path: str, **body: Any) -> Answered:
@@ -62,10 +63,10 @@ class Served(NamedTuple):
             return Answered(head["content-type"], head[headers.DECODE_INSTANCE], answer.read().decode())
 
     def matched(self) -> float:
-        return total(self.url, "prfaas_gateway_kv_matched_tokens_total")
+        return total(self.admin_url, "prfaas_gateway_kv_matched_tokens_total")
 
     def batches(self) -> float:
-        return total(self.url, "prfaas_gateway_kv_batches_total")
+        return total(self.admin_url, "prfaas_gateway_kv_batches_total")
 
     def hits(self) -> float:
         return total(self.server.url, "vllm:prefix_cache_hits_total")
@@ -107,8 +108,8 @@ def served(
     never = Threshold(mode="Disabled", tokens=1, min_tokens=1, max_tokens=1)
     destination = msgspec.structs.replace(destination, data_port=data_port)
     table = msgspec.structs.replace(table, instances=(destination, absent), threshold=never)
-    with gateway(tmp_path_factory.mktemp("gateway"), table) as url:
-        yield Served(server, url, engine)
+    with gateway(tmp_path_factory.mktemp("gateway"), table) as (url, admin_url):
+        yield Served(server, url, admin_url, engine)
 
 
 def test_with_our_connector_nobody_hears_vllms_events_in_clear(served: Served):

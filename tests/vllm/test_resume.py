@@ -44,6 +44,7 @@ class Servers(NamedTuple):
     one: VllmServer
     other: VllmServer
     url: str
+    admin_url: str
     dead: Path
 
 
@@ -61,8 +62,8 @@ def servers(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory)
             for name, server in (("one", one), ("other", other))
         ),
     )
-    with gateway(folder, table) as url:
-        yield Servers(one, other, url, dead)
+    with gateway(folder, table) as (url, admin_url):
+        yield Servers(one, other, url, admin_url, dead)
 
 
 class Streamed(NamedTuple):
@@ -141,7 +142,7 @@ def test_streams_of_a_killed_server_continue_at_the_other(clients: Clients, serv
     }
     assert ends == dict.fromkeys(ends, (TOKENS, ["length"])), seen
     broken = [one for one in got if one.instance == "one"]
-    of_clients = resumed(servers.url) - len(broken)
+    of_clients = resumed(servers.admin_url) - len(broken)
     assert len(broken) >= 2, "both servers had streams"
     assert 0 <= of_clients <= len(clients)
     if not of_clients:

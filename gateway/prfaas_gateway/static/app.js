@@ -16,24 +16,12 @@ function make(tag, attributes = {}, ...children) {
 
 async function ask() {
   const number = kept.placed.at(-1)?.number ?? 0, moment = kept.moments.at(-1)?.at ?? 0;
-  const key = sessionStorage.getItem("key");
-  return fetch(`/ui/state?number=${number}&moment=${moment}`, {
-    headers: key ? { authorization: `Bearer ${key}` } : {},
-    signal: AbortSignal.timeout(PATIENCE_MS),
-  });
+  return fetch(`/ui/state?number=${number}&moment=${moment}`, { signal: AbortSignal.timeout(PATIENCE_MS) });
 }
 
 async function step() {
   try {
     const answer = await ask();
-    const locked = answer.status === 401;
-    $("key").hidden = !locked;
-    $("main").hidden = locked;
-    if (locked) {
-      if (sessionStorage.getItem("key")) $("refused").textContent = "The key is unknown.";
-      sessionStorage.removeItem("key");
-      return say("Waiting for an API key", "");
-    }
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     take(await answer.json());
   } catch (error) {
@@ -186,13 +174,6 @@ $("pause").addEventListener("click", () => {
   kept.paused = !kept.paused;
   $("pause").setAttribute("aria-pressed", kept.paused);
   say(kept.paused ? "Paused" : "Live", "");
-});
-$("key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  $("refused").textContent = "";
-  sessionStorage.setItem("key", $("secret").value);
-  $("secret").value = "";
-  step();
 });
 for (const button of document.querySelectorAll("[data-filter]")) {
   button.addEventListener("click", () => {

@@ -63,6 +63,7 @@ def _gateway(policy: PrfaaSPolicy) -> Object:
     arguments = {
         "--host": "$(POD_IP)",
         "--port": str(names.GATEWAY_PORT),
+        "--admin-port": str(names.GATEWAY_ADMIN_PORT),
         "--policy": policy.metadata.name,
         "--namespace": "$(POD_NAMESPACE)",
         "--control-socket": CONTROL_SOCKET,
@@ -79,9 +80,11 @@ def _gateway(policy: PrfaaSPolicy) -> Object:
     if keys is not None:
         # The whole folder: the kubelet never updates a file that is mounted by itself.
         container["volumeMounts"].append({"name": KEYS_VOLUME, "mountPath": KEYS_PATH, "readOnly": True})
-    container["ports"] = [{"name": "http", "containerPort": names.GATEWAY_PORT, "protocol": "TCP"}]
-    container["readinessProbe"] = http_probe("/readyz", "http", period_seconds=1, failures=2)
-    container["livenessProbe"] = http_probe("/healthz", "http", period_seconds=5, failures=6)
+    ports = {"http": names.GATEWAY_PORT, "admin": names.GATEWAY_ADMIN_PORT}
+    container["ports"] = [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+    # Not at the clients' port: those who take all of its connections would have the pod killed, with its streams.
+    container["readinessProbe"] = http_probe("/readyz", "admin", period_seconds=1, failures=2)
+    container["livenessProbe"] = http_probe("/healthz", "admin", period_seconds=5, failures=6)
     spec = policy.spec.gateway
     return container | common.on_leaving(spec.drain_seconds) | common.resources(spec.resources, GATEWAY_DEFAULTS)
 

@@ -39,13 +39,16 @@ def pool_budget(deployment: Object, live: Object) -> Object:
 
 
 def network_policy(policy: PrfaaSPolicy, instances: Iterable[Instance] = ()) -> Object:
-    """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus."""
+    """Return the permitted traffic of gateway pods by port: clients, DNS, API server, workers and Prometheus.
+
+    Who may read its metrics, the chart says in a policy of its own: rules of several policies add up.
+    """
     others = [port for instance in instances for port in _called_ports(instance)]
     egress = [*API_SERVER_PORTS, names.WORKER_API_PORT, *others, *_prometheus_port(policy)]
     spec = {
         "podSelector": {"matchLabels": gateway_selector(policy)},
         "policyTypes": ["Ingress", "Egress"],
-        "ingress": [{"ports": [_tcp(names.GATEWAY_PORT), _tcp(names.SCHEDULER_METRICS_PORT)]}],
+        "ingress": [{"ports": [_tcp(names.GATEWAY_PORT)]}],
         "egress": [
             {"ports": [_tcp(DNS_PORT), {"protocol": "UDP", "port": DNS_PORT}]},
             {"ports": [_tcp(port) for port in sorted(set(egress))]},

@@ -108,7 +108,10 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ["--model-source", "builtin:kimi-linear-tiny", "--model-name", "tiny", "--host", host, "--instance", "d0"]
     processes = [
         _started([sys.executable, "-m", "prfaas_worker", *flags, "--threads", "1"], worker_log),
-        _started([sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)], gateway_log),
+        _started(
+            [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--admin-port", "0", "--routes-file", str(routes)],
+            gateway_log,
+        ),
     ]
     try:
         eventually(lambda: _is_ready(f"{worker}/readyz"), lambda: f"the worker starts: {worker_log.read_text()}")

@@ -122,7 +122,7 @@ async def serve() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             routes = Path(folder) / "routes.json"
             routes.write_bytes(encode(table_of(prefill_url, decode_url)))
-            options = GatewayOptions("127.0.0.1", 0, routes_file=routes, drain_seconds=1)
+            options = GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, drain_seconds=1)
             async with serving(options) as gateway, ClientSession(f"http://127.0.0.1:{gateway.port}") as client:
                 body = {"model": "m", "prompt": "x" * 40_000}
                 async with client.post("/v1/completions", json=body) as response:

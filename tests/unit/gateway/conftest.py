@@ -146,7 +146,8 @@ class World:
         self.write_table(**table)
         config = GatewayOptions(
             "127.0.0.1",
-            0,
+            port=0,
+            admin_port=0,
             routes_file=self.routes_file,
             control_socket=self.control_socket,
             keys_dir=keys_dir,
@@ -184,6 +185,10 @@ class World:
         return f"http://127.0.0.1:{self.running.port}"
 
     @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.running.admin_port}"
+
+    @property
     def state(self):
         return self.running.state
 
@@ -193,7 +198,14 @@ class World:
             return Answered(response.status, lower(response.headers), await response.read())
 
     async def get(self, path: str) -> Answered:
-        async with self.client.get(self.url + path) as response:
+        return await self._get(self.url + path)
+
+    async def get_admin(self, path: str) -> Answered:
+        """Get something from the port of those who operate the gateway."""
+        return await self._get(self.admin_url + path)
+
+    async def _get(self, url: str) -> Answered:
+        async with self.client.get(url) as response:
             return Answered(response.status, lower(response.headers), await response.read())
 
     async def control(self, method: str, path: str, body: bytes = b"") -> Answered:
@@ -206,7 +218,7 @@ class World:
 
     async def metric(self, line: str) -> float:
         """Return the value of one metric line, 0 where it is absent."""
-        text = (await self.get("/metrics")).body.decode()
+        text = (await self.get_admin("/metrics")).body.decode()
         return next((float(one.rsplit(" ", 1)[1]) for one in text.splitlines() if one.startswith(line + " ")), 0.0)
 
 

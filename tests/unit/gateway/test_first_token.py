@@ -44,7 +44,7 @@ async def test_the_gateway_adds_its_queue_and_the_way_to_the_worker(world, caplo
     await world.start("d0")
     world.workers["d0"].reply = streams(write_parts(WORKERS))
     found = await parts_of(world)
-    (placed,) = (await world.get("/ui/state")).json["placed"]
+    (placed,) = (await world.get_admin("/ui/state")).json["placed"]
     assert found.keys() == set(PARTS)
     assert found["prefill"] == WORKERS["prefill"]
     assert found["gateway_queue"] > 0

@@ -51,7 +51,7 @@ async def serve(folder: Path, pipe: Connection) -> None:
         return web.json_response({"object": "text_completion"})
 
     routes = folder / "routes.json"
-    options = GatewayOptions("127.0.0.1", 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
+    options = GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, limits=LIMITS, drain_seconds=1)
     async with serve_http(answer) as url:
         routes.write_bytes(encode(make_table(make_instance("d0", url=url), mode="Fixed", tokens=100)))
         async with serving(options) as running:

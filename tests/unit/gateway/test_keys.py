@@ -160,7 +160,7 @@ async def test_a_stranger_is_refused_in_openai_form_and_reaches_no_worker(world,
     async with world.client.get(world.url + "/v1/models", headers=sent) as listed:
         assert listed.status == 401
     assert world.workers["d0"].seen == []
-    assert (await world.get("/healthz")).status == (await world.get("/metrics")).status == 200
+    assert (await world.get("/healthz")).status == (await world.get_admin("/metrics")).status == 200
 
 
 async def test_serves_a_client_with_a_key_and_does_not_forward_the_key(world, keys, short, caplog):

@@ -63,7 +63,17 @@ class Process:
 @pytest.fixture
 async def process(world) -> AsyncIterator[Process]:
     await world.start("d0")
-    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(world.routes_file)]
+    command = [
+        sys.executable,
+        "-m",
+        "prfaas_gateway",
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+        "--routes-file",
+        str(world.routes_file),
+    ]
     made = Process(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE))
     try:
         made.url = "http://" + (await made.until_logged(r"listening on (\S+)")).group(1)

@@ -85,7 +85,7 @@ async def test_a_damaged_or_vanished_file_keeps_the_last_table(tmp_path, followi
 
 async def test_a_gateway_does_not_start_on_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match="--routes-file"):
-        async with serving(GatewayOptions("127.0.0.1", 0, routes_file=tmp_path / "absent")):
+        async with serving(GatewayOptions("127.0.0.1", 0, 0, routes_file=tmp_path / "absent")):
             pass
     with pytest.raises(ConfigError):
         read_file(Path("/"))

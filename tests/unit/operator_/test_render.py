@@ -277,6 +277,7 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
     assert flags_of(serving) == {
         "--host": "$(POD_IP)",
         "--port": "8080",
+        "--admin-port": "8082",
         "--policy": "kimi",
         "--namespace": "$(POD_NAMESPACE)",
         "--control-socket": "/run/prfaas/control.sock",
@@ -290,7 +291,8 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
         "--host": "$(POD_IP)",
         "--metrics-port": "9091",
     }
-    assert (serving["ports"][0]["name"], scheduler["ports"][0]["name"]) == ("http", "metrics")
+    assert [port["name"] for port in serving["ports"] + scheduler["ports"]] == ["http", "admin", "metrics"]
+    assert {serving[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {"admin"}
     assert {serving["image"], scheduler["image"]} == {"reg/g:1"}
     assert (manifest["metadata"]["name"], manifest["spec"]["replicas"]) == ("kimi-gateway", 3)
     assert pod_of(manifest)["serviceAccountName"] == "kimi-gateway"

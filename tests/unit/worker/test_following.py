@@ -66,7 +66,17 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         asyncio.run(_all_ready(prefill, decode))
         routes, log = directory / "routes.json.gz", directory / "gateway.log"
         routes.write_bytes(encode(_table(prefill.url, decode.url)))
-        command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
+        command = [
+            sys.executable,
+            "-m",
+            "prfaas_gateway",
+            "--port",
+            "0",
+            "--admin-port",
+            "0",
+            "--routes-file",
+            str(routes),
+        ]
         with log.open("wb") as output, subprocess.Popen([*command, "--drain-seconds", "0"], stderr=output) as gateway:
             try:
                 yield System(prefill, decode, f"http://127.0.0.1:{_port(log)}", log, collector)

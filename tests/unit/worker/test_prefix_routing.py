@@ -92,7 +92,7 @@ def gateway(tmp_path: Path):
         routes = tmp_path / "routes.json.gz"
         routes.write_bytes(encode(table(urls)))
         async with (
-            serving(GatewayOptions("127.0.0.1", 0, routes_file=routes, drain_seconds=2)) as running,
+            serving(GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, drain_seconds=2)) as running,
             aiohttp.ClientSession() as session,
         ):
             yield Gateway(session, running.port, routes)

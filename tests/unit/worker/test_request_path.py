@@ -121,7 +121,7 @@ def table(source: str, destination: str) -> RoutingTable:
 
 @asynccontextmanager
 async def gateway(routes: Path) -> AsyncIterator[str]:
-    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--routes-file", str(routes)]
+    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--admin-port", "0", "--routes-file", str(routes)]
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     log = ""
     try:

@@ -1,0 +1,30 @@
+"""A neighbour wants to read what clients of a gateway ask for: at the port with its metrics and its live page."""
+
+from prfaas import names
+from prfaas.api import PrfaaSPolicy
+from prfaas_operator.render import gateway, protection
+
+POLICY = PrfaaSPolicy.model_validate(
+    {
+        "metadata": {"name": "kimi", "namespace": "n", "uid": "1"},
+        "spec": {"model": "m", "decodePool": "d", "threshold": {"mode": "Disabled"}},
+    }
+)
+
+
+def open_to_anybody(policy: dict) -> set[int]:
+    return {port["port"] for rule in policy["spec"]["ingress"] if "from" not in rule for port in rule["ports"]}
+
+
+def test_nothing_but_the_clients_port_is_offered():
+    (container, _) = gateway.deployment(POLICY, "reg/g:1")["spec"]["template"]["spec"]["containers"]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    offered = {ports[port["targetPort"]] for port in gateway.service(POLICY)["spec"]["ports"]}
+    assert offered == open_to_anybody(protection.network_policy(POLICY)) == {names.GATEWAY_PORT}
+    assert ports["admin"] == names.GATEWAY_ADMIN_PORT
+
+
+def test_control_a_rule_with_that_port_would_open_it_to_every_pod():
+    policy = protection.network_policy(POLICY)
+    policy["spec"]["ingress"][0]["ports"].append({"protocol": "TCP", "port": names.GATEWAY_ADMIN_PORT})
+    assert names.GATEWAY_ADMIN_PORT in open_to_anybody(policy)
