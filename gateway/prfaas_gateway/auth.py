@@ -7,8 +7,8 @@ a line, each in plain text or as `sha256:` and 64 hexadecimal digits. Or, with l
 
 A key is checked before its request's body is read. So a request without a key costs a hash and no memory. Only digests
 stay in memory. A look-up uses a keyed hash of the digest, with a secret of this process. So its duration reveals
-nothing about existing keys. An unusable file admits no client; an unreadable folder changes nothing. The log reports
-each once, without a file's content.
+nothing about existing keys. An unusable file admits no client, nor does one with a key or the name of an earlier file;
+an unreadable folder changes nothing. The log reports each once, without a file's content.
 
 A client's first key also isolates its cached prompts: the salt that engines get is made of that key, of the client and
 of the salt that it sent. So no client can name another's, all gateways make the same one, and it survives restarts.
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 POLL_SECONDS: Final = 1.0
 MAX_FILES: Final = 10_000
 MAX_FILE_BYTES: Final = 64 * 1024
+KEY_DIGEST_DIGITS: Final = 8
 MINUTE_SECONDS: Final = 60.0
 _SCHEME: Final = "bearer "
 _KEY_HEADER: Final = "x-api-key"  # of Anthropic's clients
@@ -75,6 +76,14 @@ class ApiClient(msgspec.Struct, frozen=True):
 ANYBODY: Final = ApiClient("")
 """The one client if no keys are required."""
 NO_ANSWERS: Final = Answers()
+
+
+class UnknownKeyError(RequestError):
+    """A key that no client has. Its digest is short: enough to tell attempts apart, and to find one's own mistake."""
+
+    def __init__(self, key: bytes):
+        super().__init__("the API key is unknown", status=401, code="invalid_api_key")
+        self.key_digest = hashlib.sha256(key).hexdigest()[:KEY_DIGEST_DIGITS]
 
 
 class Auth:
@@ -115,9 +124,10 @@ class Auth:
                 code="missing_api_key",
             )
         # aiohttp decodes headers so: these are the client's own bytes again.
-        client = self._keys.client(key.strip().encode(errors="surrogateescape"))
+        sent = key.strip().encode(errors="surrogateescape")
+        client = self._keys.client(sent)
         if client is None:
-            raise RequestError("the API key is unknown", status=401, code="invalid_api_key")
+            raise UnknownKeyError(sent)
         return client
 
 
@@ -268,12 +278,10 @@ class KeyRing:
         if stamps == self._stamps:
             return
         clients: dict[bytes, ApiClient] = {}
+        names: dict[str, str] = {}
         for name in stamps:
             try:
-                found = _read(self._folder / name)
-                digests = [_digest(key.encode()) for key in found.keys]
-                client = found.client(name, digests[0])
-                clients |= {self._hidden(one): client for one in digests}
+                clients |= self._read_client(name, names.setdefault(name.casefold(), name), clients)
                 self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
             except (OSError, ConfigError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
@@ -282,6 +290,23 @@ class KeyRing:
         self._problems.keep_only(stamps)
         self._clients, self._stamps = clients, stamps
         log.info("%d API keys are in use", len(clients))
+
+    def _read_client(self, name: str, first_name: str, others: Mapping[bytes, ApiClient]) -> dict[bytes, ApiClient]:
+        """Return a file's client by its hidden keys; `first_name` has the first file that is named so in any case.
+
+        Raises OSError. Raises ConfigError also for what another file has: a key has one owner, whose limits count.
+        """
+        if first_name != name:
+            raise ConfigError(f"{first_name!r} is a client of the same name; give it another one")
+        found = _read(self._folder / name)
+        digests = [_digest(key.encode()) for key in found.keys]
+        client = found.client(name, digests[0])
+        keys = {self._hidden(one): client for one in digests}
+        if len(keys) < len(digests):
+            raise ConfigError("it holds a key twice; leave one of them out")
+        for one in keys.keys() & others.keys():
+            raise ConfigError(f"it holds a key of {others[one].name!r}, too; give each client its own")
+        return keys
 
     def _stamps_now(self) -> dict[str, Stamp | None]:
         found: dict[str, Stamp | None] = {}

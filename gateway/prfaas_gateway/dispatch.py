@@ -16,7 +16,7 @@ from prfaas.wire import headers
 from prfaas.wire.trace import read_trace
 from prfaas_gateway.api import read_answers
 from prfaas_gateway.attempts import Attempts, GatewayParts
-from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter
+from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter, UnknownKeyError
 from prfaas_gateway.engines.shared import prompts, without_hand_off
 from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
@@ -37,7 +37,8 @@ class Dispatcher:
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request; every error becomes an OpenAI-style answer and one outcome."""
-        progress = Progress(self._parts.tracing.start("request", read_trace(http.headers), "server"))
+        span = self._parts.tracing.start("request", read_trace(http.headers), "server")
+        progress = Progress(span, peer=http.remote or "")
         self.open_requests += 1
         try:
             response = await self._admit(http, progress)
@@ -49,6 +50,7 @@ class Dispatcher:
         except Exception as error:
             progress.outcome = _outcome_of(error)
             progress.reason = str(error) or repr(error)
+            progress.key_digest = error.key_digest if isinstance(error, UnknownKeyError) else ""
             if not isinstance(error, (PrfaasError, TimeoutError)):
                 log.exception(line("internal error while serving a request", request_id=progress.request_id))
             response = error_response(error, http.path)

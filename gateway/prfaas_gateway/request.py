@@ -149,10 +149,14 @@ class Progress:
     # Known before its attempts.
     span: Span
     began_seconds: float = field(default_factory=time.monotonic)
+    peer: str = ""
+    """The address that it came from: the client's, or that of a proxy before it."""
     client: str = ""
     """The client of its API key; empty if no keys are required."""
     address: str = ""
-    """Where it comes from."""
+    """Whom bounds count if no keys are required: the peer's address, or its network in IPv6."""
+    key_digest: str = ""
+    """Of an API key that is unknown; empty without one."""
     request_id: str = ""
     """Empty until the body has arrived. The log names also a request whose body is refused."""
     prompt: PromptFacts = field(default_factory=PromptFacts)
@@ -246,8 +250,9 @@ class Progress:
             "outcome": self.outcome,
             "estimated_tokens": self.prompt.total_tokens,
         }
-        if self.client:
-            fields["client"] = self.client
+        for name in ("peer", "client", "key_digest"):
+            if value := getattr(self, name):
+                fields[name] = value
         if self.resumes:
             fields["resumes"] = self.resumes
         if self.status is not None:

@@ -19,12 +19,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prfaas.errors import UNREADABLE, ConfigError, RequestError
 from prfaas.http_server import PublicRunner, close_after, model_card
 from prfaas.kube import KubeSession
+from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.control import ThresholdUpdate
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.attempts import GatewayParts
-from prfaas_gateway.auth import Auth, KeyRing
+from prfaas_gateway.auth import Auth, KeyRing, UnknownKeyError
 from prfaas_gateway.dashboard import Dashboard, RequestHistory
 from prfaas_gateway.dispatch import Dispatcher
 from prfaas_gateway.engines import Engines
@@ -216,6 +217,8 @@ class PublicApp:
             try:
                 self._parts.auth.client(request)
             except RequestError as error:
+                key_digest = error.key_digest if isinstance(error, UnknownKeyError) else ""
+                log.warning(line("a look at the models is refused", peer=request.remote, key_digest=key_digest))
                 return error_response(error)
             return await handler(request)
 
