@@ -19,8 +19,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prfaas.errors import UNREADABLE, ConfigError, RequestError
 from prfaas.http_server import PublicRunner, close_after, model_card
 from prfaas.kube import KubeSession
+from prfaas.memory import container_limit_bytes
 from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import tracing_from_environment
+from prfaas.util import MIB
 from prfaas.wire import openapi
 from prfaas.wire.control import ThresholdUpdate
 from prfaas_gateway.api import API_ROUTES
@@ -67,6 +69,8 @@ async def run(config: GatewayOptions) -> None:
 
     Raises ConfigError for an unusable address, socket or file.
     """
+    config = config._replace(limits=config.limits.within(container_limit_bytes()))
+    log.info("bodies of requests may take %d MiB together", config.limits.all_requests_bytes // MIB)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -107,7 +111,7 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
             state=state,
             metrics=metrics,
             engines=Engines(upstream),
-            kv=KvManager(state, upstream, metrics),
+            kv=KvManager(state, upstream, metrics, config.limits.index_blocks),
             auth=auth,
             history=history,
             tracing=tracing,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from prfaas.errors import ConfigError
+from prfaas.memory import CGROUP, container_limit_bytes
 
-_CGROUP: Final = Path("/sys/fs/cgroup")
 _UNKNOWN_BYTES: Final = 1 << 62
 
 
@@ -51,11 +51,11 @@ def _machine_bytes() -> int:
 def _container_bytes() -> int:
     """Return the rest of the container's limit."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
+        limit_bytes = container_limit_bytes()
+        if limit_bytes is None:
             return _UNKNOWN_BYTES
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat.get("inactive_file", 0))
+        used_bytes = int((CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        return limit_bytes - used_bytes + int(stat.get("inactive_file", 0))
     except (OSError, ValueError):
         return _UNKNOWN_BYTES

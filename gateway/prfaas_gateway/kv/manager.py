@@ -72,8 +72,8 @@ class InstancePart(NamedTuple):
 class KvManager:
     """Follows all instances and matches prompts."""
 
-    def __init__(self, state: GatewayState, upstream: Upstream, metrics: GatewayMetrics):
-        self.index = PrefixIndex()
+    def __init__(self, state: GatewayState, upstream: Upstream, metrics: GatewayMetrics, index_blocks: int):
+        self.index = PrefixIndex(index_blocks, index_blocks)
         self._metrics = metrics.kv
         self._state = state
         self._upstream = upstream

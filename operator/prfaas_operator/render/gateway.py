@@ -9,6 +9,7 @@ from prfaas.api import PrfaaSPolicy
 from prfaas.api.template import Resources
 from prfaas.errors import ProtocolError
 from prfaas.kube.lease import LEASE_KIND
+from prfaas.memory import GATEWAY_LIMIT_GIB
 from prfaas.wire import routes
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
@@ -22,9 +23,11 @@ CONTROL_SOCKET: Final = f"{SHARED_PATH}/control.sock"
 KEYS_VOLUME: Final = "api-keys"
 KEYS_PATH: Final = "/etc/prfaas/keys"
 TMP_VOLUME: Final = "tmp"
-GATEWAY_DEFAULTS: Final = Resources(requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": "4Gi"})
+GATEWAY_DEFAULTS: Final = Resources(
+    requests={"cpu": "100m", "memory": "256Mi"}, limits={"memory": f"{GATEWAY_LIMIT_GIB}Gi"}
+)
 """Beside engines that take every core, a gateway without a share of the CPU misses its probes and becomes unready; a
-limit of the CPU could do the same. A busy gateway takes 80 MiB, and its full index 700 MB more. The rest is for bodies.
+limit of the CPU could do the same. The gateway divides the limit of its memory into its budgets itself.
 """
 SCHEDULER_DEFAULTS: Final = Resources(requests={"cpu": "25m", "memory": "64Mi"}, limits={"memory": "256Mi"})
 """With 16 links it computes for 9 ms in each second. It takes 40 MiB at its peak; its tests allow 100."""

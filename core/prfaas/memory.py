@@ -1,0 +1,37 @@
+"""The memory limits of containers, and the budgets of a gateway that are parts of its own.
+
+This is the one place for both. The operator gives a gateway's container the limit here, unless its policy names another
+one, and the gateway divides the limit that it finds itself under. So whoever changes the limit changes the budgets.
+"""
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+CGROUP: Final = Path("/sys/fs/cgroup")
+GATEWAY_LIMIT_GIB: Final = 4
+"""Of a gateway's container. A busy gateway takes 80 MiB besides its budgets."""
+BODIES_PART: Final = 16
+"""A sixteenth for the bodies of requests under way: each is there twice for a moment, and takes more when parsed."""
+INDEX_PART: Final = 5
+"""Likewise for the prefix index."""
+INDEX_ENTRY_BYTES: Final = 80
+"""Of a token block of the prefix index and the byte block that is mapped to it."""
+
+
+class GatewayBudgets(NamedTuple):
+    bodies_bytes: int
+    index_blocks: int
+
+
+def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:
+    """Return what a gateway may hold under a limit; None: the one that its container usually has."""
+    limit_bytes = limit_bytes or GATEWAY_LIMIT_GIB << 30
+    return GatewayBudgets(limit_bytes // BODIES_PART, limit_bytes // INDEX_PART // INDEX_ENTRY_BYTES)
+
+
+def container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
+    """Return the limit of the container that this process is in; None without one."""
+    try:
+        return int((cgroup / "memory.max").read_text())
+    except (OSError, ValueError):  # the latter for `max`
+        return None
