@@ -94,7 +94,7 @@ class CredentialFiles(Generic[T]):
         certificate, key, authorities = (self._bytes(name) for name in FILES)
         facts = identity.check(certificate, key, authorities, utc_now())
         trusted = identity.bundle(authorities).decode()
-        peers = identity.PeerRules(self._revoked())
+        peers = identity.PeerRules(self._revoked(), facts.domain)
         return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted, peers)
 
     def _revoked(self) -> dict[str, datetime.datetime]:

@@ -2,10 +2,13 @@
 
 An instance proves its cluster by a certificate with one URI, as in SPIFFE. It may name a part of the cluster:
 
-    spiffe://prfaas.io/cluster/<name>
-    spiffe://prfaas.io/cluster/<name>/<part>        gateway or worker
+    spiffe://<trust domain>/cluster/<name>
+    spiffe://<trust domain>/cluster/<name>/<part>        gateway or worker
+    spiffe://<trust domain>/buyer/<name>
 
-What each of them may do is in `prfaas.rights`.
+What each of them may do is in `prfaas.rights`. The trust domain is the installation's own: under an issuer that signs
+for several installations, the hub of another one is a stranger. An authority of ours names it as `spiffe://<trust
+domain>`, and signs for it.
 
 Pod addresses change and clusters may share them, so host names prove nothing. Each certificate of the authority belongs
 to a cluster of this installation. Clocks differ, so validity begins in the past. Certificates are renewed long before
@@ -18,6 +21,7 @@ All certificates and keys are PEM unless a name says DER.
 import datetime
 import ipaddress
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, NamedTuple
@@ -33,8 +37,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from prfaas.errors import ConfigError, IdentityError
 from prfaas.rights import BUYER, PARTS, Identity
 
-_URI_ROOT: Final = "spiffe://prfaas.io/"
-URI_PREFIX: Final = _URI_ROOT + "cluster/"
+DEFAULT_DOMAIN: Final = "prfaas.io"
+"""The trust domain of an authority that names none."""
 DNS_SUFFIX: Final = ".prfaas.internal"
 CLOCK_SKEW: Final = datetime.timedelta(minutes=10)
 """Validity begins this long before the issue, for peers with slow clocks."""
@@ -42,8 +46,11 @@ RENEW_AFTER: Final = 2 / 3
 """Part of its life after which a certificate is renewed."""
 _MAX_DEPTH: Final = 4
 _UtcTime = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
-_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_NAME: Final = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 """A MemberCluster's name has the same form."""
+_DOMAIN: Final = r"[-._a-z0-9]{1,255}"
+_AUTHORITY_URI: Final = re.compile(rf"spiffe://({_DOMAIN})")
+_URI: Final = re.compile(rf"spiffe://({_DOMAIN})/(?:cluster/({_NAME})(?:/({'|'.join(PARTS)}))?|({BUYER}{_NAME}))")
 
 
 class Validity(NamedTuple):
@@ -66,6 +73,8 @@ class PeerRules(NamedTuple):
 
     revoked: Mapping[str, datetime.datetime] = {}
     """By cluster: its certificates that began before this time are refused, however long they are valid."""
+    domain: str = ""
+    """The installation's trust domain. Empty: any, for tools that belong to no installation."""
 
 
 class CertificateFacts(NamedTuple):
@@ -73,6 +82,8 @@ class CertificateFacts(NamedTuple):
     validity: Validity
     authority: str
     """Digest of the trusted authority at the end of its chain."""
+    domain: str
+    """The trust domain of its installation."""
 
     @property
     def cluster(self) -> str:
@@ -90,35 +101,62 @@ def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -
     return not_before + (not_after - not_before) * RENEW_AFTER
 
 
-def make_authority(name: str, validity: Validity) -> KeyPair:
-    """Return a new certificate authority. It may sign certificates, but no further authorities."""
+def new_domain() -> str:
+    """Return a trust domain that no other installation has."""
+    return f"{secrets.token_hex(8)}.{DEFAULT_DOMAIN}"
+
+
+def make_authority(name: str, validity: Validity, domain: str = DEFAULT_DOMAIN) -> KeyPair:
+    """Return a new certificate authority of a trust domain. It may sign certificates, but no further authorities.
+
+    Raises ConfigError for what can be no trust domain.
+    """
+    check_domain(domain)
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{domain}")])
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
     builder = _builder(subject, subject, key.public_key(), validity)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    builder = builder.add_extension(names, critical=False)
     return KeyPair(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
 
 
-def issue(authority: KeyPair, cluster: str, validity: Validity, part: str = "") -> KeyPair:
-    """Return a server and client certificate for a cluster, a part of it, or a buyer (BUYER + NAME); raises ConfigError
-    for what cannot be issued."""
-    if not _NAME.fullmatch(cluster.removeprefix(BUYER)):
+def issue(authority: KeyPair, cluster: str, validity: Validity, part: str = "", domain: str = "") -> KeyPair:
+    """Return a server and client certificate for a cluster, a part of it, or a buyer (BUYER + NAME), in a trust domain,
+    by default the authority's own; raises ConfigError for what cannot be issued."""
+    if not re.fullmatch(_NAME, cluster.removeprefix(BUYER)):
         raise ConfigError(f"{cluster!r} cannot be a cluster's name; use up to 63 lower case letters, digits and '-'")
     if part not in ("", *PARTS):
         raise ConfigError(f"{part!r} is no part of a cluster; give one of {', '.join(PARTS)}, or none")
     who = Identity(cluster, part)
     if who.is_buyer and part:
         raise ConfigError(f"a buyer has no parts; leave {part!r} out")
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri_of(who))]
+    uri = uri_of(who, domain or domain_of(authority.certificate))
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri)]
     if not who.is_buyer:
         names.append(x509.DNSName(cluster + DNS_SUFFIX))
     return _issue(authority, _name(cluster), names, validity)
 
 
-def uri_of(who: Identity) -> str:
-    """Return the URI by which a certificate names a cluster, a part of it, or a buyer."""
-    return f"{_URI_ROOT if who.is_buyer else URI_PREFIX}{who.cluster}{'/' if who.part else ''}{who.part}"
+def uri_of(who: Identity, domain: str) -> str:
+    """Return the URI by which a certificate names a cluster, a part of it, or a buyer. Raises ConfigError for what can
+    be no trust domain."""
+    check_domain(domain)
+    path = ("" if who.is_buyer else "cluster/") + who.cluster + (f"/{who.part}" if who.part else "")
+    return f"spiffe://{domain}/{path}"
+
+
+def domain_of(authorities: bytes) -> str:
+    """Return the trust domain that the first of some authorities (PEM) names; the common one if none does."""
+    found = (_AUTHORITY_URI.fullmatch(uri) for one in _load_all(authorities) for uri in _uris(one))
+    return next((match[1] for match in found if match), DEFAULT_DOMAIN)
+
+
+def check_domain(domain: str) -> None:
+    """Raise ConfigError for what can be no trust domain."""
+    if not re.fullmatch(_DOMAIN, domain):
+        raise ConfigError(f"{domain!r} can be no trust domain; use lower case letters, digits, '.', '-' and '_'")
 
 
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:
@@ -183,7 +221,8 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
     if _load_key(key).public_key() != leaf.public_key():
         raise ConfigError("the private key is not the certificate's; issue both together")
     authority = _check_chain(leaf, intermediates, _load_all(trusted), now)
-    return CertificateFacts(_identity_of(leaf), validity_of(leaf), _digest(authority))
+    domain, found = _named_by(leaf)
+    return CertificateFacts(found, validity_of(leaf), _digest(authority), domain)
 
 
 def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers: PeerRules) -> Identity:
@@ -193,7 +232,12 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
         _check_time(leaf, now)
         if trusted is not None:
             _check_chain(leaf, [], _load_all(trusted), now)
-        found = _identity_of(leaf)
+        domain, found = _named_by(leaf)
+        if peers.domain not in ("", domain):
+            raise IdentityError(
+                f"{_describe(leaf)} is of another installation: its trust domain is {domain!r}, and ours is "
+                f"{peers.domain!r}"
+            )
         if is_revoked(found, validity_of(leaf), peers.revoked):
             raise IdentityError(
                 f"{_describe(leaf)} is revoked since {peers.revoked[found.cluster]:%F %R} UTC; "
@@ -305,27 +349,27 @@ def _check_time(certificate: x509.Certificate, now: datetime.datetime) -> None:
         )
 
 
-def _identity_of(certificate: x509.Certificate) -> Identity:
-    """Return the one cluster that a certificate names. Two names are refused: each reader could pick another."""
-    try:
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except x509.ExtensionNotFound:
-        uris = []
-    uri = uris[0] if len(uris) == 1 else ""
-    buyer = uri.removeprefix(_URI_ROOT + BUYER)
-    if buyer != uri and _NAME.fullmatch(buyer):
-        return Identity(BUYER + buyer)
-    named = uri.removeprefix(URI_PREFIX)
-    cluster, slash, part = named.partition("/")
-    is_known = bool(_NAME.fullmatch(cluster)) and (part in PARTS if slash else True)
-    if not is_known or uris != [URI_PREFIX + named]:
+def _named_by(certificate: x509.Certificate) -> tuple[str, Identity]:
+    """Return the trust domain and the one cluster that a certificate names. Two names are refused: each reader could
+    pick another."""
+    uris = _uris(certificate)
+    named = _URI.fullmatch(uris[0]) if len(uris) == 1 else None
+    if named is None:
         raise IdentityError(
-            f"{_describe(certificate)} names no cluster: its URIs are {uris}, and one {URI_PREFIX}NAME is needed, "
-            f"or one of NAME/{' and NAME/'.join(PARTS)}; "
+            f"{_describe(certificate)} names no cluster: its URIs are {uris}, and one spiffe://DOMAIN/cluster/NAME is "
+            f"needed, or one of NAME/{' and NAME/'.join(PARTS)}; "
             "issue it with `prfaas certs issue`"
         )
-    return Identity(cluster, part)
+    domain, cluster, part, buyer = named.groups("")
+    return domain, Identity(cluster or buyer, part)
+
+
+def _uris(certificate: x509.Certificate) -> list[str]:
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def _describe(certificate: x509.Certificate) -> str:

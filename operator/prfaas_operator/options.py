@@ -42,6 +42,9 @@ class OperatorOptions(NamedTuple):
     certificate_issuer: Annotated[
         str, typer.Option(help="With --certificates Issuer: cert-manager's KIND.GROUP/NAME.")
     ] = ""
+    trust_domain: Annotated[
+        str, typer.Option(help="Trust domain of a new installation's certificates; random if empty, and kept.")
+    ] = ""
     certificate_hours: Annotated[
         float, typer.Option(min=0.001, max=876_000, help="Life of a certificate; renewed after two thirds.")
     ] = DEFAULT_CERTIFICATE_HOURS
@@ -58,5 +61,5 @@ class OperatorOptions(NamedTuple):
 
     def certificate_terms(self) -> Terms:
         """Return the terms of certificates. Raises ConfigError: the flags about certificates do not fit together."""
-        hours = (self.certificate_hours, self.authority_hours)
-        return terms_of(self.certificates, self.certificate_issuer, *hours, self.certificate_settle_seconds)
+        durations = (self.certificate_hours, self.authority_hours, self.certificate_settle_seconds)
+        return terms_of(self.certificates, self.certificate_issuer, *durations, self.trust_domain)

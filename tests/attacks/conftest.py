@@ -59,11 +59,13 @@ def member(secret_name: str) -> Object:
 class Hub:
     """A hub with some objects, and the operator; `connected` are the members that it connected to."""
 
-    def __init__(self, mode: CertificateMode, *objects: Object):
+    def __init__(self, mode: CertificateMode, *objects: Object, trust_domain: str = ""):
         self.server = MemoryCluster(*objects)
         self.connected: list[str] = []
         issuer = "Issuer.cert-manager.io/ours" if mode is CertificateMode.ISSUER else ""
-        options = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer)
+        options = OperatorOptions(
+            "ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer, trust_domain=trust_domain
+        )
         operator = assemble(self.server, self._connect, ReconcileQueue(), options, OFF)  # pyright: ignore[reportArgumentType]
         self.controller, self.certificates = operator.controller, operator.certificates
         for one in objects:
@@ -115,4 +117,6 @@ def tls_hub(monkeypatch: pytest.MonkeyPatch, bare_tls_hub: Any):
 @pytest.fixture
 def bare_tls_hub():
     """Return a hub with certificates, by its objects: none is issued before a pass."""
-    return lambda *objects, mode=CertificateMode.OPERATOR: Hub(mode, *objects)
+    return lambda *objects, mode=CertificateMode.OPERATOR, trust_domain="": Hub(
+        mode, *objects, trust_domain=trust_domain
+    )

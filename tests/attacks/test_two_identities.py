@@ -1,13 +1,23 @@
 """An author of the hub's pools reads the certificate that his pods mount, and wants to do what only gateways may."""
 
 import base64
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from tests.attacks.conftest import policy, pool
 
 from prfaas import identity
-from prfaas.names import GATEWAY_TLS_SECRET, HUB, LABEL_MANAGED_BY, LABEL_POLICY_UID, MANAGED_BY, TLS_SECRET
+from prfaas.identity import CertificateFacts
+from prfaas.names import (
+    AUTHORITY_SECRET,
+    GATEWAY_TLS_SECRET,
+    HUB,
+    LABEL_MANAGED_BY,
+    LABEL_POLICY_UID,
+    MANAGED_BY,
+    TLS_SECRET,
+)
 from prfaas.rights import RIGHTS, Identity, refusal
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.pod_facts import PodFacts, project_pod
@@ -32,10 +42,15 @@ async def passes(hub: Any, *pods: PodFacts) -> None:
 
 
 def proves(hub: Any, secret: str) -> Identity:
+    """Return who the certificate of a Secret is to its peers."""
+    return proven(hub, secret).identity
+
+
+def proven(hub: Any, secret: str) -> CertificateFacts:
     """Return what the certificate of a Secret proves to its peers."""
     data = hub.server.objects["Secret", secret]["data"]
     certificate, key, trusted = (base64.b64decode(data[name]) for name in ("tls.crt", "tls.key", "ca.crt"))
-    return identity.check(certificate, key, trusted, hub.server.now()).identity
+    return identity.check(certificate, key, trusted, hub.server.now())
 
 
 @pytest.fixture
@@ -69,10 +84,31 @@ async def test_gateways_of_before_lose_no_right_until_the_last_of_them_is_gone(h
 
 
 async def test_an_issuer_is_asked_for_both(bare_tls_hub):
-    hub = bare_tls_hub(pool(), policy(), mode=CertificateMode.ISSUER)
+    hub = bare_tls_hub(pool(), policy(), mode=CertificateMode.ISSUER, trust_domain="ours.example")
     await passes(hub)
     asked = {name: body["spec"]["uris"] for (kind, name), body in hub.server.objects.items() if kind == "Certificate"}
     assert asked == {
-        "prfaas-hub": ["spiffe://prfaas.io/cluster/hub/worker"],
-        "prfaas-hub.gateway": ["spiffe://prfaas.io/cluster/hub/gateway"],
+        "prfaas-hub": ["spiffe://ours.example/cluster/hub/worker"],
+        "prfaas-hub.gateway": ["spiffe://ours.example/cluster/hub/gateway"],
     }
+
+
+async def test_two_installations_have_two_trust_domains_and_an_operator_that_starts_again_keeps_its_own(bare_tls_hub):
+    first, second = (bare_tls_hub(pool(), policy()) for _ in range(2))
+    for one in (first, second):
+        await passes(one)
+    assert proven(first, TLS_SECRET).domain != proven(second, TLS_SECRET).domain
+    again = bare_tls_hub(*first.server.objects.values(), trust_domain="other.example")
+    del again.server.objects["Secret", TLS_SECRET]
+    await passes(again)
+    assert proven(again, TLS_SECRET).domain == proven(first, GATEWAY_TLS_SECRET).domain
+
+
+async def test_an_installation_from_before_there_were_any_keeps_the_common_trust_domain(bare_tls_hub):
+    before = identity.make_authority("before", identity.valid_for(datetime.now(UTC), 365))
+    data = {"tls.crt": before.certificate, "tls.key": before.key}
+    encoded = {name: base64.b64encode(text).decode() for name, text in data.items()}
+    metadata = {"name": AUTHORITY_SECRET, "namespace": "ns", "uid": "ca", "resourceVersion": "1"}
+    hub = bare_tls_hub(pool(), policy(), {"kind": "Secret", "metadata": metadata, "data": encoded})
+    await passes(hub)
+    assert proven(hub, TLS_SECRET).domain == "prfaas.io"

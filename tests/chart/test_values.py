@@ -51,6 +51,7 @@ def describe():
         ("prfaas", "networkPolicy.metricsFrom[0].namespace=x", "additional properties 'namespace' not allowed"),
         ("prfaas", "monitoring.podMonitor.interval=often", "'/monitoring/podMonitor/interval': 'often' does not match"),
         ("prfaas", "certificates.mode=Issuer", "'/certificates/issuerRef/name': minLength: got 0, want 1"),
+        ("prfaas", "certificates.trustDomain=Example.com", "'/certificates/trustDomain': 'Example.com' does not match"),
         ("prfaas", "certificates.mode=Nobody", "'/certificates/mode': value must be one of"),
         ("prfaas-member", "networkPolicy.hubCidrs[0]=everywhere", "'/networkPolicy/hubCidrs/0': 'everywhere'"),
         ("prfaas-member", "networkPolicy.hubCidrs[0]=192.0.2.256/24", "'/networkPolicy/hubCidrs/0': '192.0.2.256/24'"),

@@ -35,6 +35,7 @@ class CertificateSummary(msgspec.Struct, frozen=True):
 
     cluster: str
     part: str
+    domain: str
     not_before: datetime.datetime
     not_after: datetime.datetime
     renew_after: datetime.datetime
@@ -46,13 +47,18 @@ class CertificateSummary(msgspec.Struct, frozen=True):
 def init(
     out: Out,
     days: Annotated[int, typer.Option(min=1, max=36500, help="How long the authority is valid.")] = 3650,
+    domain: Annotated[
+        str,
+        typer.Option(help="The installation's trust domain; random if not given. A successor needs the former one's."),
+    ] = "",
     force: Force = False,
 ) -> None:
     """Make a certificate authority: ca.crt, and ca.key to keep secret. Example: prfaas certs init --out ca."""
     from prfaas import identity  # cryptography takes longer to load than all other commands
 
     validity = identity.valid_for(_now(), days)
-    pair = identity.make_authority(f"prfaas {validity.not_before:%F}-{secrets.token_hex(4)}", validity)
+    name = f"prfaas {validity.not_before:%F}-{secrets.token_hex(4)}"
+    pair = identity.make_authority(name, validity, domain or identity.new_domain())
     _write(out, {AUTHORITY_KEY: pair.key, TLS_TRUSTED: pair.certificate}, force)
 
 
@@ -114,6 +120,7 @@ def show(
         typer.echo(msgspec.json.encode(shown))
     else:
         typer.echo(f"cluster    {shown.cluster or '-'}{f', {shown.part}' if shown.part else ''}")
+        typer.echo(f"domain     {shown.domain or '-'}")
         typer.echo(f"valid      {shown.not_before:%F %R} to {shown.not_after:%F %R} UTC")
         typer.echo(f"renew      {shown.renew_after:%F %R} UTC")
         typer.echo(f"accepted   {shown.problem or 'yes'}")
@@ -125,12 +132,14 @@ def _inspect(certificate: bytes, key: bytes, trusted: bytes) -> CertificateSumma
     from prfaas import identity
 
     begin, end = identity.validity_of_pem(certificate)
-    cluster, part, problem = "", "", ""
+    cluster, part, domain, problem = "", "", "", ""
     try:
-        cluster, part = identity.check(certificate, key, trusted, _now()).identity
+        facts = identity.check(certificate, key, trusted, _now())
+        (cluster, part), domain = facts.identity, facts.domain
     except (ConfigError, IdentityError) as error:
         problem = str(error)
-    return CertificateSummary(cluster, part, begin, end, identity.when_to_renew(begin, end), not problem, problem)
+    renew = identity.when_to_renew(begin, end)
+    return CertificateSummary(cluster, part, domain, begin, end, renew, not problem, problem)
 
 
 def _read(path: Path) -> bytes:

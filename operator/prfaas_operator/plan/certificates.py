@@ -59,13 +59,15 @@ class Issuer(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The operator's flags about certificates. In mode Issuer `issuer` makes and renews them."""
+    """The operator's flags about certificates. In mode Issuer `issuer` makes and renews them. `domain` is the trust
+    domain of a new installation; empty: a random one."""
 
     life: timedelta
     authority_life: timedelta
     settling: timedelta
     mode: CertificateMode = CertificateMode.OPERATOR
     issuer: Issuer | None = None
+    domain: str = ""
 
 
 class RotationStep(Enum):
@@ -339,7 +341,12 @@ def condition(authorities: Authorities, holder: Holder, held_up_by: Sequence[str
 
 
 def terms_of(
-    mode: CertificateMode, issuer: str, certificate_hours: float, authority_hours: float, settle_seconds: float
+    mode: CertificateMode,
+    issuer: str,
+    certificate_hours: float,
+    authority_hours: float,
+    settle_seconds: float,
+    domain: str = "",
 ) -> Terms:
     """Return the terms of the command line; `issuer` is KIND.GROUP/NAME.
 
@@ -354,8 +361,11 @@ def terms_of(
             f"--authority-hours {authority_hours:g} is less than {LIVES} times --certificate-hours "
             f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"
         )
+    if domain:
+        identity.check_domain(domain)
     life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
-    return Terms(life, authority_life, timedelta(seconds=settle_seconds), mode, _reference(issuer) if issuer else None)
+    reference = _reference(issuer) if issuer else None
+    return Terms(life, authority_life, timedelta(seconds=settle_seconds), mode, reference, domain)
 
 
 def _reference(issuer: str) -> Issuer:

@@ -33,6 +33,7 @@ NEXT: Final = "next.crt"
 NEXT_KEY: Final = "next.key"
 PREVIOUS: Final = "previous.crt"
 REVOCATIONS: Final = "revocations.json"
+DOMAIN: Final = "trust-domain"
 WRITTEN_AT: Final = "prfaas.io/written-at"
 
 Secret = Mapping[str, Any]
@@ -44,6 +45,7 @@ class Store(NamedTuple):
 
     authorities: Authorities
     certificates: Mapping[str, bytes]
+    domain: str
     key: bytes = b""
     next_key: bytes = b""
     revocations: Mapping[str, Revocation] = {}
@@ -52,6 +54,11 @@ class Store(NamedTuple):
     def revoked(self) -> dict[str, datetime]:
         """The time since which certificates of a cluster are refused, by cluster."""
         return {name: one.since for name, one in self.revocations.items()}
+
+    @property
+    def peers(self) -> identity.PeerRules:
+        """Whom the holders of certificates accept."""
+        return identity.PeerRules(self.revoked, self.domain)
 
     @property
     def last_end(self) -> datetime:
@@ -76,6 +83,7 @@ class Store(NamedTuple):
             NEXT: self.texts(states.next),
             NEXT_KEY: self.next_key,
             PREVIOUS: self.texts(states.previous),
+            DOMAIN: self.domain.encode(),
             REVOCATIONS: msgspec.json.encode(self.revocations) if self.revocations else b"",
         }
         return {name: content for name, content in entries.items() if content}
@@ -94,7 +102,7 @@ def content(secret: Secret, name: str) -> bytes:
 
 
 def read_store(secret: Secret, now: datetime) -> Store:
-    """Read the Secret of authorities.
+    """Read the Secret of authorities. One without a trust domain has that of its authority.
 
     Raises AuthorityDamagedError: it holds no authority, or a key that is not its certificate's.
     """
@@ -110,6 +118,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
         if not current:
             raise AuthorityDamagedError(f"it has no {TLS_CERT}")
         revocations = _read_revocations(content(secret, REVOCATIONS))
+        domain = content(secret, DOMAIN).decode(errors="replace").strip() or identity.domain_of(texts[TLS_CERT])
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
         raise AuthorityDamagedError(
@@ -123,7 +132,7 @@ def read_store(secret: Secret, now: datetime) -> Store:
         signs=bool(texts[TLS_KEY]) and now < ends,
         revoked=frozenset((name, one.since) for name, one in revocations.items()),
     )
-    return Store(states, {**current, **following, **previous}, texts[TLS_KEY], texts[NEXT_KEY], revocations)
+    return Store(states, {**current, **following, **previous}, domain, texts[TLS_KEY], texts[NEXT_KEY], revocations)
 
 
 def _read_revocations(text: bytes) -> dict[str, Revocation]:
@@ -133,9 +142,9 @@ def _read_revocations(text: bytes) -> dict[str, Revocation]:
         raise AuthorityDamagedError(f"{REVOCATIONS} cannot be read: {error}") from error
 
 
-def first_store(certificates: Mapping[str, bytes], key: bytes = b"") -> Store:
+def first_store(certificates: Mapping[str, bytes], domain: str, key: bytes = b"") -> Store:
     """Return the store of an installation that never had an authority."""
-    return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, key)
+    return Store(Authorities(frozenset(certificates), signs=bool(key)), certificates, domain, key)
 
 
 def advance(store: Store, step: RotationStep, added: Mapping[str, bytes], key: bytes = b"") -> Store:
@@ -149,9 +158,9 @@ def advance(store: Store, step: RotationStep, added: Mapping[str, bytes], key: b
     return after_it._replace(key=key if step is RotationStep.PROMOTE else store.key, next_key=b"")
 
 
-def make_authority(name: str, now: datetime, terms: Terms) -> identity.KeyPair:
-    """Return a new authority that is valid for as long as the flags say."""
-    return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY))
+def make_authority(name: str, now: datetime, terms: Terms, domain: str) -> identity.KeyPair:
+    """Return a new authority of a trust domain that is valid for as long as the flags say."""
+    return identity.make_authority(name, identity.valid_for(now, terms.authority_life / DAY), domain)
 
 
 def issue(store: Store, who: Identity, now: datetime, terms: Terms) -> identity.KeyPair:
@@ -162,7 +171,7 @@ def issue(store: Store, who: Identity, now: datetime, terms: Terms) -> identity.
     since = store.revoked.get(who.cluster, validity.not_before)
     validity = validity._replace(not_before=max(validity.not_before, since))
     authority = identity.KeyPair(store.texts(store.authorities.current), store.key)
-    return identity.issue(authority, who.cluster, validity, who.part)
+    return identity.issue(authority, who.cluster, validity, who.part, store.domain)
 
 
 def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretContent:
@@ -174,15 +183,15 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
     except PrfaasError:
         trusted = frozenset()
     try:
-        leaf, problem = _leaf(secret, store.bundle, store.revoked, now), ""
+        leaf, problem = _leaf(secret, store.bundle, store.peers, now), ""
     except PrfaasError as error:
         leaf, problem = None, str(error)
     return SecretContent(leaf, trusted, _written_at(secret), problem, _read_revoked(secret))
 
 
-def read_issued(secret: Secret, revoked: Mapping[str, datetime], now: datetime) -> Leaf:
+def read_issued(secret: Secret, peers: identity.PeerRules, now: datetime) -> Leaf:
     """Read an issuer's certificate for a holder. Raises PrfaasError: it cannot be used."""
-    return _leaf(secret, content(secret, TLS_TRUSTED), revoked, now)
+    return _leaf(secret, content(secret, TLS_TRUSTED), peers, now)
 
 
 def _read_revoked(secret: Secret) -> Revoked:
@@ -193,10 +202,15 @@ def _read_revoked(secret: Secret) -> Revoked:
         return frozenset()
 
 
-def _leaf(secret: Secret, trusted: bytes, revoked: Mapping[str, datetime], now: datetime) -> Leaf:
+def _leaf(secret: Secret, trusted: bytes, peers: identity.PeerRules, now: datetime) -> Leaf:
     certificate = content(secret, TLS_CERT)
     facts = identity.check(certificate, content(secret, TLS_KEY), trusted, now)
-    if identity.is_revoked(facts.identity, facts.validity, revoked):
+    if facts.domain != peers.domain:
+        raise IdentityError(
+            f"the trust domain of the certificate of {facts.identity} is {facts.domain!r}, and {peers.domain!r} was "
+            "expected; renew it"
+        )
+    if identity.is_revoked(facts.identity, facts.validity, peers.revoked):
         raise IdentityError(f"the certificate of {facts.identity} is from before it was revoked; renew it")
     return Leaf(facts.identity, facts.authority, facts.validity, next(iter(identity.by_digest(certificate))))
 

@@ -21,7 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 from prfaas import identity
 from prfaas.errors import PrfaasError
-from prfaas.identity import KeyPair
+from prfaas.identity import KeyPair, PeerRules
 from prfaas.names import HUB, LABEL_CLUSTER, TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.rights import GATEWAY, WORKER, Identity
 from prfaas.util import LogOnce
@@ -106,6 +106,7 @@ class Certificates:
         self._hub = hub
         self._members = members
         self._terms = terms
+        self._new_domain = terms.domain or identity.new_domain()
         self._since: datetime | None = None
         self._wanted: set[str] = {HUB, GATEWAYS}
         self._states: dict[str, ConditionState] = {}
@@ -207,10 +208,15 @@ class Certificates:
         self._since = self._since or now  # not before the hub's first answer has set the clock
         try:
             store = read.read_store(live, now) if live is not None else None
-            targets = await self._ask_issuer(targets, store.revoked if store else {})
+            targets = await self._ask_issuer(targets, store.peers if store else PeerRules(domain=self._new_domain))
             if live is None or store is None:
                 await self._make_first(targets)
                 return
+            if self._terms.domain not in ("", store.domain):
+                self._once.failed(
+                    "domain",
+                    f"certificates: the trust domain stays {store.domain}: an installation keeps its first one",
+                )
             if await self._revoke(live, store, now):
                 return
         except PrfaasError as error:
@@ -283,7 +289,7 @@ class Certificates:
         self._wake.set()
         return True
 
-    async def _ask_issuer(self, targets: Sequence[_Target], revoked: Mapping[str, datetime]) -> Sequence[_Target]:
+    async def _ask_issuer(self, targets: Sequence[_Target], peers: PeerRules) -> Sequence[_Target]:
         """Request a certificate for each holder from the issuer, if there is one, and add the issued ones.
 
         Raises InvalidObjectError: cert-manager is not installed.
@@ -292,8 +298,8 @@ class Certificates:
         if issuer is None:
             return targets
         known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
-        wanted = [(target, render.certificate(target.who, issuer, self._terms.life)) for target in targets]
-        return [target._replace(issued=await _issued(hub, target.name, known, one, revoked)) for target, one in wanted]
+        wanted = [(one, render.certificate(one.who, peers.domain, issuer, self._terms.life)) for one in targets]
+        return [target._replace(issued=await _issued(hub, target.name, known, one, peers)) for target, one in wanted]
 
     async def _make_first(self, targets: Sequence[_Target]) -> None:
         """Make the first authority if there never was one; the next pass uses it."""
@@ -307,14 +313,14 @@ class Certificates:
             )
             return
         if self._terms.mode is CertificateMode.ISSUER:
-            store = read.first_store(_authorities_of(targets))
+            store = read.first_store(_authorities_of(targets), self._new_domain)
             if not store.certificates:
                 problems = (target.issued.problem for target in targets)
                 await self._hold(targets, plan.PENDING, next(filter(None, problems), "nothing has been issued yet"))
                 return
         else:
-            pair = self._new_authority()
-            store = read.first_store(identity.by_digest(pair.certificate), pair.key)
+            pair = self._new_authority(self._new_domain)
+            store = read.first_store(identity.by_digest(pair.certificate), self._new_domain, pair.key)
         # Server-side apply, because RBAC can limit an apply to one name even at the creation.
         await self._hub.client.apply(render.authority_secret(store.data, None))
         await self._say_of_authority(
@@ -322,9 +328,9 @@ class Certificates:
         )
         self._wake.set()
 
-    def _new_authority(self) -> KeyPair:
+    def _new_authority(self, domain: str) -> KeyPair:
         now = self._hub.client.now()
-        return read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._terms)
+        return read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._terms, domain)
 
     async def _write(self, target: _Target, store: Store) -> Holder:
         """Repair a holder's Secret if needed; return its content."""
@@ -367,7 +373,7 @@ class Certificates:
         if self._terms.mode is CertificateMode.ISSUER:
             added = _authorities_of(targets)
         elif step is RotationStep.ANNOUNCE:
-            pair = self._new_authority()
+            pair = self._new_authority(store.domain)
             added, key = identity.by_digest(pair.certificate), pair.key
         elif step is RotationStep.PROMOTE:
             added, key = {one: store.certificates[one] for one in store.authorities.next}, store.next_key
@@ -459,7 +465,7 @@ def _pair_of(secret: Object | None) -> KeyPair:
 
 
 async def _issued(
-    hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object, revoked: Mapping[str, datetime]
+    hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object, peers: PeerRules
 ) -> _Issued:
     """Apply the Certificate of one holder if it differs; `known` are the present ones by name."""
     live = known.get(wanted["metadata"]["name"])
@@ -471,7 +477,7 @@ async def _issued(
     try:
         if not read.content(secret, TLS_TRUSTED).strip():
             return _Issued(problem=f"the issuer gives no {TLS_TRUSTED}; choose an issuer that publishes its authority")
-        return _Issued(read.read_issued(secret, revoked, hub.now()), secret)
+        return _Issued(read.read_issued(secret, peers, hub.now()), secret)
     except PrfaasError as error:
         return _Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
 

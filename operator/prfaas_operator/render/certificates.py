@@ -103,12 +103,12 @@ def issued_secret(holder: str) -> str:
     return f"{certificate_name(holder)}-issued"
 
 
-def certificate(who: Identity, issuer: Issuer, life: timedelta) -> Object:
-    """Return the cert-manager Certificate of a holder."""
+def certificate(who: Identity, domain: str, issuer: Issuer, life: timedelta) -> Object:
+    """Return the cert-manager Certificate of a holder in a trust domain."""
     name = holder_name(who)
     spec = {
         "secretName": issued_secret(name),
-        "uris": [identity.uri_of(who)],
+        "uris": [identity.uri_of(who, domain)],
         "usages": list(PURPOSES),
         "duration": _duration(life),
         # At two thirds of its life, as the operator renews its own.

@@ -51,10 +51,10 @@ rights.RIGHTS.update(dict.fromkeys(rights.RIGHTS, frozenset(rights.CallerKind)))
 
 
 class Installation:
-    """An authority, and the credentials that it issued."""
+    """An authority with a trust domain of its own, and the credentials that it issued."""
 
     def __init__(self, folder: Path, name: str):
-        self.authority = identity.make_authority(name, DAYS)
+        self.authority = identity.make_authority(name, DAYS, f"{name}.prfaas.io")
         self._folder = folder / name
         self._made: dict[Identity, PeerCredentials] = {}
 

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ from prfaas.wire.kvevents import EVENTS_PATH, BlockStored, read_events
 from prfaas.wire.prefill import new_transfer
 from prfaas_transfer.credentials import PeerCredentials
 
+from ...unit.tls.mounts import Mount
 from .conftest import CALLERS, DAYS, PROMPT, SECONDS, Installation, Target, Targets, call, gets_through, leg
 
 pytestmark = pytest.mark.system
@@ -142,21 +144,25 @@ def test_events_name_no_token_of_a_prompt_even_to_those_who_may_read_them(target
 
 
 def test_a_certificate_of_another_installation_opens_no_port(
-    targets: Targets, installation: Installation, stranger: Installation
+    targets: Targets, installation: Installation, stranger: Installation, tmp_path: Path
 ):
-    """The control: it does as soon as the worker trusts the other authority, too."""
-    theirs = stranger.mount(HUB, installation.authority)
-    shown = PeerCredentials(theirs.path)
-    target, own = targets.hub, identity.issue(installation.authority, "hub", DAYS)
+    """The control: a worker that trusts the other authority, too, opens them to what that one signs for its own trust
+    domain, and for no other."""
+    domain, target = identity.domain_of(installation.authority.certificate), targets.hub
+    own = identity.issue(installation.authority, "hub", DAYS)
+    theirs = identity.issue(stranger.authority, "hub", DAYS, domain=domain)
+    insider = PeerCredentials(Mount(tmp_path).put(theirs, stranger.authority, installation.authority).path)
+    outsider = PeerCredentials(stranger.mount(HUB, installation.authority).path)
 
-    def statuses() -> list[int]:
+    def statuses(shown: PeerCredentials) -> list[int]:
         ports = (("/healthz", WORKER_API_PORT), ("/v1/role", WORKER_API_PORT), (EVENTS_PATH, WORKER_DATA_PORT))
         return [call(target, shown, "GET", path, port=port).status for path, port in ports]
 
-    assert statuses() == [0, 0, 0]
+    assert statuses(outsider) == [0, 0, 0]
     target.mount.put(own, installation.authority, stranger.authority)
     try:
-        assert statuses() == [200, 200, 200]
+        assert statuses(insider) == [200, 200, 200]
+        assert statuses(outsider) == [200, 401, 0], "a probe needs no certificate"
     finally:
         target.mount.put(own, installation.authority)
-    assert statuses() == [0, 0, 0]
+    assert statuses(insider) == [0, 0, 0]

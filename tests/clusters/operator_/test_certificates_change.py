@@ -157,14 +157,17 @@ def test_an_issuers_certificates_are_requested_copied_and_change_their_authority
 
     ground.eventually(requested, "all certificates are requested")
     spec = ground.hub.get("certificates.cert-manager.io", "prfaas-eu")["spec"]
-    assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
+    held = read(ground.hub)
+    domain = identity.check(held["tls.crt"], held["tls.key"], held["ca.crt"], datetime.now(UTC)).domain
+    assert spec["uris"] == [f"spiffe://{domain}/cluster/eu"]
+    assert domain.endswith(".prfaas.io"), "the installation's own, whoever issues"
     assert spec["issuerRef"] == {"name": "ours", "kind": "Issuer", "group": "cert-manager.io"}
     validity = identity.valid_for(datetime.now(UTC), 5)
 
     def issue(signer: identity.KeyPair) -> None:
         """Do what cert-manager would."""
         for name, (cluster, part) in HOLDERS.items():
-            pair = identity.issue(signer, cluster, validity, part)
+            pair = identity.issue(signer, cluster, validity, part, domain)
             data = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": signer.certificate}
             encoded = {key: base64.b64encode(value).decode() for key, value in data.items()}
             made = {"apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/tls", "data": encoded}

@@ -47,6 +47,16 @@ def test_a_buyer_has_a_certificate_that_is_of_no_cluster(made: Path, tmp_path: P
     assert "`prfaas certs buyer`" in str(refused.exception)
 
 
+def test_each_authority_has_a_trust_domain_of_its_own_and_a_successor_the_one_that_it_is_given(
+    made: Path, tmp_path: Path
+):
+    ours = identity.domain_of((made / "ca" / "ca.crt").read_bytes())
+    for name, flags, is_ours in (("new", ("--domain", ours), True), ("other", (), False)):
+        assert certs("init", "--out", tmp_path / name, *flags).exit_code == 0
+        assert (identity.domain_of((tmp_path / name / "ca.crt").read_bytes()) == ours) is is_ours
+    assert "can be no trust domain" in str(certs("init", "--out", tmp_path / "x", "--domain", "A/b").exception)
+
+
 def test_only_their_owner_may_read_keys(made: Path):
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in made.rglob("*.*")}
     assert {mode for path, mode in modes.items() if path.suffix == ".key"} == {0o600}
@@ -61,6 +71,7 @@ def test_show_tells_whose_it_is_until_when_and_that_the_chain_is_good(made: Path
     assert end - begin - identity.CLOCK_SKEW == timedelta(hours=24), "by default"
     assert document["not_before"] < document["renew_after"] < document["not_after"]
     assert "PRIVATE" not in shown.stdout
+    assert document["domain"] == identity.domain_of((made / "ca" / "ca.crt").read_bytes())
     assert "cluster    eu" in certs("show", made / "eu").stdout
 
 
@@ -103,7 +114,11 @@ def test_reports_mistakes_in_one_sentence(arguments: list[str], message: str):
 @pytest.mark.system
 def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
     page = (Path(__file__).parents[3] / "docs/operate/tls.md").read_text()
-    lines = [line.strip() for line in page.splitlines() if line.startswith(("    prfaas certs", "    cp ", "    cat "))]
+    lines = [
+        line.strip()
+        for line in page.splitlines()
+        if line.startswith(("    prfaas certs", "    domain=", "    cp ", "    cat "))
+    ]
     script = "set -e\n" + "\n".join(lines)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
@@ -117,3 +132,5 @@ def test_the_commands_of_the_tls_page_run_one_after_the_other(tmp_path):
     assert len(lines) > 5
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "both.crt").read_text().count("BEGIN CERTIFICATE") == 2
+    old, new = (identity.domain_of((tmp_path / name / "ca.crt").read_bytes()) for name in ("ca", "new"))
+    assert old == new

@@ -141,7 +141,7 @@ def test_a_clusters_certificate_can_issue_none(tmp_path, authority):
     # As a signer would that does not use this module.
     key = serialization.load_pem_private_key(leaf.key, None)
     signer = x509.load_pem_x509_certificate(leaf.certificate)
-    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "evil")])
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("spiffe://prfaas.io/cluster/evil")])
     forged = (
         x509.CertificateBuilder(signer.subject, signer.subject, key.public_key(), 1, YEAR.not_before, YEAR.not_after)
         .add_extension(names, critical=False)
@@ -199,7 +199,10 @@ def test_names_that_no_member_cluster_can_have_are_refused(authority, name: str)
         ["spiffe://prfaas.io/cluster/a/gateway/worker"],
         ["spiffe://prfaas.io/cluster//gateway"],
         ["spiffe://prfaas.io/cluster/HUB"],
-        ["spiffe://example.com/cluster/hub"],
+        ["spiffe:///cluster/hub"],
+        ["spiffe://EXAMPLE.com/cluster/hub"],
+        ["spiffe://a/b/cluster/hub"],
+        ["spiffe://prfaas.io"],
         ["https://prfaas.io/cluster/hub"],
         ["spiffe://prfaas.io/cluster/hub", "spiffe://prfaas.io/cluster/eu"],
         ["spiffe://prfaas.io/cluster/hub", "https://example.com"],
@@ -237,7 +240,7 @@ def test_certificates_of_other_issuers_may_have_other_kinds_of_keys(authority):
         serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
     )
     signer = x509.load_pem_x509_certificate(authority.certificate)
-    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(identity.URI_PREFIX + "hub")])
+    names = x509.SubjectAlternativeName([x509.UniformResourceIdentifier("spiffe://prfaas.io/cluster/hub")])
     made = (
         x509.CertificateBuilder(signer.subject, x509.Name([]), key.public_key(), 1, YEAR.not_before, YEAR.not_after)
         .add_extension(names, critical=True)
@@ -278,3 +281,33 @@ def test_a_list_of_revoked_clusters_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="no list of revoked clusters"):
         identity.read_revoked(text)
     assert identity.read_revoked(identity.write_revoked({"eu": NOW})) == {"eu": NOW}
+
+
+def test_the_same_name_in_another_installation_is_a_stranger_even_under_the_same_authority(authority):
+    """The control: its own installation accepts it, and so does a tool that belongs to none."""
+    theirs = identity.issue(authority, "hub", identity.valid_for(NOW, 1), "gateway", "theirs.prfaas.io")
+    with pytest.raises(IdentityError, match=r"of another installation: its trust domain is 'theirs\.prfaas\.io'"):
+        identity.check_peer(der(theirs), authority.certificate, NOW, identity.PeerRules(domain="ours.prfaas.io"))
+    for rules in (identity.PeerRules(domain="theirs.prfaas.io"), EVERYBODY):
+        assert identity.check_peer(der(theirs), authority.certificate, NOW, rules) == ("hub", "gateway")
+    facts = identity.check(theirs.certificate, theirs.key, authority.certificate, NOW)
+    assert (facts.domain, facts.identity) == ("theirs.prfaas.io", ("hub", "gateway"))
+
+
+def test_an_authority_signs_for_its_trust_domain_and_one_that_names_none_for_the_common_one(authority):
+    ours = identity.make_authority("ours", YEAR, "ours.prfaas.io")
+    for signer, domain in ((ours, "ours.prfaas.io"), (authority, "prfaas.io")):
+        for name in ("hub", "buyer/acme"):
+            pair = identity.issue(signer, name, identity.valid_for(NOW, 1))
+            facts = identity.check(pair.certificate, pair.key, signer.certificate, NOW)
+            assert (facts.domain, facts.cluster) == (domain, name)
+    nameless = identity.issue_server(authority, "x", ["example.com"], YEAR).certificate
+    assert identity.domain_of(nameless) == "prfaas.io"
+
+
+@pytest.mark.parametrize("domain", ["A.b", "a/b", "a b", "a" * 256])
+def test_nothing_is_issued_under_what_can_be_no_trust_domain(authority, domain):
+    with pytest.raises(ConfigError, match="can be no trust domain"):
+        identity.issue(authority, "hub", identity.valid_for(NOW, 1), domain=domain)
+    with pytest.raises(ConfigError, match="can be no trust domain"):
+        identity.make_authority("ours", YEAR, domain)

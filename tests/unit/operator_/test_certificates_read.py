@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from prfaas import identity
-from prfaas.errors import ConfigError
+from prfaas.errors import ConfigError, IdentityError
 from prfaas.rights import Identity
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan import certificates_read as read
@@ -16,7 +16,7 @@ from prfaas_operator.render import certificates as render
 NOW = datetime.now(UTC).replace(microsecond=0)
 DAY = timedelta(days=1)
 TERMS = Terms(life=30 * DAY, authority_life=365 * DAY, settling=timedelta(minutes=3))
-ONE, TWO = (read.make_authority(name, NOW, TERMS) for name in ("one", "two"))
+ONE, TWO = (read.make_authority(name, NOW, TERMS, "ours.prfaas.io") for name in ("one", "two"))
 
 
 def secret(data: dict[str, bytes], **metadata) -> dict:
@@ -25,7 +25,7 @@ def secret(data: dict[str, bytes], **metadata) -> dict:
 
 
 def store_of(pair: identity.KeyPair) -> read.Store:
-    first = read.first_store(identity.by_digest(pair.certificate), pair.key)
+    first = read.first_store(identity.by_digest(pair.certificate), "ours.prfaas.io", pair.key)
     return read.read_store(secret(first.data), NOW)
 
 
@@ -118,8 +118,8 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
 def test_requests_the_uri_both_usages_and_a_renewal_at_two_thirds_of_cert_manager():
     terms = terms_of(CertificateMode.ISSUER, "ClusterIssuer.cert-manager.io/ours", 2160, 0.1, 60)
     assert terms.issuer is not None
-    spec = render.certificate(Identity("eu"), terms.issuer, terms.life)["spec"]
-    assert spec["uris"] == ["spiffe://prfaas.io/cluster/eu"]
+    spec = render.certificate(Identity("eu"), "ours.prfaas.io", terms.issuer, terms.life)["spec"]
+    assert spec["uris"] == ["spiffe://ours.prfaas.io/cluster/eu"]
     assert {"client auth", "server auth"} <= set(spec["usages"])
     assert (spec["duration"], spec["renewBefore"]) == ("2160h0m0s", "720h0m0s")
     assert spec["issuerRef"] == {"name": "ours", "kind": "ClusterIssuer", "group": "cert-manager.io"}
@@ -138,3 +138,36 @@ def test_requests_the_uri_both_usages_and_a_renewal_at_two_thirds_of_cert_manage
 def test_settings_that_do_not_fit_together_are_refused(mode, issuer, hours, authority_hours):
     with pytest.raises(ConfigError):
         terms_of(mode, issuer, hours, authority_hours, 60)
+
+
+def test_what_can_be_no_trust_domain_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="can be no trust domain"):
+        terms_of(CertificateMode.OPERATOR, "", 24, 240, 60, "Example.com")
+    assert terms_of(CertificateMode.OPERATOR, "", 24, 240, 60, "example.com").domain == "example.com"
+
+
+def test_an_installation_keeps_its_trust_domain_and_one_from_before_there_were_any_the_common_one():
+    store = store_of(ONE)
+    promoted = read.advance(store, RotationStep.PROMOTE, identity.by_digest(TWO.certificate), TWO.key)
+    assert read.read_store(secret(promoted.data), NOW).domain == "ours.prfaas.io"
+    # A person put back the certificate alone: it names the domain.
+    assert read.read_store(secret({"tls.crt": ONE.certificate}), NOW).domain == "ours.prfaas.io"
+    stranger = identity.issue_server(ONE, "an issuer's", ["example.com"], identity.valid_for(NOW, 1))
+    of_an_issuer = {"tls.crt": stranger.certificate}
+    assert read.read_store(secret(of_an_issuer), NOW).domain == "prfaas.io"
+    assert read.read_store(secret(of_an_issuer | {"trust-domain": b"ours.prfaas.io\n"}), NOW).domain == "ours.prfaas.io"
+
+
+def test_a_certificate_of_another_trust_domain_is_replaced_although_the_same_authority_signed_it():
+    """The control: one of this installation is not."""
+    store = store_of(ONE)
+    for domain, problem in (("theirs.prfaas.io", "the trust domain"), ("ours.prfaas.io", "")):
+        pair = read.issue(store._replace(domain=domain), Identity("eu"), NOW, TERMS)
+        found = read.read_held(render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW), store, NOW)
+        assert (found.leaf is None, problem in found.problem) == (bool(problem), True)
+        issued = secret({"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": store.bundle})
+        if problem:
+            with pytest.raises(IdentityError, match=r"is 'theirs\.prfaas\.io', and 'ours\.prfaas\.io' was expected"):
+                read.read_issued(issued, store.peers, NOW)
+        else:
+            assert read.read_issued(issued, store.peers, NOW) == found.leaf

@@ -177,7 +177,10 @@ def test_a_certificate_without_a_cluster_is_refused_though_its_authority_is_know
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.load_cert_chain(folder / "own.crt", folder / "own.key")
     sock, accepted = served(eu)
-    with context.wrap_socket(sock), pytest.raises(IdentityError, match=f"names no cluster.* one {identity.URI_PREFIX}"):
+    with (
+        context.wrap_socket(sock),
+        pytest.raises(IdentityError, match=r"names no cluster.* one spiffe://DOMAIN/cluster/"),
+    ):
         accepted.result()
 
 
