@@ -139,10 +139,21 @@ def test_workers_of_a_member_need_no_route_back(member):
     assert {port["port"] for rule in policy["egress"] if "to" not in rule for port in rule["ports"]} == {53}
 
 
-def test_without_the_hubs_addresses_a_member_opens_its_two_ports_to_all(member):
-    """The one rule of both charts without a source; the notes say so, and TLS decides."""
+def test_without_the_hubs_addresses_a_member_opens_its_ports_to_its_own_workers_alone(member, render):
+    """The control: a range opens them to everybody."""
+
+    everybody = {"ipBlock": {"cidr": "0.0.0.0/0"}}
+
+    def open_to_all(objects: list[dict[str, Any]]) -> set[int]:
+        rules = [rule for policy in policies(objects).values() for rule in policy["ingress"]]
+        opened = [rule for rule in rules if "from" not in rule or everybody in rule["from"]]
+        return {number for rule in opened for port in rule["ports"] for number in numbers(port)}
+
+    assert open_to_all(member) == set()
+    assert open_to_all(render("prfaas-member", "--set", "networkPolicy.hubCidrs={0.0.0.0/0}")) >= WORKER_PORTS
     policy = about(policies(member), WORKER)
-    assert ports_open_to(policy, {"app": "anybody"}) == WORKER_PORTS
+    assert ports_open_to(policy, WORKER) == WORKER_PORTS
+    assert ports_open_to(policy, {"app": "anybody"}) == set()
 
 
 @pytest.mark.parametrize("values", VARIANTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
@@ -152,7 +163,7 @@ def test_every_policy_denies_both_ways_and_every_rule_names_its_ports(render, va
         rules = [*policy["ingress"], *policy["egress"]]
         assert rules
         assert all(rule["ports"] for rule in rules)
-        assert all(rule["from"] for rule in policy["ingress"] if "from" in rule), "an empty list would admit all"
+        assert all(rule["from"] for rule in policy["ingress"]), "an empty list would admit all"
 
 
 def test_admits_no_scraper_where_none_is_named(render):
@@ -196,9 +207,7 @@ def test_every_port_that_the_operator_renders_for_an_engine_is_open_to_its_peers
     template = pool_deployment.deployment(pool, None)["spec"]["template"]
     labels, (container,) = template["metadata"]["labels"], template["spec"]["containers"]
     opened = {port["containerPort"] for port in container["ports"]}
-    found = policies(
-        render(chart, "--set", "networkPolicy.hubCidrs={192.0.2.0/24}") if chart != "prfaas" else render(chart)
-    )
+    found = policies(render(chart))
     mine = [policy for policy in found.values() if selects(policy["podSelector"], labels)]
     assert opened <= {number for policy in mine for number in ports_open_to(policy, WORKER)}
     assert opened <= {number for policy in mine for number in ports_reached(policy)}

@@ -187,5 +187,6 @@ def test_notes_give_the_next_command(helm):
 
 def test_notes_say_who_may_reach_the_members_workers(helm):
     install = ("install", "release", ROOT / "charts/prfaas-member", "-n", "here", "--dry-run=client")
-    assert "opens these two ports to everybody" in helm(*install)
+    assert "closes these ports to the hub" in (closed := helm(*install))
+    assert "helm upgrade release CHART -n here --reuse-values --set 'networkPolicy.hubCidrs={HUB_CIDR}'" in closed
     assert "lets 192.0.2.0/24 reach these ports" in helm(*install, "--set", "networkPolicy.hubCidrs={192.0.2.0/24}")

@@ -123,5 +123,5 @@ def test_a_hole_is_found_to_the_byte_and_what_crosses_it_is_measured(measured):
 
 def test_a_limit_that_is_reported_is_no_hole_and_a_stranger_is_not_taken_for_the_probe(measured):
     seen = measured.limit.result()
-    assert (seen["lost"], seen["packet_bytes"]) == ("", LIMIT_BYTES)
+    assert (seen["lost"], seen["packet_bytes"], seen["hub_address"]) == ("", LIMIT_BYTES, "10.77.1.2")
     assert seen["ports"] == {"8000": "stranger", "8001": "open", "8002": "refused"}

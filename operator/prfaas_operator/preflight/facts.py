@@ -73,6 +73,8 @@ class PathFacts(msgspec.Struct, frozen=True):
     api: str
     """The same for the member's API server."""
     prometheus: Scrape | None = None
+    hub_address: str = ""
+    """Of a pod in the hub, as the member sees it."""
     packet_bytes: int = 0
     """Largest packet that crosses both ways."""
     sent_bytes: int = 0

@@ -61,6 +61,11 @@ def of_path(path: PathFacts, server: str) -> Iterator[Finding]:
     yield from _ports(path.ports)
     if not any(state == "open" for state in path.ports.values()):
         return
+    if path.hub_address:
+        text = (
+            f"the member sees {path.hub_address}: name its range in networkPolicy.hubCidrs of the chart prfaas-member"
+        )
+        yield Finding("hub's address", "ok", text)
     yield _packets(path)
     if path.round_trip_seconds is None:
         yield Finding("round trip", "failed", "no byte came back", "look for loss on the path")

@@ -66,7 +66,9 @@ def answer(connection: socket.socket, token: str) -> None:
         if said != token:
             return
         connection.sendall(f"{token}\n".encode())
-        if verb == "echo":
+        if verb == "who":
+            connection.sendall(f"{connection.getpeername()[0]}\n".encode())
+        elif verb == "echo":
             while byte := connection.recv(1):
                 connection.sendall(byte)
         elif verb == "packets":
@@ -128,6 +130,11 @@ class Path:
             else:
                 self._answered.set()
                 return "open"
+
+    def own_address(self, port: int) -> str:
+        """Return the address that connections from here have in the member."""
+        with self.open(port, "who") as connection:
+            return read_line(connection)
 
     def packets(self, port: int) -> dict[str, Any]:
         """Measure the largest packet that crosses both ways; where larger ones vanish, send none from then on."""
@@ -280,6 +287,7 @@ def measure(path: Path, ports: list[int], api: str, prometheus: Iterable[str]) -
     if usable := [port for port in ports if states[port] == "open"]:
         seen.update(path.packets(usable[0]))
         with suppress(OSError, ValueError):
+            seen["hub_address"] = path.own_address(usable[0])
             seen["round_trip_seconds"] = path.round_trip_seconds(usable[0])
         seen["mbps"] = {str(count): path.mbps(usable[0], count) for count in (1, 4)}
     return seen

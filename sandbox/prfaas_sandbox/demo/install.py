@@ -23,6 +23,8 @@ MEMBER = "prefill-eu"
 POLICY = "kimi"
 MODEL = "kimi-linear-tiny"
 OFFLOAD_POOL = "offload"
+HUB_CIDR = "10.0.0.0/8"
+"""The hub's pods have addresses of it in the sandbox and in kind."""
 COMMAND_TIMEOUT_SECONDS = 240.0
 TIMED_OUT = "timed out waiting for the condition"  # kubectl's words
 
@@ -90,7 +92,7 @@ class ExampleInstallation:
         report("helm install prfaas and prfaas-member")
         await asyncio.gather(
             self.helm_install(environment.hub, "prfaas", *operator_values(environment.images)),
-            self.helm_install(environment.member, "prfaas-member"),
+            self.helm_install(environment.member, "prfaas-member", "--set", f"networkPolicy.hubCidrs={{{HUB_CIDR}}}"),
         )
         report(f"prfaas cluster join {MEMBER}")
         await self.join(link_mbps)

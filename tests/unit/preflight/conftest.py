@@ -13,6 +13,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 WELL = PathFacts(
     ports={str(port): "open" for port in (*REQUIRED_PORTS, *engine_ports())},
     api="open",
+    hub_address="192.0.2.7",
     packet_bytes=1500,
     sent_bytes=1500,
     round_trip_seconds=0.02,

@@ -116,6 +116,13 @@ def test_without_a_route_the_cure_is_a_route_and_nothing_is_measured():
     assert all("route the member's pods' addresses" in text for _, text in found.values())
 
 
+def test_a_path_says_which_address_the_members_chart_must_admit():
+    """The control: a path that nothing crossed knows none."""
+    (said,) = (one for one in findings.of_path(WELL, SERVER) if one.check == "hub's address")
+    assert (said.level, "sees 192.0.2.7: name its range in networkPolicy.hubCidrs" in said.text) == ("ok", True)
+    assert not [one for one in findings.of_path(path(hub_address=""), SERVER) if one.check == "hub's address"]
+
+
 def test_a_path_that_reports_a_small_limit_is_no_hole():
     assert wrong(findings.of_path(path(packet_bytes=1280, sent_bytes=1280), SERVER)) == {}
 
