@@ -3,6 +3,10 @@
 A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every use compares
 four file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
 files stay in use.
+
+A certificate that nobody renews runs out. The process then goes on with its own cluster alone, whose certificates run
+out as well (`identity.RanOut`), and with a renewed one it waits until the others have theirs. Before that nothing is
+different: OpenSSL itself checks all times.
 """
 
 import datetime
@@ -26,6 +30,11 @@ FILES: Final = (TLS_CERT, TLS_KEY, TLS_TRUSTED)
 RETRY_SECONDS: Final = 1.0
 """Interval of re-reads of unusable files that did not change."""
 
+SETTLE_SECONDS: Final = 180.0
+"""A kubelet brings a changed Secret to all pods within this time."""
+_NO_CHECK_TIME: Final = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h: `identity.check_peer` checks the time instead."""
+
 T = TypeVar("T")
 C = TypeVar("C", bound=ssl.SSLContext)
 
@@ -44,6 +53,24 @@ class Files(NamedTuple):
     """The bundle in the form that OpenSSL loads."""
     peers: identity.PeerRules
 
+    @property
+    def ran_out(self) -> bool:
+        """Only the own cluster is reached, and reaches us."""
+        return self.peers.ran_out is not None
+
+    @property
+    def why_alone(self) -> str:
+        """A sentence for that case."""
+        if utc_now() < identity.runs_out(self.validity):
+            return (
+                f"the certificate was renewed late: only cluster {self.cluster!r} is reached until all instances there "
+                f"have theirs, for {SETTLE_SECONDS:.0f} s"
+            )
+        return (
+            f"the certificate ends at {self.validity.not_after:%F %R} UTC, and only cluster {self.cluster!r} takes it; "
+            "renew it: newer files are used at once"
+        )
+
 
 class CredentialFiles(Generic[T]):
     """Makes an object from the files of a directory, and makes it anew when the files change. Thread-safe.
@@ -59,25 +86,35 @@ class CredentialFiles(Generic[T]):
         self._watched.changed()  # from here on
         self._once = LogOnce(log)
         self._retry_at = 0.0
+        self._recovering: identity.RanOut | None = None
+        self._settled_at = 0.0
         self.problem = ""
         """Why newer files are not in use; empty if they are."""
         try:
-            self._files = self._read(1)
+            self._files = self._judged(self._read(1))
             self._made = self._use(self._files)
         except PrfaasError as error:
             raise ConfigError(f"--tls-dir {directory}: {error}") from error
+        self._warn()
 
     def now(self) -> T:
-        """Return the object for new connections, made anew if the files changed."""
+        """Return the object for new connections, made anew if the files changed, ran out, or count everywhere again."""
         with self._lock:
             if self._watched.changed() or (self.problem and time.monotonic() >= self._retry_at):
                 self._retry_at = time.monotonic() + RETRY_SECONDS
                 self._renew()
+            if (judged := self._judged(self._files)) != self._files:
+                judged = judged._replace(generation=judged.generation + 1)
+                self._made, self._files = self._use(judged), judged
+                self._warn()
             return self._made
 
     def _renew(self) -> None:
         try:
             files = self._read(self._files.generation + 1)
+            if (ran_out := self._files.peers.ran_out) is not None:
+                self._recovering, self._settled_at = ran_out, time.monotonic() + SETTLE_SECONDS
+            files = self._judged(files)
             self._made = self._use(files)
         except PrfaasError as error:
             self.problem = str(error)
@@ -90,9 +127,23 @@ class CredentialFiles(Generic[T]):
             ends = files.validity.not_after
             log.info("credentials of cluster %s are in use, valid until %s", files.cluster, f"{ends:%F %R} UTC")
 
+    def _judged(self, files: Files) -> Files:
+        """Return files with whom alone we accept, if they ran out, or others of the cluster have no new ones yet."""
+        ran_out = self._recovering if time.monotonic() < self._settled_at else None
+        if utc_now() >= identity.runs_out(files.validity):
+            ran_out = identity.RanOut(files.cluster, files.validity.not_before)
+        return files._replace(peers=files.peers._replace(ran_out=ran_out))
+
+    def _warn(self) -> None:
+        if self._files.ran_out:
+            log.warning("%s: %s", self.directory, self._files.why_alone)
+
     def _read(self, generation: int) -> Files:
         certificate, key, authorities = (self._bytes(name) for name in FILES)
-        facts = identity.check(certificate, key, authorities, utc_now())
+        now = utc_now()
+        # At the start there are no former ones, and the own cluster takes an expired one.
+        moment = now if generation > 1 else min(now, identity.validity_of_pem(certificate).not_after)
+        facts = identity.check(certificate, key, authorities, moment)
         trusted = identity.bundle(authorities).decode()
         peers = identity.PeerRules(self._revoked(), facts.domain)
         return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted, peers)
@@ -136,6 +187,15 @@ def load(context: ssl.SSLContext, files: Files) -> None:
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}", password="")  # and never asks a terminal
     context.load_verify_locations(cadata=files.trusted)
+    check_times(context, files)
+
+
+def check_times(context: ssl.SSLContext, files: Files) -> None:
+    """Let OpenSSL check the times of certificates, unless expired ones count: see `identity.check_peer`."""
+    if files.ran_out:
+        context.verify_flags |= _NO_CHECK_TIME
+    else:
+        context.verify_flags &= ~_NO_CHECK_TIME
 
 
 def utc_now() -> datetime.datetime:

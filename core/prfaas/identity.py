@@ -68,6 +68,17 @@ class KeyPair:
     key: bytes = field(repr=False)
 
 
+class RanOut(NamedTuple):
+    """Our own certificate has run out, because nobody renewed it: only our own cluster is accepted.
+
+    Its certificates run out like ours, so expired ones count there. What ended before `since` does not: it was replaced
+    while renewals still came.
+    """
+
+    cluster: str
+    since: datetime.datetime
+
+
 class PeerRules(NamedTuple):
     """Whom an instance accepts, beside what its authorities say."""
 
@@ -75,6 +86,8 @@ class PeerRules(NamedTuple):
     """By cluster: its certificates that began before this time are refused, however long they are valid."""
     domain: str = ""
     """The installation's trust domain. Empty: any, for tools that belong to no installation."""
+    ran_out: RanOut | None = None
+    """None while our own certificate is good."""
 
 
 class CertificateFacts(NamedTuple):
@@ -99,6 +112,12 @@ def valid_for(now: datetime.datetime, days: float) -> Validity:
 def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -> datetime.datetime:
     """Return the time to replace a certificate: a third of its life before its end."""
     return not_before + (not_after - not_before) * RENEW_AFTER
+
+
+def runs_out(validity: Validity) -> datetime.datetime:
+    """Return when a certificate counts as run out: ten minutes of a day before its end. So all instances of a cluster
+    agree on it before the first of them meets an end, whatever their clocks say."""
+    return validity.not_after - (validity.not_after - validity.not_before) / 144
 
 
 def new_domain() -> str:
@@ -229,10 +248,14 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
     """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too. Raises IdentityError."""
     try:
         leaf = x509.load_der_x509_certificate(der)
-        _check_time(leaf, now)
+        # Where an expired one may count, it is judged as at its end.
+        moment = now if peers.ran_out is None else min(now, leaf.not_valid_after_utc)
+        _check_time(leaf, moment)
         if trusted is not None:
-            _check_chain(leaf, [], _load_all(trusted), now)
+            _check_chain(leaf, [], _load_all(trusted), moment)
         domain, found = _named_by(leaf)
+        if peers.ran_out is not None:
+            _check_alone(leaf, found, peers.ran_out)
         if peers.domain not in ("", domain):
             raise IdentityError(
                 f"{_describe(leaf)} is of another installation: its trust domain is {domain!r}, and ours is "
@@ -246,6 +269,18 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
         return found
     except ValueError as error:
         raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
+
+
+def _check_alone(leaf: x509.Certificate, found: Identity, ours: RanOut) -> None:
+    if found.cluster != ours.cluster:
+        raise IdentityError(
+            f"{_describe(leaf)} is not of cluster {ours.cluster!r}, and nobody else is accepted while our own "
+            "certificate has run out; renew ours"
+        )
+    if leaf.not_valid_after_utc < ours.since:
+        raise IdentityError(
+            f"{_describe(leaf)} expired at {leaf.not_valid_after_utc:%F %R} UTC, before ours began; renew it"
+        )
 
 
 def is_revoked(who: Identity, validity: Validity, revoked: Mapping[str, datetime.datetime]) -> bool:

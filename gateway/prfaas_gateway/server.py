@@ -104,6 +104,8 @@ async def serving(config: GatewayOptions) -> AsyncIterator[RunningGateway]:
     tracing = tracing_from_environment("prfaas-gateway", {"prfaas.policy": config.policy})
     auth = Auth(KeyRing(config.keys_dir) if config.keys_dir else None, shared_cache=config.shared_cache)
     credentials = GatewayCredentials(config.tls_dir) if config.tls_dir else None
+    if credentials is not None:
+        state.is_alone = lambda: credentials.ran_out
     async with Upstream(config.limits, credentials) as upstream:
         context = ModelContext(state, upstream)
         parts = GatewayParts(

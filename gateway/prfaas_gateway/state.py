@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from prfaas.errors import CapacityError, InternalError
 from prfaas.routing.affinity import cheapest_rank
 from prfaas.routing.facts import (
@@ -56,6 +58,8 @@ class GatewayState:
         self.retry_budget = RetryBudget(clock())
         self.quarantine = Quarantine()
         self.draining = False
+        self.is_alone: Callable[[], bool] = lambda: False
+        """Whether our certificate has run out, so that no other cluster takes our requests."""
         self._update: ThresholdUpdate | None = None
         self._update_expires = 0.0
         self._learned: dict[str, Profile] = {}
@@ -104,7 +108,8 @@ class GatewayState:
         """Return the routing rule in force, or None before the first table."""
         if self.table is None:
             return None
-        return rule_in_force(self.table, self._unexpired())
+        rule = rule_in_force(self.table, self._unexpired())
+        return replace(rule, offload_clusters=frozenset()) if self.is_alone() else rule
 
     def _unexpired(self) -> ThresholdUpdate | None:
         return self._update if self.clock() < self._update_expires else None

@@ -330,6 +330,11 @@ class GatewayCredentials:
     def __init__(self, directory: Path):
         self._known = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
 
+    @property
+    def ran_out(self) -> bool:
+        """Our certificate has run out: no other cluster takes it."""
+        return self._known.now().files.ran_out
+
     def context(self, cluster: str) -> ssl.SSLContext:
         """Return the context for workers of a cluster; it is the same until the files change."""
         files, contexts = self._known.now()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas import identity
-from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
+from prfaas.credentials import CredentialFiles, Files, check_times, load, tls13, utc_now
 from prfaas.errors import IdentityError, PeerError, ProtocolError, UnreachableError
 from prfaas.rights import Identity
 
@@ -65,7 +65,8 @@ class PeerCredentials:
     start."""
 
     def __init__(self, directory: str | Path):
-        self._current = CredentialFiles(directory, _contexts)
+        self._ports: list[Context] = []
+        self._current = CredentialFiles(directory, self._make)
 
     @property
     def cluster(self) -> str:
@@ -96,12 +97,19 @@ class PeerCredentials:
         changed = checked_by not in (None, files.authorities)
         return identity.check_peer(certificate, files.authorities if changed else None, utc_now(), files.peers)
 
-    def require_valid(self) -> None:
-        ends = self.now().files.validity.not_after
-        if utc_now() > ends:
+    @property
+    def why_alone(self) -> str:
+        """The reason why only our own cluster is reached and reaches us, or empty."""
+        files = self.now().files
+        return files.why_alone if files.ran_out else ""
+
+    def require_valid_for(self, cluster: str) -> None:
+        """Raise IdentityError if another cluster takes our certificate no longer."""
+        files = self.now().files
+        if files.ran_out and cluster != files.cluster:
             raise IdentityError(
-                f"our own certificate in {self._current.directory} expired at {ends:%F %R} UTC; renew it: newer files "
-                f"are used at once{f', but not these: {self.problem}' if self.problem else ''}"
+                f"our own credentials in {self._current.directory}: {files.why_alone}"
+                f"{f', but not these: {self.problem}' if self.problem else ''}"
             )
 
     def api_context(self) -> ssl.SSLContext:
@@ -114,9 +122,16 @@ class PeerCredentials:
         # OpenSSL calls this in each handshake: the one moment at which a listener's context can be exchanged.
         lasting.sni_callback = use_current
         # A connection copies it when it is made, before the callback, and keeps it: the exchanged context's does not
-        # count.
+        # count. The same holds for what `check_times` sets.
         lasting.verify_mode = ssl.CERT_OPTIONAL
+        check_times(lasting, self.now().files)
+        self._ports.append(lasting)
         return lasting
+
+    def _make(self, files: Files) -> Contexts:
+        for lasting in self._ports:
+            check_times(lasting, files)
+        return _contexts(files)
 
 
 def _contexts(files: Files) -> Contexts:

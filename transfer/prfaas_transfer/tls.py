@@ -38,7 +38,7 @@ def connect_tls(sock: socket.socket, credentials: PeerCredentials, seconds: floa
     only with the first bytes: see credentials.py. Raises IdentityError for a wrong certificate, else as
     `accept_tls`."""
     contexts = credentials.now()
-    credentials.require_valid()
+    credentials.require_valid_for(expected_cluster)
     channel = _handshake(sock, partial(TlsChannel, context=contexts.client, server_side=False), seconds)
     return TlsStream(channel, _prove(channel, credentials, contexts, expected_cluster))
 

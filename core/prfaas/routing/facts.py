@@ -23,7 +23,7 @@ RouteReason = Literal[
     "AboveThreshold",  # l > t and an offload pool can serve
     "WithinThreshold",  # l <= t
     "Cheaper",  # the prices in force say so, in mode Priced
-    "OffloadDisabled",  # l > t, but no link is alive, or the policy's threshold mode is Disabled
+    "OffloadDisabled",  # l > t, but no link is alive, our certificate has run out, or mode is Disabled
     "NoOffloadCluster",  # l > t, but every cluster is unreachable or its datacenter forbidden
     "NoOffloadInstance",  # l > t, but no instance there is Ready and in use
     "NoHandOff",  # l > t, but the engine cannot hand over the cache of such a request

@@ -104,12 +104,14 @@ class SecretContent(NamedTuple):
 class Holder(NamedTuple):
     """Who has a certificate: a cluster, and beside it the hub's gateways.
 
-    `held` None: its cluster is not reached. `issued`: the issuer's certificate for it, if any.
+    `held` None: its cluster is not reached. `issued`: the issuer's certificate for it, if any. `beside`: the end of the
+    other certificate of its cluster. Both end together: while one is good, its holder refuses an expired one.
     """
 
     identity: Identity
     held: SecretContent | None
     issued: Leaf | None = None
+    beside: datetime | None = None
 
     @property
     def name(self) -> str:
@@ -269,6 +271,7 @@ def _wants_certificate(
         or leaf.identity != holder.identity
         or leaf.authority not in authorities.current
         or _is_due(leaf, terms, now)
+        or (holder.beside is not None and holder.beside - leaf.validity.not_after > identity.CLOCK_SKEW)
     )
 
 

@@ -189,6 +189,12 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
     return SecretContent(leaf, trusted, _written_at(secret), problem, _read_revoked(secret))
 
 
+def end_of(secret: Secret | None, store: Store, now: datetime) -> datetime | None:
+    """Return when the certificate of a Secret ends; None: it has no usable one."""
+    leaf = read_held(secret, store, now).leaf
+    return leaf.validity.not_after if leaf is not None else None
+
+
 def read_issued(secret: Secret, peers: identity.PeerRules, now: datetime) -> Leaf:
     """Read an issuer's certificate for a holder. Raises PrfaasError: it cannot be used."""
     return _leaf(secret, content(secret, TLS_TRUSTED), peers, now)

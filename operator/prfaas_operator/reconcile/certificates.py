@@ -222,7 +222,9 @@ class Certificates:
         except PrfaasError as error:
             await self._hold(targets, reason_of(error), str(error))
             return
-        holders = [await self._write(target, store) for target in targets]
+        ends = {one.name: read.end_of(one.secret, store, now) for one in targets if one.who.cluster == HUB}
+        beside = {HUB: ends.get(GATEWAYS), GATEWAYS: ends.get(HUB)}
+        holders = [await self._write(target, store, beside.get(target.name)) for target in targets]
         await self._step(live, store, holders, targets)
         self._once.forget("authority")  # a problem that comes again is logged again
         self._tell(store, holders)
@@ -332,11 +334,11 @@ class Certificates:
         now = self._hub.client.now()
         return read.make_authority(f"prfaas {now:%F}-{random.token_hex(4)}", now, self._terms, domain)
 
-    async def _write(self, target: _Target, store: Store) -> Holder:
+    async def _write(self, target: _Target, store: Store, beside: datetime | None) -> Holder:
         """Repair a holder's Secret if needed; return its content."""
         now, issued = self._hub.client.now(), target.issued
         held = None if target.cluster is None else read.read_held(target.secret, store, now)
-        holder = Holder(target.who, held, issued.leaf)
+        holder = Holder(target.who, held, issued.leaf, beside)
         what = plan.wanted(store.authorities, holder, self._terms, now)
         if target.cluster is None or held is None:
             return holder

@@ -159,6 +159,16 @@ async def test_every_header_of_ours_stands_in_the_answer_once(world, short):
         assert "keep-alive" not in response.headers
 
 
+async def test_while_our_certificate_has_run_out_every_prompt_stays_here_and_the_gateway_ready(world, long):
+    """The control: before that, the prompt is offloaded."""
+    await world.start("d0", "x0")
+    assert (await world.post(long)).headers[headers.DECISION] == "offload"
+    world.state.is_alone = lambda: True
+    got = await world.post(long)
+    assert (got.status, got.headers[headers.DECISION]) == (200, "local")
+    assert (await world.get("/readyz")).status == 200
+
+
 async def test_the_answer_says_what_was_decided(world, short, long):
     await world.start("d0", "p0", "x0")
     got = (await world.post(short)).headers

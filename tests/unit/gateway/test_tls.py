@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from prfaas import identity
 from prfaas.credentials import FILES
@@ -18,13 +19,14 @@ from prfaas_gateway.upstream import GatewayCredentials, Upstream
 
 NOW = datetime.datetime.now(datetime.UTC)
 WEEK = identity.valid_for(NOW, 7)
+ENDED = identity.Validity(NOW - datetime.timedelta(hours=1), NOW - datetime.timedelta(minutes=1))
 FIRST, SECOND = (identity.make_authority(name, WEEK) for name in ("first", "second"))
 
 
-def put(folder: Path, cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair) -> Path:
+def put(folder: Path, cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair, validity=WEEK) -> Path:
     """Write a directory of credentials, as a Secret is mounted."""
     folder.mkdir(exist_ok=True)
-    pair = identity.issue(signer, cluster, WEEK)
+    pair = identity.issue(signer, cluster, validity)
     bundle = identity.bundle(*(one.certificate for one in trusted or (signer,)))
     for name, content in zip(FILES, (pair.certificate, pair.key, bundle), strict=True):
         fresh = folder / f".{name}"
@@ -38,15 +40,17 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
     """Start workers of a cluster that answer with the number of their caller's certificate."""
     runners = []
 
-    async def start(cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair) -> Instance:
-        folder = put(tmp_path / f"worker-{len(runners)}", cluster, signer, *trusted)
+    async def start(
+        cluster: str, signer: identity.KeyPair, *trusted: identity.KeyPair, validity=WEEK, asks=ssl.CERT_REQUIRED
+    ) -> Instance:
+        folder = put(tmp_path / f"worker-{len(runners)}", cluster, signer, *trusted, validity=validity)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         context.load_verify_locations(folder / "ca.crt")
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_mode = asks
 
         async def answer(request: web.Request) -> web.Response:
-            shown = request.get_extra_info("ssl_object").getpeercert()
+            shown = request.get_extra_info("ssl_object").getpeercert() or {"serialNumber": "none"}
             return web.Response(text=shown["serialNumber"])
 
         app = web.Application()
@@ -129,3 +133,20 @@ async def test_a_gateway_sends_no_request_to_a_worker_whose_cluster_was_revoked(
             await upstream.post(worker, "/x", {}, b"")
         (folder / TLS_REVOKED).unlink()
         assert (await upstream.post(worker, "/x", {}, b"")).status == 200
+
+
+async def test_a_gateway_whose_certificate_ran_out_goes_on_with_its_own_cluster_alone(serve: Callable, tmp_path: Path):
+    """The control: with a good one it refuses the worker that has expired, and reaches the other cluster."""
+    own = replace(await serve("hub", FIRST, validity=ENDED, asks=ssl.CERT_NONE), cluster="hub")
+    eu = await serve("eu", FIRST, asks=ssl.CERT_NONE)
+    ran_out = GatewayCredentials(put(tmp_path / "ended", "hub", FIRST, validity=ENDED))
+    async with Upstream(Limits(), ran_out) as upstream:
+        assert await ask(upstream, own)
+        with pytest.raises(UnreachableError, match="nobody else is accepted while our own certificate has run out"):
+            await ask(upstream, eu)
+    good = GatewayCredentials(put(tmp_path / "good", "hub", FIRST))
+    async with Upstream(Limits(), good) as upstream:
+        with pytest.raises(UnreachableError, match="certificate has expired"):
+            await ask(upstream, own)
+        assert await ask(upstream, eu)
+    assert (ran_out.ran_out, good.ran_out) == (True, False)

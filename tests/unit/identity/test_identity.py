@@ -311,3 +311,33 @@ def test_nothing_is_issued_under_what_can_be_no_trust_domain(authority, domain):
         identity.issue(authority, "hub", identity.valid_for(NOW, 1), domain=domain)
     with pytest.raises(ConfigError, match="can be no trust domain"):
         identity.make_authority("ours", YEAR, domain)
+
+
+def test_who_has_run_out_accepts_expired_certificates_of_its_own_cluster_and_nobody_elses(authority):
+    """The control: while its own certificate is good, it refuses them."""
+    late, rules = NOW + 2 * DAY, identity.PeerRules(ran_out=identity.RanOut("hub", NOW))
+    beside = identity.issue(authority, "hub", identity.valid_for(NOW, 1), "worker")
+    assert identity.check_peer(der(beside), authority.certificate, late, rules) == ("hub", "worker")
+    with pytest.raises(IdentityError, match="expired at"):
+        identity.check_peer(der(beside), authority.certificate, late, EVERYBODY)
+    abroad = identity.issue(authority, "eu", identity.valid_for(NOW, 30))
+    with pytest.raises(IdentityError, match=r"is not of cluster 'hub', and nobody else is accepted"):
+        identity.check_peer(der(abroad), authority.certificate, late, rules)
+    assert identity.check_peer(der(abroad), authority.certificate, late, EVERYBODY).cluster == "eu"
+
+
+def test_who_has_run_out_still_refuses_what_was_replaced_revoked_or_is_not_yet_valid(authority):
+    pair = der(identity.issue(authority, "hub", identity.valid_for(NOW, 1)))
+    ours = identity.RanOut("hub", NOW + DAY + datetime.timedelta(seconds=1))
+    with pytest.raises(IdentityError, match="before ours began"):
+        identity.check_peer(pair, authority.certificate, NOW + 2 * DAY, identity.PeerRules(ran_out=ours))
+    ours = ours._replace(since=NOW)
+    with pytest.raises(IdentityError, match="is revoked"):
+        identity.check_peer(pair, None, NOW + 2 * DAY, identity.PeerRules({"hub": NOW}, ran_out=ours))
+    with pytest.raises(IdentityError, match="is not valid before"):
+        identity.check_peer(pair, authority.certificate, NOW - DAY, identity.PeerRules(ran_out=ours))
+
+
+def test_a_certificate_of_a_day_counts_as_run_out_ten_minutes_before_its_end():
+    left = (NOW + DAY) - identity.runs_out(identity.valid_for(NOW, 1))
+    assert datetime.timedelta(minutes=10) < left < datetime.timedelta(minutes=11)

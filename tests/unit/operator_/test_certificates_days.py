@@ -87,3 +87,14 @@ async def test_certificates_of_longer_lives_are_replaced_at_once():
     await after.pass_at(START + HOUR)
     for secret in SECRETS:
         assert after.facts(secret, START + HOUR).validity.not_after == START + 25 * HOUR
+
+
+@pytest.mark.parametrize("lost", SECRETS)
+async def test_the_hubs_two_certificates_end_together_also_after_one_of_them_was_lost(days: Days, lost: str):
+    """Whose own is good refuses an expired one: between two ends gateways would reach no instance."""
+    now = START + 8 * HOUR
+    await days.pass_at(now)
+    del days.server.objects["Secret", lost]
+    for _ in range(2):
+        await days.pass_at(now)
+    assert {days.facts(secret, now).validity.not_after for secret in SECRETS} == {now + 24 * HOUR}

@@ -19,6 +19,7 @@ import uvloop
 from aiohttp import web
 
 import prfaas_worker.assets
+from prfaas import credentials as credentials_module
 from prfaas import identity
 from prfaas.ports import free_ports
 from prfaas.rights import RIGHTS, is_open
@@ -34,6 +35,7 @@ from prfaas_worker.options import parse
 from prfaas_worker.tokenizer import load_tokenizer
 
 from ...waiting import eventually
+from .mounts import Mount
 
 pytestmark = pytest.mark.system
 
@@ -289,5 +291,48 @@ def test_a_caller_that_never_finishes_its_handshake_is_cut_off(own_mount, monkey
         ):
             slow.send(b"\x16\x03\x01\x02")
             assert (silent.recv(1), slow.recv(1)) == (b"", b"")
+    finally:
+        next(running, None)
+
+
+@pytest.mark.parametrize("settle_seconds", [0.0, 60.0])
+def test_a_hub_whose_certificates_expired_serves_its_gateways_and_no_other_cluster(
+    mount, authority, monkeypatch, settle_seconds: float
+):
+    """Also while its own is renewed and the gateway's is not yet. The control: without that patience it refuses."""
+    monkeypatch.setattr(credentials_module, "SETTLE_SECONDS", settle_seconds)
+    ended = identity.Validity(CREATED - datetime.timedelta(hours=1), CREATED - datetime.timedelta(minutes=1))
+
+    def put(cluster: str, part: str) -> Mount:
+        return mount(cluster).put(identity.issue(authority, cluster, ended, part), authority)
+
+    own = put("hub", "worker")
+    gateway, eu = PeerCredentials(put("hub", "gateway").path), PeerCredentials(put("eu", "").path)
+    calls = Calls(next(running := run_port(own.path)))
+    try:
+        assert calls.once(gateway, *PREFILL)[0] == 201
+        status, body = calls.once(eu, *PREFILL)
+        assert (status, b"nobody else is accepted" in body) == (401, True)
+        assert calls.once(None, "GET", "/readyz") == (200, b"ok\n")
+        own.put(identity.issue(authority, "hub", identity.valid_for(CREATED, 1), "worker"), authority)
+        calls.once(None, "GET", "/readyz")  # it has read them
+        if settle_seconds:
+            assert calls.once(gateway, *PREFILL)[0] == 201
+        else:
+            with pytest.raises(ssl.SSLError, match="certificate expired"):
+                calls.once(gateway, *PREFILL)
+    finally:
+        next(running, None)
+
+
+def test_a_member_whose_certificate_expired_is_not_ready_and_says_why(mount, authority):
+    ended = identity.Validity(CREATED - datetime.timedelta(hours=1), CREATED - datetime.timedelta(minutes=1))
+    place = mount("eu").put(identity.issue(authority, "eu", ended), authority)
+    calls = Calls(next(running := run_port(place.path)))
+    try:
+        status, body = calls.once(None, "GET", "/readyz")
+        assert (status, b"only cluster 'eu' takes it; renew it" in body) == (503, True)
+        place.put(identity.issue(authority, "eu", identity.valid_for(CREATED, 1)), authority)
+        assert b"was renewed late" in calls.once(None, "GET", "/readyz")[1]
     finally:
         next(running, None)

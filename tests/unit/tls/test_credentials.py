@@ -12,7 +12,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.identity import Validity
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_worker.front.auth import credentials_of
+from prfaas_worker.front.auth import credentials_of, unreachable
 from prfaas_worker.options import parse
 
 pytestmark = pytest.mark.system
@@ -92,3 +92,67 @@ def test_unusable_files_change_nothing_and_are_logged_once(mount, authority, cap
     assert credentials.now().files.generation == first.files.generation + 1
     assert credentials.problem == ""
     assert "credentials of cluster hub are in use" in caplog.text
+
+
+class Clock:
+    """The time of day, and the monotonic one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.passed = datetime.timedelta()
+        monkeypatch.setattr(module, "utc_now", lambda: NOW + self.passed)
+        monkeypatch.setattr(module.time, "monotonic", self.passed_seconds)
+
+    def passed_seconds(self) -> float:
+        return self.passed.total_seconds()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def state(credentials: PeerCredentials) -> tuple[bool, set[bool]]:
+    """Return whether only the own cluster is accepted, and whether OpenSSL leaves times to us, in all contexts."""
+    found = credentials.now()
+    left = {bool(one.verify_flags & module._NO_CHECK_TIME) for one in (found.data, found.api, found.client)}
+    return found.files.ran_out, left
+
+
+def test_what_nobody_renews_runs_out_and_a_late_renewal_counts_everywhere_a_little_later(
+    mount, authority, clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    place = mount("hub").put(identity.issue(authority, "hub", identity.valid_for(NOW, 1)), authority)
+    credentials = PeerCredentials(place.path)
+    lasting = credentials.api_context()
+    clock.passed = DAY - datetime.timedelta(minutes=20)
+    assert state(credentials) == (False, {False})
+    assert not lasting.verify_flags & module._NO_CHECK_TIME
+    clock.passed = DAY - datetime.timedelta(minutes=5)
+    assert state(credentials) == (True, {True})
+    assert lasting.verify_flags & module._NO_CHECK_TIME
+    since = credentials.now().files.validity.not_before
+    clock.passed = 3 * DAY
+    assert state(credentials) == (True, {True})
+    assert [one.message.count("renew it") for one in caplog.records] == [1], "once"
+    place.put(identity.issue(authority, "hub", Validity(NOW + 3 * DAY, NOW + 4 * DAY)), authority)
+    assert state(credentials) == (True, {True}), "others of the cluster may not have theirs yet"
+    assert credentials.now().files.peers.ran_out == identity.RanOut("hub", since)
+    clock.passed += datetime.timedelta(seconds=module.SETTLE_SECONDS)
+    assert state(credentials) == (False, {False})
+    assert not lasting.verify_flags & module._NO_CHECK_TIME
+
+
+def test_a_start_with_a_certificate_that_has_expired_is_one_of_the_own_cluster_alone(mount, authority, clock: Clock):
+    place = mount("hub").put(identity.issue(authority, "hub", identity.valid_for(NOW, 1)), authority)
+    clock.passed = 2 * DAY
+    assert state(PeerCredentials(place.path)) == (True, {True})
+
+
+def test_who_is_reached_by_no_gateway_any_more_says_why(mount, clock: Clock):
+    """Gateways run in the hub, and on a buyer's own machines."""
+    found = {cluster: PeerCredentials(mount(cluster).path) for cluster in ("hub", "buyer/acme", "eu")}
+    assert [unreachable(one) for one in (None, *found.values())] == ["", "", "", ""]
+    clock.passed = 400 * DAY
+    reasons = {cluster: unreachable(one) for cluster, one in found.items()}
+    assert (reasons["hub"], reasons["buyer/acme"]) == ("", "")
+    assert "only cluster 'eu' takes it; renew it" in reasons["eu"]

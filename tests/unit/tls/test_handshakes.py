@@ -144,13 +144,34 @@ def expired(mount, authority, monkeypatch) -> PeerCredentials:
 
 
 def test_a_client_knows_that_its_own_certificate_has_expired(sockets, expired):
-    with pytest.raises(IdentityError, match=r"our own certificate in .* expired at .*; renew it"):
+    with pytest.raises(IdentityError, match=r"our own credentials in .*: the certificate ends at .*; renew it"):
         connect_tls(sockets()[0], expired, SECONDS, "")
+
+
+def test_instances_of_one_cluster_go_on_when_all_their_certificates_have_expired(
+    served, connect, sockets, mount, authority
+):
+    """The control are the tests below: whose own certificate is good refuses them."""
+    ended = Validity(NOW - datetime.timedelta(hours=1), NOW - datetime.timedelta(minutes=1))
+    gateway, worker, eu = (
+        PeerCredentials(mount(cluster).put(identity.issue(authority, cluster, ended, part), authority).path)
+        for cluster, part in (("hub", "gateway"), ("hub", "worker"), ("eu", ""))
+    )
+    sock, accepted = served(worker)
+    client = connect(sock, gateway, "hub")
+    server = accepted.result()
+    assert (client.peer.cluster, server.peer.cluster) == ("hub", "hub")
+    for stream, credentials in ((client, gateway), (server, worker)):
+        TlsAuth(credentials).check(stream, "/v1/models")
+    with pytest.raises(IdentityError, match="only cluster 'eu' takes it"):
+        connect(sockets()[0], eu, "hub")
+    with pytest.raises(IdentityError, match="is not of cluster 'eu', and nobody else is accepted"):
+        eu.check(server.peer.certificate)
 
 
 def test_a_client_whose_certificate_has_expired_is_refused_and_both_say_so(served, connect, expired, eu, monkeypatch):
     sock, accepted = served(eu)
-    monkeypatch.setattr(PeerCredentials, "require_valid", lambda _self: None)  # its clock is slow
+    monkeypatch.setattr(module, "utc_now", lambda: NOW - datetime.timedelta(minutes=5))  # its clock is slow
     client_hears(connect, sock, expired, "the peer refuses our certificate: ours has expired")
     with pytest.raises(IdentityError, match="the peer's certificate has expired; renew it there"):
         accepted.result()

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError, RequestError
 from prfaas.http_server import error_body
-from prfaas.rights import BY_BODY, PREFILLS, Identity, is_open, refusal
+from prfaas.rights import BY_BODY, PREFILLS, Identity, home_of, is_open, refusal
 from prfaas.wire.headers import CODE_NO_CERTIFICATE, CODE_NOT_ALLOWED
 from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.options import Options
@@ -88,6 +88,13 @@ def _refusal(message: str, error: RequestError) -> web.Response:
     response = web.json_response(body=msgspec.json.encode(body), status=error.status)
     response.force_close()
     return response
+
+
+def unreachable(credentials: PeerCredentials | None) -> str:
+    """Return why no gateway reaches this instance any more; empty if one does. Gateways run beside the hub's."""
+    if credentials is None or credentials.cluster == home_of(credentials.cluster):
+        return ""
+    return credentials.why_alone
 
 
 class _AlertingTls(ssl.SSLObject):

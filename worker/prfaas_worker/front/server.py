@@ -26,7 +26,7 @@ from prfaas.wire.engine import StartFailed
 from prfaas.wire.headers import CODE_OVERLOADED
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front import control, generate, prefills
-from prfaas_worker.front.auth import credentials_of, open_api_port, require_rights
+from prfaas_worker.front.auth import credentials_of, open_api_port, require_rights, unreachable
 from prfaas_worker.front.engine_client import EngineClient, EngineError
 from prfaas_worker.front.openai_bodies import MAX_NAME
 from prfaas_worker.front.serving import STATE, FrontState, ServedModel
@@ -246,9 +246,11 @@ async def _openapi(_request: web.Request) -> web.Response:
 
 async def _readyz(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    if state.ready:
-        return web.Response(text="ok\n")
-    return web.Response(status=503, text="draining\n" if state.draining else "loading the model\n")
+    if not state.ready:
+        return web.Response(status=503, text="draining\n" if state.draining else "loading the model\n")
+    if reason := unreachable(state.credentials):
+        return web.Response(status=503, text=f"{reason}\n")
+    return web.Response(text="ok\n")
 
 
 async def _metrics(request: web.Request) -> web.Response:
