@@ -242,7 +242,8 @@ def figures(engine: Chosen = "worker", seconds: Seconds = 10.0) -> Iterator[Figu
             name = f"{mix.name} at {load:.0%}"
             pair, tries = None, 0
             while pair is None and tries < TRIES and not until.is_over:
-                pair, tries = bench.met_by_both(mix, load, seconds, number), tries + 1
+                seed = TRIES * number + tries  # prompts that were met before are cached
+                pair, tries = bench.met_by_both(mix, load, seconds, seed), tries + 1
                 say(f"{name}: try {tries} of {TRIES} {'does not count' if pair is None else 'counts'}")
             if pair is None:
                 left_out += 1
