@@ -16,6 +16,7 @@ from prfaas import request_bounds
 from prfaas.errors import RequestError
 from prfaas.request_bounds import KNOWN_BYTES, MAX_GUIDE_BYTES, MAX_VALUES, check_fields, check_grammar, check_pattern
 from prfaas.telemetry.tracing import OFF
+from prfaas.wire.trace import read_trace
 from prfaas_gateway import request
 from prfaas_gateway.limits import HeldBytes, Limits
 from prfaas_gateway.request import Progress, receive
@@ -105,8 +106,9 @@ async def checked_in(body: bytes, monkeypatch: pytest.MonkeyPatch) -> threading.
     """Return the thread that checks a body."""
     threads: list[threading.Thread] = []
     monkeypatch.setattr(request, "check_fields", lambda _: threads.append(threading.current_thread()))
+    progress = Progress(OFF.start("request", read_trace({})))
     with HeldBytes(SIZE).place("a") as place:
-        got, fields = await receive(posted(body), Progress(OFF.start("request")), Limits(), place, lambda: True)
+        got, fields = await receive(posted(body), progress, Limits(), place, lambda: True)
     assert (got.model, bytes(fields["model"])) == ("m", b'"m"')
     (only,) = threads
     return only
