@@ -79,9 +79,9 @@ def runs_of_part(part: PartName, case: Case) -> list[RunKey]:
 def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
     """Yield what a summary says. A headline that a part is served for, and that its runs do not give, is a figure that
     misses what it should reach."""
-    lost = sum(row.lost for row in found.rows if row.seen.verdict.outcome != "broken")
+    lost = sum(row.lost for row in found.rows if row.result.verdict.outcome != "broken")
     yield Figure(name="requests lost below the limit", value=lost, unit="", reach=0)
-    yield Figure(name="runs that say nothing", value=len(found.excluded), unit="", reach=0)
+    yield Figure(name="runs without a figure", value=len(found.excluded), unit="", reach=0)
     for policy, reach in REACH_OVER.items():
         ratio, over = found.ratios.get(policy), f"PrfaaS-PD over {TITLES[policy]}"
         name = f"most requests/s, {over}"

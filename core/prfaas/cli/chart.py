@@ -37,7 +37,7 @@ Lines = Mapping[str, Sequence[tuple[float, float]]]
 """Points (x, y) in the order of x, by the name of their line."""
 
 
-class Beside(NamedTuple):
+class ChartSigns(NamedTuple):
     """What else is known at the points of lines, by their names: intervals (x, low, high), and two kinds of points."""
 
     intervals: Mapping[str, Sequence[tuple[float, float, float]]]
@@ -45,7 +45,7 @@ class Beside(NamedTuple):
     crosses: Lines
 
 
-NOTHING_BESIDE: Final = Beside({}, {}, {})
+NOTHING_BESIDE: Final = ChartSigns({}, {}, {})
 
 
 class _Scale(NamedTuple):
@@ -62,7 +62,7 @@ class _Scale(NamedTuple):
         return round(self.start + (self.end - self.start) * (value - low) / (high - low), 1)
 
 
-def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None, beside: Beside = NOTHING_BESIDE) -> str:
+def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None, beside: ChartSigns = NOTHING_BESIDE) -> str:
     """Return a chart of lines; one without any point says so. What stands beside has the colour of its line."""
     points = [point for some in (lines, beside.rings, beside.crosses) for line in some.values() for point in line]
     points += [(at, end) for spans in beside.intervals.values() for at, *ends in spans for end in ends]
@@ -123,7 +123,7 @@ def draw_stacks(y: Axis, groups: Sequence[str], parts: Mapping[str, Sequence[flo
     return _svg(y.title, drawn)
 
 
-def _beside(name: str, number: int, beside: Beside, across: _Scale, upward: _Scale) -> list[str]:
+def _beside(name: str, number: int, beside: ChartSigns, across: _Scale, upward: _Scale) -> list[str]:
     """Return what stands beside one line."""
     drawn: list[str] = []
     for at, low, high in beside.intervals.get(name, ()):

@@ -51,7 +51,7 @@ class PolicyRatio(msgspec.Struct, frozen=True, kw_only=True):
     limit_simulated: Bounds
 
 
-class TtftBeside(msgspec.Struct, frozen=True, kw_only=True):
+class FirstTokenRatio(msgspec.Struct, frozen=True, kw_only=True):
     """P90 of the first token of PrfaaS-PD and of homogeneous at the same rate."""
 
     rate_per_second: float
@@ -72,17 +72,17 @@ def answer_of(file: PlanFile, rows: Sequence[LoadRow], limit_seconds: float) -> 
         planned = ttft.arrivals_within(system, file.workload, plan, limit_seconds)
     except ConfigError:  # not even alone a request keeps it
         planned = None
-    simulated = [row.simulated_seen for row in rows if row.simulated_seen]
-    saturated = [row for row in rows if row.seen.saturated_per_second]
+    simulated = [row.simulated_result for row in rows if row.simulated_result]
+    saturated = [row for row in rows if row.result.saturated_per_second]
     nearest = min(saturated, key=lambda row: abs(row.load - SATURATED_AT), default=None)
-    simulated_at = nearest.simulated_seen if nearest else None
+    simulated_at = nearest.simulated_result if nearest else None
     return PolicyAnswer(
-        saturated=nearest.seen.saturated_per_second if nearest else None,
-        saturated_counted=nearest.seen.saturated_counted if nearest else None,
+        saturated=nearest.result.saturated_per_second if nearest else None,
+        saturated_counted=nearest.result.saturated_counted if nearest else None,
         saturated_load=nearest.load if nearest else None,
         saturated_planned=plan.lambda_max,
         saturated_simulated=simulated_at.saturated_per_second if simulated_at else None,
-        limit=limit_of(row.seen.verdict for row in rows),
+        limit=limit_of(row.result.verdict for row in rows),
         limit_planned=planned,
         limit_simulated=limit_of(seen.verdict for seen in simulated),
     )
@@ -106,7 +106,7 @@ def ratios_of(answers: Mapping[PolicyName, PolicyAnswer]) -> dict[PolicyName, Po
     return found
 
 
-def compare_first_tokens(rows: Sequence[LoadRow], answers: Mapping[PolicyName, PolicyAnswer]) -> TtftBeside | None:
+def compare_first_tokens(rows: Sequence[LoadRow], answers: Mapping[PolicyName, PolicyAnswer]) -> FirstTokenRatio | None:
     """Return the pair at the same rate that is nearest to COMPARED_AT of what the plan of homogeneous carries, if one
     is near."""
     if "homogeneous" not in answers:
@@ -129,7 +129,7 @@ def compare_first_tokens(rows: Sequence[LoadRow], answers: Mapping[PolicyName, P
     pair = min(pairs, key=lambda pair: abs(pair[1].rate_per_second - COMPARED_AT * carried))
     ours, theirs, our_p90, their_p90 = pair
     saturated = answers["homogeneous"].saturated
-    return TtftBeside(
+    return FirstTokenRatio(
         rate_per_second=theirs.rate_per_second,
         of_plan=theirs.rate_per_second / carried,
         of_measured=theirs.rate_per_second / saturated.value if saturated else None,

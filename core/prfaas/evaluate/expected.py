@@ -13,7 +13,7 @@ from prfaas.capacity import equations, ttft
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Randomness
 from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, scenario_of
-from prfaas.evaluate.record import AnsweredRequest, MachineTruth, Reading, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, MachineTiming, Reading, Run, RunKey
 from prfaas.simulate import setup as setups
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.request import Request
@@ -85,7 +85,7 @@ def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness])
             )
             for before, now in pairwise(result.timeline)
         ),
-        machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),
+        machine=MachineTiming(mean_late=0.0, p99_late=0.0, busy_share=0.0),
         began_at="",
         software="simulator",
     )

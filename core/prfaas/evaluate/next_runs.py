@@ -61,9 +61,9 @@ def _rising(policy: PolicyName, wanted: WantedRuns, rows: Sequence[LoadRow], kno
 
 def next_load(rows: Sequence[LoadRow]) -> float | None:
     """Return a higher load until one breaks the limit, and then the middle of the first wide gap between it and the one
-    that held; `rows` ascend. None: there is nothing to find, or the highest load says nothing, and a higher one would
-    not."""
-    held, broken = bounding([row.seen.verdict.outcome for row in rows])
+    that held; `rows` ascend. None: there is nothing to find, or no run of the highest load counts, nor would one of a
+    higher."""
+    held, broken = bounding([row.result.verdict.outcome for row in rows])
     if broken is None:
         can_rise = bool(rows) and bool(rows[-1].counted_seeds) and rows[-1].load < MOST_LOAD
         return round(rows[-1].load + LOAD_STEP, 2) if can_rise else None

@@ -77,7 +77,7 @@ MOST_LATE: Final = 0.02
 """Of the emulated time, in the mean: a few late steps are as good as none, and many make every figure too large."""
 
 
-class MachineTruth(msgspec.Struct, frozen=True, kw_only=True):
+class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Whether emulated time kept up during the run. None: nobody knows, because the metrics of all instances were not
     read, or because not all of them ran all the time."""
 
@@ -118,7 +118,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Of the live link, by the machine's clock: what the member cluster declares, and what is shaped."""
     answers: tuple[AnsweredRequest, ...]
     readings: tuple[Reading, ...]
-    machine: MachineTruth
+    machine: MachineTiming
     began_at: str
     """UTC, ISO 8601."""
     software: str

@@ -38,7 +38,7 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Mean seconds of each part of the time to the first token."""
 
 
-class LoadSeen(msgspec.Struct, frozen=True, kw_only=True):
+class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the runs of a policy at a load show. `saturated_per_second` is None unless all are overloaded.
 
     `figures` is None if one is, for the others are the best of that load, or if none has a steady part.
@@ -65,17 +65,17 @@ class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
     lost: int
     fallbacks: int
     """Of all runs, as `requests` and `lost`."""
-    seen: LoadSeen
+    result: LoadResult
     planned: PlanFigures | None
-    simulated_seen: LoadSeen | None
+    simulated_result: LoadResult | None
 
     @property
     def measured(self) -> LoadFigures | None:
-        return self.seen.figures
+        return self.result.figures
 
     @property
     def simulated(self) -> LoadFigures | None:
-        return self.simulated_seen.figures if self.simulated_seen else None
+        return self.simulated_result.figures if self.simulated_result else None
 
 
 def row_of(
@@ -100,9 +100,11 @@ def row_of(
         requests=sum(len(run.answers) for run in runs),
         lost=sum(len(run.lost) for run in runs),
         fallbacks=sum(one.fallback for run in runs for one in run.answers),
-        seen=_seen(file, first, [(run, steady[run.key]) for run in counted], limit_seconds),
+        result=_result_of(file, first, [(run, steady[run.key]) for run in counted], limit_seconds),
         planned=plan_figures(file, first.key.policy, first.rate_per_second),
-        simulated_seen=_seen(file, first, [(run, find_steady(run, limit_seconds)) for run in expected], limit_seconds)
+        simulated_result=_result_of(
+            file, first, [(run, find_steady(run, limit_seconds)) for run in expected], limit_seconds
+        )
         if simulated
         else None,
     )
@@ -149,12 +151,12 @@ def _mean_seconds(profile: Profile, answers: Sequence[AnsweredRequest]) -> float
     return math.fsum(prefill_seconds(profile, one.prompt_tokens) for one in answers) / len(answers)
 
 
-def _seen(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadSeen:
+def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadResult:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
     steady = _combined([(run.key.seed, figures_of(run, part, capacity_mbps)) for run, part in runs if not part.why_not])
     p90 = steady.ttft_p90_seconds if steady else None
-    return LoadSeen(
+    return LoadResult(
         figures=None if any(part.overloaded for _, part in runs) else steady,
         saturated_per_second=_of_all([(run.key.seed, saturated_rate(run, work_of(file, run))) for run, _ in runs]),
         saturated_counted=_of_all([(run.key.seed, saturated_rate(run, lambda _: 1.0)) for run, _ in runs]),

@@ -29,7 +29,7 @@ from prfaas.evaluate.record import MOST_LOST, AnsweredRequest, Run
 BATCHES: Final = 5
 """As few, and so as long, as an interval bears: with more of them, it holds the true value too rarely."""
 FEWEST: Final = 100
-"""Requests of a steady part: with fewer, the batches say nothing."""
+"""Requests of a steady part: with fewer, the batches are too short."""
 MOST_GROWTH: Final = 0.04
 """Of the requests that arrive: as many may stay, in the mean, before a run counts as overloaded."""
 _ALWAYS_CUT: Final = 0.1

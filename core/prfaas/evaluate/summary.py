@@ -1,4 +1,4 @@
-"""What all runs of a case say together: a row a policy and load, the answer, what says nothing and what is missing."""
+"""What all runs of a case say together: a row a policy and load, the answer, what is left out and what is missing."""
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -7,7 +7,14 @@ import msgspec
 
 from prfaas.capacity.planfile import PlanFile
 from prfaas.errors import ConfigError
-from prfaas.evaluate.answer import PolicyAnswer, PolicyRatio, TtftBeside, answer_of, compare_first_tokens, ratios_of
+from prfaas.evaluate.answer import (
+    FirstTokenRatio,
+    PolicyAnswer,
+    PolicyRatio,
+    answer_of,
+    compare_first_tokens,
+    ratios_of,
+)
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey
 from prfaas.evaluate.rows import LoadRow, Simulated, row_of
 from prfaas.evaluate.steady import find_steady
@@ -22,10 +29,10 @@ class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     answers: dict[PolicyName, PolicyAnswer]
     ratios: dict[PolicyName, PolicyRatio]
     """PrfaaS-PD over homogeneous and over naive, where both have runs."""
-    beside: TtftBeside | None
+    beside: FirstTokenRatio | None
     """None: no two runs that count have the same rate."""
     excluded: tuple[ExcludedRun, ...]
-    """Runs that say nothing. An overloaded one is none of them."""
+    """Runs that give no figure. An overloaded one is none of them."""
     missing: tuple[RunKey, ...]
     """Runs that were asked for and are not there."""
     shown: Run | None
@@ -47,31 +54,32 @@ def summarise(
     limit = _limit_seconds(file, limit_seconds)
     ordered = sorted(runs, key=lambda run: run.key)
     steady = {run.key: find_steady(run, limit) for run in ordered}
-    why_not = {run.key: run.why_invalid or steady[run.key].why_not for run in ordered}
-    silent = {
-        run.key: why_not[run.key]
-        for run in ordered
-        if run.why_invalid or (why_not[run.key] and not steady[run.key].overloaded)
-    }
     rows = [
         row_of(file, list(group), steady, simulated, limit)
         for _, group in groupby(ordered, key=lambda run: (run.key.policy, run.key.load))
     ]
-    answers: dict[PolicyName, PolicyAnswer] = {}
-    for policy in POLICIES:
-        if own := [row for row in rows if row.policy == policy]:
-            answers[policy] = answer_of(file, own, limit)
-    drawn = {row.load for row in rows if row.policy == "threshold" and row.measured}
-    ours = [run for run in ordered if run.key.policy == "threshold" and run.key.load in drawn and not why_not[run.key]]
+    own = {policy: [row for row in rows if row.policy == policy] for policy in POLICIES}
+    answers = {policy: answer_of(file, found, limit) for policy, found in own.items() if found}
+    drawn = {row.load for row in own["threshold"] if row.measured}
+    why_not = {
+        run.key: run.why_invalid or ("" if steady[run.key].overloaded else steady[run.key].why_not) for run in ordered
+    }
     return CaseSummary(
         limit_seconds=limit,
         rows=tuple(rows),
         answers=answers,
         ratios=ratios_of(answers),
         beside=compare_first_tokens(rows, answers),
-        excluded=tuple(ExcludedRun(key.name, why) for key, why in silent.items()),
+        excluded=tuple(ExcludedRun(key.name, why) for key, why in why_not.items() if why),
         missing=tuple(sorted(set(asked) - {run.key for run in ordered})),
-        shown=max(ours, key=lambda run: run.key, default=None),
+        shown=next(
+            (
+                run
+                for run in reversed(ordered)
+                if run.key.policy == "threshold" and run.key.load in drawn and not why_not[run.key]
+            ),
+            None,
+        ),
     )
 
 

@@ -111,7 +111,7 @@ def _show(evaluation: Evaluation, page: Path) -> None:
     for table in (headline_table(summary), saturated_table(summary), limit_table(summary), *figure_tables(summary)[:2]):
         console.print(_table(table))
     for one in (*evaluation.summary.excluded, *evaluation.unread):
-        console.print(f"{one.name} says nothing: {one.why}")
+        console.print(f"{one.name} gives no figure: {one.why}")
     console.print(f"Report: {page}")
 
 

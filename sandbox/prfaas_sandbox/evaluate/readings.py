@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import httpx
 
 from prfaas.errors import PeerError
-from prfaas.evaluate.record import MachineTruth, Reading
+from prfaas.evaluate.record import MachineTiming, Reading
 from prfaas.measure.emulated import late_p99
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate.objects import CaseScale, utilisation_query
@@ -72,13 +72,13 @@ class RunMetrics:
         self._before = await self._fresh_counts()
         self._began = time.time()
 
-    async def machine(self, instances: int) -> MachineTruth:
+    async def machine(self, instances: int) -> MachineTiming:
         """Return whether so many instances kept their time since `begin`."""
         now = await self._fresh_counts()
         seconds = math.ceil(time.time() - self._began) + self._scale.whole_seconds(_SCRAPE_SECONDS)
         asked = {"query": f"sum(resets({_LATE}count[{max(1, seconds)}s]))"}
         was_restarted = any(float(one["value"][1]) > 0 for one in await self._get("/api/v1/query", asked))
-        return machine_truth(self._before, now, instances, was_restarted)
+        return machine_timing(self._before, now, instances, was_restarted)
 
     async def readings(self) -> tuple[Reading, ...]:
         """Return what metrics said since `begin`, at even times."""
@@ -120,17 +120,17 @@ class RunMetrics:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
 
 
-def machine_truth(before: _Counts, now: _Counts, instances: int, was_restarted: bool) -> MachineTruth:
+def machine_timing(before: _Counts, now: _Counts, instances: int, was_restarted: bool) -> MachineTiming:
     """Return whether so many instances kept their time between two readings of their counters."""
     since = {counter: count - before.get(counter, 0.0) for counter, count in now.items()}
     pods = {one.pod for one in now}
     has_steps = any(count for one, count in since.items() if one.name == f"{_LATE}count")
     is_another_there = not pods <= {one.pod for one in before}
     if was_restarted or is_another_there or len(pods) < instances or not has_steps:
-        return MachineTruth(mean_late=None, p99_late=None, busy_share=None)
+        return MachineTiming(mean_late=None, p99_late=None, busy_share=None)
     late = [one for kind in _KINDS for one in _means_late(since, kind)]
     p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind))) is not None]
-    return MachineTruth(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
+    return MachineTiming(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
 
 
 def _means_late(counts: _Counts, kind: str) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.cli.chart import Axis, Beside, Mark, draw_bars, draw_lines, draw_stacks
+from prfaas.cli.chart import Axis, ChartSigns, Mark, draw_bars, draw_lines, draw_stacks
 
 LINEAR, LOGARITHMIC = Axis("requests/s"), Axis("tokens", is_log=True)
 
@@ -74,7 +74,7 @@ def test_any_values_stay_within_the_frame_with_few_round_ticks(points: list[tupl
 
 
 def test_what_stands_beside_a_line_stands_at_its_values_and_widens_the_axis():
-    beside = Beside({"a": [(1, 0, 40)]}, {"a": [(1, 10)]}, {"a": [(1, 20)]})
+    beside = ChartSigns({"a": [(1, 0, 40)]}, {"a": [(1, 10)]}, {"a": [(1, 20)]})
     chart = draw_lines(LINEAR, LINEAR, {"a": [(1, 20), (2, 20)]}, beside=beside)
     (interval, cross) = re.findall(r'<path class="sign s0" d="M([\d.]+) ([\d.]+)', chart)
     ((ring_x, ring_y),) = re.findall(r'<circle class="sign s0" cx="([\d.]+)" cy="([\d.]+)"', chart)

@@ -9,13 +9,13 @@ import msgspec
 from prfaas.cli.plan import load
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.expected import simulated_run
-from prfaas.evaluate.record import MachineTruth, Run, RunKey
+from prfaas.evaluate.record import MachineTiming, Run, RunKey
 from prfaas.wire.trace import PARTS
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 CASE = Case(name="paper", file=load(PAPER), requests=400, stretch=4.0, cache_scale=128)
 LIMIT_SECONDS = 11.5
-SLOW = MachineTruth(mean_late=0.2, p99_late=0.5, busy_share=0.97)
+SLOW = MachineTiming(mean_late=0.2, p99_late=0.5, busy_share=0.97)
 
 
 @cache

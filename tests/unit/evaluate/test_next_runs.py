@@ -8,7 +8,7 @@ import pytest
 from prfaas.evaluate.limit import LoadOutcome, LoadVerdict
 from prfaas.evaluate.next_runs import MOST_LOAD, WantedRuns, next_load, next_runs
 from prfaas.evaluate.record import Run, RunKey
-from prfaas.evaluate.rows import LoadRow, LoadSeen
+from prfaas.evaluate.rows import LoadResult, LoadRow
 
 from .cases import invalid
 from .test_steady import run_of
@@ -28,14 +28,14 @@ def row(load: float, outcome: LoadOutcome, seeds: int = 1, counted: bool = True)
         requests=100,
         lost=0,
         fallbacks=0,
-        seen=LoadSeen(
+        result=LoadResult(
             figures=None,
             saturated_per_second=None,
             saturated_counted=None,
             verdict=LoadVerdict(rate_per_second=load, outcome=outcome, why=""),
         ),
         planned=None,
-        simulated_seen=None,
+        simulated_result=None,
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import rate_per_second
-from prfaas.evaluate.record import MachineTruth, RunKey, read_run, read_runs
+from prfaas.evaluate.record import MachineTiming, RunKey, read_run, read_runs
 
 from .cases import CASE, keys, live
 
@@ -83,7 +83,7 @@ def test_a_run_at_a_rate_that_the_plan_says_no_more_is_left_out():
 
 
 def test_a_run_whose_machine_nobody_looked_at_does_not_count():
-    unknown = MachineTruth(mean_late=None, p99_late=None, busy_share=None)
+    unknown = MachineTiming(mean_late=None, p99_late=None, busy_share=None)
 
     assert "nobody knows" in unknown.why_invalid
 
@@ -118,6 +118,6 @@ def test_a_driver_that_sends_too_late_makes_a_run_invalid(share, counts):
 @pytest.mark.parametrize(("mean_late", "counts"), [(0.0, True), (0.02, True), (0.021, False)])
 def test_a_machine_that_was_too_slow_in_the_mean_is_said(mean_late, counts):
     """A few late steps are forgiven."""
-    machine = MachineTruth(mean_late=mean_late, p99_late=0.5, busy_share=0.7)
+    machine = MachineTiming(mean_late=mean_late, p99_late=0.5, busy_share=0.7)
 
     assert (not machine.why_invalid) == counts

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from prfaas.evaluate.record import AnsweredRequest, Loss, MachineTruth, Run, RunKey
+from prfaas.evaluate.record import AnsweredRequest, Loss, MachineTiming, Run, RunKey
 from prfaas.evaluate.steady import (
     FEWEST,
     Sampled,
@@ -58,7 +58,7 @@ def run_of(requests: list[Request], lost: int = 0, loss: Loss = "refused") -> Ru
         link_mbps=0,
         answers=tuple(answers),
         readings=(),
-        machine=MachineTruth(mean_late=0.0, p99_late=0.0, busy_share=0.0),
+        machine=MachineTiming(mean_late=0.0, p99_late=0.0, busy_share=0.0),
         began_at="",
         software="",
     )

@@ -150,16 +150,16 @@ def test_a_load_of_which_most_runs_are_overloaded_breaks_the_limit(overloaded, o
     runs = [live(key) for key in keys("threshold", 0.5, seeds=3)]
     (row,) = summary_of(*map(refusing, runs[:overloaded]), *runs[overloaded:], limit_seconds=60.0).rows
 
-    assert row.seen.verdict.outcome == outcome
+    assert row.result.verdict.outcome == outcome
     assert (row.measured is None) == (overloaded > 0), "the others are no figure of the load"
-    assert (f"in {overloaded} of 3 runs 20 of 400 requests were refused" in row.seen.verdict.why) == (overloaded > 0)
+    assert (f"in {overloaded} of 3 runs 20 of 400 requests were refused" in row.result.verdict.why) == (overloaded > 0)
 
 
 def test_an_invalid_run_has_no_voice_whether_a_load_breaks_the_limit():
     first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
     (row,) = summary_of(invalid(refusing(first)), *others, limit_seconds=60.0).rows
 
-    assert (row.seen.verdict.outcome, row.counted_seeds) == ("held", (2, 3))
+    assert (row.result.verdict.outcome, row.counted_seeds) == ("held", (2, 3))
 
 
 def test_a_run_whose_requests_fail_breaks_no_limit_and_says_nothing():
@@ -170,7 +170,7 @@ def test_a_run_whose_requests_fail_breaks_no_limit_and_says_nothing():
     ]
     made = summary_of(msgspec.structs.replace(run, answers=(*failed, *run.answers[20:])))
 
-    assert made.rows[0].seen.verdict.outcome == "open"
+    assert made.rows[0].result.verdict.outcome == "open"
     assert [one.why for one in made.excluded] == ["20 of 400 requests failed: 502: gone"]
 
 
@@ -202,7 +202,7 @@ def test_a_summary_without_the_simulator_has_the_same_verdicts():
     made = summarise(CASE.file, [run], None, LIMIT_SECONDS)
 
     assert made.rows[0].simulated is None
-    assert made.rows[0].seen == summary_of(run).rows[0].seen
+    assert made.rows[0].result == summary_of(run).rows[0].result
 
 
 def test_first_tokens_of_both_systems_are_compared_at_the_same_rate():

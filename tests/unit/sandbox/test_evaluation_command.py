@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from prfaas.errors import ConfigError
 from prfaas.evaluate.expected import simulated_run
 from prfaas.evaluate.next_runs import WantedRuns
-from prfaas.evaluate.record import MachineTruth, RunKey
+from prfaas.evaluate.record import MachineTiming, RunKey
 from prfaas.evaluate.steady import find_steady
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.evaluate import command
@@ -21,7 +21,7 @@ from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, read_case
 from .evaluated import ROOT
 
 FILE = ROOT / "examples/evaluation.yaml"
-SLOW = MachineTruth(mean_late=0.2, p99_late=0.5, busy_share=0.9)
+SLOW = MachineTiming(mean_late=0.2, p99_late=0.5, busy_share=0.9)
 NAIVE, STATIC = RunKey("naive", 0.7, 1), RunKey("static", 0.7, 1)
 
 
@@ -36,7 +36,7 @@ def campaign(folder: Path, *policies: PolicyName) -> Campaign:
     )
 
 
-def write(made: Campaign, key: RunKey, machine: MachineTruth | None = None) -> None:
+def write(made: Campaign, key: RunKey, machine: MachineTiming | None = None) -> None:
     run = simulated_run(made.case, key, Random)
     run = msgspec.structs.replace(run, machine=machine or run.machine)
     made.folder.mkdir(parents=True, exist_ok=True)

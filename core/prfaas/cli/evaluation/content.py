@@ -255,7 +255,7 @@ def run_table(summary: CaseSummary) -> TextTable:
             f"{row.requests:,}",
             f"{row.lost:,}",
             f"{row.fallbacks:,}",
-            f"{row.seen.verdict.outcome}: {row.seen.verdict.why}",
+            f"{row.result.verdict.outcome}: {row.result.verdict.why}",
         )
         for row in _by_system(summary.rows)
     ]

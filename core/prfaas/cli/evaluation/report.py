@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Final
 
-from prfaas.cli.chart import Axis, Beside, draw_bars, draw_lines, draw_stacks
+from prfaas.cli.chart import Axis, ChartSigns, draw_bars, draw_lines, draw_stacks
 from prfaas.cli.evaluation.content import TITLES, Evaluation, TextTable
 from prfaas.cli.evaluation.sections import Chart, Section, sections_of
 from prfaas.cli.page import make_table, wrap_page
@@ -69,7 +69,7 @@ def _first_tokens(summary: CaseSummary) -> list[str]:
     rates = [row.rate_per_second for row in summary.rows]
     if any(lines.values()):
         lines["limit"] = [(min(rates), summary.limit_seconds), (max(rates), summary.limit_seconds)]
-    beside = Beside(
+    beside = ChartSigns(
         intervals={
             title: [
                 (row.rate_per_second, row.measured.ttft_p90_seconds.low, row.measured.ttft_p90_seconds.high)
