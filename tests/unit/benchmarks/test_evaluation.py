@@ -1,7 +1,7 @@
 """Proves what each part of the evaluation serves, how long it takes, and that a headline without runs is a miss."""
 
 import pytest
-from benchmarks.evaluation import PAPER, figures_of, runs_of_part
+from benchmarks.evaluation import PAPER, PartName, figures_of, runs_of_part
 from benchmarks.report import Figure
 from tests.unit.evaluate.cases import CASE, LIMIT_SECONDS, live
 
@@ -33,12 +33,12 @@ def test_parts_serve_what_their_headlines_need(paper):
     assert {load for _, load in steady} == {0.5, 0.7, 0.9}
 
 
-def figures(part: str, *keys: RunKey) -> dict[str, Figure]:
+def figures(part: PartName, *keys: RunKey) -> dict[str, Figure]:
     made = summarise(CASE.file, [live(key) for key in keys], live, LIMIT_SECONDS)
     return {one.name: one for one in figures_of(made, part)}
 
 
-def missing(part: str, *keys: RunKey) -> list[str]:
+def missing(part: PartName, *keys: RunKey) -> list[str]:
     return [
         name.removeprefix("there is none: ")
         for name, one in figures(part, *keys).items()

@@ -6,7 +6,7 @@ from typing import Final
 
 from prfaas.cli.chart import Axis, ChartSigns, draw_bars, draw_lines, draw_stacks
 from prfaas.cli.evaluation.content import TITLES, Evaluation, TextTable
-from prfaas.cli.evaluation.sections import Chart, Section, sections_of
+from prfaas.cli.evaluation.sections import Chart, ReportSection, sections_of
 from prfaas.cli.page import make_table, wrap_page
 from prfaas.evaluate.record import Reading
 from prfaas.evaluate.rows import LoadRow
@@ -31,7 +31,7 @@ def evaluation_page(evaluation: Evaluation) -> str:
     """Return the page."""
     (_, (verdict, *opening)), *sections = sections_of(evaluation)
     parts = [f'<p class="verdict">{escape(str(verdict))}</p>']
-    for section in (Section("", tuple(opening)), *sections):
+    for section in (ReportSection("", tuple(opening)), *sections):
         parts += [f"<h2>{escape(section.title)}</h2>"] if section.title else []
         parts += [part for item in section.items for part in _shown(item, evaluation.summary)]
     return wrap_page(f"Evaluation of {evaluation.case.name}", *parts)

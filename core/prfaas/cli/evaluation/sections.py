@@ -38,14 +38,14 @@ class Chart(Enum):
     PARTS = auto()
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """Paragraphs, tables and charts under a title; the first section has none."""
 
     title: str
     items: tuple[str | TextTable | Chart, ...]
 
 
-def sections_of(evaluation: Evaluation) -> list[Section]:
+def sections_of(evaluation: Evaluation) -> list[ReportSection]:
     """Return all that an evaluation has to say. Empty paragraphs and tables without rows are left out."""
     summary, case = evaluation.summary, evaluation.case
     failed = failed_table(evaluation)
@@ -55,12 +55,12 @@ def sections_of(evaluation: Evaluation) -> list[Section]:
         "small: a machine without a GPU holds the whole system."
     )
     sections = [
-        Section("", (answer(summary), against_expected(summary), headline_table(summary))),
-        Section(
+        ReportSection("", (answer(summary), against_expected(summary), headline_table(summary))),
+        ReportSection(
             "What was asked", (question(evaluation), load_sentence(case.file, case.requests), system_table(evaluation))
         ),
-        Section("How it was done", (EMULATED, scale, COUNTED, MOST)),
-        Section(
+        ReportSection("How it was done", (EMULATED, scale, COUNTED, MOST)),
+        ReportSection(
             "What came out",
             (
                 *(Chart.MOST, saturated_table(summary)),
@@ -68,8 +68,8 @@ def sections_of(evaluation: Evaluation) -> list[Section]:
                 *(Chart.OVER_TIME, Chart.PARTS),
             ),
         ),
-        Section("What failed", (f"{len(failed.rows)} of {total} runs give no figure.", failed)),
-        Section(
+        ReportSection("What failed", (f"{len(failed.rows)} of {total} runs give no figure.", failed)),
+        ReportSection(
             "All figures",
             (
                 f"Plan and simulator are not measured; off is by how much measured is more. {LINK_USE}",
@@ -77,9 +77,9 @@ def sections_of(evaluation: Evaluation) -> list[Section]:
                 run_table(summary),
             ),
         ),
-        Section("How it was made", (made_table(evaluation),)),
+        ReportSection("How it was made", (made_table(evaluation),)),
     ]
-    return [Section(one.title, tuple(item for item in one.items if _is_there(item))) for one in sections]
+    return [ReportSection(one.title, tuple(item for item in one.items if _is_there(item))) for one in sections]
 
 
 def _is_there(item: str | TextTable | Chart) -> bool:
