@@ -153,7 +153,7 @@ def read_error(body: bytes) -> dict[str, Any]:
     return error if isinstance(error, dict) else {}
 
 
-class Usage(NamedTuple):
+class UsedTokens(NamedTuple):
     """What a request has used; 0: unknown."""
 
     prompt_tokens: int = 0
@@ -161,7 +161,7 @@ class Usage(NamedTuple):
     """Of all its answers together."""
 
 
-def read_usage(path: str, answer: bytes) -> Usage:
+def read_usage(path: str, answer: bytes) -> UsedTokens:
     """Return the usage that a whole answer, or an event, names.
 
     Only the usage counts. An answer may repeat objects of its client, such as a tool's parameters, with any key.
@@ -169,20 +169,20 @@ def read_usage(path: str, answer: bytes) -> Usage:
     try:
         counted = _counted.decode(answer)
     except UNREADABLE:
-        return Usage()
+        return UsedTokens()
     usage = counted.usage or (counted.response and counted.response.usage) or _Usage()
     if path in (MESSAGES_PATH, RESPONSES_PATH):
-        return Usage(usage.input_tokens, usage.output_tokens)
-    return Usage(usage.prompt_tokens, usage.completion_tokens)
+        return UsedTokens(usage.input_tokens, usage.output_tokens)
+    return UsedTokens(usage.prompt_tokens, usage.completion_tokens)
 
 
-def find_usage(path: str, events: bytes) -> Usage:
+def find_usage(path: str, events: bytes) -> UsedTokens:
     """Return the last counts that the end of a stream names, which begins with a whole line."""
-    found = Usage()
+    found = UsedTokens()
     for line in reversed(events.splitlines()):
         if line.startswith(b"data:"):
             one = read_usage(path, line[5:])
-            found = Usage(found.prompt_tokens or one.prompt_tokens, found.answer_tokens or one.answer_tokens)
+            found = UsedTokens(found.prompt_tokens or one.prompt_tokens, found.answer_tokens or one.answer_tokens)
         if all(found):
             break
     return found

@@ -16,7 +16,7 @@ from prfaas.engines import ResumedBy
 from prfaas.errors import BadInputError
 from prfaas.http_server import STREAM_HEADERS
 from prfaas_gateway.limits import Limits
-from prfaas_gateway.openai import DONE, Usage, error_event, find_usage, read_usage, relayed_headers
+from prfaas_gateway.openai import DONE, UsedTokens, error_event, find_usage, read_usage, relayed_headers
 from prfaas_gateway.upstream import Answer
 
 EVENT_STREAM: Final = "text/event-stream"
@@ -110,7 +110,7 @@ class AnswerStream:
         self._events = 0
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> UsedTokens:
         """What the request has used: by the ids of its tokens, else by the usage at the end of its answer. Of a stream
         without either each event counts as one token of the answer: engines put one or more into it.
         """
@@ -118,7 +118,7 @@ class AnswerStream:
         named = (find_usage if is_stream else read_usage)(self.http.path, self._tail.read())
         prompt_tokens, answer_tokens = (self.log.prompt_tokens, self.log.answer_tokens) if self.log else (0, 0)
         events = self._events if is_stream else 0
-        return Usage(prompt_tokens or named.prompt_tokens, answer_tokens or named.answer_tokens or events)
+        return UsedTokens(prompt_tokens or named.prompt_tokens, answer_tokens or named.answer_tokens or events)
 
     @property
     def has_ended(self) -> bool:

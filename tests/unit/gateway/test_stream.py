@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas_gateway import stream
-from prfaas_gateway.openai import Usage, find_usage
+from prfaas_gateway.openai import UsedTokens, find_usage
 from prfaas_gateway.state import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
 from prfaas_gateway.stream import TAIL_BYTES, AnswerTail, StallTimer
 
@@ -33,9 +33,9 @@ def test_a_line_without_an_end_is_not_kept_and_its_rest_is_no_event(monkeypatch)
         tail.add(b"data: " + b"x" * 92 + b"da")
         assert len(tail.read()) <= 5000
     tail.add(b'ta: {"usage": {"prompt_tokens": 7}}\n\n')
-    assert find_usage("/v1/completions", tail.read()) == Usage()
+    assert find_usage("/v1/completions", tail.read()) == UsedTokens()
     tail.add(b'data: {"usage": {"prompt_tokens": 8}}\n\n')
-    assert find_usage("/v1/completions", tail.read()) == Usage(prompt_tokens=8)
+    assert find_usage("/v1/completions", tail.read()) == UsedTokens(prompt_tokens=8)
 
 
 def test_retries_are_a_share_of_requests_once_what_was_saved_is_used_up():
