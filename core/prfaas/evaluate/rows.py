@@ -12,8 +12,9 @@ import msgspec
 from prfaas.capacity import equations
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import Profile, prefill_seconds
+from prfaas.capacity.workload import Moments
 from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
-from prfaas.evaluate.limit import LoadVerdict, judge, saturated_rate
+from prfaas.evaluate.limit import FILLED_AFTER, LoadVerdict, judge, saturated_rate
 from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
 from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, find_steady, mean_of, of_seeds, quantile_of, rate_of
 from prfaas.simulate import setup as setups
@@ -129,26 +130,43 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
     )
 
 
-def work_of(file: PlanFile, run: Run) -> Callable[[AnsweredRequest], float]:
-    """Return as how many requests an answer counts: its prefill's time over the mean of all that its pool was given.
+def most_of(file: PlanFile, run: Run) -> Sampled | None:
+    """Return the requests a second, of all lengths, that a saturated run's system carries; None: it is not saturated.
 
-    Which prompts a pool is given is seen in the run, for thresholds move. How far the run's prompts are by chance from
-    the workload's is taken out of that mean. Every answer counts as one where the plan says that decodes limit it.
+    A pool carries, of all requests, as many as it completes over its share of them, and the least of the pools is the
+    system's most. Their sum would count what a pool with room completes while prompts wait for the other one. Where the
+    plan says that decodes limit the system, its requests are counted.
     """
-    system, plan = setups.planned(file, run.key.policy)
+    _, plan = setups.planned(file, run.key.policy)
     if plan.theta_pd_d <= plan.lambda_max:
-        return lambda _: 1.0
-    served = [one for one in run.answers if one.seconds is not None]
-    profiles = {away: (system.offload if away else system.hub)[0].profile for away in {one.offloaded for one in served}}
-    means: dict[bool, float] = {}
-    for away, profile in profiles.items():
-        chance = _mean_seconds(profile, served) / equations.mean_seconds(profile, file.workload.above(0))
-        means[away] = _mean_seconds(profile, [one for one in served if one.offloaded == away]) / chance
-    return lambda one: prefill_seconds(profiles[one.offloaded], one.prompt_tokens) / means[one.offloaded]
+        return saturated_rate(run, lambda _: 1.0)
+    rates = [saturated_rate(run, work) for work in works_of(file, run)]
+    return min(filter(None, rates), key=lambda one: one.value, default=None)
 
 
-def _mean_seconds(profile: Profile, answers: Sequence[AnsweredRequest]) -> float:
-    return math.fsum(prefill_seconds(profile, one.prompt_tokens) for one in answers) / len(answers)
+def works_of(file: PlanFile, run: Run) -> list[Callable[[AnsweredRequest], float]]:
+    """Return for each pool that served as how many requests of all an answer counts: 0 if the other pool made it.
+
+    That is its prefill's time over the mean time that a request brings to the pool. The mean is the workload's at the
+    threshold that divides the run's prompts as they were divided, for thresholds move, and prompts vary by chance.
+    """
+    system, _ = setups.planned(file, run.key.policy)
+    filled_seconds = FILLED_AFTER * max((one.at_seconds for one in run.answers), default=0.0)
+    given = [one for one in run.answers if one.seconds is not None and one.at_seconds >= filled_seconds]
+    stayed = sum(not one.offloaded for one in given)
+    lengths = sorted(one.prompt_tokens for one in given)
+    threshold_tokens = lengths[stayed - 1] if stayed else 0
+    parts = {
+        False: file.workload.below(threshold_tokens) if stayed < len(given) else file.workload.all(),
+        True: file.workload.above(threshold_tokens),
+    }
+    served = [away for away in (False, True) if parts[away] and any(one.offloaded == away for one in given)]
+    return [_work_of((system.offload if away else system.hub)[0].profile, parts[away], away) for away in served]
+
+
+def _work_of(profile: Profile, part: Moments, away: bool) -> Callable[[AnsweredRequest], float]:
+    mean_seconds = equations.mean_seconds(profile, part) * part.share
+    return lambda one: prefill_seconds(profile, one.prompt_tokens) / mean_seconds if one.offloaded == away else 0.0
 
 
 def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadResult:
@@ -158,7 +176,7 @@ def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]
     p90 = steady.ttft_p90_seconds if steady else None
     return LoadResult(
         figures=None if any(part.overloaded for _, part in runs) else steady,
-        saturated_per_second=_of_all([(run.key.seed, saturated_rate(run, work_of(file, run))) for run, _ in runs]),
+        saturated_per_second=_of_all([(run.key.seed, most_of(file, run)) for run, _ in runs]),
         saturated_counted=_of_all([(run.key.seed, saturated_rate(run, lambda _: 1.0)) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
     )

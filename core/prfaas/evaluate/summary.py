@@ -59,7 +59,9 @@ def summarise(
         for _, group in groupby(ordered, key=lambda run: (run.key.policy, run.key.load))
     ]
     own = {policy: [row for row in rows if row.policy == policy] for policy in POLICIES}
-    answers = {policy: answer_of(file, found, limit) for policy, found in own.items() if found}
+    answers: dict[PolicyName, PolicyAnswer] = {
+        policy: answer_of(file, found, limit) for policy, found in own.items() if found
+    }
     drawn = {row.load for row in own["threshold"] if row.measured}
     why_not = {
         run.key: run.why_invalid or ("" if steady[run.key].overloaded else steady[run.key].why_not) for run in ordered
