@@ -95,4 +95,7 @@ async def test_the_log_names_a_request_whose_body_is_refused(world, caplog):
     caplog.set_level("INFO")
     await world.start("d0")
     assert (await world.post(b"{", headers={headers.REQUEST_ID: "damaged-1"})).status == 400
-    assert "request request_id=damaged-1 decision=none outcome=invalid estimated_tokens=0 status=400" in caplog.text
+    assert (
+        "request request_id=damaged-1 decision=none outcome=invalid estimated_tokens=0 peer=127.0.0.1 status=400"
+        in caplog.text
+    )

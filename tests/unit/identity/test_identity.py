@@ -69,7 +69,7 @@ def handshake(folder: Path, server: KeyPair, client: KeyPair, trusted: bytes) ->
 def test_a_certificate_says_its_cluster_and_openssl_accepts_it_on_both_sides(tmp_path, authority):
     hub, eu = (identity.issue(authority, name, YEAR) for name in ("hub", "prefill-eu"))
     facts = identity.check(hub.certificate, hub.key, authority.certificate, NOW)
-    assert facts == (("hub", ""), YEAR, *identity.by_digest(authority.certificate))
+    assert facts == (("hub", ""), YEAR, *identity.by_digest(authority.certificate), identity.DEFAULT_DOMAIN)
     seen_by_server, seen_by_client = handshake(tmp_path, hub, eu, authority.certificate)
     assert (seen_by_server, seen_by_client) == (der(eu), der(hub))
     assert identity.check_peer(der(eu), authority.certificate, NOW, EVERYBODY) == ("prefill-eu", "")

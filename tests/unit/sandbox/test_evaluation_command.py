@@ -26,7 +26,7 @@ NAIVE, STATIC = RunKey("naive", 0.7, 1), RunKey("static", 0.7, 1)
 
 
 def campaign(folder: Path, *policies: PolicyName) -> Campaign:
-    case = read_case(FILE, requests=200, stretch=2.0, cache_scale=20)
+    case = read_case(FILE, requests=300, stretch=2.0, cache_scale=20)
     return Campaign(
         case=case,
         wanted=WantedRuns(asked=tuple(RunKey(policy, 0.7, 1) for policy in policies)),
@@ -66,7 +66,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def called(*flags: str, file: Path = FILE, run: Any = lambda *_: {}):
         monkeypatch.setattr(Campaign, "run", run)
         monkeypatch.setattr(command, "ensure_tools", lambda _: None)
-        words = ["-f", str(file), "--requests", "200", "--runs", str(tmp_path), "--state", str(tmp_path), *flags]
+        words = ["-f", str(file), "--requests", "300", "--runs", str(tmp_path), "--state", str(tmp_path), *flags]
         return CliRunner().invoke(command.app, words)
 
     return called
