@@ -58,7 +58,9 @@ def summarise(
         row_of(file, list(group), steady, simulated, limit)
         for _, group in groupby(ordered, key=lambda run: (run.key.policy, run.key.load))
     ]
-    own = {policy: [row for row in rows if row.policy == policy] for policy in POLICIES}
+    own: dict[PolicyName, list[LoadRow]] = {
+        policy: [row for row in rows if row.policy == policy] for policy in POLICIES
+    }
     answers: dict[PolicyName, PolicyAnswer] = {
         policy: answer_of(file, found, limit) for policy, found in own.items() if found
     }
