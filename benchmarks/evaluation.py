@@ -2,7 +2,7 @@
 
     prfaas bench evaluation [--part saturated|beside|steady]
 
-Without a part it serves a small case for some five minutes. The paper's case has three parts of at most an hour each:
+Without a part it serves a small case for some eight minutes. The paper's case has three parts of at most an hour each:
 what the systems complete when more arrives, first tokens at the same rate, and loads that both carry. An interrupted
 part goes on where it was, as `prfaas evaluate` does. All parts of the paper's case write one report.
 """
@@ -42,8 +42,8 @@ class Form(NamedTuple):
     limit_seconds: float
 
 
-SHORT: Final = Form("examples/evaluation.yaml", 200, 1.0, 32, 6.0)
-PAPER: Final = Form("examples/paper.yaml", 300, 2.0, 128, 20.0)
+SHORT: Final = Form("examples/evaluation.yaml", 400, 1.0, 32, 6.0)
+PAPER: Final = Form("examples/paper.yaml", 450, 1.5, 128, 20.0)
 
 
 def figures(part: Part = "short") -> Iterator[Figure]:

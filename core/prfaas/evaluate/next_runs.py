@@ -38,9 +38,7 @@ def next_runs(
     """Return the runs to make now; none if all is done. `rows` are of `runs`, and `tried` is what the call has made."""
     there = {run.key for run in runs}
     left = [key for key in wanted.asked if key not in there]
-    left += [
-        run.key for run in runs if run.why_invalid and (run.key in wanted.asked or run.key.policy in wanted.rising)
-    ]
+    left += [run.key for run in runs if run.why_slow and (run.key in wanted.asked or run.key.policy in wanted.rising)]
     if left := [key for key in left if key not in tried]:
         return left
     known = there.union(tried)

@@ -137,8 +137,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
         A refusal is an answer to the load. A failure is none, and a timeout is of the clock: stretch does not move it.
         """
-        if self.machine.why_invalid:
-            return self.machine.why_invalid
+        if self.why_slow:
+            return self.why_slow
         timeouts, failures = ([one for one in self.lost if one.lost == loss] for loss in ("timeout", "failure"))
         fallbacks = sum(one.fallback for one in self.answers)
         most = MOST_LOST * len(self.answers)
@@ -148,6 +148,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(failures)} of {len(self.answers)} requests failed: {failures[0].error}"
         if fallbacks > most:
             return f"{fallbacks} of {len(self.answers)} requests fell back, as transfers broke or their time ran out"
+        return ""
+
+    @property
+    def why_slow(self) -> str:
+        """Why the machine was too slow for the run, which may count when it is made again; empty if it was not."""
+        if self.machine.why_invalid:
+            return self.machine.why_invalid
         sent_late = math.fsum(one.sent_late_seconds for one in self.answers)
         waited = math.fsum(one.ttft_seconds or 0.0 for one in self.answers)
         if sent_late > MOST_LATE * waited:

@@ -6,13 +6,16 @@ says what the system completes then: see `prfaas.evaluate.limit`.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final
 
 import msgspec
 
 from prfaas.capacity import equations
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import Profile, prefill_seconds
-from prfaas.capacity.workload import Moments
+from prfaas.capacity.workload import Workload
 from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
 from prfaas.evaluate.limit import FILLED_AFTER, LoadVerdict, judge, saturated_rate
 from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
@@ -22,6 +25,7 @@ from prfaas.simulate.scenario import PolicyName
 
 Simulated = Callable[[RunKey], Run]
 """Makes the record that a run would have in the simulator."""
+_LEAST_SHARE: Final = 0.05
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,33 +144,41 @@ def most_of(file: PlanFile, run: Run) -> Sampled | None:
     _, plan = setups.planned(file, run.key.policy)
     if plan.theta_pd_d <= plan.lambda_max:
         return saturated_rate(run, lambda _: 1.0)
-    rates = [saturated_rate(run, work) for work in works_of(file, run)]
-    return min(filter(None, rates), key=lambda one: one.value, default=None)
+    rates = [rate for work in works_of(file, run) if (rate := saturated_rate(run, work)) and rate.value > 0]
+    return min(rates, key=lambda one: one.value, default=None)
 
 
 def works_of(file: PlanFile, run: Run) -> list[Callable[[AnsweredRequest], float]]:
     """Return for each pool that served as how many requests of all an answer counts: 0 if the other pool made it.
 
-    That is its prefill's time over the mean time that a request brings to the pool. The mean is the workload's at the
-    threshold that divides the run's prompts as they were divided, for thresholds move, and prompts vary by chance.
+    That is its prefill's time over the mean time that a request brings to the pool. For this mean each prompt stands
+    for the workload's lengths that are nearest to its own, so that how many of a length came by chance does not count.
+    A pool that got less than `_LEAST_SHARE` of the prompts, as others fell back, is none.
     """
     system, _ = setups.planned(file, run.key.policy)
     filled_seconds = FILLED_AFTER * max((one.at_seconds for one in run.answers), default=0.0)
     given = [one for one in run.answers if one.seconds is not None and one.at_seconds >= filled_seconds]
-    stayed = sum(not one.offloaded for one in given)
-    lengths = sorted(one.prompt_tokens for one in given)
-    threshold_tokens = lengths[stayed - 1] if stayed else 0
-    parts = {
-        False: file.workload.below(threshold_tokens) if stayed < len(given) else file.workload.all(),
-        True: file.workload.above(threshold_tokens),
-    }
-    served = [away for away in (False, True) if parts[away] and any(one.offloaded == away for one in given)]
-    return [_work_of((system.offload if away else system.hub)[0].profile, parts[away], away) for away in served]
+    given.sort(key=lambda one: one.prompt_tokens)
+    between = [(one.prompt_tokens + other.prompt_tokens) / 2 for one, other in pairwise(given)]
+    edges = [0.0, *between, math.inf]
+    works: list[Callable[[AnsweredRequest], float]] = []
+    for away in (False, True):
+        places = [place for place, one in enumerate(given) if one.offloaded == away]
+        if places and len(places) >= _LEAST_SHARE * len(given):
+            profile = (system.offload if away else system.hub)[0].profile
+            until = [_seconds_below(profile, file.workload, edge) for edge in edges]
+            works.append(partial(_work_of, profile, math.fsum(until[at + 1] - until[at] for at in places), away))
+    return works
 
 
-def _work_of(profile: Profile, part: Moments, away: bool) -> Callable[[AnsweredRequest], float]:
-    mean_seconds = equations.mean_seconds(profile, part) * part.share
-    return lambda one: prefill_seconds(profile, one.prompt_tokens) / mean_seconds if one.offloaded == away else 0.0
+def _seconds_below(profile: Profile, workload: Workload, tokens: float) -> float:
+    """Return the mean time that a request brings to a pool that gets all prompts of up to so many tokens."""
+    part = workload.below(tokens)
+    return equations.mean_seconds(profile, part) * part.share
+
+
+def _work_of(profile: Profile, brings_seconds: float, away: bool, one: AnsweredRequest) -> float:
+    return prefill_seconds(profile, one.prompt_tokens) / brings_seconds if one.offloaded == away else 0.0
 
 
 def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadResult:

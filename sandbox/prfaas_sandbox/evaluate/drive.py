@@ -8,7 +8,7 @@ is noted, too: a client that is too slow makes them look longer.
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, Self
 
@@ -105,9 +105,17 @@ class Driver:
             ttft_seconds=answer.first_seconds / self._stretch,
             seconds=(answer.marks[-1].seconds - at) / self._stretch,
             offloaded=head.get(headers.PREFILL_CLUSTER, HUB) != HUB,
-            fallback=head.get(headers.OUTCOME, "ok") != "ok",
+            fallback=_fell_back(head),
             parts={name: seconds / self._stretch for name, seconds in parts.items()},
         )
 
     def _lost(self, request: Arrival, loss: Loss, why: str) -> AnsweredRequest:
         return AnsweredRequest(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, lost=loss, error=why)
+
+
+def _fell_back(head: Mapping[str, str]) -> bool:
+    """Return whether a request was not served as it was routed; then its decode instance has computed the prompt, which
+    no system of a case has planned. The outcome names only offloads that failed."""
+    computed = head.get(headers.PREFILL_INSTANCE)
+    is_own = computed is not None and computed == head.get(headers.DECODE_INSTANCE)
+    return is_own or head.get(headers.OUTCOME, "ok") != "ok"

@@ -80,9 +80,10 @@ class LiveCase:
     async def _try(self, key: RunKey) -> None:
         for _ in range(self._tries):
             run = await self._run(key)
-            if not run.why_invalid:
+            if run.why_invalid:
+                self._report(f"{key.name} is invalid: {run.why_invalid}")
+            if not run.why_slow:
                 return
-            self._report(f"{key.name} is invalid: {run.why_invalid}")
 
     async def _prepare(self, keys: Sequence[RunKey]) -> None:
         """Have the profiles in both clusters, and the link's query with stretched windows."""
