@@ -26,8 +26,9 @@ from prfaas_transfer.send import Frame, SendState
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferOutcome
 
 LEASE_SECONDS = 10
-ANNOUNCED_SECONDS = 30.0
-"""A destination that nobody asked yet may have a queue before it connects; one that wants nothing declines."""
+ANNOUNCED_SECONDS = 120.0
+"""A destination may have a queue before it connects; one that wants nothing declines. Of a cache that ends sooner it
+would compute the prompt itself, which makes an overloaded queue still longer."""
 RESUME_SECONDS = 5.0
 DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 """A destination that takes less on average after the computation is not worth its pages: 1 Mbit/s."""
