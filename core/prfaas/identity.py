@@ -48,7 +48,7 @@ _MAX_DEPTH: Final = 4
 _UtcTime = Annotated[datetime.datetime, msgspec.Meta(tz=True)]
 _NAME: Final = r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 """A MemberCluster's name has the same form."""
-_DOMAIN: Final = r"[-._a-z0-9]{1,255}"
+_DOMAIN: Final = r"[a-z0-9](?:[-._a-z0-9]{0,253}[a-z0-9])?"
 _AUTHORITY_URI: Final = re.compile(rf"spiffe://({_DOMAIN})")
 _URI: Final = re.compile(rf"spiffe://({_DOMAIN})/(?:cluster/({_NAME})(?:/({'|'.join(PARTS)}))?|({BUYER}{_NAME}))")
 
@@ -115,9 +115,9 @@ def when_to_renew(not_before: datetime.datetime, not_after: datetime.datetime) -
 
 
 def runs_out(validity: Validity) -> datetime.datetime:
-    """Return when a certificate counts as run out: ten minutes of a day before its end. So all instances of a cluster
-    agree on it before the first of them meets an end, whatever their clocks say."""
-    return validity.not_after - (validity.not_after - validity.not_before) / 144
+    """Return when a certificate counts as run out: ten minutes before its end, less of one that lives for under a day.
+    So all instances of a cluster agree on it before the first of them meets an end, whatever their clocks say."""
+    return validity.not_after - min(CLOCK_SKEW, (validity.not_after - validity.not_before) / 144)
 
 
 def new_domain() -> str:
@@ -175,7 +175,9 @@ def domain_of(authorities: bytes) -> str:
 def check_domain(domain: str) -> None:
     """Raise ConfigError for what can be no trust domain."""
     if not re.fullmatch(_DOMAIN, domain):
-        raise ConfigError(f"{domain!r} can be no trust domain; use lower case letters, digits, '.', '-' and '_'")
+        raise ConfigError(
+            f"{domain!r} can be no trust domain; use lower case letters, digits, and between them '.', '-', '_'"
+        )
 
 
 def issue_server(authority: KeyPair, name: str, hosts: Sequence[str], validity: Validity) -> KeyPair:

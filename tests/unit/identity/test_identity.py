@@ -305,7 +305,7 @@ def test_an_authority_signs_for_its_trust_domain_and_one_that_names_none_for_the
     assert identity.domain_of(nameless) == "prfaas.io"
 
 
-@pytest.mark.parametrize("domain", ["A.b", "a/b", "a b", "a" * 256])
+@pytest.mark.parametrize("domain", ["A.b", "a/b", "a b", "a" * 256, "-", ".."])
 def test_nothing_is_issued_under_what_can_be_no_trust_domain(authority, domain):
     with pytest.raises(ConfigError, match="can be no trust domain"):
         identity.issue(authority, "hub", identity.valid_for(NOW, 1), domain=domain)
@@ -338,6 +338,7 @@ def test_who_has_run_out_still_refuses_what_was_replaced_revoked_or_is_not_yet_v
         identity.check_peer(pair, authority.certificate, NOW - DAY, identity.PeerRules(ran_out=ours))
 
 
-def test_a_certificate_of_a_day_counts_as_run_out_ten_minutes_before_its_end():
-    left = (NOW + DAY) - identity.runs_out(identity.valid_for(NOW, 1))
-    assert datetime.timedelta(minutes=10) < left < datetime.timedelta(minutes=11)
+@pytest.mark.parametrize(("hours", "minutes"), [(2, 2 * 60 / 144), (24, 10), (24 * 365, 10)])
+def test_a_certificate_counts_as_run_out_at_most_ten_minutes_before_its_end(hours, minutes):
+    begin, end = NOW, NOW + datetime.timedelta(hours=hours)
+    assert end - identity.runs_out(Validity(begin, end)) == datetime.timedelta(minutes=minutes)
