@@ -16,6 +16,8 @@ INDEX_PART: Final = 5
 """Likewise for the prefix index."""
 INDEX_ENTRY_BYTES: Final = 80
 """Of a token block of the prefix index and the byte block that is mapped to it."""
+MAX_INDEX_BLOCKS: Final = 10_000_000
+"""400 MB: 24 bytes a block in its tree, and about 16 in the table of keys."""
 
 
 class GatewayBudgets(NamedTuple):
@@ -26,7 +28,8 @@ class GatewayBudgets(NamedTuple):
 def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:
     """Return what a gateway may hold under a limit; None: the one that its container usually has."""
     limit_bytes = limit_bytes or GATEWAY_LIMIT_GIB << 30
-    return GatewayBudgets(limit_bytes // BODIES_PART, limit_bytes // INDEX_PART // INDEX_ENTRY_BYTES)
+    blocks = min(MAX_INDEX_BLOCKS, limit_bytes // INDEX_PART // INDEX_ENTRY_BYTES)
+    return GatewayBudgets(limit_bytes // BODIES_PART, blocks)
 
 
 def container_limit_bytes(cgroup: Path = CGROUP) -> int | None:

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple, Self
 
 from prfaas.http_server import DEFAULT_BOUNDS, ConnectionBounds
-from prfaas.kvindex.index import MAX_BLOCKS
 from prfaas.memory import gateway_budgets
 from prfaas_gateway.openai import SaturatedError
 
@@ -21,7 +20,7 @@ class Limits(NamedTuple):
     """A larger request body is refused with 413. A prompt of 128 K tokens takes well under 1 MB."""
     all_requests_bytes: int = gateway_budgets(None).bodies_bytes
     """All bodies of requests under way together, as they are unpacked. What exceeds it is refused with 429."""
-    index_blocks: int = min(MAX_BLOCKS, gateway_budgets(None).index_blocks)
+    index_blocks: int = gateway_budgets(None).index_blocks
     """Blocks of tokens, and of bytes, in the prefix index."""
     connections: ConnectionBounds = DEFAULT_BOUNDS
     admin_connections: ConnectionBounds = DEFAULT_BOUNDS._replace(most=100)
@@ -56,9 +55,7 @@ class Limits(NamedTuple):
     def within(self, memory_bytes: int | None) -> Self:
         """Return the same with the budgets of a container of this memory; None: of the usual one."""
         bodies_bytes, index_blocks = gateway_budgets(memory_bytes)
-        return self._replace(
-            all_requests_bytes=max(self.request_bytes, bodies_bytes), index_blocks=min(MAX_BLOCKS, index_blocks)
-        )
+        return self._replace(all_requests_bytes=max(self.request_bytes, bodies_bytes), index_blocks=index_blocks)
 
 
 class HeldBytes:

@@ -24,9 +24,8 @@ from prfaas.kvindex.byte_maps import NO_BLOCK, ByteMap, last_where
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.kvindex.keys import NONE
 from prfaas.kvindex.tree import ROOT, BlockTree
+from prfaas.memory import MAX_INDEX_BLOCKS
 
-# 400 MB: 24 bytes a block in its tree, and about 16 in the table of keys.
-MAX_BLOCKS: Final = 10_000_000
 MAX_PAIRS: Final = 10_000_000
 MIN_PAIRS: Final = 1 << 16
 """The size of a worker's largest snapshot."""
@@ -87,7 +86,7 @@ class PrefixIndex:
     forgotten; `set_instances` returns its name, so that the caller asks it again.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, max_pairs: int = MAX_PAIRS):
+    def __init__(self, max_blocks: int = MAX_INDEX_BLOCKS, max_pairs: int = MAX_PAIRS):
         self._max_blocks = max_blocks
         self._max_pairs = max_pairs
         self._instances: dict[str, InstanceIndex] = {}

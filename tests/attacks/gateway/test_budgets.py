@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prfaas.kvindex.index import MAX_BLOCKS
-from prfaas.memory import INDEX_ENTRY_BYTES, container_limit_bytes, gateway_budgets
+from prfaas.memory import INDEX_ENTRY_BYTES, MAX_INDEX_BLOCKS, container_limit_bytes, gateway_budgets
 from prfaas_gateway.limits import Limits
 from prfaas_operator.render.gateway import GATEWAY_DEFAULTS
 
@@ -25,7 +24,7 @@ def test_the_budgets_fit_into_every_limit(limit_bytes):
     limits = Limits().within(limit_bytes)
     assert worst_bytes(limits) < limit_bytes
     assert limits.all_requests_bytes >= limits.request_bytes, "one body of the largest size always has room"
-    assert limits.index_blocks <= MAX_BLOCKS
+    assert limits.index_blocks <= MAX_INDEX_BLOCKS
 
 
 def test_control_the_budgets_of_the_usual_limit_would_not_fit_into_a_small_one():

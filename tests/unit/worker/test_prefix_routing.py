@@ -50,9 +50,9 @@ def table(urls: dict[str, str]) -> RoutingTable:
 
 
 class Gateway:
-    def __init__(self, session: aiohttp.ClientSession, port: int, routes: Path):
+    def __init__(self, session: aiohttp.ClientSession, port: int, admin_port: int, routes: Path):
         self.session = session
-        self.url = f"http://127.0.0.1:{port}"
+        self.url, self.admin_url = (f"http://127.0.0.1:{one}" for one in (port, admin_port))
         self._routes = routes
 
     def route(self, urls: dict[str, str]) -> None:
@@ -76,7 +76,7 @@ class Gateway:
 
         async def is_so() -> bool:
             nonlocal value
-            async with self.session.get(f"{self.url}/metrics") as answer:
+            async with self.session.get(f"{self.admin_url}/metrics") as answer:
                 lines = (await answer.text()).splitlines()
             value = next((float(line.split()[-1]) for line in lines if line.startswith(f"{metric} ")), 0.0)
             return is_enough(value)
@@ -95,7 +95,7 @@ def gateway(tmp_path: Path):
             serving(GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, drain_seconds=2)) as running,
             aiohttp.ClientSession() as session,
         ):
-            yield Gateway(session, running.port, routes)
+            yield Gateway(session, running.port, running.admin_port, routes)
 
     return opened
 
