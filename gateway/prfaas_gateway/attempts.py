@@ -226,7 +226,7 @@ class Attempts:
         quarantine, now_seconds = self._state.quarantine, self._state.clock()
         if not quarantine:
             return
-        for refused in (request.digest, progress.client or progress.address):
+        for refused in (request.digest, progress.client):
             if left_seconds := quarantine.left_seconds(refused, now_seconds):
                 raise QuarantinedError(left_seconds, of_client=refused is not request.digest)
 
@@ -234,9 +234,8 @@ class Attempts:
         progress.lost.append(instance)
         if len(progress.lost) < LOSSES:
             return
-        client = progress.client or progress.address
-        if self._state.quarantine.add(request.digest, client, progress.lost, self._state.clock()):
-            log.warning(line("a client is refused for a minute: its requests lost instances", client=client))
+        if self._state.quarantine.add(request.digest, progress.client, self._state.clock()):
+            log.warning(line("a client is refused for a minute: its requests lost instances", client=progress.client))
 
     def _note_failure(self, request: GatewayRequest, progress: Progress, route: Route, failure: LegFailedError) -> None:
         at_fault = route.prefill if failure.leg == "prefill" and route.prefill else route.decode

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from prfaas import http_server
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, PeerError, RequestError
-from prfaas.routing.quarantine import CLIENT_LOSSES, LOSSES
+from prfaas.routing.quarantine import LOSSES
 from prfaas.wire import headers
 
 HOP_BY_HOP = frozenset(
@@ -98,7 +98,7 @@ class QuarantinedError(CapacityError):
     def __init__(self, retry_after_seconds: float, *, of_client: bool):
         lost = f"{LOSSES} engines were lost while they computed this request, so no other one gets it: change it, or"
         if of_client:
-            lost = f"{CLIENT_LOSSES} engines were lost to requests of this key or address, so none gets another one:"
+            lost = "engines were lost to requests of this key again and again, so none gets another one:"
         super().__init__(f"{lost} send it again in {retry_after_seconds:.0f} s")
         self.retry_after_seconds = retry_after_seconds
 

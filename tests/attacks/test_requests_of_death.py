@@ -10,7 +10,7 @@ from prfaas import request_bounds
 from prfaas.errors import RequestError
 from prfaas.request_bounds import MAX_BIASES, MAX_DEPTH, MAX_RULES, MAX_STOPS
 from prfaas.routing.prompt_size import prompt_values
-from prfaas.routing.quarantine import MAX_REFUSED, QUARANTINE_SECONDS, Quarantine
+from prfaas.routing.quarantine import MAX_REFUSED, QUARANTINE_SECONDS, SAME_LOSS_SECONDS, Quarantine
 from prfaas_gateway.request import read_fields
 
 
@@ -166,7 +166,7 @@ def test_text_that_no_engine_can_read_is_refused(written):
 def test_the_quarantine_is_bounded_and_ends():
     held = Quarantine()
     for number in range(2 * MAX_REFUSED):
-        held.add(b"%d" % number, str(number), ("d0", "d1"), 100.0 + number / 1e6)
+        held.add(b"%d" % number, str(number), 100.0 + number / 1e6)
     assert held.left_seconds(b"0", 101.0) == 0
     last = b"%d" % (2 * MAX_REFUSED - 1)
     assert 0 < held.left_seconds(last, 101.0) <= QUARANTINE_SECONDS
@@ -176,21 +176,32 @@ def test_the_quarantine_is_bounded_and_ends():
 
 def test_a_client_that_changes_a_letter_each_time_is_refused_as_a_whole():
     held = Quarantine()
-    assert not held.add(b"a", "mallory", ("d0", "d1"), 100.0)
+    assert not held.add(b"a", "mallory", 100.0)
     assert held.left_seconds("mallory", 100.0) == 0
-    assert held.add(b"b", "mallory", ("d2", "d3"), 110.0)
+    assert held.add(b"b", "mallory", 110.0)
     assert held.left_seconds("mallory", 111.0) == QUARANTINE_SECONDS - 1
     assert held.left_seconds("alice", 111.0) == 0
     assert held.left_seconds("mallory", 110.0 + QUARANTINE_SECONDS) == 0
 
 
-def test_an_instance_that_came_back_and_is_lost_again_counts_again():
+@pytest.mark.parametrize("at_once", [2, 300])
+def test_what_a_client_loses_at_one_time_is_one_loss_whatever_instances_it_lost(at_once):
     held = Quarantine()
-    assert [held.add(b"%d" % at, "mallory", ("d0", "d1"), 20.0 * at) for at in (1, 2)] == [False, True]
+    losses = [
+        held.add(b"%d" % number, "alice", 100.0 + SAME_LOSS_SECONDS * number / at_once) for number in range(at_once)
+    ]
+    assert not any(losses)
+    assert held.left_seconds("alice", 101.0 + SAME_LOSS_SECONDS) == 0
+    assert not held.add(b"later", "alice", 101.0 + SAME_LOSS_SECONDS + QUARANTINE_SECONDS)
 
 
-@pytest.mark.parametrize("beside", [2, 300])
-def test_control_however_many_requests_of_a_client_were_beside_two_losses_the_client_is_not_refused(beside):
+def test_control_what_it_loses_after_that_time_is_another_one():
     held = Quarantine()
-    assert not any(held.add(b"%d" % number, "alice", ("d0", "d1"), 100.0 + number / 100) for number in range(beside))
-    assert not held.add(b"later", "alice", ("d0", "d1"), 104.0 + QUARANTINE_SECONDS)
+    assert [held.add(b"%d" % at, "alice", 100.0 + SAME_LOSS_SECONDS * at) for at in (0, 1)] == [False, True]
+
+
+def test_without_keys_nobody_is_refused_as_a_whole():
+    held = Quarantine()
+    assert not any(held.add(b"%d" % at, "", 100.0 + 10 * at) for at in range(5))
+    assert held.left_seconds("", 140.0) == 0
+    assert held.left_seconds(b"4", 140.0) == QUARANTINE_SECONDS

@@ -4,23 +4,24 @@ An engine that dies takes the connections of all its requests with it, and a rou
 engine after the other, if one of them was the cause. One loss says nothing. A request that lost two connections before
 it got anything is refused, and for a minute so is each request with the same digest: clients repeat what failed.
 
-A client can send the same again with one letter more. So a client whose refused requests lost four instances within a
-minute is refused as a whole for a minute: by its key, or else by its address.
+A client can send the same again with one letter more. So a client of a key whose requests are refused at two times
+within a minute is refused as a whole for a minute. What it loses within five seconds is one loss: a node that fails
+takes many instances and says nothing of a client. Without keys nobody is refused as a whole: all clients may come from
+one address, that of a proxy.
 
 A request that was beside the cause twice is refused, too, and may come back after that minute. Each gateway counts for
 itself, and a client that leaves after the first loss is not counted.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from typing import Any, Final
 
 LOSSES: Final = 2
 """Connections that one request may lose."""
-CLIENT_LOSSES: Final = 4
-"""Instances that the refused requests of one client may lose within QUARANTINE_SECONDS."""
+CLIENT_LOSSES: Final = 2
+"""How often requests of one client may be refused within QUARANTINE_SECONDS."""
 SAME_LOSS_SECONDS: Final = 5.0
-"""Losses of one instance within this time are one: all requests there lose it together."""
+"""What one client loses within this time is one loss, however many its requests and instances are."""
 QUARANTINE_SECONDS: Final = 60.0
 MAX_REFUSED: Final = 1024
 
@@ -31,21 +32,23 @@ class Quarantine:
 
     def __init__(self) -> None:
         self._until_seconds: OrderedDict[bytes | str, float] = OrderedDict()
-        self._losses: OrderedDict[str, list[tuple[float, str]]] = OrderedDict()
-        """By client: when its refused requests lost which instance."""
+        self._losses: OrderedDict[str, list[float]] = OrderedDict()
+        """By client: when its requests were refused."""
 
     def __bool__(self) -> bool:
         return bool(self._until_seconds)
 
-    def add(self, digest: bytes, client: str, lost: Iterable[str], now_seconds: float) -> bool:
+    def add(self, digest: bytes, client: str, now_seconds: float) -> bool:
         """Refuse a request from now on; return whether its client is refused, too.
 
-        `lost` names the instances. Beyond MAX_REFUSED the oldest request or client is free again.
+        `client` is that of a key, or empty. Beyond MAX_REFUSED the oldest request or client is free again.
         """
         self._refuse(digest, now_seconds)
-        losses = [one for one in self._losses.get(client, ()) if now_seconds - one[0] < QUARANTINE_SECONDS]
-        known = {name for at_seconds, name in losses if now_seconds - at_seconds < SAME_LOSS_SECONDS}
-        losses += [(now_seconds, name) for name in set(lost) - known]
+        if not client:
+            return False
+        losses = [one for one in self._losses.get(client, ()) if now_seconds - one < QUARANTINE_SECONDS]
+        if not losses or now_seconds - losses[-1] >= SAME_LOSS_SECONDS:
+            losses.append(now_seconds)
         self._losses[client] = losses
         _bound(self._losses, client)
         if len(losses) < CLIENT_LOSSES:

@@ -3,17 +3,18 @@
 import asyncio
 import errno
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 from tests.tables import make_instance
-from tests.unit.gateway.conftest import QUICK
+from tests.unit.gateway.conftest import QUICK, Answered
 
 from prfaas.errors import LostError, UnreachableError
 from prfaas.routing import quarantine
-from prfaas.routing.quarantine import QUARANTINE_SECONDS
+from prfaas.routing.quarantine import QUARANTINE_SECONDS, SAME_LOSS_SECONDS
 from prfaas.wire import headers
 from prfaas_gateway import attempts
 from prfaas_gateway.limits import Limits
@@ -21,6 +22,8 @@ from prfaas_gateway.upstream import Upstream
 
 ENGINES = ("d0", "d1", "d2", "d3")
 MARK = "deadly"
+KEY = "sk-mallory-0123456789abcdef"
+BEARER = {"Authorization": f"Bearer {KEY}"}
 NO_SECOND_TRY = QUICK._replace(eject_seconds=30, eject_max_seconds=30)
 """An engine that died is not tried again at once."""
 
@@ -29,9 +32,9 @@ def body(word: str, **fields: Any) -> bytes:
     return json.dumps({"model": "m", "messages": [{"role": "user", "content": word}], **fields}).encode()
 
 
-async def start(world, dies) -> list[str]:
+async def start(world, dies, keys: Path | None = None) -> list[str]:
     """Start engines that die of a request with the mark, and start again; return the list of their deaths."""
-    await world.start(*ENGINES, limits=NO_SECOND_TRY)
+    await world.start(*ENGINES, limits=NO_SECOND_TRY, keys_dir=keys)
     deaths: list[str] = []
     for name in ENGINES:
         healthy = world.workers[name].reply
@@ -80,20 +83,42 @@ async def test_it_may_come_back_after_a_minute(world):
     assert len(deaths) == 4
 
 
-async def test_one_letter_more_does_not_get_a_client_the_other_engines(world):
-    deaths = await start(world, at_once)
-    got = [await world.post(body(f"{MARK} {number}")) for number in range(3)]
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    (folder / "mallory").write_text(KEY)
+    return folder
+
+
+async def post_with_letters(world, count: int) -> list[Answered]:
+    """Post what kills engines with another letter each time, and each time later than what counts as one loss."""
+    clock, got = world.state.clock, []
+    for number in range(count):
+        world.state.clock = lambda number=number: clock() + number * (SAME_LOSS_SECONDS + 1)
+        got.append(await world.post(body(f"{MARK} {number}"), headers=BEARER))
+    return got
+
+
+async def test_one_letter_more_does_not_get_a_client_the_other_engines(world, keys):
+    deaths = await start(world, at_once, keys)
+    got = await post_with_letters(world, 3)
     assert [one.json["error"]["code"] for one in got] == ["request_quarantined"] * 3
-    assert (len(deaths), "of this key or address" in got[2].json["error"]["message"]) == (4, True)
-    assert (await world.post(body("harmless"))).json["error"]["code"] == "request_quarantined"
+    assert (len(deaths), "of this key" in got[2].json["error"]["message"]) == (4, True)
+    assert (await world.post(body("harmless"), headers=BEARER)).json["error"]["code"] == "request_quarantined"
 
 
-async def test_control_without_the_count_by_client_each_letter_costs_engines(world, monkeypatch):
+async def test_control_without_the_count_by_client_each_letter_costs_engines(world, keys, monkeypatch):
     monkeypatch.setattr(quarantine, "CLIENT_LOSSES", 1000)
-    deaths = await start(world, at_once)
-    for number in range(3):
-        await world.post(body(f"{MARK} {number}"))
+    deaths = await start(world, at_once, keys)
+    await post_with_letters(world, 3)
     assert len(deaths) > 4
+
+
+async def test_without_keys_an_address_is_not_refused_since_all_clients_may_have_it(world):
+    await start(world, at_once)
+    await post_with_letters(world, 2)
+    assert (await world.post(body("harmless"))).status == 200
 
 
 async def test_an_engine_that_refuses_connections_is_no_loss(world):
