@@ -7,8 +7,9 @@ a line, each in plain text or as `sha256:` and 64 hexadecimal digits. Or, with l
 
 A key is checked before its request's body is read. So a request without a key costs a hash and no memory. Only digests
 stay in memory. A look-up uses a keyed hash of the digest, with a secret of this process. So its duration reveals
-nothing about existing keys. An unusable file admits no client, nor does one with a key or the name of an earlier file;
-an unreadable folder changes nothing. The log reports each once, without a file's content.
+nothing about existing keys. An unusable file admits no client, nor does one with the name of an earlier file, and a key
+stays that of the first file with it; an unreadable folder changes nothing. The log reports each once, without a file's
+content.
 
 A client's first key also isolates its cached prompts: the salt that engines get is made of that key, of the client and
 of the salt that it sent. So no client can name another's, all gateways make the same one, and it survives restarts.
@@ -282,7 +283,6 @@ class KeyRing:
         for name in stamps:
             try:
                 clients |= self._read_client(name, names.setdefault(name.casefold(), name), clients)
-                self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
             except (OSError, ConfigError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 message = f"the file {name!r} in --keys-dir admits no client: {reason}"
@@ -294,19 +294,24 @@ class KeyRing:
     def _read_client(self, name: str, first_name: str, others: Mapping[bytes, ApiClient]) -> dict[bytes, ApiClient]:
         """Return a file's client by its hidden keys; `first_name` has the first file that is named so in any case.
 
-        Raises OSError. Raises ConfigError also for what another file has: a key has one owner, whose limits count.
+        A key has one owner, whose limits count: those of `others` are left out, and logged.
+
+        Raises OSError. Raises ConfigError also for a file of another one's name, and for one without a key of its own.
         """
         if first_name != name:
             raise ConfigError(f"{first_name!r} is a client of the same name; give it another one")
         found = _read(self._folder / name)
-        digests = [_digest(key.encode()) for key in found.keys]
-        client = found.client(name, digests[0])
-        keys = {self._hidden(one): client for one in digests}
-        if len(keys) < len(digests):
-            raise ConfigError("it holds a key twice; leave one of them out")
-        for one in keys.keys() & others.keys():
-            raise ConfigError(f"it holds a key of {others[one].name!r}, too; give each client its own")
-        return keys
+        digests = {self._hidden(digest): digest for digest in (_digest(key.encode()) for key in found.keys)}
+        owners = sorted({others[one].name for one in digests.keys() & others.keys()})
+        own = [one for one in digests if one not in others]
+        if not own:
+            raise ConfigError(f"all its keys are of {', '.join(map(repr, owners))}; give each client its own")
+        if owners:
+            message = f"the file {name!r} in --keys-dir holds keys of {', '.join(map(repr, owners))}, which stay theirs"
+            self._problems.failed(name, f"{message}: give each client its own")
+        else:
+            self._problems.worked(name, f"the file {name!r} in --keys-dir can be used again")
+        return dict.fromkeys(own, found.client(name, digests[own[0]]))
 
     def _stamps_now(self) -> dict[str, Stamp | None]:
         found: dict[str, Stamp | None] = {}

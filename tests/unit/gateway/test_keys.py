@@ -43,7 +43,10 @@ def named(ring: KeyRing, key: str) -> str | None:
         f"{KEY}\n",
         f"  {OTHER}\n\n{KEY}  \n",
         DIGEST,
+        f"{KEY}\n{KEY}",
+        f"{KEY}\n{DIGEST}",
         json.dumps({"keys": [KEY]}),
+        json.dumps({"keys": [DIGEST, KEY, OTHER]}),
         json.dumps({"keys": [OTHER, DIGEST]}),
     ],
 )
@@ -83,6 +86,17 @@ def test_an_unusable_file_admits_no_client_and_the_log_repeats_nothing_of_it(tmp
     assert caplog.text.count(f"'{name}'") == 1
     assert KEY not in caplog.text
     assert "hunter2" not in caplog.text
+
+
+def test_a_key_of_an_earlier_entry_stays_there_and_costs_the_later_one_nothing_else(tmp_path, caplog):
+    ring = ring_of(tmp_path, a=KEY, b=f"{DIGEST}\n{OTHER}")
+    assert [(named(ring, KEY), named(ring, OTHER)) for _ in range(3)] == [("a", "b")] * 3
+    assert caplog.text.count("the file 'b' in --keys-dir holds keys of 'a', which stay theirs") == 1
+    assert OTHER not in caplog.text
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    secrets = [one.client(OTHER.encode()).cache_secret for one in (ring, ring_of(alone, b=OTHER))]
+    assert secrets[0] == secrets[1], "a key of another client makes no salt"
 
 
 def test_a_changed_folder_counts_at_the_next_look(tmp_path):
