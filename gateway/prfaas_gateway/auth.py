@@ -174,6 +174,10 @@ class Meter:
     def limits_tokens(self) -> bool:
         return self._tokens is not None
 
+    def most_of(self, tokens: int) -> int:
+        """Return how many tokens are charged for a guess: no more than those of a minute."""
+        return min(tokens, self.client.tokens_per_minute or tokens)
+
     def charge(self, tokens: int) -> None:
         """Take tokens of prompts or answers; a negative number gives them back."""
         if self._tokens:
@@ -190,8 +194,8 @@ class Meter:
 
 
 class Charge:
-    """What a client is charged for one request: the estimate of its prompt and the most of its answers, until the exact
-    lengths are known.
+    """What a client is charged for one request: the estimate of its prompt and the most of its answers, but of these no
+    more than a minute's tokens, until the exact lengths are known.
     """
 
     def __init__(self, meter: Meter, size: PromptSize, estimated_tokens: int, answers: Answers = NO_ANSWERS):
@@ -199,12 +203,12 @@ class Charge:
         self._size = size
         self._estimated_tokens = estimated_tokens
         self._answers = answers
-        self._answer_tokens = answers.most_tokens
+        self._answer_tokens = meter.most_of(answers.most_tokens)
         self.is_limited = meter.limits_tokens
         """Whether it matters what the answers have."""
         self.exact_tokens = 0
         """Of the prompt; 0: unknown."""
-        meter.charge(estimated_tokens + answers.most_tokens)
+        meter.charge(estimated_tokens + self._answer_tokens)
 
     def settle(self, exact_tokens: int) -> None:
         """Charge the exact length instead, and learn from it; later calls, and one with 0, change nothing."""

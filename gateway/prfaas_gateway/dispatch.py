@@ -73,9 +73,11 @@ class Dispatcher:
             charge = progress.charge
             try:
                 return await self._serve_in_time(http, request, progress)
-            except PrfaasError:
-                if charge is not None:
-                    charge.settle_answers(0)  # no instance has answered
+            except ClientGoneError:
+                raise  # it pays for what it did not wait for
+            except Exception:
+                if charge is not None and progress.stream is None:
+                    charge.settle_answers(0)  # it got nothing of an answer
                 raise
             finally:
                 if charge is not None and progress.first_route is None:

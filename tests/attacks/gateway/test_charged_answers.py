@@ -8,15 +8,17 @@ from typing import Any, Final
 import msgspec
 import pytest
 from aiohttp import web
-from tests.unit.gateway.conftest import Answered, World
+from tests.unit.gateway.conftest import QUICK, Answered, World
 
-from prfaas_gateway import dispatch
+from prfaas.wire import headers
+from prfaas_gateway import attempts, dispatch
 from prfaas_gateway.api import API_ROUTES, MAX_ANSWER_TOKENS, USUAL_ANSWER_TOKENS, Answers, read_answers
 from prfaas_gateway.auth import NO_ANSWERS
 
 KEY: Final = "sk-0123456789abcdef"
 COMPLETION: Final = {"model": "m", "prompt": "Go on"}
-GREEDY: Final = {**COMPLETION, "n": 100, "max_tokens": 1000}
+GREEDY: Final = {"model": "m", "prompt": "Go on. " * 1000, "n": 100, "max_tokens": 1000}
+"""Its answers are charged as a minute's tokens, and so its prompt is the debt."""
 
 
 @pytest.fixture
@@ -27,8 +29,8 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-async def post(world: World, body: dict[str, Any], path: str = "/v1/completions") -> Answered:
-    return await world.post(body, path, headers={"Authorization": f"Bearer {KEY}"})
+async def post(world: World, body: dict[str, Any], **sent: str) -> Answered:
+    return await world.post(body, "/v1/completions", headers={"Authorization": f"Bearer {KEY}", **sent})
 
 
 def answers_of(tokens: int, status: int = 200) -> Any:
@@ -94,6 +96,37 @@ async def test_an_answer_that_nobody_computed_costs_nothing(world, keys, status)
     world.workers["d0"].reply = answers_of(1)
     got = await post(world, COMPLETION)
     assert got.status == 200 or got.json["error"]["code"] == "saturated", "the engine was full a moment ago"
+
+
+async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+FAILURES: Final = {
+    "the engine is late": (504, "timeout", QUICK._replace(first_byte_seconds=0.3), {}),
+    "the deadline": (504, "deadline_exceeded", QUICK, {headers.DEADLINE_SECONDS: "0.3"}),
+    "the gateway": (500, "internal_error", QUICK, {}),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_an_answer_of_which_nothing_came_costs_nothing(world, keys, failure, monkeypatch):
+    status, code, limits, sent = FAILURES[failure]
+    await world.start("d0", keys_dir=keys, limits=limits)
+    usual, world.workers["d0"].reply = world.workers["d0"].reply, hang
+    with monkeypatch.context() as patched:
+        if status == 500:
+            world.workers["d0"].reply = usual
+            patched.setattr(attempts, "begin_answer", fail)
+        got = await post(world, GREEDY, **sent)
+    assert (got.status, got.json["error"]["code"]) == (status, code)
+    world.workers["d0"].reply = usual
+    assert (await post(world, COMPLETION)).status == 200
 
 
 async def test_who_leaves_before_the_answer_has_paid_for_it(world, keys):

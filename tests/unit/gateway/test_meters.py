@@ -15,6 +15,7 @@ from prfaas.routing.estimate import TokenEstimator
 from prfaas.routing.prompt_size import PromptSize
 from prfaas.util import RateBucket
 from prfaas.wire import headers
+from prfaas_gateway.api import Answers
 from prfaas_gateway.auth import ApiClient, Charge, Meter, Meters
 from prfaas_gateway.openai import LimitError
 
@@ -115,6 +116,26 @@ def test_an_exact_length_settles_what_the_estimate_charged_and_later_ones_change
     Charge(meter, LETTERS, 100).settle(2000)
     assert meter._tokens.level(1000.0) == -1100
     assert meter.estimator.tokens(LETTERS) > TokenEstimator().tokens(LETTERS), "exact lengths teach, too"
+
+
+def test_answers_are_charged_a_minutes_tokens_at_most_until_they_have_ended():
+    meter = Meter(ApiClient("a", tokens_per_minute=1000), Clock(1000.0))
+    charge = Charge(meter, LETTERS, 10, Answers(100_000, 100, 100))
+    assert meter._tokens.level(1000.0) == -10, "else a client would wait for more than an hour"
+    charge.settle_answers(50)
+    assert meter._tokens.level(1000.0) == 940
+    Charge(meter, LETTERS, 40, Answers(100_000)).settle_answers(3000)
+    assert meter._tokens.level(1000.0) == -2100, "what was computed is charged, however much it is"
+
+
+def test_a_charge_that_is_given_back_leaves_nothing():
+    meter = Meter(ApiClient("a", tokens_per_minute=1000), Clock(1000.0))
+    Charge(meter, LETTERS, 10, Answers(100_000)).give_back()
+    assert meter._tokens.level(1000.0) == 1000
+
+
+def test_without_a_limit_of_tokens_nothing_is_charged():
+    assert Meter(ApiClient("a"), Clock(1000.0)).most_of(100_000) == 100_000
 
 
 # Through the gateway
