@@ -339,8 +339,8 @@ def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None
         usage = read_usage(request.path, answer.body)
     else:
         return
-    charge.settle(usage.prompt_tokens)
-    if usage.answer_tokens:
+    charge.settle(usage.prompt_tokens or 0)
+    if usage.answer_tokens is not None:
         charge.settle_answers(usage.answer_tokens)
 
 

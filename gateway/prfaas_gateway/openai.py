@@ -47,11 +47,11 @@ _ANTHROPIC_TYPES = {
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: _Count = 0
-    completion_tokens: _Count = 0
-    input_tokens: _Count = 0
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
+    input_tokens: _Count | None = None
     """Its name in the Messages and Responses APIs."""
-    output_tokens: _Count = 0
+    output_tokens: _Count | None = None
     """Likewise."""
 
 
@@ -154,11 +154,16 @@ def read_error(body: bytes) -> dict[str, Any]:
 
 
 class UsedTokens(NamedTuple):
-    """What a request has used; 0: unknown."""
+    """What a request has used; None: unknown."""
 
-    prompt_tokens: int = 0
-    answer_tokens: int = 0
+    prompt_tokens: int | None = None
+    answer_tokens: int | None = None
     """Of all its answers together."""
+
+    def or_else(self, other: "UsedTokens") -> "UsedTokens":
+        """Return these counts, and those of another one where they are unknown."""
+        prompt_tokens = other.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens
+        return UsedTokens(prompt_tokens, other.answer_tokens if self.answer_tokens is None else self.answer_tokens)
 
 
 def read_usage(path: str, answer: bytes) -> UsedTokens:
@@ -181,9 +186,8 @@ def find_usage(path: str, events: bytes) -> UsedTokens:
     found = UsedTokens()
     for line in reversed(events.splitlines()):
         if line.startswith(b"data:"):
-            one = read_usage(path, line[5:])
-            found = UsedTokens(found.prompt_tokens or one.prompt_tokens, found.answer_tokens or one.answer_tokens)
-        if all(found):
+            found = found.or_else(read_usage(path, line[5:]))
+        if None not in found:
             break
     return found
 

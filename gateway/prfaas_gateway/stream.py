@@ -86,13 +86,13 @@ class ResumeLog(Protocol):
         ...
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt; 0: unknown."""
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt; None: unknown."""
         ...
 
     @property
-    def answer_tokens(self) -> int:
-        """Tokens of all answers that the client has; 0: unknown."""
+    def answer_tokens(self) -> int | None:
+        """Tokens of all answers that the client has; None: unknown."""
         ...
 
 
@@ -116,9 +116,9 @@ class AnswerStream:
         """
         is_stream = self.response.content_type == EVENT_STREAM
         named = (find_usage if is_stream else read_usage)(self.http.path, self._tail.read())
-        prompt_tokens, answer_tokens = (self.log.prompt_tokens, self.log.answer_tokens) if self.log else (0, 0)
-        events = self._events if is_stream else 0
-        return UsedTokens(prompt_tokens or named.prompt_tokens, answer_tokens or named.answer_tokens or events)
+        logged = UsedTokens(self.log.prompt_tokens, self.log.answer_tokens) if self.log else UsedTokens()
+        events = self._events if is_stream else None
+        return logged.or_else(named).or_else(UsedTokens(answer_tokens=events))
 
     @property
     def has_ended(self) -> bool:

@@ -235,15 +235,15 @@ class TokenLog:
         return sum(ids.count(b",") + 1 for ids in sent if ids)
 
     @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt; 0: unknown."""
-        return self._prompt.count(b",") + 1 if self._prompt else 0
+    def prompt_tokens(self) -> int | None:
+        """Tokens of the prompt; None: unknown."""
+        return self._prompt.count(b",") + 1 if self._prompt else None
 
     @property
-    def answer_tokens(self) -> int:
-        """Tokens of all answers that the client has; 0: unknown."""
+    def answer_tokens(self) -> int | None:
+        """Tokens of all answers that the client has; None: unknown, as before the first id."""
         sent = (*self._sent.values(), self._writer.new_ids if self._writer is not None else b"")
-        return sum(ids.count(b",") + 1 for ids in sent if ids)
+        return sum(ids.count(b",") + 1 for ids in sent if ids) or None
 
     @property
     def answered(self) -> SentAnswer | None:

@@ -74,6 +74,7 @@ async def test_control_without_the_charge_the_budget_stays_full(world, keys, mon
     ("fields", "tokens", "status"),
     [
         ({"n": 100, "max_tokens": 1000}, 50, 200),
+        ({"n": 100, "max_tokens": 1000}, 0, 200),
         ({"n": 100, "max_tokens": 1000}, 20_000, 429),
         ({}, 20_000, 429),
         ({"best_of": 100, "max_tokens": 1000}, 50, 200),

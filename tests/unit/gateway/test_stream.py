@@ -3,7 +3,9 @@ moves.
 """
 
 import asyncio
+import json
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from prfaas_gateway import stream
 from prfaas_gateway.openai import UsedTokens, find_usage
 from prfaas_gateway.state import RETRIES_PER_REQUEST, RETRIES_PER_SECOND, SAVED_RETRIES, RetryBudget
-from prfaas_gateway.stream import TAIL_BYTES, AnswerTail, StallTimer
+from prfaas_gateway.stream import EVENT_STREAM, TAIL_BYTES, AnswerStream, AnswerTail, StallTimer
 
 
 @given(st.lists(st.integers(0, 3000), max_size=9), st.lists(st.integers(1, 30_000), max_size=9))
@@ -36,6 +38,32 @@ def test_a_line_without_an_end_is_not_kept_and_its_rest_is_no_event(monkeypatch)
     assert find_usage("/v1/completions", tail.read()) == UsedTokens()
     tail.add(b'data: {"usage": {"prompt_tokens": 8}}\n\n')
     assert find_usage("/v1/completions", tail.read()) == UsedTokens(prompt_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("path", "events", "wanted"),
+    [
+        ("/v1/completions", [{"prompt_tokens": 8, "completion_tokens": 0}], UsedTokens(8, 0)),
+        ("/v1/completions", [{"prompt_tokens": 8, "completion_tokens": 3}, {"completion_tokens": 0}], UsedTokens(8, 0)),
+        ("/v1/completions", [{"prompt_tokens": 8, "completion_tokens": None}], UsedTokens(8, None)),
+        ("/v1/completions", [{"prompt_tokens": -8}], UsedTokens()),
+        ("/v1/messages", [{"input_tokens": 8, "output_tokens": 1}, {"output_tokens": 0}], UsedTokens(8, 0)),
+    ],
+)
+def test_a_count_of_zero_is_known_and_a_missing_one_is_not(path, events, wanted):
+    assert (
+        find_usage(path, b"".join(b"data: " + json.dumps({"usage": one}).encode() + b"\n\n" for one in events))
+        == wanted
+    )
+
+
+@pytest.mark.parametrize("count", [0, 5, None])
+def test_a_stream_without_a_count_has_as_many_tokens_as_events(count):
+    usage = {} if count is None else {"usage": {"completion_tokens": count}}
+    answer = AnswerStream(Mock(path="/v1/completions"), Mock(content_type=EVENT_STREAM), None)
+    answer._tail.add(b"data: " + json.dumps(usage).encode() + b"\n\n")
+    answer._events = 2
+    assert answer.usage == UsedTokens(None, 2 if count is None else count)
 
 
 def test_retries_are_a_share_of_requests_once_what_was_saved_is_used_up():
