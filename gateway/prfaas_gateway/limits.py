@@ -10,7 +10,7 @@ from prfaas.memory import gateway_budgets
 from prfaas_gateway.openai import SaturatedError
 
 CLIENT_PART: Final = 2
-"""The bodies of one client, by its key or else its address, may have half of what all may have."""
+"""The bodies of one client may have half of what all may have. Without keys all are one client's, and have it all."""
 
 
 class Limits(NamedTuple):
@@ -68,7 +68,9 @@ class HeldBytes:
 
     @contextmanager
     def place(self, client: str) -> Iterator["BodyPlace"]:
-        """Give a client's request its place for its body; what it took comes back when the block ends."""
+        """Give a request its place for its body; what it took comes back when the block ends. `client` is that of its
+        key, or empty.
+        """
         place = BodyPlace(self, client)
         try:
             yield place
@@ -86,11 +88,14 @@ class BodyPlace:
         self.taken_bytes = 0
 
     def expect(self, size_bytes: int) -> None:
-        """Raise SaturatedError if a body of this size has no room now. A client's only body may have all of it."""
+        """Raise SaturatedError if a body of this size has no room now. A client's only body may have all of it, and so
+        may those of clients without keys: all may have the address of one proxy.
+        """
         if size_bytes > self._held.left_bytes:
             raise SaturatedError("the gateway holds as many bytes of requests as it may; try again in a moment")
         of_client_bytes = self._held.by_client[self._client]
-        if of_client_bytes > self.taken_bytes and of_client_bytes + size_bytes > self._held.most_of_client_bytes:
+        has_others = self._client and of_client_bytes > self.taken_bytes
+        if has_others and of_client_bytes + size_bytes > self._held.most_of_client_bytes:
             raise SaturatedError("the gateway holds as many bytes of this client as it may; try again in a moment")
 
     def take(self, size_bytes: int) -> None:

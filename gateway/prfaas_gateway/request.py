@@ -153,8 +153,6 @@ class Progress:
     """The address that it came from: the client's, or that of a proxy before it."""
     client: str = ""
     """The client of its API key; empty if no keys are required."""
-    address: str = ""
-    """Whom bounds count if no keys are required: the peer's address, or its network in IPv6."""
     key_digest: str = ""
     """Of an API key that is unknown; empty without one."""
     request_id: str = ""

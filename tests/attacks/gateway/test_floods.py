@@ -5,6 +5,7 @@ import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from tests.waiting import eventually_async
 from prfaas import http_server
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from prfaas_gateway import limits
-from prfaas_gateway.limits import CLIENT_PART, HeldBytes
+from prfaas_gateway.limits import HeldBytes
 from prfaas_gateway.openai import SaturatedError
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
@@ -23,6 +24,7 @@ SHORT: Final = ConnectionBounds(most=40, head_seconds=0.3)
 NO_BOUNDS: Final = ConnectionBounds(most=1000, head_seconds=600.0)
 BODY_BYTES: Final = 400_000
 FLOOD: Final = 12
+KEY: Final = "sk-0123456789abcdef-"
 
 
 class Line(NamedTuple):
@@ -170,12 +172,14 @@ async def test_a_head_of_many_headers_is_cut_off(world):
         assert await one.status() == 431
 
 
-def held_back(packed: bool) -> tuple[bytes, bytes]:
+def held_back(packed: bool, key: str = "") -> tuple[bytes, bytes]:
     """Return a request without its last bytes, and those."""
     body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
     sent = gzip.compress(body) if packed else body
     encoding = "Content-Encoding: gzip\r\n" if packed else ""
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\n{encoding}Content-Length: {len(sent)}\r\n\r\n".encode()
+    shown = f"Authorization: Bearer {key}\r\n" if key else ""
+    first = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\n{shown}{encoding}"
+    head = f"{first}Content-Length: {len(sent)}\r\n\r\n".encode()
     return head + sent[:-9], sent[-9:]
 
 
@@ -197,7 +201,7 @@ async def hold_bodies(world, packed: bool, all_requests_bytes: int) -> list[int]
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
 async def test_bodies_under_way_have_one_budget_as_they_are_unpacked(world, packed):
-    refused = await hold_bodies(world, packed, CLIENT_PART * 4 * BODY_BYTES)
+    refused = await hold_bodies(world, packed, 4 * BODY_BYTES)
     assert set(refused) == {429}
     assert FLOOD - 4 <= len(refused) <= FLOOD - 3
 
@@ -209,27 +213,26 @@ async def test_what_a_body_took_comes_back(world):
         assert (await world.post(body, "/v1/completions")).status == 200
 
 
-async def is_served_beside_a_flood(world) -> bool:
-    """Hold one client's bodies back; return whether that of another address is served meanwhile."""
-    await world.start("d0", limits=QUICK._replace(all_requests_bytes=4 * BODY_BYTES))
-    first, last = held_back(packed=False)
+async def is_served_beside_a_flood(world, keys: Path) -> bool:
+    """Hold one client's bodies back; return whether that of another key is served meanwhile."""
+    keys.mkdir()
+    for name in ("mallory", "alice"):
+        (keys / name).write_text(KEY + name)
+    await world.start("d0", limits=QUICK._replace(all_requests_bytes=4 * BODY_BYTES), keys_dir=keys)
+    first, _ = held_back(packed=False, key=f"{KEY}mallory")
     async with lines(world, FLOOD, first) as opened, statuses(opened) as reading:
         await eventually_async(lambda: sum(one.done() for one in reading) >= FLOOD - 4, "the budget is spent")
-        other = Line(*await asyncio.open_connection("127.0.0.1", world.running.port, local_addr=("127.0.0.2", 0)))
-        try:
-            await other.send(first + last)
+        async with lines(world, 1, *held_back(packed=False, key=f"{KEY}alice")) as (other,):
             return await other.status() == 200
-        finally:
-            other.writer.close()
 
 
-async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world):
-    assert await is_served_beside_a_flood(world)
+async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, tmp_path):
+    assert await is_served_beside_a_flood(world, tmp_path / "keys")
 
 
-async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, monkeypatch):
+async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "CLIENT_PART", 1)
-    assert not await is_served_beside_a_flood(world)
+    assert not await is_served_beside_a_flood(world, tmp_path / "keys")
 
 
 def test_the_only_body_of_a_client_may_have_all_the_room():
@@ -242,6 +245,16 @@ def test_the_only_body_of_a_client_may_have_all_the_room():
         one.take(30)
         with pytest.raises(SaturatedError, match="of this client"):
             another.take(21)
+    assert (held.left_bytes, held.by_client) == (100, {})
+
+
+def test_without_keys_the_bodies_of_a_proxy_have_all_the_room():
+    held = HeldBytes(100)
+    with held.place("") as one, held.place("") as another:
+        one.take(30)
+        another.take(70)
+        with held.place("") as late, pytest.raises(SaturatedError, match="as many bytes of requests"):
+            late.take(1)
     assert (held.left_bytes, held.by_client) == (100, {})
 
 
