@@ -13,14 +13,14 @@ from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire import headers
 from prfaas.wire.trace import read_trace
-from prfaas_gateway.api import read_answers
+from prfaas_gateway.api import API_ROUTES, read_answers
 from prfaas_gateway.attempts import Attempts, GatewayParts
 from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter, UnknownKeyError
 from prfaas_gateway.engines.shared import prompts, without_hand_off
 from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
-from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, receive, with_cache_salt
+from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, receive
 from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,13 @@ class Dispatcher:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
         auth = parts.auth
-        request, fields = await receive(
-            http, progress, parts.limits, place, lambda: auth.asks or parts.state.reads_whole_bodies
-        )
+        has_salt = auth.isolates and API_ROUTES[http.path].prefills
+        salt_of = meter.client.cache_salt if has_salt else None  # the index looks under the same salt
+
+        def find_way() -> ReadingWay:
+            return ReadingWay(auth.asks or parts.state.reads_whole_bodies, salt_of)
+
+        request, fields = await receive(http, progress, parts.limits, place, find_way)
         if parts.state.table is not None:
             check_places(request.preferences, parts.state.table)
             places = parts.state.places(request.preferences)
@@ -95,9 +99,6 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
-        if auth.isolates:
-            request = with_cache_salt(request, meter.client.cache_salt)
-            fields = request.fields  # the index looks under the same salt
         values = prompt_values(fields, request.api.fields)
         size = prompt_size(values, random.random())  # noqa: S311  # no secret
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)

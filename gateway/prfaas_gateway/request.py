@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, NamedTuple
 
@@ -109,6 +109,14 @@ class GatewayRequest:
             return self.fields
         # The table got its first engine of others after the body was read.
         return read_fields(self.body, every=True)[1]
+
+
+class ReadingWay(NamedTuple):
+    """How a body is read."""
+
+    every_field: bool
+    salt_of: Callable[[str], str] | None = None
+    """Makes the salt of its cached prompts of the one that it has, and needs every field. None: the client's own."""
 
 
 class PromptFacts(NamedTuple):
@@ -271,11 +279,11 @@ class Progress:
 
 
 async def receive(
-    http: web.Request, progress: Progress, limits: Limits, place: BodyPlace, needs_every_field: Callable[[], bool]
+    http: web.Request, progress: Progress, limits: Limits, place: BodyPlace, find_way: Callable[[], ReadingWay]
 ) -> tuple[GatewayRequest, Mapping[str, Any]]:
     """Read and check a request's headers and body; return also its fields, as `read_fields` does.
 
-    `needs_every_field` is asked once the body is there.
+    `find_way` is asked once the body is there: a routing table may have come with it.
 
     Raises DeadlineError if the deadline passes first, SaturatedError without room in `place`. Raises RequestError: 413
     for a too large body, 408 for a slow one, 400 for one that is not a JSON object with a model, and for a bad header.
@@ -285,11 +293,12 @@ async def receive(
     body = await _read_body(http, limits, place, deadline_seconds)
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-    every_field = needs_every_field()  # a routing table may have come with the body
-    if every_field and len(body) > KNOWN_BYTES:  # of a large field each value is checked: other streams must not wait
-        model, fields = await asyncio.to_thread(read_fields, body, every=True)
+    way = find_way()
+    if way.every_field and len(body) > KNOWN_BYTES:
+        # Of a large body each value is checked, and it may be written again: other streams must not wait.
+        body, model, fields = await asyncio.to_thread(_read_salted, body, way)
     else:
-        model, fields = read_fields(body, every=every_field)
+        body, model, fields = _read_salted(body, way)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent[headers.REQUEST_ID] = request_id
     # A span of ours; without tracing, the context that came.
@@ -299,8 +308,8 @@ async def receive(
         request_id=request_id,
         model=model,
         body=body,
-        fields=fields if every_field else {},
-        has_every_field=every_field,
+        fields=fields if way.every_field else {},
+        has_every_field=way.every_field,
         headers=sent,
         preferences=preferences,
         deadline_seconds=deadline_seconds,
@@ -331,21 +340,28 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
 
 
-def with_cache_salt(request: GatewayRequest, salt_of: Callable[[str], str]) -> GatewayRequest:
-    """Return a request, read with every field, that has the salt which `salt_of` makes of its own; empty: it has none.
+def _read_salted(body: bytes, way: ReadingWay) -> tuple[bytes, str, Mapping[str, Any]]:
+    """Return a body with its salt, its model and its fields."""
+    model, fields = read_fields(body, every=way.every_field)
+    if way.salt_of is not None:
+        body = _with_cache_salt(fields, way.salt_of)
+        # Read again: a field is a view of its body, and would keep the former one as long as the request.
+        fields = _every_field.decode(body)
+    return body, model, fields
+
+
+def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str]) -> bytes:
+    """Return a body that has the salt which `salt_of` makes of its own; empty: it has none.
 
     Raises RequestError if its own is no text.
     """
     try:
-        sent = _salt.decode(request.fields.get(_SALT, b"null"))
+        sent = _salt.decode(fields.get(_SALT, b"null"))
     except UNREADABLE as error:
         raise RequestError(f"cache_salt must be a string: {error}", param=_SALT) from error
     if sent == "":
         raise RequestError("cache_salt must have a character or more; leave it out for none", param=_SALT)
-    salt = msgspec.Raw(msgspec.json.encode(salt_of(sent or "")))
-    body = msgspec.json.encode({**request.fields, _SALT: salt})
-    # Read again: a field is a view of its body, and would keep the former one as long as the request.
-    return replace(request, body=body, fields=_every_field.decode(body))
+    return msgspec.json.encode({**fields, _SALT: salt_of(sent or "")})
 
 
 def _read_known(body: bytes) -> Any:

@@ -19,7 +19,7 @@ from prfaas.telemetry.tracing import OFF
 from prfaas.wire.trace import read_trace
 from prfaas_gateway import request
 from prfaas_gateway.limits import HeldBytes, Limits
-from prfaas_gateway.request import Progress, receive
+from prfaas_gateway.request import Progress, ReadingWay, receive
 
 SIZE: Final = MAX_GUIDE_BYTES
 SHAPES: Final = {
@@ -102,22 +102,30 @@ def posted(body: bytes) -> Any:
     return make_mocked_request("POST", "/v1/completions", payload=Mock(iter_any=pieces))
 
 
-async def checked_in(body: bytes, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
-    """Return the thread that checks a body."""
+async def read_in(body: bytes, monkeypatch: pytest.MonkeyPatch) -> threading.Thread:
+    """Return the thread that checks a body and writes its salt."""
     threads: list[threading.Thread] = []
+
+    def salt_of(sent: str) -> str:
+        threads.append(threading.current_thread())
+        return f"{sent} of a"
+
     monkeypatch.setattr(request, "check_fields", lambda _: threads.append(threading.current_thread()))
     progress = Progress(OFF.start("request", read_trace({})))
     with HeldBytes(SIZE).place("a") as place:
-        got, fields = await receive(posted(body), progress, Limits(), place, lambda: True)
-    assert (got.model, bytes(fields["model"])) == ("m", b'"m"')
-    (only,) = threads
-    return only
+        got, fields = await receive(posted(body), progress, Limits(), place, lambda: ReadingWay(True, salt_of))
+    assert (got.model, bytes(fields["model"]), got.has_every_field) == ("m", b'"m"', True)
+    assert json.loads(got.body) == json.loads(body) | {"cache_salt": "s of a"}
+    assert got.fields == fields == msgspec.json.decode(got.body, type=dict[str, msgspec.Raw])
+    check, salt = threads
+    assert check is salt
+    return check
 
 
-async def test_a_large_body_is_checked_beside_the_event_loop(monkeypatch):
-    large = json.dumps({"model": "m", "tools": "x" * KNOWN_BYTES}).encode()
-    assert await checked_in(large, monkeypatch) is not threading.current_thread()
+async def test_a_large_body_is_checked_and_written_beside_the_event_loop(monkeypatch):
+    large = json.dumps({"model": "m", "cache_salt": "s", "tools": "x" * KNOWN_BYTES}).encode()
+    assert await read_in(large, monkeypatch) is not threading.current_thread()
 
 
 async def test_control_a_small_one_is_checked_at_once(monkeypatch):
-    assert await checked_in(b'{"model": "m"}', monkeypatch) is threading.current_thread()
+    assert await read_in(b'{"model": "m", "cache_salt": "s"}', monkeypatch) is threading.current_thread()
