@@ -150,6 +150,10 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """
     steering_objects: Mapping[str, frozenset[str]] = {}
     """Objects in a body that may hold neither those fields nor these."""
+    salt_object: str = ""
+    """An object in a body whose `cache_salt` wins over the body's own: there the gateway writes it, too."""
+    unsalted_apis: frozenset[str] = frozenset()
+    """Paths of the APIs whose requests have no `cache_salt`: not served while each client has a cache of its own."""
 
     @property
     def needs_pod_ip(self) -> bool:
@@ -166,6 +170,10 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the gateway reads every field of a body: some are refused, or decide whether a hand-off takes it."""
         is_one = self.is_one_sequence or self.is_one_prompt
         return bool(self.steering_fields or self.steering_objects or is_one)
+
+    def serves(self, path: str, *, isolates: bool) -> bool:
+        """Return whether it serves an API to a gateway that `isolates` the caches of clients, or does not."""
+        return path in self.apis and not (isolates and path in self.unsalted_apis)
 
     @property
     def all_ports(self) -> tuple[PortRange, ...]:
@@ -360,6 +368,8 @@ _TENSORRT_LLM: Final = EngineRecord(
     metrics="tensorrt-llm",
     metrics_path="/prometheus/metrics",
     steering_fields=frozenset({"disaggregated_params"}),
+    # Their type ignores fields that it does not know.
+    unsalted_apis=_RESPONSES,
 )
 _DYNAMO: Final = EngineRecord(
     name="dynamo",
@@ -373,15 +383,16 @@ _DYNAMO: Final = EngineRecord(
     apis=_COMPLETIONS | _RESPONSES | _MESSAGES | _COUNT_TOKENS,
     calls="none: Dynamo prefills and decodes",
     metrics="dynamo",
-    # They name its workers, and a prompt other than the one that is matched here.
+    # They name its workers, a prompt other than the one that is matched here, and the salt of its caches.
     steering_objects={
         "nvext": frozenset(
             (
                 *("backend_instance_id", "prefill_worker_id", "decode_worker_id"),
-                *("dp_rank", "prefill_dp_rank", "token_data"),
+                *("dp_rank", "prefill_dp_rank", "token_data", "cache_salt"),
             )
         )
     },
+    salt_object="nvext",
 )
 
 ENGINES: Final[Mapping[str, EngineRecord]] = {

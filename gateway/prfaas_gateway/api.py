@@ -85,16 +85,19 @@ def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int:
         return 0
 
 
-def not_served_by(route: ApiRoute, table: RoutingTable) -> Set[str]:
-    """Return the instances whose engine does not serve an API.
+def not_served_by(route: ApiRoute, table: RoutingTable, *, isolates: bool) -> Set[str]:
+    """Return the instances whose engine does not serve an API to a gateway that `isolates` the caches of clients.
 
     Raises RequestError with 404 if no decode instance serves it, as such an engine itself would answer.
     """
-    missing = {one.name for one in table.instances if route.path not in one.record.apis}
+    missing = {one.name for one in table.instances if not one.record.serves(route.path, isolates=isolates)}
     decoding = [one for one in table.instances if one.role == "decode"]
     if decoding and all(one.name in missing for one in decoding):
         engines = {one.engine for one in decoding}
-        served = ", ".join(path for path in API_ROUTES if any(path in ENGINES[name].apis for name in engines))
-        message = f"{' and '.join(sorted(engines))} does not serve POST {route.path} here, but {served}"
+        records = [ENGINES[name] for name in sorted(engines)]
+        served = [path for path in API_ROUTES if any(one.serves(path, isolates=isolates) for one in records)]
+        message = f"{' and '.join(sorted(engines))} does not serve POST {route.path} here, but {', '.join(served)}"
+        if any(route.path in one.apis for one in records):
+            message += ": its requests have no cache_salt, and each client has a cache of its own"
         raise RequestError(message, status=404, code="unknown_url")
     return missing

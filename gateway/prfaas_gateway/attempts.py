@@ -72,7 +72,7 @@ class Attempts:
         if request.model != facts.table.model:
             raise model_not_found(request.model)
         self._check_quarantine(request, progress)
-        if missing := not_served_by(request.api, facts.table):
+        if missing := not_served_by(request.api, facts.table, isolates=self._parts.auth.isolates):
             # In `refused` as well: each wait for a returning instance sets `tried` back to it.
             progress.refused |= missing
             progress.tried |= missing

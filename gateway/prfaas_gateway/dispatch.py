@@ -88,7 +88,7 @@ class Dispatcher:
         salt_of = meter.client.cache_salt if has_salt else None  # the index looks under the same salt
 
         def find_way() -> ReadingWay:
-            return ReadingWay(auth.asks or parts.state.reads_whole_bodies, salt_of)
+            return ReadingWay(auth.asks or parts.state.reads_whole_bodies, salt_of, parts.state.salt_objects)
 
         request, fields = await receive(http, progress, parts.limits, place, find_way)
         if parts.state.table is not None:

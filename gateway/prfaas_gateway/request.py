@@ -72,6 +72,7 @@ STEERING_FIELDS: Final = frozenset[str]().union(*(one.steering_fields for one in
 """Fields by which an engine would read or write a cache, or compute, at a place of the client's choice."""
 _known_values, _known_raws = _known_fields(Any), _known_fields(msgspec.Raw)
 _every_field = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _model = msgspec.json.Decoder(str)
 _salt = msgspec.json.Decoder(str | None)
 _SALT: Final = "cache_salt"
@@ -117,6 +118,8 @@ class ReadingWay(NamedTuple):
     every_field: bool
     salt_of: Callable[[str], str] | None = None
     """Makes the salt of its cached prompts of the one that it has, and needs every field. None: the client's own."""
+    salt_objects: Set[str] = frozenset()
+    """Objects of the body that get it, too."""
 
 
 class PromptFacts(NamedTuple):
@@ -296,9 +299,9 @@ async def receive(
     way = find_way()
     if way.every_field and len(body) > KNOWN_BYTES:
         # Of a large body each value is checked, and it may be written again: other streams must not wait.
-        body, model, fields = await asyncio.to_thread(_read_salted, body, way)
+        body, model, fields = await asyncio.to_thread(read_salted, body, way)
     else:
-        body, model, fields = _read_salted(body, way)
+        body, model, fields = read_salted(body, way)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent[headers.REQUEST_ID] = request_id
     # A span of ours; without tracing, the context that came.
@@ -340,18 +343,18 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
 
 
-def _read_salted(body: bytes, way: ReadingWay) -> tuple[bytes, str, Mapping[str, Any]]:
+def read_salted(body: bytes, way: ReadingWay) -> tuple[bytes, str, Mapping[str, Any]]:
     """Return a body with its salt, its model and its fields."""
     model, fields = read_fields(body, every=way.every_field)
     if way.salt_of is not None:
-        body = _with_cache_salt(fields, way.salt_of)
+        body = _with_cache_salt(fields, way.salt_of, way.salt_objects)
         # Read again: a field is a view of its body, and would keep the former one as long as the request.
         fields = _every_field.decode(body)
     return body, model, fields
 
 
-def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str]) -> bytes:
-    """Return a body that has the salt which `salt_of` makes of its own; empty: it has none.
+def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set[str]) -> bytes:
+    """Return a body that has the salt which `salt_of` makes of its own, also in these objects; empty: it has none.
 
     Raises RequestError if its own is no text.
     """
@@ -361,7 +364,12 @@ def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str]) -> bytes:
         raise RequestError(f"cache_salt must be a string: {error}", param=_SALT) from error
     if sent == "":
         raise RequestError("cache_salt must have a character or more; leave it out for none", param=_SALT)
-    return msgspec.json.encode({**fields, _SALT: salt_of(sent or "")})
+    salt = {_SALT: salt_of(sent or "")}
+    salted: dict[str, Any] = {**fields, **salt}
+    for name in objects:
+        with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
+            salted[name] = {**(_object.decode(fields.get(name, b"null")) or {}), **salt}
+    return msgspec.json.encode(salted)
 
 
 def _read_known(body: bytes) -> Any:
@@ -389,10 +397,11 @@ def _refuse_steering(fields: Fields) -> None:
 
     The gateway alone writes these, for the legs of a request.
     """
-    found = STEERING_FIELDS & fields.keys()
+    found = set(STEERING_FIELDS & fields.keys())
     for name, steering in STEERING_OBJECTS.items():
         with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
-            found |= steering & _every_field.decode(fields.get(name, b"{}")).keys()
+            members = _every_field.decode(fields.get(name, b"{}")).keys()
+            found |= {f"{name}.{member}" for member in steering & members}
     if found:
         name = min(found)
         raise RequestError(f"the field {name} is set by the gateway, not by clients: leave it out", param=name)

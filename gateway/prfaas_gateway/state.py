@@ -53,6 +53,8 @@ class GatewayState:
         self._places = ""
         self.reads_whole_bodies = False
         """Whether the table has an engine that clients could steer by fields of a body."""
+        self.salt_objects: Set[str] = frozenset()
+        """The objects of a body where engines of the table look for a salt first."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -78,6 +80,7 @@ class GatewayState:
         self.table = table
         self._places = " ".join(usable_places(table, NO_PREFERENCES))
         self.reads_whole_bodies = any(one.record.needs_every_field for one in table.instances)
+        self.salt_objects = {one.record.salt_object for one in table.instances} - {""}
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
