@@ -137,7 +137,7 @@ class Attempts:
         broken = progress.stream.log if progress.stream is not None else None
         may_recompute = route.kind == "local" or not self._state.rejects_failed_offloads
         with self._state.occupied(route, progress.prompt.cached_on_ranks, request.request_id) as load:
-            attempt = Attempt(route, load.ranks, broken, may_recompute)
+            attempt = Attempt(route, load.ranks, broken, may_recompute, self._state.place_of)
             try:
                 answer = await self._parts.engines.open(request, attempt)
             finally:

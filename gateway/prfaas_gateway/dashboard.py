@@ -18,7 +18,6 @@ from aiohttp import web
 
 from prfaas.errors import RequestError
 from prfaas.names import HUB
-from prfaas.routing.facts import permitted_clusters
 from prfaas.wire.routes import RoutingTable
 from prfaas_gateway.openai import error_response
 from prfaas_gateway.request import Progress
@@ -161,7 +160,7 @@ def _clusters(state: GatewayState) -> list[PagePart]:
     rule, table = state.rule(), state.table
     if table is None or rule is None:
         return []
-    links, permitted = {link.cluster: link for link in state.links}, permitted_clusters(table)
+    links, permitted = {link.cluster: link for link in state.links}, table.permitted_clusters
     hub = {"name": HUB, "datacenter": "", "reachable": True, "in_use": True, "capacity_mbps": 0, "link": None}
     members = (
         {

@@ -91,6 +91,10 @@ class GatewayState:
             return self._places
         return " ".join(usable_places(self.table, preferences))
 
+    def place_of(self, cluster: str) -> str:
+        """Return what the cached bytes of a cluster are known by."""
+        return self.table.place_of(cluster) if self.table else cluster
+
     def push(self, update: ThresholdUpdate) -> None:
         """Use the scheduler's update until it expires."""
         self._update = update

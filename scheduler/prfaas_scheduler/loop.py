@@ -20,7 +20,6 @@ from prfaas.conditions import rfc3339
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
 from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, config_of
-from prfaas.routing.facts import permitted_clusters
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts
@@ -196,7 +195,7 @@ class Loop:
 
 def permitted(table: RoutingTable) -> RoutingTable:
     """Return the table without clusters that no prompt may go to: a link that is never used must not move t."""
-    return msgspec.structs.replace(table, clusters=permitted_clusters(table))
+    return msgspec.structs.replace(table, clusters=table.permitted_clusters)
 
 
 def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ...]:

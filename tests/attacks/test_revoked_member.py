@@ -13,6 +13,9 @@ from tests.memory_cluster import MemoryCluster
 from prfaas import identity
 from prfaas.errors import IdentityError
 from prfaas.names import GATEWAY_TLS_SECRET, LABEL_POOL_UID, LABEL_ROLE, TLS_REVOKED, TLS_SECRET
+from prfaas.routing.facts import usable_places
+from prfaas.wire.preferences import NO_PREFERENCES
+from prfaas.wire.routes import RoutingTable
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.credentials import Access
 from prfaas_operator.plan.pod_facts import project_pod
@@ -89,10 +92,18 @@ class Stage:
         """The certificate that lies in the member."""
         return base64.b64decode(self.there.objects["Secret", TLS_SECRET]["data"]["tls.crt"])
 
-    def routed(self) -> tuple[set[str], set[str]]:
+    def table(self) -> RoutingTable:
         table = read_config_map(self.hub.server.objects["ConfigMap", "kimi-routes"])
         assert table is not None
+        return table
+
+    def routed(self) -> tuple[set[str], set[str]]:
+        table = self.table()
         return {one.cluster for one in table.instances}, {one.name for one in table.clusters}
+
+    def places(self) -> set[str]:
+        """Return the places whose cached bytes may serve a request that forbids nothing."""
+        return set(usable_places(self.table(), NO_PREFERENCES)) - {"*"}
 
     def condition(self) -> tuple[str, str]:
         state = self.certificates.conditions("eu")["CertificateReady"]
@@ -147,6 +158,20 @@ async def test_who_joins_again_is_used_with_a_new_certificate_and_the_stolen_one
     stage.hub.server.clock = lambda: MemoryCluster.now(stage.there) + timedelta(minutes=1)
     await stage.mark(revoked=True)
     assert "revoked since" in stage.refused(second), "a second time, too"
+
+
+async def test_the_caches_that_it_gave_before_serve_no_request_when_it_has_joined_again(stage: Stage):
+    """The control is a look at it in between: its caches stay in use."""
+    given = stage.table().place_of("eu")
+    stage.hub.server.clock = lambda: MemoryCluster.now(stage.there) + timedelta(minutes=1)
+    await stage.settle()
+    assert stage.places() == {given}
+    await stage.mark(revoked=True)
+    assert stage.places() == set()
+    await stage.mark(revoked=False)
+    assert stage.routed() == ({"eu"}, {"eu"})
+    assert given not in stage.places()
+    assert stage.places() == {stage.table().place_of("eu")}, "what it gives from now on is used"
 
 
 async def test_a_member_that_leaves_after_it_was_cut_off_stays_cut_off(stage: Stage):

@@ -95,6 +95,9 @@ class MemberClusterStatus(ApiModel):
     """Time of the last answer of the member cluster's API server."""
     token_expiration_time: Timestamp | None = None
     """Expiry of the token that the operator uses there; absent for a credential without an expiry."""
+    admitted_time: Timestamp | None = None
+    """Since when prompts may go there; absent while it is revoked. Cached bytes that it gave before serve no request.
+    """
     conditions: Conditions = []
     """Reachable and Ready: the cluster answers, and pools can run there. If not, the condition names the cause."""
 

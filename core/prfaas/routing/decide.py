@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from prfaas.names import HUB
 from prfaas.routing.affinity import cheapest, lacking_tokens, prefix_source, spread
 from prfaas.routing.drafts import drafts_fit
-from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts, permitted_clusters
+from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteReason, RoutingFacts
 from prfaas.routing.prices import NOTHING_WAITS, Work, cost_seconds, own_work, work_of
 from prfaas.wire.control import Price
 from prfaas.wire.preferences import covers
@@ -247,7 +247,7 @@ def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:
 def _offload_clusters(facts: RoutingFacts) -> list[Cluster]:
     return [
         cluster
-        for cluster in permitted_clusters(facts.table)
+        for cluster in facts.table.permitted_clusters
         if cluster.reachable and cluster.name in facts.rule.offload_clusters
     ]
 

@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from prfaas.routing.prices import Backlog, Work
 from prfaas.wire.control import Bandwidth, Price, ThresholdUpdate
 from prfaas.wire.headers import UNKNOWN_PLACE
-from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids, unknown_places
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences, check_known, forbids
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, EngineName, Instance, RoutingTable
+from prfaas.wire.routes import EngineName, Instance, RoutingTable
 
 RouteKind = Literal["offload", "local"]
 LegName = Literal["prefill", "decode"]
@@ -154,27 +154,15 @@ def narrow(rule: RoutingRule, table: RoutingTable, preferences: Preferences) -> 
     return rule, table
 
 
-def permitted_clusters(table: RoutingTable) -> tuple[Cluster, ...]:
-    """Return the clusters that the policy lets prompts go to.
-
-    None while it forbids a place where no cluster is: a misspelt name may mean any of them.
-    """
-    forbidden, clusters = table.forbid_datacenters, table.clusters
-    if not forbidden:
-        return clusters
-    if unknown_places(forbidden, [one.datacenter for one in clusters if one.datacenter]):
-        return ()
-    return tuple(one for one in clusters if not forbids(forbidden, one.datacenter))
-
-
 def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
-    """Return the member clusters whose caches may serve a request: those of the table that neither the policy nor the
-    request forbids; none for a request that is never offloaded. The hub's own always may. Where nothing is forbidden,
-    UNKNOWN_PLACE is one of them."""
+    """Return the places of the member clusters whose caches may serve a request: those of the table that neither the
+    policy nor the request forbids; none for a request that is never offloaded. The hub's own always may. Where nothing
+    is forbidden, UNKNOWN_PLACE is one of them."""
     if preferences.offload == "never":
         return []
     anywhere = [] if table.forbid_datacenters or preferences.forbid else [UNKNOWN_PLACE]
-    return anywhere + [one.name for one in permitted_clusters(table) if not forbids(preferences.forbid, one.datacenter)]
+    permitted = (one for one in table.permitted_clusters if not forbids(preferences.forbid, one.datacenter))
+    return anywhere + [table.place_of(one.name) for one in permitted]
 
 
 def check_places(preferences: Preferences, table: RoutingTable) -> None:
@@ -182,6 +170,5 @@ def check_places(preferences: Preferences, table: RoutingTable) -> None:
 
     Where no cluster names its place, each is forbidden, and nothing can be sent away by a misspelt name.
     """
-    places = [one.datacenter for one in table.clusters if one.datacenter] if preferences.forbid else []
-    if places:
-        check_known(preferences.forbid, [*places, *table.forbid_datacenters])
+    if preferences.forbid and table.known_places:
+        check_known(preferences.forbid, [*table.known_places, *table.forbid_datacenters])

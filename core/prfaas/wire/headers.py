@@ -16,8 +16,8 @@ DEADLINE_SECONDS: Final = "x-prfaas-deadline-seconds"
 
 # gateway -> worker
 PLACES: Final = "x-prfaas-places"
-"""The other clusters whose cached bytes may serve the request, with spaces between. Without it none may inside TLS, and
-all without."""
+"""The other clusters whose cached bytes may serve the request, each by its place (`routes.Cluster`), with spaces
+between. Without it none may inside TLS, and all without."""
 UNKNOWN_PLACE: Final = "*"
 """Among the places: bytes of which nobody knows where they were made may serve, too, as nothing is forbidden."""
 

@@ -32,7 +32,8 @@ _Word: TypeAlias = Annotated[str, Meta(pattern=r"^[!-~]{0,253}\Z")]
 
 class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     """What a gateway, or a buyer of prefills, tells one leg of the transfer that it names. The token is a secret, and
-    never logged. `host`, `port` and `cluster` are those of the source's data port. `ranks` are the other instance's
+    never logged. `host`, `port` and `cluster` are those of the source's data port, and `place` is what the cluster's
+    bytes are known by (`routes.Cluster`), empty for its name. `ranks` are the other instance's
     tensor-parallel ranks; 0: as many as here. With `tokens` the source has so many of a prefix; 0: it computes the
     prompt. A source that computes may have a `prefix` to fetch first, as that transfer's destination; a prefix of that
     is ignored.
@@ -48,6 +49,7 @@ class LegParams(msgspec.Struct, frozen=True, kw_only=True):
     host: _Word = ""
     port: Annotated[int, Meta(ge=0, le=65_535)] = 0
     cluster: _Word = ""
+    place: _Word = ""
     ranks: Annotated[int, Meta(ge=0, le=MAX_TENSOR_RANKS)] = 0
     tokens: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
     prefix: "LegParams | None" = None

@@ -7,6 +7,7 @@ sidecar reads it from its gateway. It holds no load figures: these change too fa
 import gzip
 import re
 import zlib
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from prfaas.engines import ENGINES, MAX_RANKS, EngineRecord
 from prfaas.errors import ProtocolError
 from prfaas.names import WORKER_DATA_PORT
+from prfaas.wire.preferences import forbids, unknown_places
 from prfaas.wire.profile import PoolProfile
 
 PoolRole = Literal["prefill", "decode"]
@@ -78,6 +80,9 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     namespace: str = ""
     """Of its instances there; empty: not known."""
+    place: str = ""
+    """What its cached bytes are known by; empty: its name. It gets another one each time that it is admitted, so that
+    no bytes from before a revocation serve again."""
     datacenter: str = ""
     reachable: bool = True
     capacity_mbps: int
@@ -105,7 +110,7 @@ class LinkWatermarks(msgspec.Struct, frozen=True, kw_only=True):
     low_percent: int
 
 
-class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # the dict holds what is computed once
     """Everything that a gateway and its scheduler need of one policy. `generation` is the policy's own."""
 
     format: Literal[1] = 1
@@ -129,6 +134,27 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True):
     instances: tuple[Instance, ...] = ()
     profiles: tuple[PoolProfile, ...] = ()
     """What pools say of themselves, until it was measured."""
+    datacenters: tuple[str, ...] = ()
+    """Those of all the hub's MemberClusters, also of ones that this policy does not use or that are revoked."""
+
+    @cached_property
+    def known_places(self) -> frozenset[str]:
+        """The datacenters that policies and requests may name."""
+        return frozenset(self.datacenters) | {one.datacenter for one in self.clusters if one.datacenter}
+
+    @cached_property
+    def permitted_clusters(self) -> tuple[Cluster, ...]:
+        """The clusters that the policy lets prompts go to.
+
+        None while it forbids a place where no cluster is: a misspelt name may mean any of them.
+        """
+        if unknown_places(self.forbid_datacenters, self.known_places):
+            return ()
+        return tuple(one for one in self.clusters if not forbids(self.forbid_datacenters, one.datacenter))
+
+    def place_of(self, cluster: str) -> str:
+        """Return what the cached bytes of a cluster are known by; the hub's by its name."""
+        return next((one.place for one in self.clusters if one.name == cluster and one.place), cluster)
 
 
 def measured_as(table: RoutingTable, instance: Instance) -> tuple[str, str]:

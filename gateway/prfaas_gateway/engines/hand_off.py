@@ -107,6 +107,8 @@ def _name(source: Instance, destination: Instance, attempt: Attempt, tokens: int
         "port": source.data_port + attempt.ranks.get(source.name, 0) * source.rank_ports,
         "cluster": source.cluster,
     }
+    if (known_by := attempt.place_of(source.cluster)) != source.cluster:
+        place["place"] = known_by
     giving: dict[str, Any] = {"role": "source", **transfer}
     if source.rank_ports != destination.rank_ports:  # each learns how many tensor-parallel ranks the other has
         giving["ranks"], place["ranks"] = destination.rank_ports, source.rank_ports

@@ -7,7 +7,7 @@ prompts arrive unchanged.
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -97,6 +97,8 @@ class Attempt:
     """The log of the answer that this attempt resumes; None: there is no answer yet."""
     may_recompute: bool
     """Whether the decode instance may compute the prompt itself after a failed prefill leg."""
+    place_of: Callable[[str], str]
+    """What the cached bytes of a cluster are known by."""
     log: ResumeLog | None = None
     """The log of its answer; None: no other instance could continue it."""
     transfer_id: str = ""

@@ -124,6 +124,11 @@ class HubView:
         named = [(one.get("spec") or {}).get("kubeconfigSecretRef") or {} for one in self.all(MEMBER_CLUSTER)]
         return {(reference.get("name", ""), reference.get("key") or KUBECONFIG_KEY) for reference in named}
 
+    def datacenters(self) -> frozenset[str]:
+        """Return the datacenters of all MemberClusters, also of revoked ones."""
+        named = ((one.get("spec") or {}).get("datacenter", "") for one in self.all(MEMBER_CLUSTER))
+        return frozenset(filter(None, named))
+
     def clusters_in_use(self) -> set[str]:
         return {pool.cluster for pool in self.sharers.values()}
 
@@ -162,13 +167,14 @@ class HubView:
 
 def wake_key(body: Object) -> tuple[Any, ...]:
     """Return the part of an object that others depend on; a status with other counts only wakes no other object."""
+    status, metadata = body.get("status") or {}, body["metadata"]
     ready = [
         (condition.get("status"), condition.get("reason"))
-        for condition in (body.get("status") or {}).get("conditions") or ()
+        for condition in status.get("conditions") or ()
         if condition.get("type") == READY
     ]
-    metadata = body["metadata"]
-    return (metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"), *ready)
+    of_spec = (metadata.get("uid"), metadata.get("generation"), metadata.get("deletionTimestamp"))
+    return (*of_spec, status.get("admittedTime"), *ready)
 
 
 def _identity(body: Object) -> tuple[str, int]:

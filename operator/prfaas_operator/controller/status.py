@@ -53,7 +53,7 @@ CRD_FITS: Final = "CRDFits"
 MISMATCH: Final = "CRDMismatch"
 POOL_FIELDS: Final = ("replicas", "readyReplicas", "selector", "replicasOwner")
 OWN_FIELDS: Final[Mapping[ObjectKind, tuple[str, ...]]] = {
-    MEMBER_CLUSTER: ("serverVersion", "lastContactTime", "tokenExpirationTime"),
+    MEMBER_CLUSTER: ("serverVersion", "lastContactTime", "tokenExpirationTime", "admittedTime"),
     PREFILL_POOL: POOL_FIELDS,
     DECODE_POOL: POOL_FIELDS,
     POLICY: ("readyPrefill", "readyDecode", "capacity", "plan"),

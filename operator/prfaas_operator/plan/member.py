@@ -78,10 +78,10 @@ def _reachable(contact: Contact) -> ConditionState:
 
 
 def _ready(cluster: MemberCluster, contact: Contact) -> ConditionState:
-    if contact.error is not None:
-        return no(reason_of(contact.error), str(contact.error))
     if cluster.spec.revoked:
         return no("Revoked", f"cut off; `prfaas cluster join {cluster.metadata.name}` admits it again")
+    if contact.error is not None:
+        return no(reason_of(contact.error), str(contact.error))
     return yes("AllReady", f"pools can run in namespace {cluster.spec.namespace} of {cluster.metadata.name}")
 
 
@@ -99,6 +99,17 @@ def contact_time(known: str | None, now: datetime) -> str:
     if known and abs(now - datetime.fromisoformat(known)) < CONTACT_TIME_STEP:
         return known
     return rfc3339(now)
+
+
+def admitted_time(cluster: MemberCluster, now: datetime) -> str | None:
+    """Return the admittedTime: it stays until the cluster is revoked, and one that is admitted again gets another."""
+    return None if cluster.spec.revoked else cluster.status.admitted_time or rfc3339(now)
+
+
+def place_of(cluster: MemberCluster) -> str:
+    """Return what the cached bytes of a cluster are known by: by its name alone until the operator has seen it."""
+    name, since = cluster.metadata.name, cluster.status.admitted_time
+    return f"{name}@{since}" if since else name
 
 
 RESERVED: Final = re.compile(

@@ -21,6 +21,7 @@ from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
 from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.member import place_of
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import Counts, PoolObject, role_of
 from prfaas_operator.plan.profile import seeds
@@ -28,12 +29,14 @@ from prfaas_operator.plan.roles import refusal, sharer_of
 
 
 class PolicyFacts(NamedTuple):
-    """The input of a policy's table and conditions: the policy, and objects of the hub by name."""
+    """The input of a policy's table and conditions: the policy, and objects of the hub by name; `datacenters` are those
+    of all its MemberClusters, `clusters` only the policy's."""
 
     policy: PrfaaSPolicy
     decode_pools: Mapping[str, DecodePool]
     prefill_pools: Mapping[str, PrefillPool]
     clusters: Mapping[str, MemberCluster]
+    datacenters: frozenset[str] = frozenset()
 
     @property
     def named_pools(self) -> tuple[PoolObject, ...]:
@@ -228,6 +231,7 @@ def routing_table(
         clusters=_clusters(facts, views, previous, {instance.cluster for instance in instances}),
         instances=instances,
         profiles=_profiles(facts),
+        datacenters=tuple(sorted(facts.datacenters)),
     )
 
 
@@ -272,6 +276,7 @@ def _clusters(
         routes.Cluster(
             name=name,
             namespace=cluster.spec.namespace,
+            place=place_of(cluster),
             datacenter=cluster.spec.datacenter,
             reachable=_reachable(views.get(name, UNSEEN).reachable, was_reachable.get(name, False)),
             capacity_mbps=cluster.spec.link.capacity_mbps,

@@ -162,7 +162,8 @@ class MemberReconciler:
             await self.members.drop(member.metadata.name)
             return ReconcileResult(gone=True)
         fields: dict[str, str | None] = {
-            "tokenExpirationTime": rfc3339(contact.token.expires_at) if contact.token else None
+            "tokenExpirationTime": rfc3339(contact.token.expires_at) if contact.token else None,
+            "admittedTime": plan.admitted_time(member, hub.now()),
         }
         if contact.error is None:
             known = member.status.last_contact_time

@@ -97,9 +97,8 @@ class PolicyReconciler:
         decode = hub.named(kinds.DECODE_POOL, DecodePool, decodes)
         used = {pool.spec.cluster_name for pool in (*prefill.values(), *decode.values()) if pool.spec.cluster_name}
         clusters = hub.named(kinds.MEMBER_CLUSTER, MemberCluster, used)
-        return plan.PolicyFacts(
-            policy, decode, {pool.metadata.name: pool for pool in roles.resolved(prefill.values(), decode)}, clusters
-        )
+        resolved = {pool.metadata.name: pool for pool in roles.resolved(prefill.values(), decode)}
+        return plan.PolicyFacts(policy, decode, resolved, clusters, hub.datacenters())
 
     async def _table(self, facts: plan.PolicyFacts) -> RoutingTable:
         name = names.routes_configmap(facts.policy.metadata.name)

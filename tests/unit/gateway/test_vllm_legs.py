@@ -77,6 +77,18 @@ async def test_both_legs_learn_how_many_tensor_parallel_ranks_the_other_has_wher
     assert params(world, "d0")[0]["ranks"] == 2
 
 
+async def test_the_destination_learns_the_place_of_the_source_if_it_is_not_the_clusters_name(world):
+    await world.start("d0", "x0")
+    admitted = tuple(msgspec.structs.replace(one, place="eu@1") for one in world.table.clusters)
+    world.change_instances(engine="prfaas")
+    assert (await post(world)).status == 200
+    assert "place" not in params(world, "d0")[0]
+    world.state.set_table(world.write_table(instances=world.state.table.instances, clusters=admitted))
+    assert (await post(world)).status == 200
+    assert [(one["cluster"], one.get("place")) for one in params(world, "d0")] == [("eu", None), ("eu", "eu@1")]
+    assert world.workers["d0"].seen[1].headers[headers.PLACES] == "* eu@1"
+
+
 @pytest.fixture
 def prefix_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Have every route decode at d0, and name an instance that has a prefix of 4096 tokens."""

@@ -13,7 +13,7 @@ from prfaas.routing.facts import narrow as narrowed_parts
 from prfaas.wire.control import Price, ThresholdUpdate
 from prfaas.wire.preferences import Preferences, forbids
 from prfaas.wire.profile import Profile
-from prfaas.wire.routes import Cluster, RoutingTable, Threshold
+from prfaas.wire.routes import Cluster, RoutingTable, Threshold, decode, encode
 
 PLACES = {"a": "eu-west", "b": "eu-north", "c": "us-east", "d": ""}
 LONG, SHORT, TINY = 5000, 500, 50
@@ -150,6 +150,19 @@ def test_preferences_hold_where_prices_decide(offload, home_seconds, kind):
 )
 def test_cached_bytes_serve_a_request_from_where_its_prompt_may_go(policy, preferences, usable):
     assert usable_places(table(forbid_datacenters=policy), preferences) == usable
+
+
+def test_cached_bytes_go_by_the_place_of_their_cluster():
+    world = table()
+    known = tuple(replace(one, place=f"{one.name}@1") for one in world.clusters)
+    assert usable_places(replace(world, clusters=known), Preferences()) == ["*", "a@1", "b@1", "c@1", "d@1"]
+
+
+def test_the_permitted_clusters_of_a_table_are_found_once():
+    world = table(forbid_datacenters=("us",))
+    assert [one.name for one in world.permitted_clusters] == ["a", "b"]
+    assert world.permitted_clusters is world.permitted_clusters
+    assert decode(encode(world)) == world, "and are no part of the document"
 
 
 NAMES = st.sampled_from(["eu", "eu-west", "eu-north", "us", "us-east", "mars"])

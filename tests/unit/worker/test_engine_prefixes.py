@@ -379,6 +379,30 @@ def test_without_certificates_what_another_cluster_gave_may_be_from_anywhere(mod
         assert (find_started(bench, strict).cached_tokens > 0) is (cluster == "hub")
 
 
+@pytest.mark.parametrize(("places", "serves"), [(("eu@1",), True), (("eu@2",), False), (("eu",), False)])
+def test_what_a_cluster_gave_before_it_was_admitted_again_serves_no_request(model: Model, places: Any, serves: bool):
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
+    ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="eu", place="eu@1"))
+    bench.step()
+    bring(model, bench.fetches[0])
+    bench.run()
+    strict = bench.ask(prompt, places=places)
+    bench.run()
+    assert (find_started(bench, strict).cached_tokens > 0) is serves
+
+
+def test_what_the_own_cluster_gave_is_its_own_in_every_place(model: Model):
+    """A place is another one each time that a cluster is admitted, and its instances know none."""
+    bench, prompt = Bench(model), prompt_of(b"first" * 20)
+    ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="hub", place="hub@1"))
+    bench.step()
+    bring(model, bench.fetches[0])
+    bench.run()
+    strict = bench.ask(prompt, places=())
+    bench.run()
+    assert find_started(bench, strict).cached_tokens > 0
+
+
 def test_a_given_prefix_says_whose_bytes_it_stands_on_and_is_not_given_against_the_places(model: Model):
     bench, prompt = Bench(model), prompt_of(b"first" * 20)
     ask(bench, prompt, leg=msgspec.structs.replace(leg_of(), cluster="eu"))

@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 
 _PrefixName = tuple[int, tuple[BlockHash, ...], str]
 CODE_TRANSFER_OPEN: Final = "transfer_open"
-OriginsOf = Callable[[str, Collection[str] | None], frozenset[str]]
-"""What a source's cluster and its account say of a cache: see `received_origins`."""
+OriginsOf = Callable[[LegParams, Collection[str] | None], frozenset[str]]
+"""What a destination's leg and its source's account say of a cache: see `received_origins`."""
 Export = Callable[[int, DeviceMark | None], None]
 """Sends a computed layer of a prefill to another instance."""
 FetchOutcome = Literal["fetched", "failed", "cancelled", "joined"]
@@ -439,7 +439,7 @@ class RemoteCaches:
 
     def _adopt(self, sequence: Sequence, leg: LegParams, cache: Fetched) -> None:
         sequence.request.prefix = cache
-        self._cache.receive(sequence.held, self._origins_of(leg.cluster, cache.done.origins))
+        self._cache.receive(sequence.held, self._origins_of(leg, cache.done.origins))
         sequence.computed_tokens, sequence.phase, sequence.is_exact = cache.tokens, Phase.RUNNING, cache.is_exact
         # The state came along: kept here, the next prompt behind this prefix needs no fetch.
         sequence.cuts = (cache.tokens, *(cut for cut in sequence.cuts if cut > cache.tokens))
@@ -447,11 +447,12 @@ class RemoteCaches:
 
 
 def received_origins(
-    own_cluster: str, knows_peers: bool, cluster: str, stands_on: Collection[str] | None
+    own_cluster: str, knows_peers: bool, leg: LegParams, stands_on: Collection[str] | None
 ) -> frozenset[str]:
-    """Return the origins of a cache that an instance of `cluster` gave; `stands_on` is what it says of others. Where no
-    peer proves what it is, whatever is not of the own cluster may be from anywhere."""
-    others = {cluster or UNKNOWN_PLACE, *([UNKNOWN_PLACE] if stands_on is None else stands_on)} - {own_cluster}
+    """Return the origins of a cache that the source of a leg gave, by its place; `stands_on` is what it says of others.
+    Where no peer proves what it is, whatever is not of the own cluster may be from anywhere."""
+    giver = own_cluster if leg.cluster == own_cluster else leg.place or leg.cluster or UNKNOWN_PLACE
+    others = {giver, *([UNKNOWN_PLACE] if stands_on is None else stands_on)} - {own_cluster}
     return frozenset(others if knows_peers or not others else [UNKNOWN_PLACE])
 
 
