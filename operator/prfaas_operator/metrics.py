@@ -4,6 +4,7 @@ Every scraped target has the label `cluster` of its own. Metrics about a cluster
 """
 
 import time
+from collections.abc import Mapping
 from datetime import datetime
 
 import prometheus_client
@@ -11,6 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.longloop import LongLoopDecision
+from prfaas_operator.plan.conditions import ENCRYPTED, PLACES_KNOWN, READY, ConditionState
 
 # They would add a series to each counter and histogram.
 prometheus_client.disable_created_metrics()
@@ -37,6 +39,9 @@ CONTACT_AGE = Gauge(
 OBJECT_READY = Gauge("prfaas_operator_object_ready", "1 while an object's condition Ready is True.", ("kind", "name"))
 OBJECT_ENCRYPTED = Gauge(
     "prfaas_operator_object_encrypted", "1 while an object's condition Encrypted is True.", ("kind", "name")
+)
+PLACES_ARE_KNOWN = Gauge(
+    "prfaas_operator_policy_places_known", "1 while a policy's condition PlacesKnown is True.", ("name",)
 )
 LEADER = Gauge("prfaas_operator_leader", "1 while this replica works: it holds the Lease, or there is no election.")
 API_REQUESTS = Counter(
@@ -94,9 +99,22 @@ def balanced(name: str, decision: LongLoopDecision) -> None:
             LOAD_SHARE.labels(name, stage).set(load)
 
 
+def judged(kind: str, name: str, conditions: Mapping[str, ConditionState]) -> None:
+    """Report an object's conditions. Where its reconcile failed there is only Ready, and the others stay."""
+    OBJECT_READY.labels(kind, name).set(READY in conditions and conditions[READY].good)
+    if ENCRYPTED not in conditions:
+        return
+    OBJECT_ENCRYPTED.labels(kind, name).set(conditions[ENCRYPTED].good)
+    if PLACES_KNOWN in conditions:
+        PLACES_ARE_KNOWN.labels(name).set(conditions[PLACES_KNOWN].good)
+    elif kind == PrfaaSPolicy.kind_name:
+        PLACES_ARE_KNOWN.remove(name)
+
+
 def forget_object(kind: str, name: str) -> None:
-    """Stop reporting an object that was deleted; only policies have loads."""
+    """Stop reporting an object that was deleted; only policies have loads and places."""
     if kind == PrfaaSPolicy.kind_name:
+        PLACES_ARE_KNOWN.remove(name)
         for stage in STAGES:
             LOAD_SHARE.remove(name, stage)
     OBJECT_READY.remove(kind, name)

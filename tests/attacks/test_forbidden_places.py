@@ -6,6 +6,7 @@ from tests.tables import make_instance, make_table
 
 from prfaas.errors import RequestError
 from prfaas.routing import decide, facts
+from prfaas.wire import routes
 from prfaas.wire.preferences import Preferences
 from prfaas.wire.routes import Cluster, RoutingTable
 
@@ -63,8 +64,9 @@ def equal(names, datacenter) -> bool:
 
 @each_way
 def test_control_where_names_are_only_compared_the_prompt_leaves(name, datacenter, monkeypatch):
-    monkeypatch.setattr(facts, "forbids", equal)
-    monkeypatch.setattr(facts, "unknown_places", lambda _names, _known: [])
+    for module in (facts, routes):
+        monkeypatch.setattr(module, "forbids", equal)
+    monkeypatch.setattr(routes, "unknown_places", lambda _names, _known: [])
     assert leaves(world(datacenter, name))
     assert leaves(world(datacenter), name)
 
@@ -83,9 +85,21 @@ def test_a_word_that_the_policy_only_prefers_is_no_known_place():
 
 
 def test_control_without_this_rule_the_prompt_leaves(monkeypatch):
-    monkeypatch.setattr(facts, "unknown_places", lambda _names, _known: [])
+    monkeypatch.setattr(routes, "unknown_places", lambda _names, _known: [])
     assert leaves(world("us-east-1", "us-eats"))
 
 
 def test_control_without_the_refusal_a_misspelt_word_forbids_nothing():
     assert leaves(world("us-east-1"), "us-eats")
+
+
+@pytest.mark.parametrize("datacenters", [("cn",), ("cn-north", "us-east-1")])
+def test_a_place_of_any_member_cluster_may_be_forbidden(datacenters):
+    """Also of one that is revoked, or that this policy does not use. The control knows only the policy's."""
+    known = replace(world("us-east-1", "cn"), datacenters=datacenters)
+    assert leaves(known)
+    facts.check_places(Preferences(forbid=("cn",)), replace(known, forbid_datacenters=()))
+    alone = world("us-east-1", "cn")
+    assert not leaves(alone)
+    with pytest.raises(RequestError):
+        facts.check_places(Preferences(forbid=("cn",)), replace(alone, forbid_datacenters=()))

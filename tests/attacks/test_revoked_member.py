@@ -11,10 +11,10 @@ from tests.attacks.conftest import MODEL, OPENS, Hub, member, policy, pool, reso
 from tests.memory_cluster import MemoryCluster
 
 from prfaas import identity
-from prfaas.errors import IdentityError
+from prfaas.errors import IdentityError, RequestError
 from prfaas.names import GATEWAY_TLS_SECRET, LABEL_POOL_UID, LABEL_ROLE, TLS_REVOKED, TLS_SECRET
-from prfaas.routing.facts import usable_places
-from prfaas.wire.preferences import NO_PREFERENCES
+from prfaas.routing.facts import check_places, usable_places
+from prfaas.wire.preferences import NO_PREFERENCES, Preferences
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.credentials import Access
@@ -172,6 +172,16 @@ async def test_the_caches_that_it_gave_before_serve_no_request_when_it_has_joine
     assert stage.routed() == ({"eu"}, {"eu"})
     assert given not in stage.places()
     assert stage.places() == {stage.table().place_of("eu")}, "what it gives from now on is used"
+
+
+async def test_its_place_may_still_be_forbidden(stage: Stage):
+    """A request that forbids it is refused only when the MemberCluster is gone, and misspelt names always are."""
+    stage.hub.server.objects["MemberCluster", "eu"]["spec"]["datacenter"] = "us-east-1"
+    await stage.mark(revoked=True)
+    assert stage.routed() == (set(), set())
+    check_places(Preferences(forbid=("us",)), stage.table())
+    with pytest.raises(RequestError, match="where no cluster is"):
+        check_places(Preferences(forbid=("us-eats",)), stage.table())
 
 
 async def test_a_member_that_leaves_after_it_was_cut_off_stays_cut_off(stage: Stage):

@@ -52,6 +52,9 @@ CASES = {
     "PrfaasNotEncrypted": by_leader(
         'prfaas_operator_object_encrypted{{kind="PrfaaSPolicy",name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
     ),
+    "PrfaasPlacesNotKnown": by_leader(
+        'prfaas_operator_policy_places_known{{name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
+    ),
     "PrfaasReconcileErrors": one(
         'prfaas_operator_reconcile_errors_total{kind="PrefillPool",reason="QuotaExceeded"}', "0+2x60", "0+2x2 4x60", 45
     ),

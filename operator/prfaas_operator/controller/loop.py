@@ -23,7 +23,7 @@ from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, ReconcileResult, StatusWriter
 from prfaas_operator.errors import NotLeaderError, reason_of
 from prfaas_operator.plan import ownership
-from prfaas_operator.plan.conditions import ENCRYPTED, ENGINE_PROVEN, READY, ConditionState, no
+from prfaas_operator.plan.conditions import ENGINE_PROVEN, READY, ConditionState, no
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +113,7 @@ class Controller:
                     return ReconcileResult(again_seconds=RETRY_SECONDS)
                 span.set(**{type_: state.reason for type_, state in result.conditions.items()})
                 if not result.gone:
-                    ready = result.conditions.get(READY)
-                    metrics.OBJECT_READY.labels(ref.kind.name, ref.name).set(ready is not None and ready.good)
-                    if (encrypted := result.conditions.get(ENCRYPTED)) is not None:
-                        metrics.OBJECT_ENCRYPTED.labels(ref.kind.name, ref.name).set(encrypted.good)
+                    metrics.judged(ref.kind.name, ref.name, result.conditions)
                     result = await self._statuses.write(ref, live, result)
         except PrfaasError as error:
             _count(ref, reason_of(error))

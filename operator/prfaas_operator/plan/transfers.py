@@ -12,13 +12,12 @@ from prfaas.engines import ENGINES, EngineRecord
 from prfaas.names import HUB
 from prfaas.wire.preferences import unknown_places
 from prfaas.wire.routes import RoutingTable
-from prfaas_operator.plan.conditions import ENCRYPTED, ConditionState, no, yes
+from prfaas_operator.plan.conditions import ENCRYPTED, PLACES_KNOWN, ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import PoolObject
 
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
 CALLERS_CHECKED: Final = "CallersChecked"
-PLACES_KNOWN: Final = "PlacesKnown"
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
 _NO_INSTANCE: Final = yes("NothingCrosses", "this pool has no instance")
 
@@ -69,14 +68,14 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
 
 
 def _places(table: RoutingTable) -> ConditionState:
-    known = sorted({one.datacenter for one in table.clusters if one.datacenter})
+    known = table.known_places
     unknown = unknown_places(table.forbid_datacenters, known)
     if unknown and known:
         return no(
             "UnknownDatacenter",
-            f"datacenters.forbid names {unknown[0]}, where no cluster of this policy is; they are in "
-            f"{', '.join(known)}. It may be misspelt and mean any of them, so nothing is offloaded: correct it, or "
-            "remove it until a cluster is there",
+            f"datacenters.forbid names {unknown[0]}, where no MemberCluster is; they are in "
+            f"{', '.join(sorted(known))}. It may be misspelt and mean any of them, so nothing is offloaded: correct "
+            "it, or remove it until a cluster is there",
         )
     unnamed = [one.name for one in table.clusters if not one.datacenter]
     if unnamed:

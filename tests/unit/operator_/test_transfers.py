@@ -1,9 +1,13 @@
 """Proves that a policy says what crosses between its clusters unencrypted or unchecked, and what it forbids in vain."""
 
 import pytest
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
 from tests.tables import make_table
 
 from prfaas.wire.routes import Cluster, Instance
+from prfaas_operator import metrics
+from prfaas_operator.plan.conditions import no
 from prfaas_operator.plan.transfers import conditions, pool_conditions
 
 
@@ -83,6 +87,30 @@ def test_a_policy_says_whether_it_knows_the_places_that_it_forbids(datacenters, 
     state = conditions(make_table(clusters=clusters, forbid_datacenters=forbidden))["PlacesKnown"]
     assert (state.status, state.reason) == wanted
     assert "PlacesKnown" not in conditions(make_table(clusters=clusters))
+
+
+def test_a_place_of_a_member_cluster_that_the_policy_does_not_use_is_known():
+    cluster = Cluster(name="m", datacenter="us-east-1", capacity_mbps=1, utilisation_query="")
+    table = make_table(clusters=(cluster,), forbid_datacenters=("cn",), datacenters=("cn-north", "us-east-1"))
+    assert conditions(table)["PlacesKnown"].reason == "AllKnown"
+
+
+def test_the_places_of_a_policy_are_a_metric_while_it_forbids_any():
+    def known() -> float | None:
+        return REGISTRY.get_sample_value("prfaas_operator_policy_places_known", {"name": "kimi"})
+
+    wrong = make_table(
+        clusters=(Cluster(name="m", datacenter="us", capacity_mbps=1, utilisation_query=""),),
+        forbid_datacenters=("cn",),
+    )
+    metrics.judged("PrfaaSPolicy", "kimi", conditions(wrong))
+    assert known() == 0
+    metrics.judged("PrfaaSPolicy", "kimi", {"Ready": no("InternalError", "")})
+    assert known() == 0, "a reconcile that failed changes nothing"
+    metrics.judged("PrfaaSPolicy", "kimi", conditions(replace(wrong, forbid_datacenters=("us",))))
+    assert known() == 1
+    metrics.judged("PrfaaSPolicy", "kimi", conditions(replace(wrong, forbid_datacenters=())))
+    assert known() is None
 
 
 @pytest.mark.parametrize(
