@@ -27,8 +27,8 @@ BUYER: Final = "buyer/"
 
 
 class Identity(NamedTuple):
-    """What a certificate proves. One without a part, is both. A buyer
-    has the name BUYER + NAME and no part."""
+    """What a certificate proves. Without a part it is gateway and worker of its cluster. A buyer has the name
+    BUYER + NAME and no part."""
 
     cluster: str
     part: str = ""

@@ -1,23 +1,27 @@
 """`prfaas cluster join`, `list`, `revoke`, `leave`: registers a member cluster, lists it, cuts it off, removes it."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 from prfaas.api import Condition, MemberCluster, PrefillPool
 from prfaas.errors import ConfigError
 from prfaas.kube.session import ObjectKind
+from prfaas.names import routes_configmap
 from prfaas.util import Deadline
+from prfaas.wire.routes import RoutingTable
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ConflictError
-from prfaas_operator.plan.conditions import CERTIFICATE_READY, READY
+from prfaas_operator.plan.conditions import CERTIFICATE_READY, READY, REVOKED
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
 from prfaas_operator.plan.ownership import has_labels
 from prfaas_operator.plan.reading import read
 from prfaas_operator.render import service_account
+from prfaas_operator.render.gateway import read_config_map
 from prfaas_operator.render.service_account import Registration
 
 POLL_SECONDS: Final = 0.3
@@ -95,34 +99,52 @@ async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Ob
 
 
 async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> tuple[MemberCluster, tuple[str, ...]]:
-    """Cut a member cluster off; return it with its pools once its certificates are refused in the hub.
+    """Cut a member cluster off; return it and its pools once the hub refuses its certificates and routes nothing there.
 
-    Raises ConfigError: there is no such MemberCluster, or the operator did not say so within `wait_seconds`.
+    Raises ConfigError: there is no such MemberCluster, or it is not cut off within `wait_seconds`.
     """
     async with open_context(hub) as here:
         if await here.get(kinds.MEMBER_CLUSTER, name) is None:
             raise ConfigError(f"MemberCluster {name} does not exist in namespace {hub.namespace}")
         await here.merge(kinds.MEMBER_CLUSTER, name, {"spec": {"revoked": True}})
         deadline = Deadline(wait_seconds)
-        while not is_cut_off(live := await here.get(kinds.MEMBER_CLUSTER, name) or {}):
+        while True:
+            member, tables = await here.get(kinds.MEMBER_CLUSTER, name), await _tables(here)
+            if member is None:
+                raise ConfigError(f"MemberCluster {name} was deleted before it was cut off")
+            missing = missing_for_revocation(cluster := read(MemberCluster, member), tables)
+            if not missing:
+                break
             if deadline.is_over:
-                found = (live.get("status") or {}).get("conditions") or ()
-                said = "; ".join(f"{one['type']}: {one['reason']}: {one['message']}" for one in found)
-                raise ConfigError(
-                    f"MemberCluster {name} is marked as revoked, but not cut off after {wait_seconds:g} s; does the "
-                    f"operator run? {said}"
-                )
+                raise ConfigError(f"MemberCluster {name} is not cut off after {wait_seconds:g} s: {missing}")
             await asyncio.sleep(POLL_SECONDS)
         pools = [read(PrefillPool, pool) for pool in await here.list_all(kinds.PREFILL_POOL)]
-    return read(MemberCluster, live), users_of(name, pools)
+    return cluster, users_of(name, pools)
 
 
-def is_cut_off(live: Object) -> bool:
-    """Return True if the operator has cut a MemberCluster off, also where it issues no certificates."""
-    found = {one["type"]: one for one in (live.get("status") or {}).get("conditions") or ()}
+async def _tables(hub: ClusterClient) -> dict[str, RoutingTable]:
+    """Return the routing tables that gateways read, by policy."""
+    policies = [one["metadata"]["name"] for one in await hub.list_all(kinds.POLICY)]
+    found = {one: read_config_map(await hub.get(kinds.CONFIG_MAP, routes_configmap(one))) for one in policies}
+    return {policy: table for policy, table in found.items() if table is not None}
+
+
+def missing_for_revocation(member: MemberCluster, tables: Mapping[str, RoutingTable]) -> str:
+    """Return what is missing until a MemberCluster is cut off; empty: nothing. `tables` are those of policies."""
+    name, found = member.metadata.name, {condition.type: condition for condition in member.status.conditions}
     ready, certificate = found.get(READY), found.get(CERTIFICATE_READY)
-    seen = ready is not None and ready.get("observedGeneration") == live["metadata"]["generation"]
-    return seen and (certificate is None or certificate["reason"] == "Revoked")
+    if not member.spec.revoked:
+        return "spec.revoked is not set: somebody took it back, or the hub's CRD is older than this command"
+    if ready is None or ready.observed_generation != member.metadata.generation:
+        return "no operator has reconciled it; does it run?"
+    if ready.reason != REVOKED or member.status.admitted_time:
+        return f"its operator, which may be older than this command, reports {ready.reason}: {ready.message}"
+    if certificate is not None and certificate.reason != REVOKED:
+        return f"{CERTIFICATE_READY} is {certificate.reason}: {certificate.message}"
+    for policy, table in sorted(tables.items()):
+        if name in {one.name for one in table.clusters} | {one.cluster for one in table.instances}:
+            return f"PrfaaSPolicy {policy} still routes prompts there; see its conditions, it may be paused"
+    return ""
 
 
 def ready_condition(live: Object) -> Condition | None:

@@ -184,6 +184,23 @@ async def test_its_place_may_still_be_forbidden(stage: Stage):
         check_places(Preferences(forbid=("us-eats",)), stage.table())
 
 
+async def test_an_authority_that_ended_meanwhile_is_replaced_and_the_member_stays_cut_off(stage: Stage):
+    """As after a year in which no operator ran. The control are the first looks: the hub has no good certificate."""
+    await stage.mark(revoked=True)
+    later = stage.hub.server.now() + timedelta(days=366)
+
+    async def look(second: int) -> bool:
+        """Return whether the hub's instances have a certificate that is good, after a pass of the operator."""
+        stage.hub.server.clock = lambda: later + timedelta(seconds=second)
+        await stage.certificates._pass()
+        own = base64.b64decode(stage.hub.server.objects["Secret", TLS_SECRET]["data"]["tls.crt"])
+        return not stage.refused(own)
+
+    # The first one makes the revocation anew, which ended with the authority.
+    assert [await look(second) for second in range(6)] == [False, False, False, True, True, True]
+    assert stage.condition() == ("False", "Revoked")
+
+
 async def test_a_member_that_leaves_after_it_was_cut_off_stays_cut_off(stage: Stage):
     stolen = stage.theirs
     await stage.mark(revoked=True)

@@ -81,7 +81,7 @@ DnsName = Annotated[
     StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253),
     Hint("must be the name of an object: lower-case letters, digits, '-' and '.', with a letter or digit at both ends"),
 ]
-# The API server refuses a new object with another name. The operator still reads the objects of before this rule.
+# The API server refuses a new object with another name. The operator still reads older objects.
 KubeconfigSecretName = Annotated[
     str,
     StringConstraints(max_length=253),

@@ -75,8 +75,9 @@ class MemberClusterSpec(ApiModel):
     """Address of a worker pod that the hub uses: the pod's own, or its node's through a hostPort."""
     link: Link
     revoked: bool = False
-    """Cut the cluster off: it gets no prompt and no certificate, and its certificates are refused everywhere. `prfaas
-    cluster revoke` sets it, `prfaas cluster join` takes it back.
+    """Cut the cluster off: it gets no prompt and no certificate. Gateways and instances refuse its certificates once
+    the kubelet has brought them the list, up to two minutes later; vLLM's API asks nobody for one. `prfaas cluster
+    revoke` sets it, `prfaas cluster join` takes it back.
     """
     deletion_deadline_seconds: Annotated[int, Field(ge=0, le=86_400)] = 300
     """Seconds that the deletion of a pool waits for an unreachable cluster. Then the pool is deleted and its children

@@ -29,7 +29,7 @@ from prfaas.errors import ConfigError
 from prfaas.identity import Validity
 from prfaas.names import HUB
 from prfaas.rights import GATEWAY, Identity
-from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.conditions import REVOKED, ConditionState, no, yes
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret dated later than this from now has a wrong date, and is written again."""
@@ -88,7 +88,7 @@ class Leaf(NamedTuple):
 
 
 Revoked = frozenset[tuple[str, datetime]]
-"""Clusters, and the time since which their certificates of before are refused."""
+"""Clusters, and the time since which their earlier certificates are refused."""
 
 
 class SecretContent(NamedTuple):
@@ -298,10 +298,12 @@ class Revocation(NamedTuple):
 
 
 def revocations(
-    known: Mapping[str, Revocation], members: Mapping[str, bool], ends: datetime, now: datetime
+    known: Mapping[str, Revocation], members: Mapping[str, bool], ends: datetime, now: datetime, life: timedelta
 ) -> dict[str, Revocation]:
-    """Return who is cut off. `members` tells of each whether it is to be, and no certificate is valid after `ends`."""
+    """Return who is cut off. `members` has for each member whether it is to be; certificates of the known authorities
+    end by `ends`. An authority that ended does not end a revocation: else it would be made anew at each look."""
     now = now.replace(microsecond=0)  # certificates know no parts of a second
+    ends = max(ends, now + life)
     found = {name: one for name, one in known.items() if one.until > now}
     for name, revoked in members.items():
         before = found.get(name)
@@ -318,10 +320,10 @@ def revoked_condition(name: str, authorities: Authorities, holders: Iterable[Hol
     if since is None:
         return no("Revoking", "its certificates are about to be refused")
     behind = [one.name for one in holders if one.held is None or (name, since) not in one.held.revoked]
-    still = f"; not told yet: {', '.join(behind)}" if behind else ""
+    still = f"; their Secrets do not list it yet: {', '.join(behind)}" if behind else ""
     return no(
-        "Revoking" if HUB in behind or GATEWAYS in behind else "Revoked",
-        f"its certificates of before {rfc3339(since)} are refused{still}",
+        "Revoking" if HUB in behind or GATEWAYS in behind else REVOKED,
+        f"its certificates from before {rfc3339(since)} are refused{still}",
     )
 
 

@@ -12,6 +12,8 @@ CERTIFICATE_READY: Final = "CertificateReady"
 ENCRYPTED: Final = "Encrypted"
 PLACES_KNOWN: Final = "PlacesKnown"
 ENGINE_PROVEN: Final = "EngineProven"
+REVOKED: Final = "Revoked"
+"""Reason of whatever belongs to a member cluster that is cut off."""
 DELETING: Final = "Deleting"
 """Reason of an object that waits for its children to end."""
 MAX_MESSAGE_CHARS: Final = 2000  # a server's sentence can be long; the schema's own limit is far above

@@ -5,7 +5,7 @@ reads everything that its pods mount. The kubeconfigs of members open other clus
 of every cluster, and API keys are their clients'. They lie in the namespace of the hub's pools, so a template that
 names one is refused in every cluster. Another cluster may be the same namespace reached by another address. Names come
 first, because a pool may exist before the Secret; the schemas give new kubeconfigs and API keys no other names. Then
-comes the content: kubeconfigs of before that rule have other names, and so have the authorities of issuers.
+comes the content: older kubeconfigs have other names, and so have the authorities of issuers.
 
 What a MemberCluster or a policy names is used only with a label: else whoever may write these objects would use every
 Secret of the namespace through the operator.
@@ -23,7 +23,7 @@ from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.errors import ClusterUnreachableError, ForbiddenSecretError, reason_of
 from prfaas_operator.plan.certificates_read import content
-from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, ConditionState, no, yes
+from prfaas_operator.plan.conditions import DELETING, REACHABLE, READY, REVOKED, ConditionState, no, yes
 from prfaas_operator.plan.credentials import TokenFacts, parse_kubeconfig
 from prfaas_operator.plan.ownership import has_labels
 
@@ -79,7 +79,7 @@ def _reachable(contact: Contact) -> ConditionState:
 
 def _ready(cluster: MemberCluster, contact: Contact) -> ConditionState:
     if cluster.spec.revoked:
-        return no("Revoked", f"cut off; `prfaas cluster join {cluster.metadata.name}` admits it again")
+        return no(REVOKED, f"cut off; `prfaas cluster join {cluster.metadata.name}` admits it again")
     if contact.error is not None:
         return no(reason_of(contact.error), str(contact.error))
     return yes("AllReady", f"pools can run in namespace {cluster.spec.namespace} of {cluster.metadata.name}")

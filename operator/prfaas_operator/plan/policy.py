@@ -20,7 +20,7 @@ from prfaas.wire import routes
 from prfaas.wire.profile import PoolProfile
 from prfaas.wire.routes import RoutingTable
 from prfaas_operator.errors import reason_of
-from prfaas_operator.plan.conditions import ConditionState, no, yes
+from prfaas_operator.plan.conditions import REVOKED, ConditionState, no, yes
 from prfaas_operator.plan.member import place_of
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import Counts, PoolObject, role_of
@@ -155,7 +155,7 @@ def _revoked_pool(facts: PolicyFacts) -> ConditionState | None:
     for pool in facts.routed_pools:
         if pool.spec.cluster_name in facts.revoked:
             what = f"{pool.kind_name} {pool.metadata.name}"
-            return no("Revoked", f"MemberCluster {pool.spec.cluster_name} is revoked: {what} gets no prompt")
+            return no(REVOKED, f"MemberCluster {pool.spec.cluster_name} is revoked: {what} gets no prompt")
     return None
 
 

@@ -227,7 +227,7 @@ class Certificates:
         holders = [await self._write(target, store, beside.get(target.name)) for target in targets]
         await self._step(live, store, holders, targets)
         self._once.forget("authority")  # a problem that comes again is logged again
-        self._tell(store, holders)
+        self._report(store, holders)
 
     async def _targets(self) -> list[_Target]:
         """Return the holders of a certificate and those that need one, the hub's first.
@@ -240,8 +240,8 @@ class Certificates:
         self._members_revoked = {
             one["metadata"]["name"]: (one.get("spec") or {}).get("revoked") is True for one in members
         }
-        heard = [one for one in members if not self._members_revoked[one["metadata"]["name"]]]
-        found += await asyncio.gather(*(self._member(member) for member in heard))
+        admitted = [one for one in members if not self._members_revoked[one["metadata"]["name"]]]
+        found += await asyncio.gather(*(self._member(member) for member in admitted))
         foreign = {one.name for one in found if one.secret is not None and not has_labels(one.secret, one.labels)}
         names = [member["metadata"]["name"] for member in members]
         self._problems = {
@@ -280,8 +280,8 @@ class Certificates:
         return manifest(SECRET, {"name": secret, "namespace": self._hub.client.namespace, "uid": ""})
 
     async def _revoke(self, live: Object, store: Store, now: datetime) -> bool:
-        """Record who is cut off, and who is no longer; return True if that changed, and the next pass must tell it."""
-        found = plan.revocations(store.revocations, self._members_revoked, store.last_end, now)
+        """Record who is cut off, and who is no longer; return True if the next pass must write it."""
+        found = plan.revocations(store.revocations, self._members_revoked, store.last_end, now, self._terms.life)
         if found == store.revocations:
             return False
         with suppress(ConflictError):  # somebody changed it since it was read
@@ -390,7 +390,7 @@ class Certificates:
         now = self._hub.client.now()
         return ObservedTime(now, self._since or now)
 
-    def _tell(self, store: Store, holders: Sequence[Holder]) -> None:
+    def _report(self, store: Store, holders: Sequence[Holder]) -> None:
         """Update conditions and metrics, and wake the objects whose conditions changed."""
         authorities, moment = store.authorities, self._moment()
         held_up = plan.waiting_for(authorities, holders, self._terms, moment) if authorities.next else ()
