@@ -73,6 +73,23 @@ async def test_control_one_certificate_for_the_whole_hub_gives_it(hub):
     assert not any(refusal(endpoint, Identity(HUB), HUB) for endpoint in CONTROL)
 
 
+async def test_an_old_gateway_that_does_not_end_is_named_by_its_policy(hub):
+    """The control is a gateway of this version: nothing is reported."""
+    stuck = gateway_pod("stuck", TLS_SECRET)._replace(terminating=True)
+    for pods, reported in (([stuck], "pod stuck of an older version"), ([gateway_pod("new", GATEWAY_TLS_SECRET)], "")):
+        await passes(hub, *pods)
+        await hub.reconcile("PrfaaSPolicy", "kimi")
+        conditions = hub.server.objects["PrfaaSPolicy", "kimi"]["status"]["conditions"]
+        found = [one["message"] for one in conditions if one["type"] == "GatewaysApart"]
+        assert [message.startswith(reported) for message in found] == ([True] if reported else [])
+
+
+async def test_a_pod_that_mounts_it_later_gives_the_instances_no_right_back(hub):
+    await passes(hub, gateway_pod("new", GATEWAY_TLS_SECRET))
+    await passes(hub, gateway_pod("late", TLS_SECRET), gateway_pod("new", GATEWAY_TLS_SECRET))
+    assert proves(hub, TLS_SECRET) == Identity(HUB, "worker")
+
+
 async def test_gateways_of_before_lose_no_right_until_the_last_of_them_is_gone(hub):
     old, new = gateway_pod("old", TLS_SECRET), gateway_pod("new", GATEWAY_TLS_SECRET)
     for pods in ([old], [old, new], [old._replace(terminating=True), new]):

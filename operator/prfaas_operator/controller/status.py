@@ -26,11 +26,13 @@ from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.errors import InvalidObjectError, ServerFailedError
+from prfaas_operator.plan.certificates import GATEWAYS_APART
 from prfaas_operator.plan.certificates import PENDING as CERTIFICATE_PENDING
 from prfaas_operator.plan.conditions import (
     CERTIFICATE_READY,
     DELETING,
     ENGINE_PROVEN,
+    PLACES_KNOWN,
     REACHABLE,
     READY,
     ConditionState,
@@ -61,6 +63,8 @@ OWN_FIELDS: Final[Mapping[ObjectKind, tuple[str, ...]]] = {
 PASSING: Final = {DELETING, ROLLING_OUT, INSTANCES_NOT_READY, CERTIFICATE_PENDING}
 """Reasons not to be Ready that end by themselves, so they are no warnings. A lasting problem has its own reason."""
 OWN_CONDITIONS: Final = (REACHABLE, READY)
+TEMPORARY_CONDITIONS: Final = {ENGINE_PROVEN, PLACES_KNOWN, GATEWAYS_APART}
+"""They are absent at most times, and a newer operator or image, another spec or a pod's end takes them away."""
 CONDITIONS: Final = TypeAdapter(list[Condition])
 
 
@@ -146,8 +150,8 @@ async def write_status(hub: HubView, kind: ObjectKind, live: Object, result: Rec
     kept = {name: current[name] for name in OWN_FIELDS[kind] if name in current}
     fields = {name: value for name, value in {**kept, **result.fields}.items() if value is not None}
     wanted: dict[str, Any] = {**fields, "observedGeneration": generation, "conditions": conditions}
-    proven = ENGINE_PROVEN in {condition.type for condition in known} - states.keys()  # by a newer operator, or image
-    if not status_differs(current, wanted) and kept.keys() <= fields.keys() and not proven:
+    ended = TEMPORARY_CONDITIONS & {condition.type for condition in known} - states.keys()
+    if not status_differs(current, wanted) and kept.keys() <= fields.keys() and not ended:
         return
     # The uid protects a new object of the same name.
     identity = {key: metadata[key] for key in ("name", "namespace", "uid")}

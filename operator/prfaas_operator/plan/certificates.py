@@ -27,13 +27,16 @@ from prfaas import identity
 from prfaas.conditions import rfc3339
 from prfaas.errors import ConfigError
 from prfaas.identity import Validity
-from prfaas.names import HUB
+from prfaas.names import HUB, TLS_SECRET
 from prfaas.rights import GATEWAY, Identity
 from prfaas_operator.plan.conditions import REVOKED, ConditionState, no, yes
+from prfaas_operator.plan.pod_facts import PodFacts
 
 MAX_CLOCK_ERROR: Final = timedelta(minutes=5)
 """A Secret dated later than this from now has a wrong date, and is written again."""
 PENDING: Final = "CertificatePending"
+GATEWAYS_APART: Final = "GatewaysApart"
+"""Condition: the certificate of the hub's instances has no right of its gateways."""
 LIVES: Final = 3
 """An authority's life is at least this many lives of a certificate: time to replace it before certificates expire."""
 DEFAULT_CERTIFICATE_HOURS: Final = 24.0
@@ -284,6 +287,23 @@ def _is_due(leaf: Leaf, terms: Terms, now: datetime) -> bool:
     if leaf.validity.not_after > now + terms.life + MAX_CLOCK_ERROR:
         return True
     return now >= identity.when_to_renew(begin, leaf.validity.not_after)
+
+
+def old_gateways(pods: Iterable[PodFacts]) -> list[str]:
+    """Return the gateways' pods that mount the certificate of the hub's instances, as those of older operators do."""
+    return sorted(pod.name for pod in pods if pod.policy_uid and TLS_SECRET in pod.secrets and not pod.shared.over)
+
+
+def separation(pods: Iterable[PodFacts]) -> dict[str, ConditionState]:
+    """Return the condition GatewaysApart of a policy, whose gateways' pods these are, only while it is false."""
+    old = old_gateways(pods)
+    if not old:
+        return {}
+    message = (
+        f"pod {old[0]} of an older version mounts {TLS_SECRET}, so the certificate of the hub's instances may do what "
+        "only gateways may, until it ends; delete it if it does not end by itself"
+    )
+    return {GATEWAYS_APART: no("OldGateway", message)}
 
 
 class Revocation(NamedTuple):

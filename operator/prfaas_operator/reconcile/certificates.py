@@ -46,7 +46,6 @@ from prfaas_operator.plan.certificates import (
     GATEWAYS,
     CertificateMode,
     Holder,
-    Leaf,
     ObservedTime,
     RotationStep,
     SecretChange,
@@ -55,8 +54,8 @@ from prfaas_operator.plan.certificates import (
 )
 from prfaas_operator.plan.certificates_read import Store
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
-from prfaas_operator.plan.drift import view
 from prfaas_operator.plan.ownership import has_labels
+from prfaas_operator.reconcile.issuer import Issued, ask_issuer
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
 from prfaas_operator.render.common import GROUP_MANAGED
@@ -65,14 +64,6 @@ log = logging.getLogger(__name__)
 
 PASS_SECONDS: Final = 5.0
 FIRST_PASS_SECONDS: Final = 8.0
-
-
-class _Issued(NamedTuple):
-    """The issuer's certificate for one cluster; without `leaf`, `problem` says why none is usable yet."""
-
-    leaf: Leaf | None = None
-    secret: Object | None = None
-    problem: str = ""
 
 
 class _Target(NamedTuple):
@@ -88,7 +79,7 @@ class _Target(NamedTuple):
     cluster: ClusterClient | None
     secret: Object | None = None
     problem: str = ""
-    issued: _Issued = _Issued()
+    issued: Issued = Issued()
 
     @property
     def name(self) -> str:
@@ -115,6 +106,7 @@ class Certificates:
         self._wake = asyncio.Event()
         self._problems: dict[str, ConditionState] = {}
         self._members_revoked: dict[str, bool] = {}
+        self._is_apart = False
         self._once = LogOnce(log)
 
     async def run(self) -> None:
@@ -255,9 +247,16 @@ class Certificates:
         ]
 
     def _hubs_instances(self) -> Identity:
-        """Return what the certificate of the hub's instances proves: the whole hub while a gateway mounts it."""
-        pods = (pod for pod in self._hub.pods.items.values() if pod.policy_uid and not pod.shared.over)
-        return Identity(HUB, "" if any(render.SECRET in pod.secrets for pod in pods) else WORKER)
+        """Return what the certificate of the hub's instances proves: the whole hub until no gateway mounts it. One that
+        does so later is of no older operator, and changes nothing."""
+        self._is_apart = self._is_apart or not plan.old_gateways(self._hub.pods.items.values())
+        return Identity(HUB, WORKER if self._is_apart else "")
+
+    def separation(self, policy_uid: str) -> Mapping[str, ConditionState]:
+        """Return the condition GatewaysApart of a policy, only while its pods keep it from that."""
+        if self._terms.mode is CertificateMode.DISABLED or self._is_apart:
+            return {}
+        return plan.separation(pod for pod in self._hub.pods.items.values() if pod.policy_uid == policy_uid)
 
     async def _own(self, who: Identity) -> _Target:
         name, hub = render.secret_of(plan.holder_name(who)), self._hub.client
@@ -301,7 +300,7 @@ class Certificates:
             return targets
         known = {one["metadata"]["name"]: one for one in await hub.list_all(CERTIFICATE, selector=GROUP_MANAGED)}
         wanted = [(one, render.certificate(one.who, peers.domain, issuer, self._terms.life)) for one in targets]
-        return [target._replace(issued=await _issued(hub, target.name, known, one, peers)) for target, one in wanted]
+        return [target._replace(issued=await ask_issuer(hub, target.name, known, one, peers)) for target, one in wanted]
 
     async def _make_first(self, targets: Sequence[_Target]) -> None:
         """Make the first authority if there never was one; the next pass uses it."""
@@ -464,32 +463,6 @@ def _problem(target: _Target, members: Collection[str]) -> ConditionState:
 
 def _pair_of(secret: Object | None) -> KeyPair:
     return KeyPair(read.content(secret or {}, TLS_CERT), read.content(secret or {}, TLS_KEY))
-
-
-async def _issued(
-    hub: ClusterClient, name: str, known: Mapping[str, Object], wanted: Object, peers: PeerRules
-) -> _Issued:
-    """Apply the Certificate of one holder if it differs; `known` are the present ones by name."""
-    live = known.get(wanted["metadata"]["name"])
-    if live is None or view(live["spec"], wanted["spec"]) != wanted["spec"]:
-        live = await hub.apply(wanted)
-    secret = await hub.get(SECRET, render.issued_secret(name))
-    if secret is None:
-        return _Issued(problem=_why_pending(live))
-    try:
-        if not read.content(secret, TLS_TRUSTED).strip():
-            return _Issued(problem=f"the issuer gives no {TLS_TRUSTED}; choose an issuer that publishes its authority")
-        return _Issued(read.read_issued(secret, peers, hub.now()), secret)
-    except PrfaasError as error:
-        return _Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
-
-
-def _why_pending(certificate: Object) -> str:
-    """Return why a Certificate has not been issued, in cert-manager's words."""
-    conditions = (certificate.get("status") or {}).get("conditions") or ()
-    ready = next((one for one in conditions if one.get("type") == "Ready"), {})
-    what = f"Certificate {certificate['metadata']['name']} is not issued yet"
-    return f"{what}: {ready['message']}" if ready.get("message") else what
 
 
 def _authorities_of(targets: Iterable[_Target]) -> dict[str, bytes]:

@@ -75,7 +75,12 @@ class PolicyReconciler:
         balance = await self.long_loop.balance(facts, live)
         ready = plan.readiness(facts, table, gateway_counts, failures)
         return ReconcileResult(
-            conditions={READY: ready, **transfers.conditions(table), **balance.conditions},
+            conditions={
+                READY: ready,
+                **transfers.conditions(table),
+                **self.certificates.separation(policy.metadata.uid),
+                **balance.conditions,
+            },
             fields={
                 "readyPrefill": plan.ready_by_role(table, "prefill"),
                 "readyDecode": plan.ready_by_role(table, "decode"),
