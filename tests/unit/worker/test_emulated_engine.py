@@ -130,6 +130,31 @@ def test_late_wake_ups_do_not_add_up_and_are_counted():
             assert lateness.total == pytest.approx(share * steps)
 
 
+def test_steps_of_one_prompt_after_the_other_lie_on_one_line():
+    """None of them is in the step before."""
+    exact, late = Emulated(SlowClock(), 60), Emulated(SlowClock(late_seconds=0.004), 60)
+    for engine in (exact, late):
+        for handle in range(2, 5):
+            engine.ask(prompt_of(60, seed=handle), handle)
+    wanted = exact.answer(prompt_of(60))[1]
+    assert wanted < late.answer(prompt_of(60))[1] < wanted + 0.0041
+    found = late.engine.runner.emulation()
+    assert found is not None
+    assert found.prefills.total > 0, "late all the same"
+
+
+def test_what_a_long_pause_takes_is_not_caught_up():
+    engine = Emulated(SlowClock())
+    wanted = Emulated(SlowClock()).answer(prompt_of(60), max_tokens=100)[1]
+    begun(engine, prompt_of(60), max_tokens=100)
+    pause_seconds = 1.0
+    engine.clock.seconds += pause_seconds
+    while engine.engine.step(wait=False):
+        pass
+    taken = engine.clock.seconds - 100.0
+    assert wanted + 0.9 * pause_seconds < taken < wanted + pause_seconds, "but for a twentieth of a second"
+
+
 def test_the_last_token_behind_a_cache_costs_a_decode_step():
     engine = Emulated(SlowClock())
     engine.answer(prompt_of(4097))

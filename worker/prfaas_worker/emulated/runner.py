@@ -2,9 +2,9 @@
 
 A prefill for another instance leaves layer by layer, spread over the chunks' time, as from a model.
 
-A step begins where the one before should have ended if one of its sequences was in that, too. So neither a late wake-up
-nor the loop's own work adds up. How late each step ends is counted: emulated time that does not keep up is no measure
-of anything.
+Steps lie on a line: while there is work, each begins where the one before should have ended. So neither a late wake-up
+nor the loop's own work adds up, and only what a long pause of the machine takes is lost. How late each step ends is
+counted against the line: emulated time that does not keep up is no measure of anything.
 
 A token is a hash of the tokens before it and of how many they are. So an answer is the same wherever its prompt was
 computed, and whoever continues it.
@@ -35,6 +35,8 @@ TOKENS: Final = range(65, 91)
 """What is drawn: each is one ASCII character to tokenizers of bytes, and to byte-level ones."""
 _READ_TOKENS: Final = 64
 """Of the tokens before one, as many make it."""
+_CAUGHT_UP_SECONDS: Final = 0.05
+"""A step begins no longer ago than this, wherever the line is."""
 
 
 class EmulatedStep:
@@ -62,8 +64,8 @@ class EmulatedRunner:
         self._cpu_before: tuple[float, float, float] | None = None
         self._instance, self._step_tokens = instance, step_tokens
         self._clock, self._sleep = clock, sleep
-        self._before: set[Sequence] = set()
-        self._ends_at = 0.0
+        self._ends_at: float | None = None
+        """Where the line is; None while there is nothing to compute."""
 
     def place(self, lease: Lease) -> CachePlace:
         return CachePlace(self.memory, lease.slot, lease.pages)
@@ -71,16 +73,19 @@ class EmulatedRunner:
     def run(self, work: StepWork) -> EmulatedStep:
         if self._cpu_before is None:
             self._cpu_before = _cpu_seconds()
-        sequences = {*(sequence for sequence, _ in work.chunks), *work.decodes}
-        begins_at = self._clock() if self._before.isdisjoint(sequences) else self._ends_at
+        now = self._clock()
+        begins_at = now if self._ends_at is None else max(self._ends_at, now - _CAUGHT_UP_SECONDS)
         prefill_seconds, seconds = self._seconds_of(work)
         self._send_layers(work, begins_at, prefill_seconds)
-        self._before, self._ends_at = sequences, begins_at + seconds
-        self._wait_until(self._ends_at)
-        self._count(work, (self._clock() - self._ends_at) / max(seconds, self._instance.least_step_seconds))
+        self._ends_at = ends_at = begins_at + seconds
+        self._wait_until(ends_at)
+        self._count(work, (self._clock() - ends_at) / max(seconds, self._instance.least_step_seconds))
         for sequence, _ in work.chunks:
             sequence.request.prefill_seconds += seconds
         return EmulatedStep()
+
+    def rest(self) -> None:
+        self._ends_at = None
 
     def emulation(self) -> EmulationStats:
         now, before = _cpu_seconds(), self._cpu_before or _cpu_seconds()

@@ -111,6 +111,8 @@ class EngineLoop:
         if work.decodes and not work.chunks:
             self._count(decode_steps=1, decode_seconds=time.monotonic() - self._step_began)
         self._send_messages()
+        if planned.empty:
+            self.runner.rest()
         return not planned.empty
 
     def _plan(self) -> Schedule[Sequence]:

@@ -73,6 +73,8 @@ class Runner:
             sequence.request.prefill_seconds += seconds
         return StepResult(hidden, seconds, self.model)
 
+    def rest(self) -> None: ...
+
     def emulation(self) -> None: ...
 
     def _batch(self, work: StepWork) -> Batch:

@@ -66,6 +66,10 @@ class StepRunner(Protocol):
         the device runs out of memory. Rows and states of the step's sequences are undefined then."""
         ...
 
+    def rest(self) -> None:
+        """Know that nothing is left to compute: the next step begins when its work comes."""
+        ...
+
     def emulation(self) -> EmulationStats | None:
         """Return how well emulated steps kept their time; None where steps are computed."""
         ...
