@@ -305,7 +305,7 @@ def measured(engine: Engine, batch: int) -> Measurement:
 
 def measured_once(server: HttpServer, card: ServedCard, batch: int) -> Measurement:
     session = Session(server, reach_of(card, LENGTHS[-1]), random.Random(), say, LENGTHS)
-    found = session.measure(card.id, server.url, CACHE)
+    found = session.measure(card, server.url, CACHE)
     if not any(step.batch >= batch for step in found.decode_steps):
         raise CapacityError(f"no decode step of {batch} streams was measured: other work disturbs this machine")
     return found

@@ -83,7 +83,7 @@ def figures(servers: Chosen = None) -> Iterator[Figure]:
 def compared(name: str, server: HttpServer) -> Iterator[Figure]:
     """Measure a server, then meet its times."""
     card, rng, began = server.card(), random.Random(), time.monotonic()
-    found = Session(server, reach_of(card, MAX_TOKENS), rng, say).measure(card.id, name, CACHE)
+    found = Session(server, reach_of(card, MAX_TOKENS), rng, say).measure(card, name, CACHE)
     for note in found.notes:
         say(f"note: {note}")
     yield Figure(name=f"{name}: the measurement", value=time.monotonic() - began, unit="s", reach=300)

@@ -7,6 +7,8 @@ never waits for all of a long one. Among equals both are the first: finishing on
 lowest mean wait. A long prompt delays running streams by one chunk, never by all of itself. An instance's role says how
 much prompt may be computed beside decodes.
 
+Other engines compute prompts in order of arrival. Where one of them is emulated or simulated, so does this.
+
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
 So the first one always makes progress, and in time all do.
@@ -69,10 +71,12 @@ class ScheduleFacts(NamedTuple, Generic[_Key]):
 
 
 class Budgets(NamedTuple):
-    """Most tokens of a step, and most of them that may be prompt while something decodes."""
+    """Most tokens of a step, and most of them that may be prompt while something decodes. With `in_order` each prompt
+    gets all that those before it leave, and what a step admits is computed in that step."""
 
     step_tokens: int
     prompt_tokens_beside_decodes: int
+    in_order: bool = False
 
 
 def step_tokens(seconds: Mapping[int, float]) -> int:
@@ -93,8 +97,12 @@ def step_tokens(seconds: Mapping[int, float]) -> int:
     return max(least, min((tokens for tokens, rate in quick.items() if rate >= nearly), default=least))
 
 
-def role_budgets(tokens: int) -> dict[Role, Budgets]:
-    """Return step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none."""
+def role_budgets(tokens: int, *, in_order: bool = False) -> dict[Role, Budgets]:
+    """Return step budgets by role: a decode instance keeps its streams smooth, a prefill instance has none. An engine
+    that computes `in_order` knows no roles."""
+    if in_order:
+        alike = Budgets(tokens, tokens, in_order=True)
+        return {"prefill": alike, "mixed": alike, "decode": alike}
     return {
         "prefill": Budgets(2 * tokens, 2 * tokens),
         "mixed": Budgets(tokens, -(-tokens // 2)),
@@ -173,11 +181,11 @@ def _choose_chunks(
     if left <= 0 or not prompts:
         return ()
     taken = dict.fromkeys((prompt.key for prompt in prompts), 0)
-    half = -(-left // 2)
-    for prompt, share in [
-        (prompts[0], half),
-        *((one, left) for one in sorted(prompts, key=lambda one: one.remaining_tokens)),
-    ]:
+    shares = [(one, left) for one in prompts]
+    if not budgets.in_order:
+        shares.sort(key=lambda share: share[0].remaining_tokens)
+        shares.insert(0, (prompts[0], -(-left // 2)))
+    for prompt, share in shares:
         most = min(prompt.remaining_tokens, prompt.until_cut_tokens) - taken[prompt.key]
         tokens = min(most, share, left)
         taken[prompt.key] += tokens

@@ -105,6 +105,14 @@ def test_the_first_prompt_gets_half_of_every_step_however_many_short_ones_come()
     assert schedule(facts(prompt(1, 60_000), *short), BUDGETS).chunks[0] == ScheduledChunk(1, 512)
 
 
+def test_in_order_of_arrival_a_prompt_gets_what_those_before_it_leave():
+    budgets = role_budgets(1024, in_order=True)["decode"]
+    prompts = prompt(1, 700), prompt(2, 60_000), prompt(3, 20)
+    found = schedule(facts(decoding(4), *prompts), budgets)
+    assert found.chunks == (ScheduledChunk(1, 700), ScheduledChunk(2, 323))
+    assert schedule(facts(decoding(4), *prompts), BUDGETS).chunks[-1] == ScheduledChunk(3, 20), "ours is for short ones"
+
+
 def test_of_prompts_that_are_alike_one_is_finished_before_the_next_begins():
     assert schedule(facts(prompt(1, 5000), prompt(2, 5000)), BUDGETS).chunks == (ScheduledChunk(1, 1024),)
     assert schedule(facts(prompt(1, 700), prompt(2, 5000)), BUDGETS).chunks == (

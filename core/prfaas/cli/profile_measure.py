@@ -106,7 +106,7 @@ def _measure(
         source = f"{server.url} ({server.label(card) or 'a server without a name'}), {time.strftime('%Y-%m-%d')}"
         _say(f"{card.id} at {source}: prompts of up to {reach.max_tokens:,} tokens; cache sizes from {cache.source}")
         session = Session(server, reach, random.Random(), _say)  # noqa: S311  # prompts are no secrets
-        return session.measure(card.id, source, cache)
+        return session.measure(card, source, cache)
 
 
 def _own_cache(server: HttpServer) -> CacheBytes | None:

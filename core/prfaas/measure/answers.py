@@ -18,6 +18,8 @@ from prfaas.capacity.models import MODEL_CACHES
 from prfaas.errors import ConfigError, ProtocolError, RequestError
 from prfaas.util import decode_json
 
+OWNER: Final = "prfaas"
+"""Of the models in our worker's list."""
 WANTED: Final = "give the URL of a vLLM, an SGLang or a prfaas worker"
 # Requests that run or wait, where these figures are of this moment. SGLang's may be half a minute old.
 LOADS: Final = frozenset(
@@ -44,6 +46,11 @@ class ServedCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     owned_by: str = ""
     root: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether our worker serves it."""
+        return self.owned_by == OWNER
 
 
 class CacheBytes(NamedTuple):

@@ -69,6 +69,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """What each further token of its context adds to a stream's step."""
     least_prompt_seconds: float = 0.0
     """Of a prompt of FEW_TOKENS: what a chunk costs however short it is, and a step. 0: not known."""
+    in_order: bool = False
+    """Whether it computes prompts in order of arrival: engines that are none of ours do."""
     notes: tuple[str, ...] = ()
 
     @property

@@ -109,7 +109,7 @@ class Session:
         self._others: list[int] = []
         self._notes: list[str] = []
 
-    def measure(self, model: str, source: str, cache: CacheBytes) -> Measurement:
+    def measure(self, card: ServedCard, source: str, cache: CacheBytes) -> Measurement:
         """Measure. Raises CapacityError where the server is too busy for it, PeerError where it fails."""
         self._choose_vocabulary()
         samples = self._prefills(cache)
@@ -129,7 +129,7 @@ class Session:
             notes.append(f"decode steps were left out: {error}")
             steps = {}
         return Measurement(
-            model=model,
+            model=card.id,
             source=source,
             profile=profile,
             cache_source=cache.source,
@@ -138,6 +138,7 @@ class Session:
             decode_steps=tuple(DecodeStep(batch=batch, seconds=seconds) for batch, seconds in steps.items()),
             decode_token_seconds=token_seconds,
             least_prompt_seconds=least,
+            in_order=not card.is_ours,
             notes=(*notes, *self._notes),
         )
 

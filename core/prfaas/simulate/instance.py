@@ -1,8 +1,9 @@
 """One instance: the worker's step loop in virtual time, by the schedule that the worker itself asks.
 
 A step lasts as long as an emulated engine's: its chunks of prompts one after the other, and the step of its decodes.
-What comes during a step is admitted in the next one and computed in the one after. A prefill for another instance hands
-over each chunk as it ends, and keeps its slot until its cache has left. Memory beyond the slots is never short.
+What comes during a step is admitted in the next one and computed in the one after; engines that compute in order of
+arrival compute it in the next one. A prefill for another instance hands over each chunk as it ends, and keeps its slot
+until its cache has left. Memory beyond the slots is never short.
 
 Most steps repeat the one before: the same sequences decode, and the same prompts get as many tokens. Such steps are one
 event. Who gets which tokens depends on the order of the prompts' lengths. Those shrink by equal amounts, so that two of
@@ -187,6 +188,8 @@ class SimulatedInstance:
     def _begin(self, _: None = None) -> None:
         self._awake = False
         planned = self._admit(self._schedule())
+        if planned.admit and self._kind.budgets[self._role].in_order:
+            planned = self._admit(self._schedule())
         while planned.admit and not (planned.chunks or planned.decodes):  # no time has passed
             planned = self._admit(self._schedule())
         if not planned.empty:

@@ -48,7 +48,7 @@ class Server:
 def measured(server, max_tokens=16_384, context_tokens=100_000):
     said = []
     session = Session(server, Reach(context_tokens, max_tokens), random.Random(1), said.append)
-    return session.measure("m", "here", CACHE)
+    return session.measure(ServedCard(id="m"), "here", CACHE)
 
 
 def worst(profile, lengths=(300, 700, 3000, 10_000, 20_000)):
@@ -62,6 +62,12 @@ def test_it_finds_the_curve_the_sizes_and_the_steps():
     assert [step.batch for step in found.decode_steps] == [1, 2, 4, 8, 16, 32, 64, MAX_BATCH]
     assert all(step.seconds == pytest.approx(0.005 + 0.0001 * step.batch) for step in found.decode_steps)
     assert found.notes == ()
+
+
+@pytest.mark.parametrize(("owner", "in_order"), [("vllm", True), ("prfaas", False)])
+def test_engines_that_are_none_of_ours_compute_in_order_of_arrival(owner, in_order):
+    session = Session(Server(), Reach(100_000, 4096), random.Random(1), lambda _: None)
+    assert session.measure(ServedCard(id="m", owned_by=owner), "here", CACHE).in_order == in_order
 
 
 def test_pauses_that_slow_one_prompt_in_four_change_nothing():

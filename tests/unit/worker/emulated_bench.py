@@ -70,7 +70,7 @@ class Emulated:
             send=self._note,
             role=role,
             max_waiting=max_waiting,
-            budgets=role_budgets(step_tokens),
+            budgets=role_budgets(step_tokens, in_order=profile.in_order),
         )
 
     def _note(self, messages: list[ToFront]) -> None:

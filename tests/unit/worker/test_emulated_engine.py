@@ -11,7 +11,7 @@ from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.measure.curve import PrefillTimes
 from prfaas.measure.steps import StepChunk, StepTimes
-from prfaas.wire.engine import Sampling, Stats
+from prfaas.wire.engine import Sampling, Stats, Tokens
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.stats import LATE_BOUNDS
@@ -96,6 +96,19 @@ def test_a_prompt_that_others_cut_short_pays_for_its_further_chunks():
     _, seconds = engine.answer(prompt_of(700, seed=2), 2)
     first_two_ms = 3 * 0.5 + 3  # half of a chunk of 512, then one that could have been the last but for the decodes
     assert seconds == pytest.approx(20 * 0.002 + 0.08 + first_two_ms / 1000 - 2 * 0.002 - 0.5 * 0.002)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_prompt_that_comes_during_a_step_is_computed_in_the_next_one_by_an_engine_in_order(in_order: bool):
+    """By ours it is admitted in that one, and computed in the one after."""
+    engine = Emulated(SlowClock(), 1024, profile=SIMPLE._replace(in_order=in_order))
+    begun(engine, prompt_of(300), max_tokens=21)
+    engine.ask(prompt_of(60, seed=2), 2)
+    began = engine.clock.seconds
+    while not any(isinstance(one, Tokens) and one.handle == 2 for _, one in engine.sent):
+        engine.engine.step(wait=False)
+    first = 0.01 + 60 * 1e-4 + 0.002 - 0.002
+    assert engine.clock.seconds - began == pytest.approx(first if in_order else 0.002 + first)
 
 
 def test_a_token_of_context_costs_what_was_measured():

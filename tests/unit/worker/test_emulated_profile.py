@@ -73,6 +73,8 @@ def test_a_measured_server_is_emulated_with_its_times(tmp_path: Path):
     assert times.common_seconds == 0.004
     assert times.cut_seconds == pytest.approx(prefill_seconds(TRUE, FEW_TOKENS) - 0.004)
     assert instance.longest_tokens == 4096
+    assert not instance.profile.in_order
+    assert read_profile(written(tmp_path, measured() | {"in_order": True})).in_order
 
 
 @pytest.mark.parametrize("chunk", [64, 512, 4096])

@@ -70,7 +70,9 @@ def in_worker(role: Role, tokens: int, sent: list[Job], profile: EmulatedProfile
     return found
 
 
-def simulated(role: Role, tokens: int, sent: list[Job], measured: StepTimes | None = None) -> Ends:
+def simulated(
+    role: Role, tokens: int, sent: list[Job], measured: StepTimes | None = None, *, in_order: bool = False
+) -> Ends:
     events, found = EventQueue(), Ends()
 
     def first(request: Request) -> None:
@@ -82,7 +84,8 @@ def simulated(role: Role, tokens: int, sent: list[Job], measured: StepTimes | No
     def decode_seconds(batch: int) -> float:
         return PROFILE.times.decode_seconds(batch, 0)
 
-    kind = InstanceKind(CURVE, SLOTS, decode_seconds, role_budgets(tokens), measured=measured)
+    budgets = role_budgets(tokens, in_order=in_order)
+    kind = InstanceKind(CURVE, SLOTS, decode_seconds, budgets, measured=measured)
     one = SimulatedInstance(events, kind, role, Notices(lambda *_: None, lambda _: None, first, last))
     for handle, job in enumerate(sent, 1):
         request = Request(handle, Arrival(job.at, job.prompt, job.answer))
@@ -135,6 +138,16 @@ def test_a_measured_server_is_simulated_as_it_is_emulated(role: Role):
     assert ours.keys() == theirs.keys()
     assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
     assert flat(simulated(role, 1024, sent)) != pytest.approx(flat(theirs), rel=0.01), "the fit alone would be off"
+
+
+@pytest.mark.parametrize("measured", [None, MEASURED])
+def test_an_engine_that_computes_in_order_is_simulated_as_it_is_emulated(measured: StepTimes | None):
+    sent = jobs(7, leaving=True)
+    profile = PROFILE._replace(in_order=True, times=measured or PROFILE.times)
+    ours, theirs = simulated("mixed", 512, sent, measured, in_order=True), in_worker("mixed", 512, sent, profile)
+    assert ours.keys() == theirs.keys()
+    assert flat(ours) == pytest.approx(flat(theirs), abs=1e-6)
+    assert flat(simulated("mixed", 512, sent, measured)) != pytest.approx(flat(theirs), rel=0.01), "ours is another"
 
 
 def test_another_rule_would_not_end_them_at_those_times():

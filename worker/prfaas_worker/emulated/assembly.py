@@ -106,7 +106,7 @@ def _calibrate(
     while length <= context:
         profiler.observe(length, prefill(length))
         length *= 2
-    return Calibration(role_budgets(tokens), profiler)
+    return Calibration(role_budgets(tokens, in_order=instance.profile.in_order), profiler)
 
 
 def _step_tokens(instance: EmulatedInstance, context: int) -> int:

@@ -35,6 +35,8 @@ class EmulatedProfile(NamedTuple):
     times: StepTimes
     layers: tuple[int, int]
     """Of attention, and linear ones."""
+    in_order: bool = False
+    """Whether prompts are computed in order of arrival, as by the engine that was measured."""
 
 
 def read_profile(name: str) -> EmulatedProfile:
@@ -72,7 +74,7 @@ def _of_measurement(found: Measurement) -> tuple[EmulatedProfile, Collection[int
     shape = MODEL_CACHES.get(model)
     attention, linear = (shape.attention_layers, shape.linear_layers) if shape else _LAYERS
     layers = min(attention, found.profile.token_bytes), min(linear, found.profile.state_bytes)
-    read = EmulatedProfile(found.model, model, found.times, layers)
+    read = EmulatedProfile(found.model, model, found.times, layers, found.in_order)
     return read, [one.tokens for one in found.lengths]
 
 

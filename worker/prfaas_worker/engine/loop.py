@@ -96,12 +96,9 @@ class EngineLoop:
         """Do one step; with `wait` first wait for a message. Return True if there was work."""
         self._handle_events(wait=wait)
         self._step_began = time.monotonic()
-        planned = self._plan()
-        for sequence in planned.preempt:
-            self._preempt(sequence)
-        for sequence in planned.admit:
-            if not self._admit(sequence):
-                break
+        planned = self._arranged(self._plan())
+        if planned.admit and self.budgets[self.stats.role].in_order:
+            planned = self._arranged(self._plan())
         growing = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
         work = StepWork(planned.chunks, growing)
         for sequence, _ in work.chunks:
@@ -114,6 +111,15 @@ class EngineLoop:
         if planned.empty:
             self.runner.rest()
         return not planned.empty
+
+    def _arranged(self, planned: Schedule[Sequence]) -> Schedule[Sequence]:
+        """Take and give the memory of a step; return the step."""
+        for sequence in planned.preempt:
+            self._preempt(sequence)
+        for sequence in planned.admit:
+            if not self._admit(sequence):
+                break
+        return planned
 
     def _plan(self) -> Schedule[Sequence]:
         """Return the next step. Stored prompts give way before a sequence does, and before all stand still."""
