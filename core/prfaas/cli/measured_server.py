@@ -8,10 +8,12 @@ that nobody waits.
 import http.client
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeVar
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ from prfaas import identity
 from prfaas.credentials import utc_now
 from prfaas.errors import ConfigError, PeerError, ProtocolError, RequestError, UnreachableError
 from prfaas.measure.answers import WANTED, ServedCard, StreamedAnswer, TokenStream, read_card, read_loads
+from prfaas.measure.beside import BEGUN_TOKENS
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.wire import headers
 
@@ -124,6 +127,23 @@ class HttpServer:
                 self.close()  # the pool waits for its threads
                 raise
 
+    def ask_beside(
+        self, streams: Sequence[list[int]], answer_tokens: int, prompt: list[int]
+    ) -> tuple[list[StreamedAnswer], StreamedAnswer]:
+        """Send the prompts of `streams` at once, and `prompt`, for one token, when each has had BEGUN_TOKENS of its
+        answer, or all of it. Wait for all answers."""
+        bodies, begun = [self._body(one, answer_tokens) for one in streams], [threading.Event() for _ in streams]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            try:
+                running = [pool.submit(self._stream, *each) for each in zip(bodies, begun, strict=True)]
+                for event in begun:
+                    event.wait(ANSWER_SECONDS)
+                lone = self._stream(self._body(prompt, 1))
+                return [one.result() for one in running], lone
+            except BaseException:
+                self.close()  # the pool waits for its threads
+                raise
+
     def _body(self, prompt: list[int], answer_tokens: int) -> bytes:
         return msgspec.json.encode(
             {
@@ -138,8 +158,13 @@ class HttpServer:
             }
         )
 
-    def _stream(self, body: bytes) -> StreamedAnswer:
-        return self.post(COMPLETIONS, body, self._read)
+    def _stream(self, body: bytes, begun: threading.Event | None = None) -> StreamedAnswer:
+        """Return the answer; `begun` is set when it has had BEGUN_TOKENS, or ends in whatever way."""
+        begun = begun or threading.Event()
+        try:
+            return self.post(COMPLETIONS, body, partial(self._read, begun))
+        finally:
+            begun.set()
 
     def post(self, path: str, body: bytes, read: Callable[[http.client.HTTPResponse, float], T]) -> T:
         """Return what `read` makes of the answer to a POST, and of the time when its first byte was sent. Raises
@@ -161,7 +186,7 @@ class HttpServer:
             finally:
                 self._open.discard(sock)
 
-    def _read(self, answer: http.client.HTTPResponse, began_seconds: float) -> StreamedAnswer:
+    def _read(self, begun: threading.Event, answer: http.client.HTTPResponse, began_seconds: float) -> StreamedAnswer:
         stream = TokenStream(self.url, began_seconds)
         if answer.status != 200:
             raise self._refusal(COMPLETIONS, answer.status, answer.read(_PIECE_BYTES))
@@ -169,6 +194,8 @@ class HttpServer:
             raise ConfigError(f"{self.url} is a gateway, which chooses among instances; {WANTED}")
         while not stream.is_done and (piece := answer.read1(_PIECE_BYTES)):
             stream.feed(piece, time.perf_counter())
+            if stream.tokens >= BEGUN_TOKENS:
+                begun.set()
         return stream.end()
 
     def _connect(self) -> http.client.HTTPConnection:

@@ -126,6 +126,11 @@ class TokenStream:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now_seconds)
 
+    @property
+    def tokens(self) -> int:
+        """How many have come."""
+        return self._marks[-1].tokens if self._marks else 0
+
     def end(self) -> StreamedAnswer:
         """Return the answer. Raises ProtocolError if it is not whole."""
         if not self.is_done or not self._marks:
@@ -139,7 +144,7 @@ class TokenStream:
         read = decode_json(event, _Event, f"{self._url}/v1/completions streams something else", f"; {WANTED}")
         if bytes(read.error) not in {b"", b"null"}:
             raise RequestError(f"{self._url} failed: {bytes(read.error)[:300].decode(errors='replace')}")
-        before = self._marks[-1].tokens if self._marks else 0
+        before = self.tokens
         tokens = before + bool(read.choices)
         if (usage := read.usage) is not None:
             self._usage = usage

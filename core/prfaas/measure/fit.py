@@ -55,6 +55,13 @@ class LengthTimes(msgspec.Struct, frozen=True, kw_only=True):
         return self.slowest_seconds > APART * self.quickest_seconds
 
 
+class AddedTime(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt of `tokens` adds to the steps of streams that run beside it, all its chunks together."""
+
+    tokens: int
+    seconds: float
+
+
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured, of which model and where, and what a reader should know of it."""
 
@@ -71,6 +78,8 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     """Of a prompt of FEW_TOKENS: what a chunk costs however short it is, and a step. 0: not known."""
     in_order: bool = False
     """Whether it computes prompts in order of arrival: engines that are none of ours do."""
+    beside_decodes: tuple[AddedTime, ...] = ()
+    """Shortest first. None: not known."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -78,6 +87,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         """The times as they were measured, those of prompts through the points and not by the fit."""
         points = [Point(one.tokens, one.seconds) for one in self.lengths]
         least = [Point(FEW_TOKENS, self.least_prompt_seconds)] if self.least_prompt_seconds else []
+        beside = [Point(one.tokens, one.seconds) for one in self.beside_decodes]
         least_step = min((step.seconds for step in self.decode_steps), default=0.0)
         return StepTimes(
             PrefillTimes.through((*least, *points), self.profile),
@@ -86,6 +96,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
             cut_seconds=max(0.0, self.least_prompt_seconds - least_step),
             context_tokens=self.decode_context_tokens,
             decode_token_seconds=self.decode_token_seconds,
+            beside_decodes=PrefillTimes.through(beside, self.profile) if beside else None,
         )
 
 

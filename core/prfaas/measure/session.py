@@ -3,12 +3,12 @@
 Prompts are random tokens, new each time, so that no cache of prefixes helps. A length is tried twice first: the first
 time compiles and allocates, the second is measured. Then all lengths are repeated in random order, so that a
 disturbance meets all alike. Decode steps are measured with more and more streams at once, until the server no longer
-runs them together. The server and the source of chance are arguments.
+runs them together. Then prompts come beside streams. The server and the source of chance are arguments.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Final, NamedTuple, Protocol
 
@@ -17,7 +17,18 @@ from prfaas.capacity.profile import Curve, Sample, prefill_seconds
 from prfaas.capacity.workload import Randomness
 from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
 from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer
-from prfaas.measure.fit import FEW_TOKENS, Measurement, agreeing_step, check_sound, fitted, step_seconds, times_of
+from prfaas.measure.beside import BEGUN_TOKENS, added_seconds
+from prfaas.measure.fit import (
+    FEW_TOKENS,
+    AddedTime,
+    LengthTimes,
+    Measurement,
+    agreeing_step,
+    check_sound,
+    fitted,
+    step_seconds,
+    times_of,
+)
 
 SHORTEST_TOKENS: Final = 256
 FACTOR: Final = 4
@@ -33,6 +44,10 @@ _REPEATED_SECONDS: Final = 1.0
 _MORE_ROUNDS: Final = 4
 _LONGEST_SECONDS: Final = 45.0
 """No prompt is sent that is expected to take longer: it comes six times at least."""
+_BESIDE_STREAMS: Final = 4
+_BESIDE_PROMPT_TOKENS: Final = 64
+_LONGEST_BESIDE_SECONDS: Final = 10.0
+"""No prompt is sent beside streams that takes longer alone."""
 # The first is in every vocabulary of today's models, and free of what they use for control. The second has all bytes.
 _VOCABULARIES: Final = (range(1000, 32_000), range(256))
 
@@ -42,6 +57,13 @@ class MeasuredServer(Protocol):
 
     def ask(self, prompts: Sequence[list[int]], answer_tokens: int) -> list[StreamedAnswer]:
         """Send all prompts at once and wait for their answers, each of exactly so many tokens."""
+        ...
+
+    def ask_beside(
+        self, streams: Sequence[list[int]], answer_tokens: int, prompt: list[int]
+    ) -> tuple[list[StreamedAnswer], StreamedAnswer]:
+        """Send the prompts of `streams` at once, and `prompt`, for one token, when each has had BEGUN_TOKENS of its
+        `answer_tokens`. Wait for all answers."""
         ...
 
     def others(self) -> int | None:
@@ -123,11 +145,12 @@ class Session:
         prompt_tokens = min(_DECODE_PROMPT_TOKENS, self._reach.max_tokens // 2)
         steps = self._decodes(prompt_tokens, prefill_seconds(profile, prompt_tokens))
         token_seconds = self._context_cost(prompt_tokens, profile.max_tokens, steps.get(1))
+        beside = self._beside(lengths, steps)
         try:
             notes += check_sound((), self._others[looks:])
         except CapacityError as error:
             notes.append(f"decode steps were left out: {error}")
-            steps = {}
+            steps, beside = {}, ()
         return Measurement(
             model=card.id,
             source=source,
@@ -138,6 +161,7 @@ class Session:
             decode_steps=tuple(DecodeStep(batch=batch, seconds=seconds) for batch, seconds in steps.items()),
             decode_token_seconds=token_seconds,
             least_prompt_seconds=least,
+            beside_decodes=beside,
             in_order=not card.is_ours,
             notes=(*notes, *self._notes),
         )
@@ -218,13 +242,42 @@ class Session:
         found = [step_seconds(self._ask(1, longest, ANSWER_TOKENS)) or step for _ in range(_REPEATS)]
         return max(0.0, (min(found) - step) / (longest - prompt_tokens))
 
+    def _beside(self, lengths: Sequence[LengthTimes], steps: Mapping[int, float]) -> tuple[AddedTime, ...]:
+        """Return what prompts of these lengths add to the steps of streams, as far as both run at once."""
+        streams, found = min(_BESIDE_STREAMS, max(steps, default=0) // 2), list[AddedTime]()
+        for one in lengths if streams else ():
+            answer = 3 * BEGUN_TOKENS + math.ceil(one.seconds / min(steps.values()))
+            if one.seconds > _LONGEST_BESIDE_SECONDS or _BESIDE_PROMPT_TOKENS + answer > self._reach.context_tokens:
+                break
+            self._say(f"a prompt of {one.tokens:,} tokens beside {streams} streams")
+            try:
+                added = [self._added(streams, answer, one.tokens) for _ in range(_REPEATS)]
+            except (RequestError, CapacityError) as error:
+                self._notes.append(f"a prompt beside {streams} streams failed: {error}")
+                break
+            seconds = [one for one in added if one is not None and one > 0]
+            if 2 * len(seconds) > _REPEATS:
+                found.append(AddedTime(tokens=one.tokens, seconds=statistics.median(seconds)))
+        return tuple(found)
+
+    def _added(self, streams: int, answer_tokens: int, tokens: int) -> float | None:
+        (prompt,) = self._prompts(1, tokens)
+        beside, lone = self._server.ask_beside(self._prompts(streams, _BESIDE_PROMPT_TOKENS), answer_tokens, prompt)
+        self._check(beside, _BESIDE_PROMPT_TOKENS)
+        self._check([lone], tokens)
+        return added_seconds(beside, lone)
+
     def _lone(self, tokens: int) -> Sample:
         (answer,) = self._ask(1, tokens, 1)
         return Sample(tokens, answer.first_seconds)
 
     def _ask(self, batch: int, tokens: int, answer_tokens: int) -> list[StreamedAnswer]:
-        prompts = [[self._draw() for _ in range(tokens)] for _ in range(batch)]
-        answers = self._server.ask(prompts, answer_tokens)
+        answers = self._server.ask(self._prompts(batch, tokens), answer_tokens)
+        self._check(answers, tokens)
+        return answers
+
+    def _check(self, answers: Sequence[StreamedAnswer], tokens: int) -> None:
+        """Raise PeerError if these are no answers to new prompts of so many tokens. See who else was served."""
         for answer in answers:
             if answer.prompt_tokens not in (0, tokens):
                 raise PeerError(f"the server counts {answer.prompt_tokens} tokens in a prompt of {tokens}")
@@ -235,7 +288,9 @@ class Session:
                 )
         if (others := self._server.others()) is not None:
             self._others.append(others)
-        return answers
+
+    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+        return [[self._draw() for _ in range(tokens)] for _ in range(count)]
 
     def _draw(self) -> int:
         return self._vocabulary[int(self._rng.random() * len(self._vocabulary))]

@@ -1,8 +1,9 @@
 """How long the steps of an instance last, by what was measured of it: for an engine that is emulated, and simulated.
 
 A step lasts as long as its chunks of prompts, one after the other, and its decodes. What any step costs however little
-it computes, it costs once. A prompt alone takes the time of its curve; where others cut its chunks short, further
-chunks cost what was measured of short ones.
+it computes, it costs once. A prompt alone takes the time of its curve. One beside decodes adds to their steps what was
+measured of such prompts, by a curve of its own; without that, its chunks take as long as alone. Where other prompts cut
+its chunks short, further chunks cost what was measured of short ones.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ class StepChunk(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """The times of an instance. Only a measurement knows the last four; without them a step's parts take as long as
-    each by itself."""
+    """The times of an instance. Only a measurement knows more than the first two; without it a step's parts take as
+    long as each by itself."""
 
     prefill: PrefillTimes
     decode_steps: tuple[DecodeStep, ...]
@@ -37,6 +38,8 @@ class StepTimes(NamedTuple):
     """Behind each sequence of the decode steps."""
     decode_token_seconds: float = 0.0
     """What each token of context more or less than that is to a sequence's step."""
+    beside_decodes: PrefillTimes | None = None
+    """What a prompt adds to steps that decode."""
 
     def decode_seconds(self, batch: int, context_tokens: int) -> float:
         """Return the seconds in which a step decodes a token of each of `batch` sequences, which have so many tokens
@@ -53,21 +56,34 @@ class StepTimes(NamedTuple):
     ) -> tuple[float, float]:
         """Return how long a step computes prompts, and how long it lasts. It decodes a token of `batch` sequences. A
         prompt alone has `alone_tokens` a step."""
+        decode_seconds = self.decode_seconds(batch, context_tokens)
+        if batch and self.beside_decodes is not None:
+            added = self._added_seconds(self.beside_decodes, chunks)
+            return added, added + decode_seconds
         shares = [_share(chunk, alone_tokens) for chunk in chunks]
         chunks_seconds = [
             self.prefill.chunk_seconds(one.start_tokens, one.tokens, is_first=one.is_first)
             + (1 - share) * self.cut_seconds
             for one, share in zip(chunks, shares, strict=True)
         ]
-        alone = *chunks_seconds, self.decode_seconds(batch, context_tokens)
+        alone = *chunks_seconds, decode_seconds
         shared = self.common_seconds * max(0.0, sum(shares) + bool(batch) - 1)
         seconds = max(*alone, sum(alone) - shared)
         return min(sum(chunks_seconds), seconds), seconds
 
+    def _added_seconds(self, beside: PrefillTimes, chunks: Sequence[StepChunk]) -> float:
+        """Return what chunks add to a step that decodes. A prompt was measured that had all of the step's tokens."""
+        all_tokens = sum(chunk.tokens for chunk in chunks)
+        return sum(
+            beside.chunk_seconds(one.start_tokens, one.tokens, is_first=one.is_first)
+            + (1 - _share(one, all_tokens)) * self.cut_seconds
+            for one in chunks
+        )
+
 
 def _share(chunk: StepChunk, alone_tokens: int) -> float:
-    """Return how much of a chunk that a prompt would have alone this one is. It is all of one unless other work of the
-    step cuts it short. Then the prompt takes more chunks, each with what it costs however short it is."""
+    """Return how much of a chunk of `alone_tokens` this one is. It is all of one unless other work of the step cuts it
+    short. Then the prompt takes more chunks, each with what it costs however short it is."""
     if chunk.tokens >= min(chunk.left_tokens, alone_tokens):
         return 1.0
     return chunk.tokens / alone_tokens if chunk.left_tokens > alone_tokens else 0.0

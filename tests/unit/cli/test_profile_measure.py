@@ -21,6 +21,7 @@ from prfaas.cli.measured_server import KEY_VARIABLE, HttpServer
 from prfaas.cli.profile_measure import measure
 from prfaas.credentials import utc_now
 from prfaas.errors import ConfigError, IdentityError, PeerError, ProtocolError, UnreachableError
+from prfaas.measure.beside import BEGUN_TOKENS
 from prfaas.wire import headers
 
 from ...waiting import eventually
@@ -219,6 +220,24 @@ def test_what_a_server_streams_is_timed_and_its_version_read(fake: Fake, url: st
     assert [mark.tokens for mark in answer.marks] == [1, 2, 3, 4, 5]
     assert fake.bodies[0]["prompt"] == [1, 2, 3]
     assert (fake.bodies[0]["model"], fake.bodies[0]["min_tokens"]) == ("kimi-k3", 5)
+
+
+def test_a_prompt_is_sent_beside_streams_that_have_begun(fake: Fake, url: str):
+    with HttpServer(url) as server:
+        server.card()
+        streams, prompt = server.ask_beside([[1], [2], [3]], 2 * BEGUN_TOKENS, [4] * 9)
+    assert [len(body["prompt"]) for body in fake.bodies] == [1, 1, 1, 9]
+    assert [body["max_tokens"] for body in fake.bodies] == [2 * BEGUN_TOKENS] * 3 + [1]
+    assert prompt.began_seconds > max(one.marks[0].seconds for one in streams)
+    assert {one.marks[-1].tokens for one in streams} == {2 * BEGUN_TOKENS}
+
+
+def test_a_stream_that_is_refused_holds_nobody_up(fake: Fake, url: str):
+    fake.headers = {headers.DECISION: "local"}
+    with HttpServer(url) as server:
+        server.card()
+        with pytest.raises(ConfigError, match="is a gateway"):
+            server.ask_beside([[1], [2]], 100, [4] * 9)
 
 
 def test_an_instance_is_known_by_its_authority_though_its_certificate_names_no_host(tmp_path: Path, fake: Fake):

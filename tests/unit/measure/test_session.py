@@ -7,12 +7,14 @@ import pytest
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.errors import CapacityError, ConfigError, PeerError, RequestError
 from prfaas.measure.answers import CacheBytes, ServedCard, StreamedAnswer, TokenMark
+from prfaas.measure.beside import BEGUN_TOKENS, added_seconds
 from prfaas.measure.fit import LengthTimes, check_sound
 from prfaas.measure.session import MAX_BATCH, Reach, Session, lengths_up_to, reach_of
 from prfaas.wire.profile import Profile
 
 TRUE = Profile(state_bytes=1000, token_bytes=10, fixed_seconds=0.01, token_seconds=2e-5, squared_seconds=1e-10)
 CACHE = CacheBytes(1000, 10, "a test")
+BESIDE = 1.5
 
 
 class Server:
@@ -27,6 +29,21 @@ class Server:
 
     def step(self, batch):
         return 0.005 + 0.0001 * batch
+
+    def ask_beside(self, streams, answer_tokens, prompt):
+        """The prompt comes in a step under way. Its chunks of 512 tokens take half as long again as alone."""
+        self.prompts += [*streams, prompt]
+        pace, times, left, first = self.step(len(streams)), [self.now], len(prompt), None
+        while len(times) < answer_tokens:
+            chunk = min(512, left) if len(times) > BEGUN_TOKENS else 0
+            left -= chunk
+            times.append(times[-1] + pace + BESIDE * prefill_seconds(TRUE, len(prompt)) * chunk / len(prompt))
+            if not left and first is None:
+                first = times[-1]
+        sent = times[BEGUN_TOKENS - 1] + 0.4 * pace
+        stream = StreamedAnswer(self.now, tuple(TokenMark(at, n + 1) for n, at in enumerate(times)), len(streams[0]), 0)
+        self.now = times[-1]
+        return [stream] * len(streams), StreamedAnswer(sent, (TokenMark(first or self.now, 1),), len(prompt), 0)
 
     def ask(self, prompts, answer_tokens):
         if any(max(prompt) >= self.vocabulary for prompt in prompts):
@@ -62,6 +79,32 @@ def test_it_finds_the_curve_the_sizes_and_the_steps():
     assert [step.batch for step in found.decode_steps] == [1, 2, 4, 8, 16, 32, 64, MAX_BATCH]
     assert all(step.seconds == pytest.approx(0.005 + 0.0001 * step.batch) for step in found.decode_steps)
     assert found.notes == ()
+
+
+def test_it_finds_what_prompts_add_to_the_steps_of_streams():
+    found = measured(Server())
+    assert [one.tokens for one in found.beside_decodes] == [one.tokens for one in found.lengths]
+    for one in found.beside_decodes:
+        assert one.seconds == pytest.approx(BESIDE * prefill_seconds(TRUE, one.tokens))
+    times = found.times
+    assert times.beside_decodes is not None
+    assert times.beside_decodes.prompt_seconds(1024) == pytest.approx(BESIDE * times.prefill.prompt_seconds(1024))
+
+
+def test_streams_that_end_before_the_prompt_does_show_nothing():
+    streams, prompt = Server().ask_beside([[1]] * 2, 100, [1] * 512)
+    assert added_seconds(streams, prompt) == pytest.approx(BESIDE * prefill_seconds(TRUE, 512))
+    for tokens in (BEGUN_TOKENS, BEGUN_TOKENS + 2):
+        streams, _ = Server().ask_beside([[1]] * 2, tokens, [1] * 512)
+        assert added_seconds(streams, prompt) is None
+    late = Server()
+    late.now = 1.0
+    apart, _ = late.ask_beside([[1]], 100, [1] * 512)
+    assert added_seconds([*streams, *apart], prompt) is None, "they never ran together"
+
+
+def test_a_server_that_runs_few_streams_at_once_is_measured_without():
+    assert measured(Server(slots=1)).beside_decodes == ()
 
 
 @pytest.mark.parametrize(("owner", "in_order"), [("vllm", True), ("prfaas", False)])

@@ -9,7 +9,7 @@ import pytest
 
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.measure.curve import PrefillTimes
+from prfaas.measure.curve import Point, PrefillTimes
 from prfaas.measure.steps import StepChunk, StepTimes
 from prfaas.wire.engine import Sampling, Stats, Tokens
 from prfaas.wire.profile import Profile
@@ -96,6 +96,27 @@ def test_a_prompt_that_others_cut_short_pays_for_its_further_chunks():
     _, seconds = engine.answer(prompt_of(700, seed=2), 2)
     first_two_ms = 3 * 0.5 + 3  # half of a chunk of 512, then one that could have been the last but for the decodes
     assert seconds == pytest.approx(20 * 0.002 + 0.08 + first_two_ms / 1000 - 2 * 0.002 - 0.5 * 0.002)
+
+
+@pytest.mark.parametrize("step_tokens", [256, 512, 4096])
+def test_a_prompt_beside_decodes_adds_what_was_measured_of_one_in_whatever_chunks(step_tokens: int):
+    beside = PrefillTimes.through([Point(700, 0.11), Point(1400, 0.2)], PLAIN)
+    profile = SIMPLE._replace(times=STEPS._replace(beside_decodes=beside))
+    engine = Emulated(SlowClock(), step_tokens, profile=profile)
+    begun(engine, prompt_of(300), max_tokens=41)
+    _, seconds = engine.answer(prompt_of(700, seed=2), 2)
+    assert seconds == pytest.approx(40 * 0.002 + 0.11), "alone it takes 0.08 s"
+
+
+def test_of_two_prompts_beside_decodes_both_pay_for_their_further_chunks():
+    """Each of 512 tokens would be one chunk, but for the other one."""
+    beside = PrefillTimes.through([Point(512, 0.1)], PLAIN)
+    times = STEPS._replace(beside_decodes=beside)
+    one, half = StepChunk(0, 512, 512, is_first=True), StepChunk(0, 256, 512, is_first=True)
+    assert times.step_seconds([one], 1, 0, 512) == pytest.approx((0.1, 0.102))
+    each = beside.chunk_seconds(0, 256, is_first=True)
+    assert times.step_seconds([half, half], 1, 0, 512)[0] == pytest.approx(2 * (each + 0.003))
+    assert times.step_seconds([], 1, 0, 512) == (0, 0.002)
 
 
 @pytest.mark.parametrize("in_order", [False, True])

@@ -88,7 +88,8 @@ def _why_unusable(read: EmulatedProfile, lengths: Collection[int]) -> str:
     if steps[0].batch < 1 or any(low.batch >= high.batch for low, high in pairwise(steps)):
         return f"its decode steps must be of one sequence or more, and each of more than the one before; {_FORMS}"
     seconds = [prefill_seconds(curve, tokens) for tokens in (1, max(lengths))]
-    seconds += [one.seconds for one in (*read.times.prefill.points, *steps)]
+    beside = read.times.beside_decodes.points if read.times.beside_decodes else ()
+    seconds += [one.seconds for one in (*read.times.prefill.points, *beside, *steps)]
     if min(curve.fixed_seconds, curve.token_seconds, curve.squared_seconds) < 0 or not all(
         0 < one <= _MOST_SECONDS for one in seconds
     ):
