@@ -55,7 +55,7 @@ def connect(
     layout = CacheLayout(model.fingerprint, layer_groups(model.layers))
     transfers = EngineTransfers(layout, runner.memory, options, outbox.put, inbox.put, pin)
     budgets, profiler = calibrate(cache)
-    log.info("a step computes up to %d tokens, %d of a prompt beside decodes", *budgets[options.role])
+    log.info("a step computes up to %d tokens, %d of a prompt beside decodes", *budgets[options.role][:2])
     origins_of = partial(received_origins, options.cluster, bool(options.tls_dir))
     engine = EngineLoop(
         inbox=inbox,
