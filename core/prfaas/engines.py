@@ -171,10 +171,6 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         is_one = self.is_one_sequence or self.is_one_prompt
         return bool(self.steering_fields or self.steering_objects or is_one)
 
-    def serves(self, path: str, *, isolates: bool) -> bool:
-        """Return whether it serves an API to a gateway that `isolates` the caches of clients, or does not."""
-        return path in self.apis and not (isolates and path in self.unsalted_apis)
-
     @property
     def all_ports(self) -> tuple[PortRange, ...]:
         """Its ports with those of its cache events."""

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from prfaas.engines import ENGINES
+from prfaas.engines import ENGINES, EngineRecord
 from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex import canonical
 from prfaas.kvindex.canonical import Canonical
@@ -85,17 +85,21 @@ def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int:
         return 0
 
 
+def _serves(engine: EngineRecord, path: str, isolates: bool) -> bool:
+    return path in engine.apis and not (isolates and path in engine.unsalted_apis)
+
+
 def not_served_by(route: ApiRoute, table: RoutingTable, *, isolates: bool) -> Set[str]:
     """Return the instances whose engine does not serve an API to a gateway that `isolates` the caches of clients.
 
     Raises RequestError with 404 if no decode instance serves it, as such an engine itself would answer.
     """
-    missing = {one.name for one in table.instances if not one.record.serves(route.path, isolates=isolates)}
+    missing = {one.name for one in table.instances if not _serves(one.record, route.path, isolates)}
     decoding = [one for one in table.instances if one.role == "decode"]
     if decoding and all(one.name in missing for one in decoding):
         engines = {one.engine for one in decoding}
         records = [ENGINES[name] for name in sorted(engines)]
-        served = [path for path in API_ROUTES if any(one.serves(path, isolates=isolates) for one in records)]
+        served = [path for path in API_ROUTES if any(_serves(one, path, isolates) for one in records)]
         message = f"{' and '.join(sorted(engines))} does not serve POST {route.path} here, but {', '.join(served)}"
         if any(route.path in one.apis for one in records):
             message += ": its requests have no cache_salt, and each client has a cache of its own"

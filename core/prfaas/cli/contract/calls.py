@@ -21,7 +21,7 @@ from prfaas.util import decode_json
 from prfaas.wire import headers
 
 NOT_IDLE_SECONDS: Final = 25.0
-"""Less than a lease, which ends after 30 s: what is held for longer was not given back."""
+"""Less than a lease, which ends after two minutes: what is held for longer was not given back."""
 _MOST_BYTES: Final = 64 << 20
 _POLL_SECONDS: Final = 0.05
 _HELD: Final = LOADS | {"vllm:kv_cache_usage_perc", "prfaas_cache_used_pages"}
