@@ -6,13 +6,13 @@ before any route and any key, in gateway and worker alike.
 
 Connections are bounded, too: their number in all and by client, the time and size of a head, and the time without a
 request. aiohttp closes what is idle for long; the rest is here, since it knows neither a deadline of a head nor a
-number. Where there are too many, one that has no request makes room for one that may have.
+number. Where there are too many, the one without a whole request for longest makes room for one that may have it.
 """
 
 import asyncio
 import logging
 import resource
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
@@ -34,8 +34,6 @@ MAX_HEAD_BYTES: Final = 128 << 10
 """Of a request's first line and headers together, which aiohttp holds twice."""
 DESCRIPTORS: Final = 3
 """That a connection may need: its own, and those to the two instances that serve its request."""
-SPARED_SECONDS: Final = 1.0
-"""A connection makes room for another one if it has been idle for so long."""
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Of an event stream: proxies pass each event on at once."""
 # Decoded by aiohttp, or refused by its parser where the library for it is missing.
@@ -73,7 +71,9 @@ class ConnectionBounds(NamedTuple):
 
     most: int = 10_000
     """In all, or fewer where the process may open fewer files; one client may have half of them. Many clients may
-    have the address of one proxy. Beyond that the one that was idle for longest is closed."""
+    have the address of one proxy. Beyond that the one that has had no whole request for longest is closed."""
+    spared_seconds: float = 1.0
+    """It is not closed before so long: since its last answer, its start, or the first byte of a head."""
     head_seconds: float = 10.0
     """From a connection's start, or from the first byte of a later head, to the end of the head."""
     idle_seconds: float = 650.0
@@ -136,37 +136,42 @@ class _Server(web.Server):
     def __init__(self, *args: Any, bounds: ConnectionBounds, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.bounds = bounds
-        self.open: defaultdict[str, dict[_Connection, float]] = defaultdict(dict)
-        """Connections by client, and since when each may be idle, the longest first."""
-        self.count = 0
+        self.open: _Waiting = OrderedDict()
+        """All connections, and since when each may have had no whole request, the longest first."""
+        self.by_client: defaultdict[str, _Waiting] = defaultdict(OrderedDict)
+        """The same ones by client."""
         self.is_full = False
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, asyncio.get_running_loop())
 
     def has_room(self, client: str) -> bool:
-        """Return whether another connection of a client may be kept, in place of an idle one; log when the first one
-        may not."""
-        most, of_client = self.bounds.most, len(self.open.get(client, ()))
-        is_share_full = of_client >= max(1, most // 2)
-        if not is_share_full and self.count < most:
-            self.is_full = self.is_full and self.count > most // 2
+        """Return whether another connection of a client may be kept, in place of one without a whole request; log when
+        the first one may not."""
+        most, count = self.bounds.most, len(self.open)
+        of_client = self.by_client.get(client, _NONE)
+        is_share_full = len(of_client) >= max(1, most // 2)
+        if not is_share_full and count < most:
+            self.is_full = self.is_full and count > most // 2
             return True
-        largest = client if is_share_full else max(self.open, key=lambda one: len(self.open[one]), default=client)
-        if self._close_idle(largest):
+        if self._close_one(of_client if is_share_full else self.open):
             return True
         if not self.is_full:
             self.is_full = True
-            log.warning(line("connections are refused", open=self.count, of_this_client=of_client))
+            log.warning(line("connections are refused", open=count, of_this_client=len(of_client)))
         return False
 
-    def _close_idle(self, client: str) -> bool:
-        """Close the connection of a client that has been idle for longest; return whether there was one."""
-        latest_seconds = asyncio.get_running_loop().time() - SPARED_SECONDS
-        for connection, since_seconds in list(self.open.get(client, {}).items()):
+    def _close_one(self, held: "_Waiting") -> bool:
+        """Close the connection that has had no whole request for longest; return whether there was one.
+
+        One that has a request goes behind all others, so that each is looked at once in `spared_seconds`.
+        """
+        latest_seconds = asyncio.get_running_loop().time() - self.bounds.spared_seconds
+        for _ in range(len(held)):
+            connection, since_seconds = next(iter(held.items()))
             if since_seconds > latest_seconds:
                 return False
-            if connection.close_if_idle():
+            if connection.close_if_waiting():
                 return True
         return False
 
@@ -210,8 +215,7 @@ class _Connection(web.RequestHandler):
             _turn_away(cast(asyncio.Transport, transport), _FULL)
             return
         self._client = client
-        self._places.count += 1
-        self._note_idle()
+        self._note_waiting()
         super().connection_made(transport)
         self._head_timer = self._loop.call_later(self._places.bounds.head_seconds, self._give_up_head)
 
@@ -221,10 +225,10 @@ class _Connection(web.RequestHandler):
             self._head_timer.cancel()
         super().connection_lost(exc)
 
-    def close_if_idle(self) -> bool:
-        """Close a connection that has no request now; return whether it was so."""
-        if self._head_bytes or not self._awaits_head:
-            self._note_idle()  # not now: others are looked at first
+    def close_if_waiting(self) -> bool:
+        """Close a connection that has no whole request now; return whether it was so."""
+        if not self._awaits_head:
+            self._note_waiting()  # not now: others are looked at first
             return False
         self._leave_place()  # not when the loop hears that it is closed: its place is taken at once
         self.force_close()
@@ -233,18 +237,18 @@ class _Connection(web.RequestHandler):
     def _leave_place(self) -> None:
         if self._client is None:
             return
-        del self._places.open[self._client][self]
-        self._places.count -= 1
-        if not self._places.open[self._client]:
-            del self._places.open[self._client]
+        del self._places.open[self]
+        del self._places.by_client[self._client][self]
+        if not self._places.by_client[self._client]:
+            del self._places.by_client[self._client]
         self._client = None
 
-    def _note_idle(self) -> None:
-        """Put the connection behind all others of its client: it may be idle from now on."""
+    def _note_waiting(self) -> None:
+        """Put the connection behind all others: it may wait for a request from now on."""
         if self._client is not None:
-            mine = self._places.open[self._client]
-            mine.pop(self, None)
-            mine[self] = self._loop.time()
+            for held in (self._places.open, self._places.by_client[self._client]):
+                held[self] = self._loop.time()
+                held.move_to_end(self)
 
     def data_received(self, data: bytes) -> None:
         if _is_broken(self._body):
@@ -267,6 +271,8 @@ class _Connection(web.RequestHandler):
                 self._head_timer = None
             self._head_bytes = 0
             return
+        if not self._head_bytes:
+            self._note_waiting()  # a head that has just begun is not closed for how long it was idle before
         self._head_bytes += size_bytes
         if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse_head(_TOO_LONG)
@@ -305,7 +311,7 @@ class _Connection(web.RequestHandler):
     ) -> tuple[web.StreamResponse, bool]:
         """Send a response; if its request is broken, give the client time to read it."""
         finished = await super().finish_response(request, resp, start_time)
-        self._note_idle()
+        self._note_waiting()
         self._note_last()  # it parses what came behind a declined upgrade
         transport = self.transport
         if _is_broken(request.content) and transport is not None and not transport.is_closing():
@@ -327,6 +333,10 @@ class _Connection(web.RequestHandler):
         """Log an error of aiohttp, but not of a body that nobody reads on: its request has been answered."""
         if not isinstance(kw.get("exc_info"), UNREADABLE_BODY):
             super().log_exception(*args, **kw)
+
+
+_Waiting = OrderedDict[_Connection, float]
+_NONE: Final[_Waiting] = OrderedDict()
 
 
 def _is_broken(body: StreamReader) -> bool:

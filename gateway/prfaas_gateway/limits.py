@@ -23,8 +23,8 @@ class Limits(NamedTuple):
     index_blocks: int = gateway_budgets(None).index_blocks
     """Blocks of tokens, and of bytes, in the prefix index."""
     connections: ConnectionBounds = DEFAULT_BOUNDS
-    admin_connections: ConnectionBounds = DEFAULT_BOUNDS._replace(most=100)
-    """Of the other port: so clients that take all of theirs keep no probe out."""
+    admin_connections: ConnectionBounds = DEFAULT_BOUNDS._replace(most=100, spared_seconds=0.0)
+    """Of the other port: so clients that take all of theirs keep no probe out, nor does who takes these."""
     buffered_answer_bytes: int = 4 * 1024 * 1024
     """An answer of known length up to this is read whole before relaying, so that a worker's death costs nothing."""
     connect_seconds: float = 1.0

@@ -1,6 +1,8 @@
 """A client wants to know what others ask for, by the gateway's page and metrics, or to have its pods killed."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +11,7 @@ from tests.unit.gateway.conftest import QUICK, Answered, World
 from tests.waiting import eventually_async
 
 from prfaas.http_server import ConnectionBounds
+from prfaas_gateway.limits import Limits
 
 ALICE: Final = "sk-alice-0123456789abcdef"
 BOB: Final = {"Authorization": "Bearer sk-bob-0123456789abcdef"}
@@ -50,6 +53,37 @@ async def test_the_other_port_serves_no_model(asked):
     async with asked.client.post(f"{asked.admin_url}/v1/completions", json={"model": "m"}) as answer:
         assert answer.status == 404
     assert (await got(f"{asked.admin_url}/v1/models", asked)).status == 404
+
+
+@asynccontextmanager
+async def half_heads(world: World, **changed: float) -> AsyncIterator[int]:
+    """Take all connections of the admin port from two addresses with half a head each; yield the port."""
+    bounds = Limits().admin_connections._replace(most=4, **changed)
+    await world.start("d0", limits=QUICK._replace(admin_connections=bounds))
+    port, held = world.running.admin_port, []
+    for number in range(bounds.most):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.0.{2 + number % 2}", 0))
+        writer.write(b"G")
+        held.append(writer)
+    try:
+        yield port
+    finally:
+        for writer in held:
+            writer.close()
+
+
+async def test_who_takes_all_connections_of_the_other_port_with_half_heads_has_no_pod_killed(world):
+    async with half_heads(world) as port:
+
+        async def is_served() -> bool:
+            return await probe(port) == 200
+
+        await eventually_async(is_served, "half a head makes room")
+
+
+async def test_control_where_half_heads_are_spared_the_probe_is_refused(world):
+    async with half_heads(world, spared_seconds=600.0) as port:
+        assert [await probe(port) for _ in range(3)] == [503] * 3
 
 
 async def probe(port: int) -> int:

@@ -12,7 +12,6 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
-from prfaas import http_server
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
 from prfaas_gateway import limits
 from prfaas_gateway.limits import HeldBytes
@@ -97,7 +96,7 @@ async def test_control_without_a_deadline_half_a_head_is_kept(world):
 
 
 async def test_one_client_takes_half_of_the_connections_and_no_more(world):
-    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600, spared_seconds=600)))
     async with (
         lines(world, SHORT.most // 2 - 1, HALF_A_HEAD),
         lines(world, 5, HALF_A_HEAD) as late,
@@ -120,10 +119,11 @@ async def test_control_without_a_number_all_are_kept(world):
         assert not any(one.done() for one in reading)
 
 
-async def is_served_beside_idle(world, *sent: bytes) -> bool:
+async def is_served_beside_idle(world, *sent: bytes, spared_seconds: float) -> bool:
     """Open as many connections as a client may have, each idle; return whether another one is served, in place of the
     first."""
-    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+    bounds = SHORT._replace(head_seconds=600, spared_seconds=spared_seconds)
+    await world.start("d0", limits=QUICK._replace(connections=bounds))
     async with lines(world, SHORT.most // 2, *sent) as opened:
         for one in opened:
             if sent:
@@ -137,19 +137,17 @@ async def is_served_beside_idle(world, *sent: bytes) -> bool:
 
 
 @pytest.mark.parametrize("sent", [(WHOLE,), ()], ids=["after a request", "silent"])
-async def test_who_holds_all_connections_idle_keeps_no_probe_of_the_same_address_out(world, sent, monkeypatch):
-    monkeypatch.setattr(http_server, "SPARED_SECONDS", 0.0)
-    assert await is_served_beside_idle(world, *sent)
+async def test_who_holds_all_connections_idle_keeps_no_probe_of_the_same_address_out(world, sent):
+    assert await is_served_beside_idle(world, *sent, spared_seconds=0.0)
 
 
 async def test_control_where_no_idle_one_makes_room_the_probe_is_refused(world):
-    assert http_server.SPARED_SECONDS > 0
-    assert not await is_served_beside_idle(world, WHOLE)
+    assert not await is_served_beside_idle(world, WHOLE, spared_seconds=600.0)
 
 
-async def test_a_connection_whose_request_is_served_makes_no_room(world, monkeypatch):
-    monkeypatch.setattr(http_server, "SPARED_SECONDS", 0.0)
-    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(head_seconds=600)))
+async def test_a_connection_whose_request_is_served_makes_no_room(world):
+    bounds = SHORT._replace(head_seconds=600, spared_seconds=0.0)
+    await world.start("d0", limits=QUICK._replace(connections=bounds))
     gate = asyncio.Event()
 
     async def wait(request, body):
