@@ -4,10 +4,15 @@ This is the one place for both. The operator gives a gateway's container the lim
 one, and the gateway divides the limit that it finds itself under. So whoever changes the limit changes the budgets.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 CGROUP: Final = Path("/sys/fs/cgroup")
+LIMIT_FILES: Final = ("memory.max", "memory/memory.limit_in_bytes")
+"""Of version 2 of the kernel's control groups, and of version 1."""
+NO_LIMIT_BYTES: Final = 1 << 60
+"""So much is no limit: version 1 says about 2**63 where there is none."""
 GATEWAY_LIMIT_GIB: Final = 4
 """Of a gateway's container. A busy gateway takes 80 MiB besides its budgets."""
 BODIES_PART: Final = 16
@@ -34,7 +39,8 @@ def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:
 
 def container_limit_bytes(cgroup: Path = CGROUP) -> int | None:
     """Return the limit of the container that this process is in; None without one."""
-    try:
-        return int((cgroup / "memory.max").read_text())
-    except (OSError, ValueError):  # the latter for `max`
-        return None
+    for name in LIMIT_FILES:
+        with suppress(OSError, ValueError):  # the latter for `max`
+            limit_bytes = int((cgroup / name).read_text())
+            return limit_bytes if limit_bytes < NO_LIMIT_BYTES else None
+    return None
