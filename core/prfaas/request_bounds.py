@@ -4,7 +4,8 @@ Compilers of grammars recurse. A chain of some thousand rules or references over
 dies without an exception to catch. A pattern of 15 bytes may stand for millions of states. So all of this is bounded
 here, before a library reads it. Nothing is parsed that is not JSON: counts are bounded instead, which no trick of a
 grammar's syntax makes smaller. A chain of rules is no longer than their number, and nesting no deeper than the number
-of brackets. Each check costs time in proportion to its text: no expression here gives back what it has read.
+of brackets. Repetitions are multiplied, as if each held all others, and added across what is surely another alternative
+of a rule. Each check costs time in proportion to its text: no expression here gives back what it has read.
 
 Not bounded are repetitions through references of a schema or rules of a grammar, which are not multiplied, and patterns
 whose automaton has more states than characters, as of `[ab]*a[ab]{30}`. What still kills engines is not sent to a third
@@ -12,7 +13,8 @@ one (`prfaas.routing.quarantine`).
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, cast
@@ -77,6 +79,18 @@ _STOP_PATTERNS: Final = "stop_regex"
 _TIMES: Final = r"\s*+([0-9]*+)\s*+(?:(?:,|\.\.)\s*+([0-9]*+)\s*+)?+"
 _REPEAT: Final = re.compile(rf"\{{{_TIMES}\}}|~{_TIMES}")
 """As in x{2,3}, and x ~ 2..3 of Lark."""
+_PLAIN: Final = (
+    r"(?:[\w \t\r.,:=?!*+>-]++"  # names and signs
+    r'|"(?:[^"\\\n]++|\\[^\n])*+"'  # a literal
+    r"|#[^\n]*+|//[^\n]*+"  # comments
+    r"|/(?:[^/\\\n]++|\\[^\n])++/"  # a pattern of Lark
+    r"|\[\^?+[\w -]*+\])*+"  # a class of EBNF, or an option of Lark
+)
+_MARK: Final = re.compile(rf'{_PLAIN}(?:(?P<mark>[()|])|(?P<line>\n(?=[ \t]*+["(\w|]))|\n|{_REPEAT.pattern})')
+"""The next bracket, alternative, line or repetition, behind what both EBNF and Lark read as this does, or refuse."""
+_NAME: Final = string.ascii_letters + string.digits + "_"
+_NAME_LENGTH: Final = 100
+"""Longer ones are no items."""
 _NEXT_RULE: Final = re.compile(r"\n(?=[ \t]*+[?!]?+\w[\w.-]*+[ \t]*+:)")
 _DIGITS: Final = 9
 _Stops = str | list[str] | None
@@ -112,22 +126,8 @@ def check_stops(stops: _Stops, name: str = "stop") -> None:
 
 
 def check_pattern(name: str, pattern: str) -> None:
-    """Raise RequestError for a regular expression with too many groups or repetitions.
-
-    Repetitions of single characters are added, those of anything else multiplied, as if each held all others.
-    """
-    if sum(map(pattern.count, "({~")) > MAX_GROUPS:
-        raise _refusal(name, f"has a pattern of more than {MAX_GROUPS} groups and repetitions")
-    added, factor = 0, 1
-    for found in _REPEAT.finditer(pattern):
-        times = max(1, *map(_number, found.groups("")))
-        before = pattern[max(0, found.start() - 1) : found.start()]
-        if before.isalnum() or before in {"_", ".", "]"}:
-            added += times
-        else:
-            factor *= times
-        if max(added, 1) * factor > MAX_REPEATS:
-            raise _refusal(name, f"has a pattern whose repetitions stand for more than {MAX_REPEATS} characters")
+    """Raise RequestError for a regular expression with too many groups or repetitions."""
+    _check_repeats(name, pattern, [(0, len(pattern))])
 
 
 def check_grammar(name: str, grammar: str) -> None:
@@ -137,7 +137,68 @@ def check_grammar(name: str, grammar: str) -> None:
     if grammar.count("(") + grammar.count("[") > MAX_GROUPS:
         raise _refusal(name, f"has a grammar of more than {MAX_GROUPS} groups")
     for rule in _NEXT_RULE.split(grammar):
-        check_pattern(name, rule)
+        _check_repeats(name, rule, _alternatives(rule))
+
+
+def _check_repeats(name: str, text: str, parts: Iterable[tuple[int, int]]) -> None:
+    """Raise RequestError for too many groups or repetitions. `parts` are where the repetitions cannot hold those of
+    other parts; they are looked at only if it matters."""
+    if sum(map(text.count, "({~")) > MAX_GROUPS:
+        raise _refusal(name, f"has a pattern of more than {MAX_GROUPS} groups and repetitions")
+    if _characters(text, 0, len(text)) <= MAX_REPEATS:
+        return
+    if sum(_characters(text, begin, end) for begin, end in parts) > MAX_REPEATS:
+        raise _refusal(name, f"has a pattern whose repetitions stand for more than {MAX_REPEATS} characters")
+
+
+def _characters(text: str, begin: int, end: int) -> int:
+    """Return how many characters the repetitions in a part of a text stand for, or some number above MAX_REPEATS.
+
+    Those of single items are added, those of anything else multiplied, as if each held all others.
+    """
+    added, factor, characters = 0, 1, 0
+    for found in _REPEAT.finditer(text, begin, end):
+        times = max(1, *map(_number, found.groups("")))
+        if _is_of_item(text, found.start()):
+            added += times
+        else:
+            factor *= times
+        characters = max(added, 1) * factor
+        if characters > MAX_REPEATS:
+            break
+    return characters
+
+
+def _is_of_item(text: str, start: int) -> bool:
+    """Return whether the repetition that starts here is of a character, a class, a name or a literal."""
+    if text[start] == "{":
+        before = text[max(0, start - 1) : start]
+        return before.isalnum() or before in {"_", ".", "]", '"'}
+    before = text[max(0, start - _NAME_LENGTH) : start].rstrip(" \t")
+    rest = before.rstrip(_NAME)
+    name = before[len(rest) :]
+    if not name:
+        return rest.endswith('"')
+    # Not the number of another repetition, the flags of a pattern, /x/i, a tab in JSON, \t, nor the end of a long name.
+    return not name[0].isdigit() and not rest.endswith(("/", "\\")) and (rest != "" or start <= _NAME_LENGTH)
+
+
+def _alternatives(rule: str) -> Iterator[tuple[int, int]]:
+    """Yield the beginning and the end of each part of a rule that is surely an alternative, or a line of some.
+
+    What is behind something that could be read in two ways, such as a class with a quote in it, is one part.
+    """
+    begin = end = depth = 0
+    while (found := _MARK.match(rule, end)) is not None and depth >= 0:
+        end = found.end()
+        if found["mark"] == "(":
+            depth += 1
+        elif found["mark"] == ")":
+            depth -= 1
+        elif depth == 0 and (found["mark"] or found["line"]):
+            yield begin, end
+            begin = end
+    yield begin, len(rule)
 
 
 def _check_guides(guides: Mapping[str, msgspec.Raw]) -> None:

@@ -44,6 +44,7 @@ def as_tool(schema: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
 
+X = "x y"
 DEADLY: dict[str, tuple[dict[str, Any], str]] = {
     "rules of Lark": ({"guided_grammar": chain(3000)}, "guided_grammar"),
     "terminals of Lark": ({"structured_outputs": {"grammar": chain(10_000).upper()}}, "structured_outputs"),
@@ -73,6 +74,26 @@ DEADLY: dict[str, tuple[dict[str, Any], str]] = {
     "a pattern of white space": ({"guided_whitespace_pattern": "( {3000}){3000}"}, "guided_whitespace_pattern"),
     "repetitions over two lines": ({"guided_grammar": 'start: ("x"{3000}\n){3000}'}, "guided_grammar"),
     "repetitions of Lark": ({"guided_grammar": 'start: ("x" ~ 3000) ~ 1..3000'}, "guided_grammar"),
+    "repetitions in an alternative of a group": (
+        {"guided_grammar": f"start: (({X}){{400}} | z){{400}}"},
+        "guided_grammar",
+    ),
+    "repetitions behind a literal bracket": (
+        {"guided_grammar": f'start: ( ")" ({X}){{400}} | z ){{400}}'},
+        "guided_grammar",
+    ),
+    "repetitions behind a bracket in a class": ({"ebnf": f"a ::= ( [)] ({X}){{400}} | z ){{400}}"}, "ebnf"),
+    "repetitions behind a quote in a class": ({"ebnf": f'a ::= ( ["] ({X}){{400}} | ")" ){{400}}'}, "ebnf"),
+    "repetitions behind a bracket in a pattern": (
+        {"guided_grammar": f"start: ( /[)]\\)/ ({X}){{400}} | z ){{400}}"},
+        "guided_grammar",
+    ),
+    "repetitions behind a bracket in a comment": ({"ebnf": f"a ::= ( # )\n ({X}){{400}} | z ){{400}}"}, "ebnf"),
+    "a repetition on the next line": ({"ebnf": f"a ::= ({X}){{400}} # |\n # \n {{400}}"}, "ebnf"),
+    "a repetition of a pattern with flags": ({"guided_grammar": f"start: /({X}){{400}}/i ~ 400"}, "guided_grammar"),
+    "a repetition behind a tab in JSON": ({"guided_grammar": rf"start: ({X}){{400}}\t~ 400"}, "guided_grammar"),
+    "a repetition of an option": ({"guided_grammar": "start: [x ~ 400]~400"}, "guided_grammar"),
+    "a repetition of a repetition": ({"guided_grammar": f"start: ({X}) ~ 400 ~ 400"}, "guided_grammar"),
     "repetitions of a stop": ({"stop_regex": ["END", "(x{3000}){3000}"]}, "stop_regex"),
     "groups in groups": ({"structured_outputs": {"regex": "(" * 5000 + ")" * 5000}}, "structured_outputs"),
     "options in options": ({"guided_grammar": "start: " + "[" * 5000 + '"x"' + "]" * 5000}, "guided_grammar"),
@@ -100,6 +121,14 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "a property that is called pattern": as_tool({"properties": {"pattern": {"type": "string"}, "minItems": {}}}),
     "a grammar": {"guided_grammar": chain(300)},
     "rules that each repeat": {"guided_grammar": "".join(f'a{n}: ("," item){{0,100}}\n' for n in range(50))},
+    "alternatives that each repeat": {
+        "guided_grammar": f"start: ({X}){{400}} | ({X}) ~ 400\n  | [0-9] ({X}){{400}} // |"
+    },
+    "alternatives that each repeat in EBNF": {"ebnf": f'a ::= "|(" ({X}){{400}} | ({X} "|" "y"){{2}} | ({X}){{400}}'},
+    "lines that each repeat": {"ebnf": f"a ::= ({X}){{400}}\n({X}){{400}} # (\n({X}){{400}}"},
+    "literals and names that each repeat": {
+        "guided_grammar": 'start: "a" ~ 3000 b ~ 1..3000 "c"i ~ 3000\nb: "d"{3000}'
+    },
     "names of headers": as_format({"patternProperties": {"^x-[a-z]{1,30}$": {"type": "string"}}}),
     "a property that is called patternProperties": as_tool({"properties": {"patternProperties": {"type": "string"}}}),
     "an EBNF": {"ebnf": chain(300, " ::= ")},

@@ -22,6 +22,8 @@ from prfaas_gateway.limits import HeldBytes, Limits
 from prfaas_gateway.request import Progress, ReadingWay, receive
 
 SIZE: Final = MAX_GUIDE_BYTES
+TOO_MANY: Final = "a: (b c){400} | (d e){400} "
+"""So many repetitions that the alternatives of a rule are looked for."""
 SHAPES: Final = {
     "spaces after a bracket": "x{" + " " * SIZE,
     "digits after a bracket": "x{" + "1" * SIZE,
@@ -38,6 +40,16 @@ SHAPES: Final = {
     "lines of names": "\na" * (SIZE // 2),
     "lines of spaces": "\n" + " " * SIZE,
     "colons": ":" * SIZE,
+    "alternatives": TOO_MANY + "|a" * (SIZE // 2),
+    "lines of alternatives": TOO_MANY + "\n|" * (SIZE // 2),
+    "a literal without an end": TOO_MANY + '|"' + '\\"' * (SIZE // 2),
+    "a pattern without an end": TOO_MANY + "|/" + "\\/" * (SIZE // 2),
+    "a class without an end": TOO_MANY + "|[" + "a" * SIZE,
+    "comments": TOO_MANY + "|" + "#\n" * (SIZE // 2),
+    "literals": TOO_MANY + "|" + '""' * (SIZE // 2),
+    "brackets that close": TOO_MANY + "|" + "()" * 400 + ")" * SIZE,
+    "spaces before a tilde": TOO_MANY + "|x" + " " * SIZE + "~ 3",
+    "a long name before a tilde": TOO_MANY + "|" + "x" * SIZE + "~ 3",
 }
 EXPRESSIONS: Final = [one.pattern for one in vars(request_bounds).values() if isinstance(one, re.Pattern)]
 AS_BEFORE: Final = r"(.?)\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}"
@@ -58,7 +70,7 @@ def test_no_expression_reads_a_character_twice(expression, capsys):
 
 
 def test_control_the_expression_of_before_does(capsys):
-    assert len(EXPRESSIONS) == 2
+    assert len(EXPRESSIONS) == 3
     assert gives_back(AS_BEFORE, capsys)
 
 
