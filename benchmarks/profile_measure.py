@@ -58,14 +58,14 @@ def worker() -> Iterator[str]:
 
 
 @contextmanager
-def vllm() -> Iterator[str]:
-    """Start vLLM with a tiny model, and give its URL when it is ready."""
+def vllm(model: str = "builtin:qwen3-next-tiny", *flags: str) -> Iterator[str]:
+    """Start vLLM with a small model, and give its URL when it is ready."""
     with progress() as report:
         python = ensure_vllm(report)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        host = EngineHost(python, Path(folder), model_directory("builtin:qwen3-next-tiny"))
+        host = EngineHost(python, Path(folder), model_directory(model))
         stack.callback(host.close)
-        yield stack.enter_context(vllm_servers(host))().wait_ready().url
+        yield stack.enter_context(vllm_servers(host))(*flags).wait_ready().url
 
 
 SERVERS = {"worker": worker, "vllm": vllm}

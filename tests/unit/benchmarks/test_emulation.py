@@ -1,30 +1,27 @@
 """How an emulated worker is compared with a real engine: by the same requests, with figures that tell both apart."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import msgspec
 import pytest
-from benchmarks.emulation import (
-    KINDS,
-    LENGTHS,
-    MIXES,
-    Mix,
-    Outcome,
-    Pair,
-    capacity,
-    compared,
-    drawn,
-    outcome,
-    simulated_seconds,
-    without,
-)
+from benchmarks.emulation.engines import CONTEXT, KINDS
+from benchmarks.emulation.load import MIXES, Mix, Outcome, Task, capacity, drawn, outcome, waited_of_busiest
+from benchmarks.emulation.models import deepened, source_layer
+from benchmarks.emulation.pairs import Pair, Runs, compared, two_pairs
+from benchmarks.emulation.profile import LENGTHS, simulated_seconds, without
 
 from prfaas.capacity.builtin import DecodeStep
 from prfaas.capacity.profile import Sample, prefill_seconds
 from prfaas.errors import ConfigError
 from prfaas.measure.answers import StreamedAnswer, TokenMark
 from prfaas.measure.curve import Point, PrefillTimes
-from prfaas.measure.fit import FEW_TOKENS, LengthTimes, Measurement, times_of
+from prfaas.measure.fit import FEW_TOKENS, AddedTime, LengthTimes, Measurement, times_of
 from prfaas.simulate.request import Arrival
 from prfaas.wire.profile import Profile
+from prfaas_worker.assets import model_directory
+from prfaas_worker.models.kimi_linear.checkpoint import SafetensorsCheckpoint
+from prfaas_worker.models.kimi_linear.config import read_config
 
 PROFILE = Profile(state_bytes=1, token_bytes=1, fixed_seconds=0.01, token_seconds=1e-4, samples=2, max_tokens=4096)
 
@@ -50,12 +47,15 @@ FOUND = Measurement(
 
 
 def test_a_rate_at_capacity_leaves_no_time():
-    short, long = Mix("short", 512, 512, 17), Mix("long", 8192, 8192, 17)
-    assert capacity(FOUND, short, 8, 512) == pytest.approx(1 / (1.1 * 0.0612 + 16 / 8 * 0.008)), "not by the fit"
+    short, long, kind = Mix("short", 512, 512, 17), Mix("long", 8192, 8192, 17), KINDS["vllm"]
+    assert capacity(FOUND, short, kind) == pytest.approx(1 / (1.1 * 0.0612 + 16 / 8 * 0.008)), "not by the fit"
     # Sixteen chunks a prompt, beside each of which one further token is decoded for one stream.
-    assert capacity(FOUND, long, 8, 512) == pytest.approx(1 / (0.8292 + 16 * 0.002))
+    assert capacity(FOUND, long, kind) == pytest.approx(1 / (0.8292 + 16 * 0.002))
+    beside = (AddedTime(tokens=512, seconds=0.09),)
+    found = msgspec.structs.replace(FOUND, beside_decodes=beside)
+    assert capacity(found, short, kind) == pytest.approx(1 / (0.09 + 16 / 8 * 0.008)), "prompts come beside decodes"
     with pytest.raises(ConfigError, match="no decode step of 8 streams"):
-        capacity(msgspec.structs.replace(FOUND, decode_steps=FOUND.decode_steps[:1]), short, 8, 512)
+        capacity(msgspec.structs.replace(FOUND, decode_steps=FOUND.decode_steps[:1]), short, kind)
 
 
 def test_requests_come_at_the_rate_with_the_lengths_of_their_mix_and_the_same_again():
@@ -111,8 +111,111 @@ def test_the_simulator_gets_the_same_requests_with_the_times_of_the_emulated_wor
 
 
 def test_each_figure_stands_beside_that_of_the_real_engine_and_by_how_much_it_is_off():
-    made = list(compared("short", Pair(Outcome(0.1, 0.2, 50.0), Outcome(0.104, 0.18, 50.0), 0.1092), 10.0))
-    assert [(one.value, one.rival_value) for one in made[:6:2]] == [(104, 100), (180, 200), (50, 50)]
+    pairs = [
+        Pair(Outcome(0.08, 0.25, 40.0), Outcome(0.104, 0.18, 50.0), 0.1),
+        Pair(Outcome(0.12, 0.15, 60.0), Outcome(0.104, 0.18, 50.0), 0.1184),
+    ]
+    made = list(compared("short", pairs, 10.0))
+    assert [one.value for one in made[:6:2]] == pytest.approx([104, 180, 50])
+    assert [one.rival_value for one in made[:6:2]] == pytest.approx([100, 200, 50])
     assert [one.value for one in made[1::2]] == pytest.approx([4, 10, 0])
     assert {one.reach for one in made[1::2]} == {10.0}
     assert (made[6].value, made[6].reach) == (pytest.approx(5), 5.0), "the simulator is off the emulated worker"
+
+
+class Machine:
+    """Takes a tenth of a second for a reference and ten for a run, on its own clock, at a pace that changes with it."""
+
+    def __init__(self, pace: Callable[[float], float], *, lost: str = ""):
+        self.now, self.pace, self.lost = 0.0, pace, lost
+        self.order = list[str]()
+
+    def runs(self, name: str) -> Runs:
+        return Runs(lambda: self.real(name), lambda pace: self.emulated(name, pace), self.reference)
+
+    def real(self, name: str) -> Outcome | None:
+        seen = self.pace(self.now + 5)
+        return self.run(f"real {name}", seen)
+
+    def emulated(self, name: str, pace: float) -> tuple[Outcome, float] | None:
+        seen = self.run(f"emulated {name}", pace)
+        return None if seen is None else (seen, pace)
+
+    def run(self, name: str, seconds: float) -> Outcome | None:
+        self.now += 10
+        self.order.append(name)
+        return None if name == self.lost else Outcome(seconds, seconds, 1 / seconds)
+
+    def reference(self) -> float:
+        self.now += 0.1
+        return self.pace(self.now)
+
+    def pairs(self) -> list[Pair | None]:
+        return two_pairs(self.runs("a"), self.runs("b"))
+
+
+def off(pair: Pair | None) -> float:
+    assert pair is not None
+    return abs(pair.emulated.mean_seconds / pair.real.mean_seconds - 1)
+
+
+def test_runs_are_made_in_turns_and_the_second_pair_the_other_way_round():
+    machine = Machine(lambda _: 1.0)
+    assert [off(pair) for pair in machine.pairs()] == [0, 0]
+    assert machine.order == ["real a", "emulated a", "emulated b", "real b"]
+
+
+def test_a_slow_drift_is_in_the_emulated_runs_too():
+    drifting = Machine(lambda now: 1.1 + 0.001 * now)
+    first, second = drifting.pairs()
+    assert off(first) < 0.001, "its pace is known from before and after"
+    assert off(second) < 0.015, "its pace is that of before"
+
+
+def test_a_pair_in_which_the_reference_moved_does_not_count():
+    def jumps(now: float) -> float:
+        return 1.0 if now < 25 else 1.04
+
+    first, second = Machine(jumps).pairs()
+    assert first is not None
+    assert second is None
+    bump = Machine(lambda now: 1.04 if 9 < now < 11 else 1.0)
+    assert bump.pairs()[0] is None
+    assert None not in Machine(lambda now: jumps(now) - 0.02 * (now > 25)).pairs(), "two per cent are not much"
+
+
+@pytest.mark.parametrize(("lost", "left"), [("real a", [1]), ("emulated b", [0])])
+def test_a_run_that_does_not_count_takes_its_pair_with_it(lost: str, left: list[int]):
+    made = Machine(lambda _: 1.0, lost=lost).pairs()
+    assert [place for place, pair in enumerate(made) if pair is not None] == left
+
+
+def test_the_thread_that_computes_is_the_one_whose_waits_count():
+    before = {"engine": Task(5.0, 0.1), "idle": Task(9.0, 1.0)}
+    after = {"engine": Task(14.0, 0.3), "idle": Task(9.1, 4.0), "new": Task(2.0, 2.0)}
+    assert waited_of_busiest(before, after) == pytest.approx(0.2)
+    assert waited_of_busiest({}, after) == pytest.approx(0.3)
+
+
+def test_the_worker_has_room_for_the_longest_prompt_and_its_profile_reaches_as_far():
+    longest = max(mix.longest + mix.answer_tokens for mix in MIXES)
+    assert longest <= CONTEXT <= 2 * LENGTHS[-1], "an emulated worker takes no longer context than that"
+
+
+def test_a_deep_model_is_one_that_the_worker_reads(tmp_path: Path):
+    source, directory = model_directory("builtin:kimi-linear-tiny"), deepened("kimi-linear-tiny", 3, tmp_path)
+    config = read_config(directory)
+    assert [kind == "attention" for kind in config.layer_kinds] == 3 * [False, False, False, True]
+    assert sum(config.dense_layers) == 1
+    deep, shipped = (SafetensorsCheckpoint(*one) for one in ((directory, config), (source, read_config(source))))
+    last = "model.layers.{}.self_attn.kv_a_proj_with_mqa.weight"
+    assert deep.shape(last.format(11)) == shipped.shape(last.format(3)), "its constructor has compared all others"
+
+
+def test_a_deep_layer_copies_one_of_its_kind():
+    assert [source_layer(layer, 4) for layer in range(12)] == [0, 1, 2, 3, 1, 1, 2, 3, 1, 1, 2, 3]
+
+
+def test_an_emulated_engine_in_order_cuts_no_prompt():
+    cache, longest = KINDS["vllm"].cache, LENGTHS[-1]
+    assert cache.state_bytes / (64 * cache.token_bytes) > longest
