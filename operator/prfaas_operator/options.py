@@ -57,6 +57,9 @@ class OperatorOptions(NamedTuple):
     connector_image: Annotated[
         str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/use/engines.md.")
     ] = CONNECTOR_IMAGE
+    gateway_pull_secrets: Annotated[
+        str, typer.Option(help="Secrets for pulling the gateways' image, with commas between.")
+    ] = ""
     log_format: LogFormatOption = "text"
 
     def certificate_terms(self) -> Terms:

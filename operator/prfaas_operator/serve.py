@@ -31,6 +31,7 @@ from prfaas_operator.reconcile.members import Connect, Members
 from prfaas_operator.reconcile.policy import PolicyReconciler
 from prfaas_operator.reconcile.pool import PoolReconciler
 from prfaas_operator.reconcile.roles import SharedRoles
+from prfaas_operator.render.gateway import GatewayImage
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def assemble(
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
     pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view), options.connector_image)
-    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), options.gateway_image)
+    image = GatewayImage(options.gateway_image, tuple(filter(None, options.gateway_pull_secrets.split(","))))
+    policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), image)
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
     reconciles = {
         MEMBER_CLUSTER: clusters.reconcile,

@@ -4,6 +4,8 @@ from prfaas import names
 from prfaas.api import PrfaaSPolicy
 from prfaas_operator.render import gateway, protection
 
+IMAGE = gateway.GatewayImage("reg/g:1")
+
 POLICY = PrfaaSPolicy.model_validate(
     {
         "metadata": {"name": "kimi", "namespace": "n", "uid": "1"},
@@ -17,7 +19,7 @@ def open_to_anybody(policy: dict) -> set[int]:
 
 
 def test_nothing_but_the_clients_port_is_offered():
-    (container, _) = gateway.deployment(POLICY, "reg/g:1")["spec"]["template"]["spec"]["containers"]
+    (container, _) = gateway.deployment(POLICY, IMAGE)["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     offered = {ports[port["targetPort"]] for port in gateway.service(POLICY)["spec"]["ports"]}
     assert offered == open_to_anybody(protection.network_policy(POLICY)) == {names.GATEWAY_PORT}

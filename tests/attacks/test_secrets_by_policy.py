@@ -23,7 +23,7 @@ async def test_a_secret_of_the_operator_or_of_others_is_not_mounted(plain_hub, n
 
 def test_control_a_name_that_nobody_looks_at_is_mounted():
     body = PrfaaSPolicy.model_validate(taking("prfaas-ca"))
-    volumes = gateway.deployment(body, GATEWAY_IMAGE)["spec"]["template"]["spec"]["volumes"]
+    volumes = gateway.deployment(body, gateway.GatewayImage(GATEWAY_IMAGE))["spec"]["template"]["spec"]["volumes"]
     assert "prfaas-ca" in [one["secret"]["secretName"] for one in volumes if "secret" in one]
 
 

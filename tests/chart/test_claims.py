@@ -224,8 +224,8 @@ def test_crds_can_be_left_out(render):
 def test_image_follows_the_chart_by_default(render, hub):
     version = yaml.safe_load((ROOT / "charts/prfaas/Chart.yaml").read_text())["appVersion"]
     assert container(hub)["image"] == f"prfaas/operator:{version}"
-    chosen = render("prfaas", "--set", "operator.image.repository=registry.example/op,operator.image.tag=v9")
-    assert container(chosen)["image"] == "registry.example/op:v9"
+    chosen = render("prfaas", "--set", "operator.image.repository=registry.example/operator,operator.image.tag=v9")
+    assert container(chosen)["image"] == "registry.example/operator:v9"
 
 
 def test_placement_and_resources_reach_the_pod(render):
@@ -236,6 +236,8 @@ def test_placement_and_resources_reach_the_pod(render):
     assert pod(chosen)["nodeSelector"] == {"disk": "ssd"}
     assert pod(chosen)["tolerations"] == [{"operator": "Exists"}]
     assert pod(chosen)["imagePullSecrets"] == [{"name": "s"}]
+    args = container(chosen)["args"]
+    assert args[args.index("--gateway-pull-secrets") + 1] == "s", "the gateways' image lies in the same registry"
     assert container(chosen)["resources"]["limits"] == {"memory": "1Gi"}
 
 

@@ -199,6 +199,8 @@ def test_the_alerts_of_certificates_follow_their_life(render):
         "PrfaasCertificateExpires",
         "PrfaasClusterCertificateExpires",
     ]
+    waits = {each["alert"]: each["for"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    assert waits["PrfaasCertificateExpires"] == waits["PrfaasClusterCertificateExpires"] == "2m", "of 15 minutes"
 
 
 def test_renders_no_kinds_of_other_projects_by_default(hub, member):

@@ -233,3 +233,13 @@ def test_an_image_lies_beside_the_operators_or_is_the_one_that_is_named(render, 
     assert flag(*own) == f"reg.example:5000/team/{image}:0.1.0"
     assert flag(*own, "--set", "operator.image.tag=v7") == f"reg.example:5000/team/{image}:v7"
     assert flag("--set", f"{name}Image=reg.example/c@sha256:1") == "reg.example/c@sha256:1"
+
+
+@pytest.mark.parametrize("image", ["repository=reg.example/prfaas-operator", f"digest=sha256:{'0' * 64}"])
+def test_where_the_operators_image_does_not_tell_the_others_they_are_named(render, image):
+    """By a digest the operator was fixed, and its gateways took whatever a tag pointed to."""
+    own, others = ("--set", f"operator.image.{image}"), ("gatewayImage=g:1", "connectorImage=c:1")
+    for given, missing in (others, others[::-1]):
+        with pytest.raises(Exception, match=f"{missing.partition('=')[0]}: the operator's image .* set it to"):
+            render("prfaas", *own, "--set", given)
+    assert render("prfaas", *own, "--set", ",".join(others))

@@ -21,11 +21,20 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* An image of the same registry and version as the operator's: whoever named that one owns this one, too. */}}
-{{- define "prfaas.beside" -}}
+{{/* The image that a value names, or else one of the same registry and version as the operator's: whoever named that one
+     owns this one, too. Where that one has another name than `operator`, or a digest, nobody can tell which one belongs
+     to it. */}}
+{{- define "prfaas.imageOf" -}}
 {{- $root := index . 0 }}
+{{- with index $root.Values (index . 2) }}
+{{- . }}
+{{- else }}
 {{- with $root.Values.operator.image }}
-{{- printf "%s%s:%s" (trimSuffix (base .repository) .repository) (index $ 1) (.tag | default $root.Chart.AppVersion) }}
+{{- if or .digest (ne (base .repository) "operator") }}
+{{- fail (printf "%s: the operator's image %s is not REGISTRY/operator:TAG, so it does not tell where this image is; set it to NAME:TAG or NAME@DIGEST" (index $ 2) (include "prfaas.image" $root)) }}
+{{- end }}
+{{- printf "%s%s:%s" (trimSuffix "operator" .repository) (index $ 1) (.tag | default $root.Chart.AppVersion) }}
+{{- end }}
 {{- end }}
 {{- end }}
 

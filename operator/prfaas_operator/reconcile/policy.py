@@ -53,7 +53,7 @@ class PolicyReconciler:
     certificates: Certificates
     children: Children
     long_loop: PolicyBalancer
-    gateway_image: str
+    gateway_image: gateway.GatewayImage
 
     async def reconcile(self, live: Object) -> ReconcileResult:
         policy = read(PrfaaSPolicy, live)

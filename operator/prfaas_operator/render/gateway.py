@@ -2,7 +2,7 @@
 their routing table."""
 
 import base64
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prfaas import names
 from prfaas.api import PrfaaSPolicy
@@ -33,7 +33,14 @@ SCHEDULER_DEFAULTS: Final = Resources(requests={"cpu": "25m", "memory": "64Mi"},
 """With 16 links it computes for 9 ms in each second. It takes 40 MiB at its peak; its tests allow 100."""
 
 
-def deployment(policy: PrfaaSPolicy, image: str) -> Object:
+class GatewayImage(NamedTuple):
+    """The image of gateway and scheduler, and the Secrets by which a kubelet pulls it."""
+
+    name: str
+    pull_secrets: tuple[str, ...] = ()
+
+
+def deployment(policy: PrfaaSPolicy, image: GatewayImage) -> Object:
     """Return the gateway's Deployment: the gateway and the scheduler in one pod, both of one image."""
     name = names.gateway_name(policy.metadata.name)
     pod = {
@@ -42,9 +49,11 @@ def deployment(policy: PrfaaSPolicy, image: str) -> Object:
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": common.grace_seconds(policy.spec.gateway.drain_seconds),
         "securityContext": common.POD_SECURITY,
-        "containers": [one | {"image": image} for one in (_gateway(policy), _scheduler(policy))],
+        "containers": [one | {"image": image.name} for one in (_gateway(policy), _scheduler(policy))],
         "volumes": _volumes(policy),
     }
+    if image.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in image.pull_secrets]
     spec = {
         "replicas": policy.spec.gateway.replicas,
         "selector": {"matchLabels": common.gateway_selector(policy)},

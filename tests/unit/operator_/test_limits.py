@@ -18,6 +18,8 @@ from prfaas_operator.preflight import jobs
 from prfaas_operator.render import certificates, gateway, pool_deployment, vllm
 from prfaas_operator.render.launch import StartTerms
 
+IMAGE = gateway.GatewayImage("reg/g:1")
+
 ROOT = Path(__file__).parents[3]
 MODEL = {"name": "kimi", "source": "/models/kimi"}
 GPU = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
@@ -56,7 +58,7 @@ def test_every_container_of_a_pool_has_requests_and_limits(make, engine, templat
 
 @pytest.mark.parametrize("spec", [{}, KEYS], ids=["open", "keys"])
 def test_every_container_of_a_gateway_pod_has_requests_and_limits(make, spec):
-    plain = gateway.deployment(make.policy(gateway=spec), "reg/g:1")
+    plain = gateway.deployment(make.policy(gateway=spec), IMAGE)
     assert [one["name"] for one in containers_in(plain)] == ["gateway", "scheduler"]
     assert lacking(plain) == lacking(certificates.gateway_in_tls(plain)) == []
 

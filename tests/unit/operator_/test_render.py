@@ -7,6 +7,8 @@ import pytest
 from prfaas_operator.render import gateway, pool_deployment, protection
 from prfaas_operator.render.common import PART_OF
 
+IMAGE = gateway.GatewayImage("reg/g:1")
+
 OWN_LABELS = {
     **PART_OF,
     "app.kubernetes.io/component": "worker",
@@ -33,7 +35,7 @@ def flags_of(container: dict) -> dict[str, str]:
 
 def test_the_origins_of_a_policy_reach_its_gateway(make):
     def flags(**spec) -> dict[str, str]:
-        return flags_of(worker_of(gateway.deployment(make.policy(gateway=spec), "reg/g:1")))
+        return flags_of(worker_of(gateway.deployment(make.policy(gateway=spec), IMAGE)))
 
     assert flags(corsOrigins=["https://b", "https://a"])["--cors-origins"] == "https://a,https://b"
     assert "--cors-origins" not in flags()
@@ -41,7 +43,7 @@ def test_the_origins_of_a_policy_reach_its_gateway(make):
 
 def test_a_policy_lets_clients_share_a_cache(make):
     def words(**spec) -> list[str]:
-        return worker_of(gateway.deployment(make.policy(gateway=spec), "reg/g:1"))["args"]
+        return worker_of(gateway.deployment(make.policy(gateway=spec), IMAGE))["args"]
 
     assert "--shared-cache" in words(sharedCache=True)
     assert "--shared-cache" not in words()
@@ -140,7 +142,7 @@ def test_a_worker_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for
 
 
 def test_a_gateway_serves_on_until_its_leaving_is_known_and_the_kubelet_waits_for_both(make):
-    manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}), "reg/g:1")
+    manifest = gateway.deployment(make.policy(gateway={"drainSeconds": 90}), IMAGE)
     container = pod_of(manifest)["containers"][0]
     assert container["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "5"]}}}
     assert flags_of(container)["--drain-seconds"] == "90"
@@ -265,12 +267,18 @@ def test_instances_spread_across_zones_and_nodes_unless_the_pool_says_otherwise(
 
 def test_the_operator_and_no_policy_chooses_the_gateways_image(make):
     evil = {"image": "evil.example/exfil:1"}
-    serving, scheduler = pod_of(gateway.deployment(make.policy(gateway=evil), "reg/g:1"))["containers"]
+    serving, scheduler = pod_of(gateway.deployment(make.policy(gateway=evil), IMAGE))["containers"]
     assert (serving["image"], scheduler["image"]) == ("reg/g:1", "reg/g:1")
 
 
+def test_the_gateways_image_is_pulled_as_the_operator_was_told(make):
+    assert "imagePullSecrets" not in pod_of(gateway.deployment(make.policy(), IMAGE))
+    pod = pod_of(gateway.deployment(make.policy(), IMAGE._replace(pull_secrets=("one", "other"))))
+    assert pod["imagePullSecrets"] == [{"name": "one"}, {"name": "other"}]
+
+
 def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
-    manifest = gateway.deployment(make.policy(gateway={"replicas": 3}), "reg/g:1")
+    manifest = gateway.deployment(make.policy(gateway={"replicas": 3}), IMAGE)
     serving, scheduler = pod_of(manifest)["containers"]
     assert (serving["name"], scheduler["name"]) == ("gateway", "scheduler")
     assert (serving["command"], scheduler["command"]) == (["prfaas-gateway"], ["prfaas-scheduler"])
@@ -299,21 +307,21 @@ def test_the_gateway_pod_has_gateway_and_scheduler_on_one_socket(make):
 
 
 def test_a_gateway_gets_a_share_of_a_busy_nodes_cpu_unless_its_policy_says_otherwise(make):
-    (serving, scheduler) = pod_of(gateway.deployment(make.policy(), "reg/g:1"))["containers"]
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy(), IMAGE))["containers"]
     memory = ({"memory": "256Mi"}, {"memory": "4Gi"})
     assert serving["resources"] == {"requests": {"cpu": "100m", **memory[0]}, "limits": memory[1]}
     assert "cpu" not in scheduler["resources"]["limits"]
     own = {"resources": {"limits": {"cpu": "50m"}}, "schedulerResources": {"limits": {"cpu": "5m"}}}
-    (serving, scheduler) = pod_of(gateway.deployment(make.policy(gateway=own), "reg/g:1"))["containers"]
+    (serving, scheduler) = pod_of(gateway.deployment(make.policy(gateway=own), IMAGE))["containers"]
     assert serving["resources"] == {"requests": memory[0], "limits": {"cpu": "50m", **memory[1]}}
     assert scheduler["resources"]["limits"]["cpu"] == "5m"
 
 
 def test_the_gateways_selectors_match_its_pods(make):
     policy = make.policy(gateway={"replicas": 2})
-    labels = gateway.deployment(policy, "reg/g:1")["spec"]["template"]["metadata"]["labels"].items()
+    labels = gateway.deployment(policy, IMAGE)["spec"]["template"]["metadata"]["labels"].items()
     selectors = [
-        gateway.deployment(policy, "reg/g:1")["spec"]["selector"]["matchLabels"],
+        gateway.deployment(policy, IMAGE)["spec"]["selector"]["matchLabels"],
         gateway.service(policy)["spec"]["selector"],
         protection.disruption_budget(policy)["spec"]["selector"]["matchLabels"],
         protection.network_policy(policy)["spec"]["podSelector"]["matchLabels"],

@@ -6,11 +6,13 @@ import pytest
 
 from prfaas_operator.render import gateway
 
+IMAGE = gateway.GatewayImage("reg/g:1")
+
 KEYS = {"apiKeysSecretRef": {"name": "chat-api-keys"}}
 
 
 def pod_of(policy) -> dict:
-    return gateway.deployment(policy, "reg/g:1")["spec"]["template"]["spec"]
+    return gateway.deployment(policy, IMAGE)["spec"]["template"]["spec"]
 
 
 def test_the_gateway_reads_the_folder_that_the_secret_is_mounted_as_and_the_scheduler_does_not(make):
