@@ -118,7 +118,8 @@ def test_replicas_elect_a_leader_and_the_next_is_there_before_the_last_goes(rend
 
 @both_charts
 def test_nothing_reaches_beyond_the_namespace(render, chart):
-    objects = render(chart, *(["--set", "crds.enabled=false"] if chart == "prfaas" else []))
+    clusterwide = {"prfaas": "crds.enabled=false", "prfaas-member": "admission.enabled=false"}
+    objects = render(chart, "--set", clusterwide[chart])
     assert not [each["kind"] for each in objects if each["kind"].startswith("Cluster")]
     assert {each["metadata"]["namespace"] for each in objects} == {"here"}
 
@@ -275,3 +276,55 @@ def test_the_member_refuses_priority_classes_that_its_owner_did_not_name(render)
     assert expressions() == [any_class]
     others = {"scopeName": "PriorityClass", "operator": "NotIn", "values": ["batch"]}
     assert expressions("--set", "priorityClasses={batch}") == [any_class, others]
+
+
+def admission(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the spec of the member's admission policy, which its binding puts in force."""
+    (binding,) = of_kind(objects, "ValidatingAdmissionPolicyBinding")
+    (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
+    assert binding["spec"] == {"policyName": policy["metadata"]["name"], "validationActions": ["Deny"]}
+    return policy["spec"]
+
+
+def test_the_members_admission_policy_is_about_the_hub_in_this_namespace_alone(member):
+    spec = admission(member)
+    assert spec["failurePolicy"] == "Fail"
+    assert spec["matchConstraints"]["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "here"}}
+    (condition,) = (one["expression"] for one in spec["matchConditions"])
+    assert condition == 'request.userInfo.username == "system:serviceaccount:here:prfaas-operator"'
+    assert only(member, "ServiceAccount")["metadata"]["namespace"] == "here"
+
+
+def test_the_hub_makes_pods_in_a_member_by_nothing_but_what_is_checked(member):
+    (checked,) = admission(member)["matchConstraints"]["resourceRules"]
+    assert checked["operations"] == ["CREATE", "UPDATE"]
+    makers = {"pods", "deployments", "replicasets", "daemonsets", "statefulsets", "jobs", "cronjobs"}
+    rules = (
+        rule for role in of_kind(member, "Role") for rule in role["rules"] if {"create", "patch"} & {*rule["verbs"]}
+    )
+    assert {what for rule in rules for what in rule["resources"]} & makers == {*checked["resources"]}
+
+
+def test_the_member_admits_what_its_owner_names(render, member):
+    def messages(objects: list[dict[str, Any]]) -> str:
+        return "; ".join(one["message"] for one in admission(objects)["validations"])
+
+    assert "only these Secrets: prfaas-tls; name others in admission.secrets" in messages(member)
+    assert "only these service accounts: default; name" in messages(member)
+    assert "images" not in messages(member), "any image"
+    values = "admission.secrets={huggingface},admission.serviceAccounts={reader},admission.images={reg.example/p/}"
+    chosen = messages(render("prfaas-member", "--set", values))
+    for words in ("Secrets: prfaas-tls, huggingface;", "accounts: default, reader;", "of these: reg.example/p/;"):
+        assert words in chosen
+
+
+@pytest.mark.parametrize(("version", "policies"), [("1.29.9", 0), ("1.30.0", 1), ("v1.31.2-gke.1", 1)])
+def test_a_server_without_admission_policies_gets_none(render, version, policies):
+    objects = render("prfaas-member", "--kube-version", version)
+    assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == policies
+
+
+def test_the_member_has_a_quota_if_its_owner_wants_one(render, member):
+    assert [each["metadata"]["name"] for each in of_kind(member, "ResourceQuota")] == ["prfaas-priority-classes"]
+    chosen = only(render("prfaas-member", "--set", "quota.pods=9"), "ResourceQuota", "prfaas")
+    assert chosen["spec"] == {"hard": {"pods": 9}}

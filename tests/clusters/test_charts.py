@@ -211,6 +211,65 @@ def test_a_member_refuses_pods_of_a_priority_class_that_its_owner_did_not_name(i
     eventually(lambda: refusal("high") == "", "without the quota every class is admitted")
 
 
+HUBS_ACCOUNT = f"system:serviceaccount:{MEMBER}:prfaas-operator"
+TOKEN = {"name": "T", "valueFrom": {"secretKeyRef": {"name": "huggingface", "key": "t"}}}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("node's network", {"hostNetwork": True}),
+    ("may not be privileged", {"container": {"securityContext": {"privileged": True}}}),
+    ("may mount only", {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}),
+    ("must have the labels", {"labels": {"app.kubernetes.io/component": "gateway"}}),
+    ("only these service accounts", {"serviceAccountName": "reader"}),
+    ("only these Secrets", {"volumes": [{"name": "v", "secret": {"secretName": "huggingface"}}]}),
+    ("only these Secrets", {"imagePullSecrets": [{"name": "huggingface"}]}),
+    ("only these Secrets", {"container": {"env": [TOKEN]}}),
+    ("only these Secrets", {"container": {"envFrom": [{"secretRef": {"name": "huggingface"}}]}}),
+    ("only images of these", {"container": {"image": "reg.example:5000/p/worker:1"}}),
+]
+"""A part of each refusal, and what of a Deployment it is about."""
+
+
+def hubs_deployment(*, container: Any = None, labels: Any = None, **pod: Any) -> str:
+    """Return a Deployment as the hub writes it, with these changes of its pods."""
+    own = {"app.kubernetes.io/part-of": "prfaas", "app.kubernetes.io/component": "worker", "app": "a"} | (labels or {})
+    runs = {"name": "worker", "image": "reg.example/p/worker:1"} | (container or {})
+    volumes = [{"name": "tls", "secret": {"secretName": "prfaas-tls"}}, {"name": "tmp", "emptyDir": {}}]
+    spec = {"containers": [runs], "volumes": volumes} | pod
+    template = {"metadata": {"labels": own}, "spec": spec}
+    body = {"selector": {"matchLabels": {"app": "a"}}, "template": template}
+    return json.dumps({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "it"}, "spec": body})
+
+
+def refused(installed: Installed, deployment: str, *as_whom: str) -> str:
+    """Return why the member's API server refuses a Deployment; empty if it does not."""
+    try:
+        installed.kubectl(*as_whom, "-n", MEMBER, "create", "--dry-run=server", "-f", "-", stdin=deployment)
+    except subprocess.CalledProcessError as error:
+        return error.stderr
+    return ""
+
+
+def test_a_member_admits_only_what_its_owner_allows_the_hub(installed):
+    """The controls: what the hub writes is admitted, nobody else is asked, and what is named is admitted."""
+    chart, hub = ROOT / "charts/prfaas-member", ("--as", HUBS_ACCOUNT)
+    installed.helm("upgrade", "prfaas-member", chart, "-n", MEMBER, "--set", "admission.images={reg.example/p/}")
+    other = hubs_deployment(container={"image": "reg.example/q/worker:1"})
+    eventually(lambda: "only images of these" in refused(installed, other, *hub), "the policy is in force")
+    assert refused(installed, hubs_deployment(), *hub) == ""
+    for words, change in REFUSED:
+        deployment = hubs_deployment(**change)
+        assert words in refused(installed, deployment, *hub)
+        assert refused(installed, deployment) == ""
+    named = "admission.secrets={huggingface},admission.serviceAccounts={reader},admission.images={reg.example:5000/p/w}"
+    installed.helm("upgrade", "prfaas-member", chart, "-n", MEMBER, "--set", named)
+    own = {"image": "reg.example:5000/p/w:1"}
+    for words, change in REFUSED[4:9]:
+        allowed = hubs_deployment(**change | {"container": own | change.get("container", {})})
+        eventually(lambda allowed=allowed: refused(installed, allowed, *hub) == "", f"it is named: {words}")
+    for image in ("reg.example:5000/p/w-evil:1", "reg.example:5000/p/w:1/evil", "evil/reg.example:5000/p/w:1"):
+        assert "only images of these" in refused(installed, hubs_deployment(container={"image": image}), *hub)
+    installed.helm("upgrade", "prfaas-member", chart, "-n", MEMBER)
+
+
 @pytest.fixture
 def operator_log(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     """Run the operator with a token of its account; yield its log."""
