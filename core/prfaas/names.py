@@ -67,6 +67,7 @@ API_KEYS_SECRET: Final = "api-keys"  # noqa: S105  # a value of that label
 TLS_CERT: Final = "tls.crt"
 TLS_KEY: Final = "tls.key"
 TLS_TRUSTED: Final = "ca.crt"
+AUTHORITY_KEY: Final = "ca.key"
 TLS_REVOKED: Final = "revoked.json"
 """Not there while no cluster is revoked."""
 

@@ -26,7 +26,6 @@ from prfaas_operator.render.service_account import Registration
 
 POLL_SECONDS: Final = 0.3
 AUTHORITY_SECONDS: Final = 30.0
-ROOT_CA: Final = "kube-root-ca.crt"
 
 
 async def join(
@@ -75,12 +74,12 @@ async def _authority(member: ClusterClient) -> str:
     """Return the cluster's CA as Kubernetes publishes it in every namespace."""
     deadline = Deadline(AUTHORITY_SECONDS)
     while not deadline.is_over:
-        published = await member.get(kinds.CONFIG_MAP, ROOT_CA)
+        published = await member.get(kinds.CONFIG_MAP, kinds.ROOT_CA)
         if published is not None:
             return published["data"]["ca.crt"]
         await asyncio.sleep(POLL_SECONDS)
     raise ConfigError(
-        f"ConfigMap {ROOT_CA} does not exist after {AUTHORITY_SECONDS:g} s; does the controller manager run?"
+        f"ConfigMap {kinds.ROOT_CA} does not exist after {AUTHORITY_SECONDS:g} s; does the controller manager run?"
     )
 
 

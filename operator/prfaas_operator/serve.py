@@ -25,6 +25,7 @@ from prfaas_operator.election import Election, Shutdown
 from prfaas_operator.kopf import kopf
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.reconcile.content import ContentCheck
 from prfaas_operator.reconcile.longloop import PolicyBalancer
 from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
 from prfaas_operator.reconcile.members import Connect, Members
@@ -67,7 +68,9 @@ def assemble(
     certificates = Certificates(view, members, options.certificate_terms())
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
-    pools = PoolReconciler(view, members, certificates, children, secrets, SharedRoles(view), options.connector_image)
+    pools = PoolReconciler(
+        view, members, certificates, children, secrets, ContentCheck(view), SharedRoles(view), options.connector_image
+    )
     image = GatewayImage(options.gateway_image, tuple(filter(None, options.gateway_pull_secrets.split(","))))
     policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), image)
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))

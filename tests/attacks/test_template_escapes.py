@@ -60,9 +60,9 @@ AUTHORITY = identity.make_authority("issuer's", identity.valid_for(NOW, 1))
 LEAF = identity.issue(AUTHORITY, "eu", identity.valid_for(NOW, 0.5))
 
 
-def pair(name: str, content: identity.KeyPair) -> dict[str, Any]:
+def pair(name: str, content: identity.KeyPair, entries: tuple[str, str] = ("tls.crt", "tls.key")) -> dict[str, Any]:
     encoded = (base64.b64encode(text).decode() for text in (content.certificate, content.key))
-    return secret(name, **dict(zip(("tls.crt", "tls.key"), encoded, strict=True)))
+    return secret(name, **dict(zip(entries, encoded, strict=True)))
 
 
 OPENING = {
@@ -70,6 +70,8 @@ OPENING = {
     "one that no label gives to prfaas yet": (secret("eu", kubeconfig=OPENS), member("eu")),
     "keys of a free, old name": (secret("eu", "api-keys"),),
     "an issuer's authority": (pair("eu", AUTHORITY),),
+    "an authority of `prfaas certs init`": (pair("eu", AUTHORITY, ("ca.crt", "ca.key")),),
+    "a service account's token": (secret("eu", token="eA==") | {"type": "kubernetes.io/service-account-token"},),
 }
 
 
@@ -86,6 +88,9 @@ HARMLESS = {
     "a certificate of its own": (pair("eu", LEAF),),
     "an authority without its key": (secret("eu", **{"tls.crt": base64.b64encode(AUTHORITY.certificate).decode()}),),
     "what a MemberCluster names and is no kubeconfig": (secret("eu", kubeconfig="eA=="), member("eu")),
+    "authorities to trust beside its own certificate": (
+        secret("eu", **pair("eu", LEAF)["data"], **{"ca.crt": base64.b64encode(AUTHORITY.certificate).decode()}),
+    ),
     "nothing yet": (),
 }
 

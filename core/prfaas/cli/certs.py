@@ -7,18 +7,16 @@ printed, and only their owner can read them from the first byte on. Files are ov
 import datetime
 import secrets
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
 from prfaas.console import TextOrJson, new_app
 from prfaas.errors import ConfigError, IdentityError
-from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
+from prfaas.names import AUTHORITY_KEY, TLS_CERT, TLS_KEY, TLS_TRUSTED
 from prfaas.rights import BUYER
 from prfaas.util import replace_file
-
-AUTHORITY_KEY: Final = "ca.key"
 
 app = new_app(
     help="Make certificates that name an instance's cluster. Example: prfaas certs init --out ca", no_args_is_help=True

@@ -45,6 +45,9 @@ ACCESS_REVIEW: Final = ObjectKind(
     "authorization.k8s.io/v1", "SelfSubjectAccessReview", "selfsubjectaccessreviews", namespaced=False
 )
 
+ROOT_CA: Final = "kube-root-ca.crt"
+"""The ConfigMap with the API server's authority, which Kubernetes puts into every namespace."""
+
 BY_NAME: Final = {
     kind.name: kind for kind in (CONFIG_MAP, LEASE_KIND, *vars().values()) if isinstance(kind, ObjectKind)
 }

@@ -132,6 +132,11 @@ def check_secrets(template: PodTemplate) -> None:
             )
 
 
+SERVICE_ACCOUNT_TOKEN: Final = "kubernetes.io/service-account-token"  # noqa: S105  # a type
+AUTHORITIES: Final = ((names.TLS_CERT, names.TLS_KEY), (names.TLS_TRUSTED, names.AUTHORITY_KEY))
+"""Entries with an authority's certificate and key: of cert-manager and of the operator, and of `prfaas certs init`."""
+
+
 def check_content(secret: Mapping[str, Any], where: str, kubeconfigs: Collection[tuple[str, str]]) -> None:
     """Refuse a Secret, which the field `where` of a template names, for what is in it.
 
@@ -145,7 +150,9 @@ def check_content(secret: Mapping[str, Any], where: str, kubeconfigs: Collection
         what = "is given to prfaas by its label"
     elif any(_opens_a_cluster(secret, key) for named, key in kubeconfigs if named == name):
         what = "holds the kubeconfig of a MemberCluster"
-    elif content(secret, names.TLS_KEY) and identity.is_authority(content(secret, names.TLS_CERT)):
+    elif secret.get("type") == SERVICE_ACCOUNT_TOKEN:
+        what = "holds a service account's token"
+    elif any(content(secret, key) and identity.is_authority(content(secret, signer)) for signer, key in AUTHORITIES):
         what = "holds the key of a certificate authority"
     if what:
         raise ForbiddenSecretError(f"Secret {name} {what}, and no pool may read it: remove it from {where}")

@@ -10,15 +10,7 @@ from prfaas.api import DecodePool, MemberCluster, PrefillPool
 from prfaas.conditions import rfc3339
 from prfaas.errors import PrfaasError
 from prfaas_operator.clusters.client import ClusterClient
-from prfaas_operator.clusters.kinds import (
-    CONFIG_MAP,
-    DECODE_POOL,
-    DEPLOYMENT,
-    MEMBER_CLUSTER,
-    PREFILL_POOL,
-    SECRET,
-    Object,
-)
+from prfaas_operator.clusters.kinds import CONFIG_MAP, DECODE_POOL, DEPLOYMENT, MEMBER_CLUSTER, PREFILL_POOL, Object
 from prfaas_operator.controller import events
 from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
@@ -28,11 +20,12 @@ from prfaas_operator.errors import ClusterNotFoundError, ClusterRevokedError, Fo
 from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
-from prfaas_operator.plan.member import check_content, check_secrets, read_by
+from prfaas_operator.plan.member import check_secrets
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.profile import check_profile
 from prfaas_operator.plan.reading import read
 from prfaas_operator.reconcile.certificates import Certificates
+from prfaas_operator.reconcile.content import ContentCheck
 from prfaas_operator.reconcile.member import SecretGuard
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.reconcile.roles import SharedRoles
@@ -52,6 +45,7 @@ class PoolReconciler:
     certificates: Certificates
     children: Children
     secrets: SecretGuard
+    contents: ContentCheck
     roles: SharedRoles
     connector_image: str
 
@@ -66,7 +60,7 @@ class PoolReconciler:
             return await self._remove(pool, live)
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.roles.reconcile_sharer(pool, live)
-        await self._check_secrets(pool)
+        check_secrets(pool.spec.template)
         member = self._member(pool)
         if member and member.spec.revoked:
             name = member.metadata.name
@@ -76,11 +70,13 @@ class PoolReconciler:
             )
         plan.check_addressing(pool, member)
         check_profile(pool)
-        cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client
+        cluster_name = member.metadata.name if member else names.HUB
+        cluster = await self.members.cluster(cluster_name) if member else self.hub.client
+        await self.contents.check(pool.spec.template, cluster_name, cluster)
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)
         deployed = partial(cluster.get, DEPLOYMENT, pool.metadata.name)
-        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB, deployed)
+        tls = await self.certificates.pool_uses_tls(cluster_name, deployed)
         # Settings come before the pods that read them.
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
@@ -105,14 +101,6 @@ class PoolReconciler:
             again_seconds=self._again_seconds(cluster, ready),
         )
         return self.roles.result_of(shared, result, failures) if shared else result
-
-    async def _check_secrets(self, pool: plan.PoolObject) -> None:
-        """Raise ForbiddenSecretError if the pool's pods would read what opens a cluster or a gateway."""
-        check_secrets(pool.spec.template)
-        for name, where in read_by(pool.spec.template):
-            secret = await self.hub.client.get(SECRET, name)
-            if secret is not None:
-                check_content(secret, where, self.hub.kubeconfig_keys())
 
     def _pods(self, pool: plan.PoolObject, member: MemberCluster | None) -> list[PodFacts]:
         """Return the observed pods of a pool."""

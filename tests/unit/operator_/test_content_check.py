@@ -1,0 +1,79 @@
+"""Which Secrets of a pool are looked into, and how often."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.memory_cluster import MemoryCluster
+
+from prfaas.api.template import PodTemplate
+from prfaas_operator.errors import ForbiddenSecretError
+from prfaas_operator.reconcile.content import AGAIN_SECONDS, ContentCheck
+
+TOKEN = {"kind": "Secret", "metadata": {"name": "s"}, "type": "kubernetes.io/service-account-token", "data": {}}
+HARMLESS = TOKEN | {"type": "Opaque"}
+READS = PodTemplate.model_validate({"imagePullSecrets": [{"name": "s"}]})
+
+
+class Server(MemoryCluster):
+    """An API server that counts what is read; `uid` is that of the namespace's own ConfigMap."""
+
+    def __init__(self, *objects: Any, uid: str = "u"):
+        super().__init__({"kind": "ConfigMap", "metadata": {"name": "kube-root-ca.crt", "uid": uid}}, *objects)
+        self.reads = 0
+
+    async def get(self, *which: Any) -> Any:
+        self.reads += 1
+        return await super().get(*which)
+
+
+class Stage:
+    def __init__(self, *objects: Any):
+        self.now = 0.0
+        self.server = Server(*objects)
+        view: Any = SimpleNamespace(client=self.server, kubeconfig_keys=set)
+        self._check = ContentCheck(view, lambda: self.now)
+
+    async def look(self, cluster: Any = None) -> int:
+        """Return how many reads of the hub a look takes."""
+        before = self.server.reads
+        await self._check.check(READS, "eu" if cluster else "hub", cluster or self.server)
+        return self.server.reads - before
+
+
+async def test_what_is_harmless_is_not_read_again_for_a_while():
+    stage = Stage(HARMLESS)
+    assert [await stage.look(), await stage.look()] == [1, 0]
+    stage.now = AGAIN_SECONDS - 1
+    assert await stage.look() == 0
+    stage.now = AGAIN_SECONDS
+    assert await stage.look() == 1
+
+
+async def test_what_is_refused_or_not_there_is_read_at_each_look():
+    stage = Stage()
+    assert [await stage.look(), await stage.look()] == [1, 1]
+    stage.server.objects["Secret", "s"] = TOKEN
+    for _ in range(2):
+        with pytest.raises(ForbiddenSecretError, match="s holds a service account's token"):
+            await stage.look()
+    stage.server.objects["Secret", "s"] = HARMLESS
+    assert await stage.look() == 1
+
+
+@pytest.mark.parametrize(("there", "is_hub"), [("other", False), ("u", True)])
+async def test_a_secret_of_the_same_name_in_another_cluster_is_another_one(there: str, is_hub: bool):
+    """A MemberCluster that is the hub's namespace by another address is no other cluster."""
+    stage = Stage(TOKEN)
+    if is_hub:
+        with pytest.raises(ForbiddenSecretError):
+            await stage.look(Server(uid=there))
+    else:
+        await stage.look(Server(uid=there))
+
+
+async def test_where_nobody_can_tell_the_clusters_apart_it_is_refused():
+    member = Server()
+    del member.objects["ConfigMap", "kube-root-ca.crt"]
+    with pytest.raises(ForbiddenSecretError):
+        await Stage(TOKEN).look(member)
