@@ -264,9 +264,9 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
                 f"{peers.domain!r}"
             )
         if is_revoked(found, validity_of(leaf), peers.revoked):
+            again = "a new one" if found.is_buyer else f"`prfaas cluster join {found.cluster}`"
             raise IdentityError(
-                f"{_describe(leaf)} is revoked since {peers.revoked[found.cluster]:%F %R} UTC; "
-                f"`prfaas cluster join {found.cluster}` admits the cluster again"
+                f"{_describe(leaf)} is revoked since {peers.revoked[found.cluster]:%F %R} UTC; {again} admits it again"
             )
         return found
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -12,7 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.api import MemberCluster
+from prfaas.cli.certs import write_files
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, new_app
+from prfaas.rights import BUYER
+from prfaas_operator import buyers
 from prfaas_operator import join as work
 from prfaas_operator.check import check, is_well
 from prfaas_operator.clusters.connect import KubeContext
@@ -149,20 +153,45 @@ def check_members(
     raise typer.Exit(0 if well else 1)
 
 
+@app.command("buyer")
+def buyer(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
+    name: Annotated[str, typer.Argument(help="The buyer's name, which no other buyer has.")],
+    out: Annotated[Path, typer.Option(help="Directory to write to; it is made if missing.")],
+    hours: Annotated[int, typer.Option(min=1, max=720, help="How long the certificate is valid.")] = 24,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    hub_context: HubContext = None,
+    hub_kubeconfig: HubKubeconfig = None,
+    namespace: HubNamespace = "prfaas",
+) -> None:
+    """Issue a buyer's certificate with the hub's authority, for who may have prompts prefilled and nothing else.
+
+    Example: prfaas cluster buyer acme --out acme.
+    """
+    files = asyncio.run(buyers.sell(KubeContext(hub_kubeconfig, hub_context, namespace), name, timedelta(hours=hours)))
+    write_files(out, files, force)
+
+
 @app.command("revoke")
 def revoke(
-    name: Annotated[str, typer.Argument(help="Name of the MemberCluster.")],
+    name: Annotated[str, typer.Argument(help="Name of the MemberCluster, or buyer/NAME.")],
     hub_context: HubContext = None,
     hub_kubeconfig: HubKubeconfig = None,
     namespace: HubNamespace = "prfaas",
     wait_seconds: WaitSeconds = 30,
     output: TableOrJson = "table",
 ) -> None:
-    """Cut a member cluster off at once: no prompt goes there, and its certificates are refused.
+    """Cut a member cluster off at once: no prompt goes there, and its certificates are refused. Or those of a buyer.
 
     Example: prfaas cluster revoke eu.
     """
-    cluster, pools = asyncio.run(work.revoke(KubeContext(hub_kubeconfig, hub_context, namespace), name, wait_seconds))
+    hub = KubeContext(hub_kubeconfig, hub_context, namespace)
+    if name.startswith(BUYER):
+        is_known = asyncio.run(buyers.cut_off(hub, name.removeprefix(BUYER), wait_seconds))
+        typer.echo(f"{name} is revoked: the hub refuses its certificates, and members do when they are reached")
+        if not is_known:
+            typer.echo("no certificate of this buyer was made here: look whether the name is right", err=True)
+        return
+    cluster, pools = asyncio.run(work.revoke(hub, name, wait_seconds))
     facts = _facts(cluster, pools)
     if output == "json":
         typer.echo(json.dumps(facts))

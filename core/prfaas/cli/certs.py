@@ -57,7 +57,7 @@ def init(
     validity = identity.valid_for(_now(), days)
     name = f"prfaas {validity.not_before:%F}-{secrets.token_hex(4)}"
     pair = identity.make_authority(name, validity, domain or identity.new_domain())
-    _write(out, {AUTHORITY_KEY: pair.key, TLS_TRUSTED: pair.certificate}, force)
+    write_files(out, {AUTHORITY_KEY: pair.key, TLS_TRUSTED: pair.certificate}, force)
 
 
 @app.command()
@@ -101,7 +101,7 @@ def _issue(ca: Path, name: str, part: str, hours: int, out: Path, force: bool) -
     authority = identity.KeyPair(_read(ca / TLS_TRUSTED), _read(ca / AUTHORITY_KEY))
     pair = identity.issue(authority, name, identity.valid_for(_now(), hours / 24), part)
     trusted = identity.bundle(authority.certificate)
-    _write(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
+    write_files(out, {TLS_TRUSTED: trusted, TLS_KEY: pair.key, TLS_CERT: pair.certificate}, force)
 
 
 @app.command()
@@ -147,7 +147,7 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _write(directory: Path, files: dict[str, bytes], force: bool) -> None:
+def write_files(directory: Path, files: dict[str, bytes], force: bool) -> None:
     """Write each file whole or not at all; only the owner can read keys."""
     present = [name for name in files if (directory / name).exists()]
     if present and not force:

@@ -130,6 +130,17 @@ def holder_name(identity: Identity) -> str:
     return GATEWAYS if identity == Identity(HUB, GATEWAY) else identity.cluster
 
 
+class SoldCertificate(NamedTuple):
+    """The last certificate that a buyer of prefills got, the authorities that came with it, and since when earlier ones
+    are refused. Nobody renews it but the buyer's seller."""
+
+    authority: str
+    trusted: list[str]
+    written: datetime
+    ends: datetime
+    refused_before: datetime | None = None
+
+
 class Authorities(NamedTuple):
     """Digests by state; `ends` is the expiry of the current one, and `signs` is true if its key is at hand. `revoked`
     goes wherever the trusted authorities go."""
@@ -185,17 +196,19 @@ def after(authorities: Authorities, chosen: RotationStep, announced: frozenset[s
 
 
 def offered_by(holders: Iterable[Holder]) -> frozenset[str]:
-    """Return the authorities of an issuer's certificates; none until all are issued, because the issuer may change."""
-    issued = [holder.issued for holder in holders]
+    """Return the authorities of an issuer's certificates; none until all are issued, because the issuer may change. It
+    gives none to buyers."""
+    issued = [holder.issued for holder in holders if not holder.identity.is_buyer]
     return frozenset() if None in issued else frozenset(leaf.authority for leaf in issued if leaf is not None)
 
 
 def waiting_for(
     authorities: Authorities, holders: Sequence[Holder], terms: Terms, moment: ObservedTime
 ) -> tuple[str, ...]:
-    """Return the holders that delay a promotion, sorted: not reached, or written to a short while ago.
+    """Return the holders that delay a promotion, sorted: not reached, or written to a short while ago, and buyers whose
+    certificate came without the next authority.
 
-    A cluster that is not reached delays it only until the other clusters' certificates are at risk.
+    A cluster that is not reached, and a buyer, delay it only until the other clusters' certificates are at risk.
     """
     patient = moment.now < _end_of_patience(authorities, holders, terms)
 
@@ -206,7 +219,8 @@ def waiting_for(
             # Without any Secret no instance has started there; a damaged Secret's instances use its old content.
             remembers = holder.held.written is not None or bool(holder.held.trusted)
             return (remembers and patient) or wanted(authorities, holder, terms, moment.now) is SecretChange.CERTIFICATE
-        return not (authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment))
+        is_ready = authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment)
+        return not is_ready and (patient or not holder.identity.is_buyer)
 
     return tuple(sorted(holder.name for holder in holders if is_behind(holder)))
 

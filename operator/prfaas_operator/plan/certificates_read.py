@@ -9,22 +9,24 @@ import base64
 import binascii
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
 from prfaas import identity
 from prfaas.errors import IdentityError, PrfaasError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_TRUSTED
-from prfaas.rights import Identity
+from prfaas.rights import BUYER, Identity
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan.certificates import (
     Authorities,
+    Holder,
     Leaf,
     Revocation,
     Revoked,
     RotationStep,
     SecretContent,
+    SoldCertificate,
     Terms,
     after,
 )
@@ -33,10 +35,13 @@ NEXT: Final = "next.crt"
 NEXT_KEY: Final = "next.key"
 PREVIOUS: Final = "previous.crt"
 REVOCATIONS: Final = "revocations.json"
+BUYERS: Final = "buyers.json"
+"""Written by `prfaas cluster` alone: the operator reads it, and its applies leave it as it is."""
 DOMAIN: Final = "trust-domain"
 WRITTEN_AT: Final = "prfaas.io/written-at"
 
 Secret = Mapping[str, Any]
+T = TypeVar("T")
 DAY: Final = timedelta(days=1)
 
 
@@ -49,11 +54,22 @@ class Store(NamedTuple):
     key: bytes = b""
     next_key: bytes = b""
     revocations: Mapping[str, Revocation] = {}
+    buyers: Mapping[str, SoldCertificate] = {}
 
     @property
     def revoked(self) -> dict[str, datetime]:
-        """The time since which certificates of a cluster are refused, by cluster."""
-        return {name: one.since for name, one in self.revocations.items()}
+        """The time since which certificates of a cluster or a buyer are refused, by its name."""
+        return dict(self.authorities.revoked)
+
+    def buyers_at(self, now: datetime) -> list[Holder]:
+        """Return the buyers whose certificate is good, as holders."""
+        found: list[Holder] = []
+        for name, one in self.buyers.items():
+            who, end = Identity(BUYER + name), one.refused_before
+            if now < one.ends and (end is None or end <= one.written):
+                leaf = Leaf(who, one.authority, identity.Validity(one.written, one.ends))
+                found.append(Holder(who, SecretContent(leaf, frozenset(one.trusted), one.written)))
+        return found
 
     @property
     def peers(self) -> identity.PeerRules:
@@ -117,7 +133,8 @@ def read_store(secret: Secret, now: datetime) -> Store:
             identity.signing_certificate(identity.KeyPair(texts[NEXT], texts[NEXT_KEY]))
         if not current:
             raise AuthorityDamagedError(f"it has no {TLS_CERT}")
-        revocations = _read_revocations(content(secret, REVOCATIONS))
+        revocations = _read_json(secret, REVOCATIONS, dict[str, Revocation])
+        buyers = _read_json(secret, BUYERS, dict[str, SoldCertificate])
         domain = content(secret, DOMAIN).decode(errors="replace").strip() or identity.domain_of(texts[TLS_CERT])
         ends = ends or min(identity.validity_of_pem(text).not_after for text in current.values())
     except PrfaasError as error:
@@ -130,16 +147,19 @@ def read_store(secret: Secret, now: datetime) -> Store:
         frozenset(previous) - frozenset(current) - frozenset(following),
         ends,
         signs=bool(texts[TLS_KEY]) and now < ends,
-        revoked=frozenset((name, one.since) for name, one in revocations.items()),
+        revoked=frozenset((name, one.since) for name, one in revocations.items())
+        | frozenset((BUYER + name, one.refused_before) for name, one in buyers.items() if one.refused_before),
     )
-    return Store(states, {**current, **following, **previous}, domain, texts[TLS_KEY], texts[NEXT_KEY], revocations)
+    certificates = {**current, **following, **previous}
+    return Store(states, certificates, domain, texts[TLS_KEY], texts[NEXT_KEY], revocations, buyers)
 
 
-def _read_revocations(text: bytes) -> dict[str, Revocation]:
+def _read_json(secret: Secret, entry: str, form: type[T]) -> T:
+    """Return an entry of this form, empty without it."""
     try:
-        return msgspec.json.decode(text, type=dict[str, Revocation]) if text else {}
+        return msgspec.json.decode(content(secret, entry) or b"{}", type=form)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise AuthorityDamagedError(f"{REVOCATIONS} cannot be read: {error}") from error
+        raise AuthorityDamagedError(f"{entry} cannot be read: {error}") from error
 
 
 def first_store(certificates: Mapping[str, bytes], domain: str, key: bytes = b"") -> Store:
@@ -186,7 +206,7 @@ def read_held(secret: Secret | None, store: Store, now: datetime) -> SecretConte
         leaf, problem = _leaf(secret, store.bundle, store.peers, now), ""
     except PrfaasError as error:
         leaf, problem = None, str(error)
-    return SecretContent(leaf, trusted, _written_at(secret), problem, _read_revoked(secret))
+    return SecretContent(leaf, trusted, _written_at(secret), problem, revoked_by(secret))
 
 
 def end_of(secret: Secret | None, store: Store, now: datetime) -> datetime | None:
@@ -200,7 +220,8 @@ def read_issued(secret: Secret, peers: identity.PeerRules, now: datetime) -> Lea
     return _leaf(secret, content(secret, TLS_TRUSTED), peers, now)
 
 
-def _read_revoked(secret: Secret) -> Revoked:
+def revoked_by(secret: Secret) -> Revoked:
+    """Return whom the holders of a Secret refuse, and since when."""
     text = content(secret, TLS_REVOKED)
     try:
         return frozenset(identity.read_revoked(text).items()) if text else frozenset()

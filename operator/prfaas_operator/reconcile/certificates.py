@@ -366,7 +366,8 @@ class Certificates:
 
     async def _step(self, live: Object, store: Store, holders: Sequence[Holder], targets: Sequence[_Target]) -> None:
         """Take the next step of the authorities; the next pass sees its result."""
-        step = plan.step(store.authorities, holders, self._terms, self._moment())
+        moment = self._moment()
+        step = plan.step(store.authorities, [*holders, *store.buyers_at(moment.now)], self._terms, moment)
         if step is None:
             return
         added: Mapping[str, bytes] = {}
@@ -392,7 +393,8 @@ class Certificates:
     def _report(self, store: Store, holders: Sequence[Holder]) -> None:
         """Update conditions and metrics, and wake the objects whose conditions changed."""
         authorities, moment = store.authorities, self._moment()
-        held_up = plan.waiting_for(authorities, holders, self._terms, moment) if authorities.next else ()
+        everyone = [*holders, *store.buyers_at(moment.now)]
+        held_up = plan.waiting_for(authorities, everyone, self._terms, moment) if authorities.next else ()
         leaves = {one.name: one.held.leaf for one in holders if one.held is not None and one.held.leaf is not None}
         states = {one.name: plan.condition(authorities, one, held_up, moment.now) for one in holders}
         for name in self._revoked_members:

@@ -96,6 +96,24 @@ def refusal(place, certificate: dict[str, bytes], name: str = "prfaas-tls") -> s
     return ""
 
 
+def test_a_buyer_gets_a_certificate_that_is_refused_when_it_is_cut_off_and_another_one_later(world, tmp_path):
+    world.hub.apply(world.pool("DecodePool", "selling"))
+    world.eventually(lambda: world.hub.exists("secret", "prfaas-tls"), "the hub's instances have a certificate")
+    sold = run(world, "buyer", "acme", "--out", str(tmp_path / "first"))
+    assert sold.returncode == 0, sold.stderr
+    first = {file.name: file.read_bytes() for file in (tmp_path / "first").iterdir()}
+    assert first.keys() == {"tls.crt", "tls.key", "ca.crt"}
+    assert not refusal(world.hub, first), "the control"
+    cut = run(world, "revoke", "buyer/acme")
+    assert (cut.returncode, "buyer/acme is revoked" in cut.stdout) == (0, True), cut.stderr
+    assert "is revoked since" in refusal(world.hub, first)
+    assert run(world, "buyer", "acme", "--out", str(tmp_path / "second")).returncode == 0
+    second = {file.name: file.read_bytes() for file in (tmp_path / "second").iterdir()}
+    assert not refusal(world.hub, second)
+    assert "is revoked since" in refusal(world.hub, first)
+    world.hub.delete("dcpool", "selling")
+
+
 def test_nobody_is_cut_off_by_a_wrong_name(world):
     tried = run(world, "revoke", "nobody")
     assert (tried.returncode, "MemberCluster nobody does not exist" in tried.stderr) == (1, True)

@@ -300,3 +300,34 @@ def test_the_condition_names_the_clusters_that_a_change_of_authority_waits_for()
     found = plan.condition(STEADY, Holder(EU, SecretContent(leaf(), frozenset("a"), START)), ("us",), START)
     assert (found.status, found.reason) == ("True", "AuthorityChanging")
     assert "waits for us" in found.message
+
+
+def sold(trusted: str, ends: timedelta = 60 * MINUTE) -> Holder:
+    """Return a buyer whose certificate of the authority `a` came with these."""
+    who = Identity("buyer/acme")
+    return Holder(who, SecretContent(Leaf(who, "a", Validity(START, START + ends)), frozenset(trusted), START))
+
+
+@pytest.mark.parametrize(("trusted", "step"), [("a", None), ("ab", RotationStep.PROMOTE)])
+def test_a_promotion_waits_for_a_buyer_who_does_not_trust_the_next_authority(trusted, step):
+    announced = STEADY._replace(next=frozenset("b"))
+    ready = Holder(EU, SecretContent(leaf(), frozenset("ab"), START))
+    moment = ObservedTime(START + 10 * MINUTE, START)
+    assert plan.step(announced, [ready, sold(trusted)], TERMS, moment) is step
+    assert plan.step(announced, [ready], TERMS, moment) is RotationStep.PROMOTE, "the control: nobody buys"
+    late = ObservedTime(START + 270 * MINUTE, START)
+    assert plan.step(announced, [ready, sold(trusted)], TERMS, late) is RotationStep.PROMOTE, "others are at stake"
+
+
+def test_an_authority_stays_trusted_while_a_buyers_certificate_is_of_it():
+    promoted = Authorities(frozenset("b"), frozenset(), frozenset("a"), START + 300 * MINUTE, signs=True)
+    ready = Holder(EU, SecretContent(leaf("b"), frozenset("ab"), START))
+    moment = ObservedTime(START + 10 * MINUTE, START)
+    assert plan.step(promoted, [ready, sold("ab")], TERMS, moment) is None
+    assert plan.step(promoted, [ready], TERMS, moment) is RotationStep.RETIRE
+
+
+def test_an_issuer_that_gives_buyers_nothing_still_changes_its_authority():
+    terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
+    holder = Holder(EU, SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
+    assert plan.step(STEADY, [holder, sold("a")], terms, moment) is RotationStep.ANNOUNCE

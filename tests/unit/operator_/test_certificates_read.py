@@ -3,14 +3,17 @@
 import base64
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from prfaas import identity
 from prfaas.errors import ConfigError, IdentityError
 from prfaas.rights import Identity
 from prfaas_operator.errors import AuthorityDamagedError
 from prfaas_operator.plan import certificates_read as read
-from prfaas_operator.plan.certificates import CertificateMode, RotationStep, Terms, terms_of
+from prfaas_operator.plan.certificates import CertificateMode, RotationStep, SoldCertificate, Terms, terms_of
 from prfaas_operator.render import certificates as render
 
 NOW = datetime.now(UTC).replace(microsecond=0)
@@ -171,3 +174,44 @@ def test_a_certificate_of_another_trust_domain_is_replaced_although_the_same_aut
                 read.read_issued(issued, store.peers, NOW)
         else:
             assert read.read_issued(issued, store.peers, NOW) == found.leaf
+
+
+def with_buyers(**buyers: SoldCertificate) -> read.Store:
+    data = store_of(ONE).data | {"buyers.json": msgspec.json.encode(buyers)}
+    return read.read_store(secret(data), NOW)
+
+
+def test_a_buyer_counts_while_its_certificate_is_good_and_not_refused():
+    good = SoldCertificate("a", ["a"], NOW, NOW + DAY)
+    store = with_buyers(
+        acme=good,
+        ended=good._replace(ends=NOW),
+        out=good._replace(refused_before=NOW + timedelta(seconds=1)),
+        back=good._replace(refused_before=NOW),
+    )
+    assert [one.name for one in store.buyers_at(NOW)] == ["buyer/acme", "buyer/back"]
+    assert store.revoked == {"buyer/out": NOW + timedelta(seconds=1), "buyer/back": NOW}
+    assert "buyers.json" not in store.data, "the operator writes none of it"
+
+
+def test_a_buyer_that_was_cut_off_is_refused_until_it_gets_another_certificate():
+    """The control: the same certificate, while nobody is cut off."""
+    acme = Identity("buyer/acme")
+    first = read.issue(store_of(ONE), acme, NOW, TERMS)
+    since = NOW + timedelta(minutes=1)
+    store = with_buyers(acme=SoldCertificate("a", ["a"], NOW, NOW + DAY, since))
+    later = read.issue(store, acme, since + timedelta(minutes=1), TERMS)
+    assert check_peer(first, store_of(ONE)) == acme
+    with pytest.raises(IdentityError, match=r"is revoked since .*; a new one admits it again"):
+        check_peer(first, store)
+    assert check_peer(later, store) == acme
+
+
+def check_peer(pair: identity.KeyPair, store: read.Store) -> Identity:
+    der = x509.load_pem_x509_certificate(pair.certificate).public_bytes(Encoding.DER)
+    return identity.check_peer(der, store.bundle, NOW + timedelta(minutes=3), store.peers)
+
+
+def test_an_entry_of_buyers_that_cannot_be_read_stops_the_operator_and_says_so():
+    with pytest.raises(AuthorityDamagedError, match=r"buyers\.json cannot be read"):
+        read.read_store(secret(store_of(ONE).data | {"buyers.json": b"[]"}), NOW)

@@ -1,0 +1,99 @@
+"""Buyers of prefills: certificates from the installation's authority, and their end.
+
+The operator neither makes nor renews a buyer's certificate, because it reaches no machine of a buyer. What it has to
+know of them is one entry of the authority's Secret, which these functions alone write, with the rights of the person
+who runs them. So an authority is replaced only when a buyer's certificate came with the next one, or has ended.
+"""
+
+import asyncio
+import base64
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Final
+
+import msgspec
+
+from prfaas import identity
+from prfaas.errors import ConfigError
+from prfaas.names import AUTHORITY_SECRET, GATEWAY_TLS_SECRET, TLS_CERT, TLS_KEY, TLS_SECRET, TLS_TRUSTED
+from prfaas.rights import BUYER, Identity
+from prfaas.util import Deadline
+from prfaas_operator.clusters.client import ClusterClient
+from prfaas_operator.clusters.connect import KubeContext, open_context
+from prfaas_operator.clusters.kinds import SECRET, Object
+from prfaas_operator.plan import certificates_read as read
+from prfaas_operator.plan.certificates import SoldCertificate, Terms
+from prfaas_operator.plan.certificates_read import Store
+
+POLL_SECONDS: Final = 0.3
+
+
+async def sell(hub: KubeContext, name: str, life: timedelta) -> dict[str, bytes]:
+    """Return the files of a new certificate for a buyer, who is known to the operator from then on.
+
+    Raises ConfigError: there is no authority, or its key is not in the hub.
+    """
+    async with open_context(hub) as here:
+        live, store = await _authority(here)
+        who, now = Identity(BUYER + name), here.now()
+        if not store.authorities.signs:
+            raise ConfigError(
+                f"Secret {AUTHORITY_SECRET} has no key: have the issuer make a certificate with the URI "
+                f"{identity.uri_of(who, store.domain)}"
+            )
+        pair = read.issue(store, who, now, Terms(life, life, timedelta()))
+        facts, known = identity.check(pair.certificate, pair.key, store.bundle, now), store.buyers.get(name)
+        trusted, refused_before = sorted(store.authorities.trusted), known.refused_before if known else None
+        sold = SoldCertificate(facts.authority, trusted, now, facts.validity.not_after, refused_before)
+        await _write(here, live, store, {name: sold})
+    return {TLS_TRUSTED: store.bundle, TLS_KEY: pair.key, TLS_CERT: pair.certificate}
+
+
+async def cut_off(hub: KubeContext, name: str, wait_seconds: float) -> bool:
+    """Have a buyer's certificates refused, also those that `prfaas certs buyer` made; return once the hub has the list:
+    true if one of the buyer is known here.
+
+    Raises ConfigError: the operator has not written it within `wait_seconds`.
+    """
+    async with open_context(hub) as here:
+        live, store = await _authority(here)
+        now = here.now()
+        since = now.replace(microsecond=0)  # certificates know no parts of a second
+        sold = store.buyers.get(name, SoldCertificate("", [], now, now))
+        await _write(here, live, store, {name: sold._replace(refused_before=since)})
+        deadline = Deadline(wait_seconds)
+        refused = (BUYER + name, since)
+        while behind := [one for one in (TLS_SECRET, GATEWAY_TLS_SECRET) if not await _lists(here, one, refused)]:
+            if deadline.is_over:
+                raise ConfigError(
+                    f"buyer {name} is marked, but Secret {behind[0]} does not list it after {wait_seconds:g} s; does "
+                    "the operator run?"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+    return name in store.buyers
+
+
+async def _authority(hub: ClusterClient) -> tuple[Object, Store]:
+    live = await hub.get(SECRET, AUTHORITY_SECRET)
+    if live is None:
+        where = f"namespace {hub.namespace}"
+        raise ConfigError(f"Secret {AUTHORITY_SECRET} does not exist in {where}; does the operator issue certificates?")
+    return live, read.read_store(live, hub.now())
+
+
+async def _write(hub: ClusterClient, live: Object, store: Store, changed: Mapping[str, SoldCertificate]) -> None:
+    """Write the entry of buyers, without those whose certificate ended and who were not cut off.
+
+    A merge of this entry alone: the operator's applies own the others, and drop none that is not theirs.
+    """
+    now = hub.now()
+    kept = {name: one for name, one in store.buyers.items() if now < one.ends or one.refused_before}
+    entry = base64.b64encode(msgspec.json.encode({**kept, **changed})).decode()
+    version = {"resourceVersion": live["metadata"]["resourceVersion"]}
+    await hub.merge(SECRET, AUTHORITY_SECRET, {"metadata": version, "data": {read.BUYERS: entry}})
+
+
+async def _lists(hub: ClusterClient, secret: str, refused: tuple[str, datetime]) -> bool:
+    """Return true if the holders of a Secret know whom they must refuse since when, or there is no such Secret."""
+    live = await hub.get(SECRET, secret)
+    return live is None or refused in read.revoked_by(live)
