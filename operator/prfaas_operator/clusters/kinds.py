@@ -34,6 +34,15 @@ DEPLOYMENT: Final = ObjectKind("apps/v1", "Deployment", "deployments")
 ROLE: Final = ObjectKind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDING: Final = ObjectKind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 CLUSTER_ROLE: Final = ObjectKind("rbac.authorization.k8s.io/v1", "ClusterRole", "clusterroles", namespaced=False)
+ADMISSION_POLICY: Final = ObjectKind(
+    "admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicy", "validatingadmissionpolicies", namespaced=False
+)
+ADMISSION_BINDING: Final = ObjectKind(
+    ADMISSION_POLICY.api_version,
+    "ValidatingAdmissionPolicyBinding",
+    "validatingadmissionpolicybindings",
+    namespaced=False,
+)
 RESOURCE_QUOTA: Final = ObjectKind("v1", "ResourceQuota", "resourcequotas")
 CUSTOM_RESOURCE: Final = ObjectKind(
     "apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourcedefinitions", namespaced=False

@@ -19,7 +19,7 @@ POD_MONITORS: Final = "podmonitors.monitoring.coreos.com"
 _INSTALLED: Final = (
     *(kinds.NAMESPACE, kinds.SERVICE_ACCOUNT, kinds.ROLE, kinds.ROLE_BINDING, kinds.SECRET, kinds.NETWORK_POLICY),
 )
-INSTALLED_IN_MEMBER: Final = (*_INSTALLED, kinds.RESOURCE_QUOTA)
+INSTALLED_IN_MEMBER: Final = (*_INSTALLED, kinds.RESOURCE_QUOTA, kinds.ADMISSION_POLICY, kinds.ADMISSION_BINDING)
 """What the chart prfaas-member and Helm itself create."""
 INSTALLED_IN_HUB: Final = (
     *_INSTALLED,

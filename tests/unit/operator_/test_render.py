@@ -271,7 +271,7 @@ def test_the_operator_and_no_policy_chooses_the_gateways_image(make):
     assert (serving["image"], scheduler["image"]) == ("reg/g:1", "reg/g:1")
 
 
-def test_the_gateways_image_is_pulled_as_the_operator_was_told(make):
+def test_the_gateways_image_is_pulled_with_the_secrets_that_the_operator_names(make):
     assert "imagePullSecrets" not in pod_of(gateway.deployment(make.policy(), IMAGE))
     pod = pod_of(gateway.deployment(make.policy(), IMAGE._replace(pull_secrets=("one", "other"))))
     assert pod["imagePullSecrets"] == [{"name": "one"}, {"name": "other"}]
