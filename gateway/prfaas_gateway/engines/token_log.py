@@ -15,6 +15,7 @@ broken stream.
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +37,8 @@ _END: Final = b"\n\n"
 _IDS: Final = b'token_ids":['
 _PROMPT: Final = b'"prompt_'
 _CHOICE: Final = b'"choices":[{"index":'
+_OF_IDS: Final = b"0123456789,"
+_INDEX_DIGITS: Final = 8
 _FINISHED: Final = b'"finish_reason":"'
 _USAGE: Final = b'"choices":[],'
 # A chunk that names no ids although they were asked for: what the client has is not known any more.
@@ -105,14 +108,15 @@ class TokenLog:
     def take(self, piece: bytes) -> bytes:
         """Add a piece from an instance; return the bytes to send to the client now: whole events.
 
-        Raises BadInputError for an event that is too long.
+        Raises BadInputError for an event that is too long, or names no tokens where it says so.
         """
         at = piece.find(_IDS)
         if at > 0 and self._first and not (self._held or self._error or self._writer):
             first, after = at + len(_IDS), piece.find(b"]", at)
             is_one = piece.find(_END) == len(piece) - len(_END) and piece.find(_IDS, after) < 0
             if is_one and not piece.endswith(_PROMPT, 0, at):  # the tokens of one event, as nearly always
-                self._add(0 if self._choices == 1 else self._choice_of(piece, at), piece[first:after])
+                ids = self._checked(piece[first:after])
+                self._add(0 if self._choices == 1 else self._choice_of(piece, at), ids)
                 self._keep_unread(piece)
                 self.pieces += 1
                 self._last = piece
@@ -148,11 +152,12 @@ class TokenLog:
         kept, end = [], 0
         at = events.find(_IDS)
         while at >= 0:
-            first, after = at + len(_IDS), events.index(b"]", at)
+            first, after = at + len(_IDS), events.find(b"]", at)
+            ids = self._checked(events[first:after])
             if not events.endswith(_PROMPT, 0, at):
-                self._add(self._choice_of(events, at), events[first:after])
+                self._add(self._choice_of(events, at), ids)
             elif self._choices == 1:
-                self._prompt = events[first:after]
+                self._prompt = ids
             kept += events[end : first - 1], _NULL
             end = after + 1
             at = events.find(_IDS, end)
@@ -177,11 +182,26 @@ class TokenLog:
         self._is_opaque = self._is_opaque or _HIDDEN in events or any(key in events for key in _PARSED)
 
     def _choice_of(self, events: bytes, end: int) -> int:
-        """Return the choice of the last event that begins before `end`."""
+        """Return the choice of the last event that begins before `end`. Raises BadInputError if it names none."""
         if self._choices == 1:
             return 0
-        at = events.rindex(_CHOICE, 0, end) + len(_CHOICE)
-        return int(events[at : events.index(b",", at)])
+        at = events.rfind(_CHOICE, 0, end)
+        first = at + len(_CHOICE)
+        index, comma, _ = events[first : first + _INDEX_DIGITS].partition(b",")
+        if at < 0 or not comma or not index.isdigit():
+            raise self._unreadable("no choice")
+        return int(index)
+
+    def _checked(self, ids: bytes) -> bytes:
+        """Return the inside of a list of token ids. Raises BadInputError for what is none, or has no end."""
+        if ids.translate(None, _OF_IDS):
+            raise self._unreadable("tokens that are no numbers")
+        return ids
+
+    def _unreadable(self, what: str) -> BadInputError:
+        """Return the error for an event that names such things. What the client has is not known from here on."""
+        self._is_opaque = True
+        return BadInputError(f"an event of a stream names {what}")
 
     def _add(self, choice: int, ids: bytes) -> None:
         sent = self._sent.get(choice)
@@ -203,7 +223,8 @@ class TokenLog:
     def worker_died(self) -> None:
         """Discard the beginning of an event; keep the instance's error."""
         error, self._error, self._held = self._error, b"", b""
-        self._read_unread()
+        with suppress(BadInputError):
+            self._read_unread()
         if error:
             self.error_event = error.removesuffix(DONE)
             words = read_error(error.split(_END)[0].removeprefix(b"data: "))
@@ -220,7 +241,7 @@ class TokenLog:
     def can_go_on(self) -> bool:
         """Whether the tokens that the client has are known, and their text is the answer's whole state."""
         if not self._first:
-            return True
+            return not self._is_opaque
         return bool(self._prompt) and not self._is_opaque and not self._has_ended and _is_text(self.fields)
 
     @property
@@ -257,7 +278,11 @@ class TokenLog:
         answered = self.answered
         if answered is None or not self._has_ended:
             return b""
-        return DONE if self._has_usage else AnswerWriter(answered, self.fields, "").end()
+        if self._has_usage:
+            return DONE
+        with suppress(BadInputError):  # the answer was whole, but its engine wrote what nobody can count
+            return AnswerWriter(answered, self.fields, "").end()
+        return b""
 
     def expect_rest(self, sent: bytes, writer: AnswerWriter) -> None:
         """Expect the stream of an instance that continues after the tokens `sent`, given to `writer`."""

@@ -174,7 +174,11 @@ def without_last(sent: bytes, count: int) -> bytes:
 
 
 def numbers(ids: bytes) -> list[int]:
-    return [int(one) for one in ids.split(b",")] if ids else []
+    """Return the token ids of the inside of a list. Raises BadInputError if it is none."""
+    try:
+        return [int(one) for one in ids.split(b",")] if ids else []
+    except ValueError as error:
+        raise BadInputError("an event of a stream names tokens that are no numbers") from error
 
 
 class AnswerWriter:
@@ -228,7 +232,7 @@ class AnswerWriter:
             chunk: dict[str, Any] = msgspec.json.decode(event[6:], type=dict[str, Any])
             choices = chunk["choices"]
             written = self._choice(choices[0]) if choices else None
-        except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
             raise BadInputError(f"an instance continues with an event that is no chunk: {error}") from error
         if choices and written is None:
             return b""
@@ -241,7 +245,7 @@ class AnswerWriter:
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         """Return the client's choice of a chunk; None if there is nothing to tell yet."""
-        ids: list[int] = choice.get("token_ids") or []
+        ids = msgspec.convert(choice.get("token_ids") or [], list[int])
         self._new_ids += ids
         self._tokens += len(ids)
         reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.errors import BadInputError
 from prfaas.wire.engine import TokenLogprob, Tokens
 from prfaas.wire.streams import STREAM_FIELD
 from prfaas_gateway.engines.token_log import DrawnLog, TokenLog
-from prfaas_gateway.engines.vllm_resume import numbers
+from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer, numbers
 from prfaas_gateway.openai import DONE
 from prfaas_gateway.request import Fields, read_fields
 from prfaas_worker.assets import model_directory
@@ -206,6 +207,53 @@ def test_a_stream_that_broke_behind_its_last_token_needs_no_worker_but_for_its_u
     log.take(b'data: {"choices":[{"index":0,"text":"x","finish_reason":"stop","token_ids":[7]}]}\n\n')
     log.worker_died()
     assert log.ending() == ending
+
+
+TORN = {
+    "tokens of no choice": b'{"created":1,"token_ids":[7]}',
+    "a choice that is no number": b'{"choices":[{"index":{},"token_ids":[7]}]}',
+    "tokens that are texts": b'{"choices":[{"index":0,"token_ids":["7"]}]}',
+    "tokens without an end": b'{"choices":[{"index":0,"token_ids":[7',
+    "a prompt without an end": b'{"choices":[{"index":0,"prompt_token_ids":[7',
+}
+
+
+@pytest.mark.parametrize("event", TORN.values(), ids=TORN)
+@pytest.mark.parametrize(
+    "before", [b"", b'data: {"choices":[{"index":0,"token_ids":[5]}]}\n\n'], ids=["first", "later"]
+)
+def test_an_event_that_names_no_tokens_breaks_a_stream_that_nobody_continues(before: bytes, event: bytes):
+    log = DrawnLog("/v1/chat/completions", fields_of(BODY))
+    assert log.take(before) or not before
+    with pytest.raises(BadInputError, match="an event of a stream names"):
+        log.take(b"data: " + event + b"\n\n")
+    log.worker_died()
+    assert not log.can_go_on
+
+
+def test_the_end_of_no_choice_breaks_nothing_that_was_sent_but_nobody_continues_it():
+    log = DrawnLog("/v1/chat/completions", fields_of(BODY))
+    event = b'data: {"choices":[],"finish_reason":"stop"}\n\n'
+    assert log.take(event) == event
+    log.worker_died()
+    assert not log.can_go_on
+
+
+@pytest.mark.parametrize("first", [b'{"finish_reason":"stop"', b'{"prompt_token_ids":[1,,2],"finish_reason":"stop"}'])
+def test_an_answer_that_nobody_can_count_has_no_ending(first: bytes):
+    log = TokenLog("/v1/completions", fields_of(b'{"model":"m","prompt":"x"}'))
+    log.take(b"data: " + first + b"\n\n")
+    log.worker_died()
+    assert log.ending() == b""
+
+
+@pytest.mark.parametrize(
+    "choices", ['"x"', '{"a":1}', '[{"token_ids":["7"]}]', '[{"token_ids":7}]', '[{"text":7}]', "[7]"]
+)
+def test_what_an_instance_continues_with_is_checked(choices: str):
+    sent = SentAnswer(b'data: {"id":"c"}', b"1", b"2", is_chat=False)
+    with pytest.raises(BadInputError, match="no chunk"):
+        AnswerWriter(sent, {}, "").rewrite(f'data: {{"choices":{choices}}}\n\n'.encode())
 
 
 def test_a_log_of_a_long_stream_keeps_the_ids_and_no_event():

@@ -98,6 +98,25 @@ def test_the_two_marks_cannot_be_sent(tmp_path: Path, mark: str, field: str):
         model.encode_chat(Conversation([{"role": "user", "content": "", field: f"a{mark}"}]))
 
 
+DEEP = {
+    "brackets": "{{" + "(" * 3000 + "1" + ")" * 3000 + "}}",
+    "signs": "{{" + "-" * 3000 + "1}}",
+    "blocks for Jinja": "{% if x %}" * 3000 + "{% endif %}" * 3000,
+    "loops for Python": "{% for x in messages %}" * 30 + "{% endfor %}" * 30,
+}
+
+
+@pytest.mark.parametrize("source", DEEP.values(), ids=DEEP)
+def test_a_template_that_is_nested_too_deeply_is_none(tmp_path: Path, source: str):
+    with pytest.raises(ConfigError, match="not a chat template"):
+        tokenizer(tmp_path, source)
+
+
+def test_a_macro_that_calls_itself_is_a_refusal(tmp_path: Path):
+    with pytest.raises(RequestError, match="refuses the messages"):
+        rendered(tmp_path, "{% macro turn() %}{{ turn() }}{% endmacro %}{{ turn() }}")
+
+
 CONTINUED = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}[END]{% endfor %}" + (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )

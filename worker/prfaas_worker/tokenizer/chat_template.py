@@ -27,7 +27,10 @@ from prfaas_worker.tokenizer.history import past_of, to_json
 OWN_VARIABLES: Final = frozenset({"messages", "tools", "add_generation_prompt"})
 GUARD: Final = "\ufdd0"
 END_OF_CONTENT: Final = "\ufdd1"  # Marks, while a template renders, the end of the content that the model continues.
-_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_REFUSALS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    *(RuntimeError, MemoryError),  # of macros that call themselves, and of texts that are multiplied
+)
 """What a template raises for what it cannot render."""
 _RESERVED: Final = re.compile(f"[{GUARD}{END_OF_CONTENT}]")
 
@@ -49,7 +52,7 @@ class ChatTemplate:
         """Compile a template; `tokens` are variables like `bos_token`. Raises ConfigError if it is invalid."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (*_REFUSALS, SyntaxError) as error:  # the latter two for what is nested too deeply for Python
             raise ConfigError(f"{origin}: not a chat template: {error}") from error
         self._tokens = dict(tokens)
         self._past = past_of(self._try)
