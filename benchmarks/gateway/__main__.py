@@ -35,11 +35,11 @@ def prompt(size_bytes: int, **more) -> bytes:
     return json.dumps({"model": "m", **more, "messages": [{"role": "user", "content": text}]}).encode()
 
 
-def measure(router: Router, body: bytes, requests: int) -> tuple[float, float]:
+def measure(router: Router, body: bytes, requests: int, key: str = "") -> tuple[float, float]:
     """Drive one target; return CPU milliseconds a request of its process, and requests a second."""
-    uvloop.run(drive(router.port, body, requests // 10, CONCURRENCY))  # warm up
+    uvloop.run(drive(router.port, body, requests // 10, CONCURRENCY, key))  # warm up
     cpu, wall = cpu_seconds(router.pid), time.perf_counter()
-    uvloop.run(drive(router.port, body, requests, CONCURRENCY))
+    uvloop.run(drive(router.port, body, requests, CONCURRENCY, key))
     cpu, wall = cpu_seconds(router.pid) - cpu, time.perf_counter() - wall
     return cpu / requests * 1e3, requests / wall
 

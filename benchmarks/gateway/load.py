@@ -9,9 +9,10 @@ import time
 SENT = re.compile(rb'"sent":(\d+)')
 
 
-def request_of(body: bytes) -> bytes:
-    """Return the bytes of one request."""
+def request_of(body: bytes, key: str = "") -> bytes:
+    """Return the bytes of one request, with an API key if there is one."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n".encode() if key else b""
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
@@ -54,7 +55,7 @@ async def connect(port: int, protocol) -> asyncio.Protocol:
     return (await asyncio.get_running_loop().create_connection(protocol, "127.0.0.1", port))[1]
 
 
-async def drive(port: int, body: bytes, requests: int, concurrency: int) -> list[float]:
+async def drive(port: int, body: bytes, requests: int, concurrency: int, key: str = "") -> list[float]:
     """Send requests over some connections, each when its last answer is complete; return their latencies."""
     latencies: list[float] = []
     remaining = requests
@@ -69,7 +70,7 @@ async def drive(port: int, body: bytes, requests: int, concurrency: int) -> list
         elif len(latencies) == requests:
             finished.set_result(None)
 
-    connections = [await connect(port, lambda: Connection(request_of(body), done)) for _ in range(concurrency)]
+    connections = [await connect(port, lambda: Connection(request_of(body, key), done)) for _ in range(concurrency)]
     remaining -= concurrency
     for connection in connections:
         connection.send()

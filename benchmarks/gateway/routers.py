@@ -50,11 +50,18 @@ def backend() -> Iterator[Router]:
 def gateway(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router]:
     """Our gateway before one worker: by our own protocol, or by vLLM's two legs, which that worker both serves."""
     engine, name = ("vllm-nixl", "two") if two_legs else ("prfaas", "one")
+    with serving(folder, name, routing_table(worker.port, engine, two_legs=two_legs)) as router:
+        yield router
+
+
+@contextmanager
+def serving(folder: Path, name: str, table: RoutingTable, *flags: str) -> Iterator[Router]:
+    """Our gateway before the instances of a table; its files in the folder are called by the name."""
     routes, log = folder / f"{name}.json.gz", folder / f"{name}.log"
-    routes.write_bytes(encode(routing_table(worker.port, engine, two_legs=two_legs)))
+    routes.write_bytes(encode(table))
     command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--admin-port", "0", "--routes-file", str(routes)]
     # To a file: it logs a line a request, and nobody would empty a pipe.
-    with log.open("w") as output, started([*command, "--drain-seconds", "0"], stderr=output) as process:
+    with log.open("w") as output, started([*command, "--drain-seconds", "0", *flags], stderr=output) as process:
         while (found := re.search(r"listening on \S+:(\d+)", log.read_text())) is None:
             time.sleep(0.02)
         yield Router(process.pid, int(found.group(1)))

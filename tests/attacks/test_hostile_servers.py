@@ -1,17 +1,17 @@
 """Servers that we call want our memory, our time, or our calls to go elsewhere: a member's API server, a Prometheus."""
 
 import asyncio
-import gzip
 import json
 import math
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.attacks.hostile import MEBIBYTE, Answer, lists_empty_pages, lists_for_ever, packed, page, redirected, text
 from tests.serving import serving
 from tests.waiting import eventually_async
 
@@ -27,30 +27,6 @@ from prfaas_scheduler.prometheus import Prometheus
 
 pytestmark = pytest.mark.system
 
-Answer = Callable[[web.Request], web.StreamResponse]
-MEBIBYTE = 1 << 20
-
-
-def packed(document: bytes) -> web.Response:
-    return web.Response(
-        body=gzip.compress(document), headers={"Content-Encoding": "gzip", "Content-Type": "application/json"}
-    )
-
-
-def page(*names: str, after: str = "") -> web.Response:
-    items = [{"metadata": {"name": name, "resourceVersion": "1"}} for name in names]
-    return web.json_response({"metadata": {"resourceVersion": "1", "continue": after}, "items": items})
-
-
-def lists_for_ever(request: web.Request) -> web.Response:
-    """Answer with another page, and another one."""
-    number = request.query.get("continue") or "0"
-    return page(*(f"pod-{number}-{one}" for one in range(500)), after=str(int(number) + 1))
-
-
-def lists_empty_pages(_request: web.Request) -> web.Response:
-    return page(after="more")
-
 
 def values(_request: web.Request) -> web.Response:
     """Answer with millions of lists, which take 30 times the bytes that they are written in."""
@@ -65,10 +41,6 @@ def nested(chains: int) -> Answer:
 
 JUST_BELOW = nested(MAX_ANSWER_VALUES // 102 - 1)
 FORMER = nested(2_000_000 // 102 - 1)
-
-
-def text(_request: web.Request) -> web.Response:
-    return packed(b'{"metadata":{},"items":[{"x":"' + b"x" * (400 * MEBIBYTE) + b'"}]}')
 
 
 @asynccontextmanager
@@ -209,10 +181,6 @@ async def test_control_without_a_bound_all_of_it_is_kept(caplog):
 async def test_a_pods_log_is_read_to_a_bound():
     async with member(lambda _: web.Response(body=b"x" * (8 * MEBIBYTE))) as client:
         assert clients.MAX_LOG_BYTES < len(await client.log("pod")) < 4 * MEBIBYTE
-
-
-def redirected(url: str) -> Answer:
-    return lambda _: web.Response(status=307, headers={"Location": url})
 
 
 def vector(_request: web.Request) -> web.Response:

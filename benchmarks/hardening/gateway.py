@@ -1,0 +1,82 @@
+"""The gateway under a flood, and what its keys cost: real processes, driven as `prfaas bench gateway` drives them."""
+
+import hashlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvloop
+from benchmarks.gateway.__main__ import measure, prompt
+from benchmarks.gateway.routers import Router, backend, gateway, routing_table, serving, started
+from benchmarks.hardening.load import Reply, beats, pace
+from benchmarks.hardening.strangers import BODIES, BOMBS, HALF_HEADS
+from benchmarks.report import Figure, peak_mib, percentile, say
+from benchmarks.worker_memory import memory_mib
+
+GOOD_PER_SECOND = 50.0
+QUIET_SECONDS, FLOOD_SECONDS, FLOODING_SECONDS = 20.0, 60.0, 3.0
+REACH_FLOOD_MIB = 256.0
+REACH_SLOWER = 3.0
+
+KEY = "k" * 32
+REACH_KEYS_RATIO = 1.1
+PAIRS = 5
+SIZES = {"1 KB": (1_000, 2_000), "108 KB": (108_000, 800)}  # prompt bytes, requests of each run
+
+
+def flooded(flood_seconds: float = FLOOD_SECONDS) -> Iterator[Figure]:
+    """Good clients of a quiet gateway, and then of the same one while strangers flood it."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        backend() as worker,
+        gateway(Path(folder), worker, two_legs=False) as ours,
+    ):
+        idle_mib = memory_mib(ours.pid)[0]
+        quiet = good(ours, QUIET_SECONDS)
+        say(f"{HALF_HEADS} half heads, {BOMBS} bombs and {BODIES} bodies for {flood_seconds:g} s")
+        with started([sys.executable, "-m", "benchmarks.hardening.strangers", str(ours.port)]):
+            good(ours, FLOODING_SECONDS)  # until all are there, and no head is late yet
+            standing = sum(1 for _ in Path(f"/proc/{ours.pid}/fd").iterdir())
+            replies = good(ours, flood_seconds)
+        over_mib = peak_mib(ours.pid) - idle_mib
+    share, slower = 100 * sum(one.status == 200 for one in replies) / len(replies), p99(replies) / p99(quiet)
+    yield Figure(name="flood: connections that stand", value=standing, unit="", better="higher", reach=HALF_HEADS)
+    yield Figure(name="flood: peak memory over idle", value=over_mib, unit="MiB", reach=REACH_FLOOD_MIB)
+    yield Figure(name="flood: good requests served", value=share, unit="%", better="higher", reach=100)
+    yield Figure(name="flood: p99 of good requests, of the quiet gateway's", value=slower, unit="x", reach=REACH_SLOWER)
+
+
+def good(router: Router, seconds: float) -> list[Reply]:
+    """Return what good clients see."""
+    url, body = f"http://127.0.0.1:{router.port}/v1/chat/completions", prompt(1_000)
+    return uvloop.run(pace(url, lambda _: body, beats(GOOD_PER_SECOND, seconds)))
+
+
+def p99(replies: list[Reply]) -> float:
+    return percentile([one.seconds for one in replies], 0.99)
+
+
+def with_keys() -> Iterator[Figure]:
+    """A gateway with keys, isolated caches, budgets and caps beside one without, in turns."""
+    with tempfile.TemporaryDirectory() as made, backend() as worker:
+        folder, table = Path(made), routing_table(worker.port, "prfaas", two_legs=False)
+        (keys := folder / "keys").mkdir()
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        limits = {"maxInFlight": 1 << 20, "requestsPerMinute": 1 << 40, "tokensPerMinute": 1 << 40}
+        (keys / "client").write_text(json.dumps({"keys": [f"sha256:{digest}"], **limits}))
+        with serving(folder, "open", table) as bare, serving(folder, "keys", table, "--keys-dir", str(keys)) as asking:
+            for label, (size_bytes, requests) in SIZES.items():
+                say(f"CPU with keys and without, prompts of {label}")
+                body = prompt(size_bytes, max_tokens=16)
+                pairs = [
+                    (measure(asking, body, requests, KEY)[0], measure(bare, body, requests)[0]) for _ in range(PAIRS)
+                ]
+                yield Figure(
+                    name=f"CPU a request with keys, budgets and caps, of without, {label} prompt",
+                    value=statistics.median(ours / theirs for ours, theirs in pairs),
+                    unit="x",
+                    reach=REACH_KEYS_RATIO,
+                )

@@ -1,0 +1,53 @@
+"""Strangers who want a gateway's connections and memory: python -m benchmarks.hardening.strangers PORT
+
+Half-sent heads, bodies of a few KiB of gzip that unpack to 16 MiB, and plain ones of 16 MiB. Nobody sends the last
+bytes, so that what was sent is held for as long as it may be. Who is turned away comes again after a second. All come
+from one address, which is not that of the good clients. They go on until this process is ended.
+"""
+
+import asyncio
+import gzip
+import json
+import sys
+from contextlib import suppress
+
+import uvloop
+
+HALF_HEADS, BOMBS, BODIES = 1000, 60, 40
+BODY_BYTES = (16 << 20) - 100
+ADDRESS = "127.0.0.2"
+PAUSE_SECONDS = 1.0
+HELD_BACK_BYTES = 9
+HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
+
+
+def held_back(*, packed: bool) -> bytes:
+    """Return a request without its last bytes."""
+    body = json.dumps({"model": "m", "prompt": ""}).encode()
+    body = body[:-2] + b"x" * (BODY_BYTES - len(body)) + body[-2:]
+    sent, encoding = (gzip.compress(body), "Content-Encoding: gzip\r\n") if packed else (body, "")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: g\r\n{encoding}Content-Length: {len(sent)}\r\n\r\n"
+    return (head.encode() + sent)[:-HELD_BACK_BYTES]
+
+
+async def insist(port: int, sent: bytes) -> None:
+    """Send some bytes and wait for what comes, again and again."""
+    while True:
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ADDRESS, 0))
+            writer.write(sent)  # not drained: the answer may come before all is read
+            with suppress(OSError):
+                await reader.read(1)
+            writer.close()
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def flood(port: int) -> None:
+    bomb, body = held_back(packed=True), held_back(packed=False)
+    await asyncio.gather(
+        *(insist(port, sent) for sent in [HALF_A_HEAD] * HALF_HEADS + [bomb] * BOMBS + [body] * BODIES)
+    )
+
+
+if __name__ == "__main__":
+    uvloop.run(flood(int(sys.argv[1])))

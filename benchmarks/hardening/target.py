@@ -1,0 +1,216 @@
+"""What the fuzz is sent to, in one process: python -m benchmarks.hardening.target FOLDER ENGINE_URL
+
+Gateways: one before a front of ours, and two before ENGINE_URL, whose streams are the fuzz. Fronts of workers, one a
+kind of tokenizer, whose engine is played. And a port that renders the template of a request. It prints their ports, and
+when stdin ends what it saw: tracebacks in the log, and the longest time for which its event loop ran nothing else.
+"""
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import uvloop
+from aiohttp import web
+from tests.serving import serving as serve_http
+from tests.tables import make_instance, make_table
+
+from prfaas.errors import ConfigError, RequestError
+from prfaas.http_server import PublicRunner
+from prfaas.wire.engine import (
+    LENGTH,
+    Announced,
+    AskStats,
+    Generate,
+    GiveCache,
+    Started,
+    Stats,
+    ToEngine,
+    ToFront,
+    TokenLogprob,
+    Tokens,
+    decode_for_engine,
+    encode_batch,
+)
+from prfaas.wire.routes import EngineName, encode
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.options import GatewayOptions
+from prfaas_gateway.server import serving
+from prfaas_worker.assets import model_directory
+from prfaas_worker.front.engine_client import EngineClient
+from prfaas_worker.front.openai_bodies import ChatBody
+from prfaas_worker.front.openai_in import conversation_tokens
+from prfaas_worker.front.server import build_app
+from prfaas_worker.front.serving import FrontState, ServedModel
+from prfaas_worker.options import parse
+from prfaas_worker.tokenizer import load_tokenizer
+from prfaas_worker.tokenizer.base import ByteTokenizer
+from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
+
+FRONTS: Final = {"bytes": "builtin:kimi-linear-tiny", "bpe": "builtin:qwen3-next-tiny"}
+SPECIALS: Final = {"<s>": Special(256), "<|user|>": Special(257)}
+# What breaks off is not waited for, and no instance is left alone: each input is to meet a gateway that serves.
+LIMITS: Final = Limits(idle_seconds=2.0, stall_seconds=1.0, recover_seconds=0.1, hold_seconds=0.05, poll_seconds=0.02)
+WITHOUT_EJECTIONS: Final = LIMITS._replace(eject_seconds=0.0, eject_max_seconds=0.0, drain_lead_seconds=0.0)
+TICK_SECONDS: Final = 0.005
+
+
+def waited_by_threads() -> float:
+    """Return how long all threads of this process were ready and had no core."""
+    found = 0.0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            found += int((task / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+class Gaps:
+    """The longest time for which an event loop ran nothing else, less what the process's threads waited for a core: one
+    of them may have held the interpreter meanwhile."""
+
+    def __init__(self) -> None:
+        self.longest_seconds = 0.0
+        self.at = 0.0
+        """By the machine's monotonic clock."""
+
+    async def watch(self) -> None:
+        while True:
+            began, waited = time.monotonic(), waited_by_threads()
+            await asyncio.sleep(TICK_SECONDS)
+            self.note(began, time.monotonic(), waited_by_threads() - waited)
+
+    def note(self, began: float, ended: float, without_core_seconds: float) -> None:
+        gap_seconds = ended - began - TICK_SECONDS - without_core_seconds
+        if gap_seconds > self.longest_seconds:
+            self.longest_seconds, self.at = gap_seconds, began
+
+
+class Tracebacks(logging.Handler):
+    """Counts what is logged with a traceback, and keeps one of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.kinds: dict[str, str] = {}
+        """By the place in the code and the name of the error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or record.levelno >= logging.ERROR:
+            text = logging.Formatter().format(record)
+            place = [line for line in text.splitlines() if line.lstrip().startswith("File ")][-1:]
+            self.count += 1
+            self.kinds.setdefault(f"{place} {text.splitlines()[-1].partition(':')[0]}", text)
+
+
+async def play(sock: socket.socket) -> None:
+    """Answer as an engine whose answers are the ends of their prompts."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    while True:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        for message in decode_for_engine(await reader.readexactly(length)):
+            if said := list(answers(message)):
+                writer.write(encode_batch(said))
+
+
+def answers(message: ToEngine) -> list[ToFront]:
+    """Return what the engine says to a message."""
+    match message:
+        case Generate(handle=handle):
+            token_ids = message.token_ids[-message.max_tokens :][:8]
+            scores = [TokenLogprob(-1.0, [(token, -1.0)]) for token in token_ids] if message.logprobs >= 0 else []
+            choices = range(message.choice, message.choice + message.choices)
+            return [
+                Started(handle, 0, 0, 0.0, 0.0, 0.0),
+                *(Tokens(handle, choice, token_ids, scores, "length") for choice in choices),
+            ]
+        case GiveCache(handle=handle):
+            return [Announced(handle, len(message.token_ids) - 1), Started(handle, 0, 0, 0.0, 0.0, 0.0)]
+        case AskStats(handle=handle):
+            return [Stats(handle)]
+        case _:
+            return []
+
+
+@asynccontextmanager
+async def front(source: str) -> AsyncIterator[int]:
+    """Serve a front of ours with a model's tokenizer; give its port."""
+    ours, theirs = socket.socketpair()
+    client = await EngineClient.connect(ours)
+    tasks = [asyncio.create_task(client.run()), asyncio.create_task(play(theirs))]
+    state = FrontState(parse(["--model-source", source, "--model-name", "m", "--instance", "fuzzed"]), client)
+    tokenizer = load_tokenizer(model_directory(source))
+    served = ServedModel(model_name="m", fingerprint="f", vocab_size=264, max_context=100_000, max_choices=8)
+    state.loaded(served, tokenizer)
+    runner = PublicRunner(build_app(state), shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+        for task in tasks:
+            task.cancel()
+
+
+class Templated(msgspec.Struct):
+    source: str
+    messages: list[dict[str, Any]]
+
+
+def render(data: bytes) -> None:
+    """Compile a template and render a conversation with it, as a worker does. Raises ConfigError, RequestError."""
+    asked = msgspec.json.decode(data, type=Templated)
+    template = ChatTemplate(asked.source, {"bos_token": "<s>"}, Path("fuzz"))
+    conversation_tokens(ChatBody(model="m", messages=asked.messages), ByteTokenizer(SPECIALS, None, template))
+
+
+async def rendered(request: web.Request) -> web.Response:
+    data = await request.read()
+    try:
+        await asyncio.to_thread(render, data)
+    except (ConfigError, RequestError, msgspec.MsgspecError) as error:
+        return web.Response(status=400, text=str(error).encode(errors="replace").decode())
+    return web.Response()
+
+
+@asynccontextmanager
+async def gateway(folder: Path, name: str, url: str, engine: EngineName) -> AsyncIterator[int]:
+    """Serve a gateway before one engine; give its port."""
+    routes = folder / f"{name}.json"
+    routes.write_bytes(encode(make_table(make_instance("d0", url=url, engine=engine), mode="Fixed", tokens=100_000)))
+    options = GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, limits=WITHOUT_EJECTIONS, drain_seconds=0.1)
+    async with serving(options) as running:
+        yield running.port
+
+
+async def serve(folder: Path, engine_url: str) -> None:
+    seen, gaps = Tracebacks(), Gaps()
+    logging.getLogger().addHandler(seen)
+    async with AsyncExitStack() as stack:
+        ports = {name: await stack.enter_async_context(front(source)) for name, source in FRONTS.items()}
+        ports["templates"] = int((await stack.enter_async_context(serve_http(rendered))).rpartition(":")[2])
+        fronted = f"http://127.0.0.1:{ports['bytes']}"
+        # One engine's streams go on by the tokens that it drew, the other's by their ids.
+        for name, url, engine in (
+            ("gateway", fronted, "prfaas"),
+            ("drawn", engine_url, "prfaas"),
+            ("resumed", engine_url, "vllm-nixl"),
+        ):
+            ports[name] = await stack.enter_async_context(gateway(folder, name, url, engine))
+        print(msgspec.json.encode(ports).decode(), flush=True)
+        watching = asyncio.create_task(gaps.watch())
+        await asyncio.to_thread(sys.stdin.read)
+        watching.cancel()
+    found = {"tracebacks": seen.count, "kinds": list(seen.kinds.values())}
+    found |= {"gap_seconds": gaps.longest_seconds, "gap_at": gaps.at}
+    print(msgspec.json.encode(found).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(Path(sys.argv[1]), sys.argv[2]))

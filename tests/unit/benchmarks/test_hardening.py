@@ -1,0 +1,114 @@
+"""What the benchmark of hardening counts: its inputs are many and always the same, and what it calls a crash, a gap, a
+good answer or a recovery is one. In small it runs whole: no input crashes, and hostile members hold up no other one.
+"""
+
+import gzip
+import logging
+import zlib
+
+import pytest
+from benchmarks.hardening.fuzz import fuzzed, judge
+from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
+from benchmarks.hardening.load import Reply, beats
+from benchmarks.hardening.members import faced
+from benchmarks.hardening.overload import goodput, is_good, is_refused_well, recovery_seconds
+from benchmarks.hardening.strangers import BODY_BYTES, HELD_BACK_BYTES, held_back
+from benchmarks.hardening.target import TICK_SECONDS, Gaps, Tracebacks
+
+INPUTS = 2000
+
+
+def test_a_seed_gives_the_same_inputs_of_every_kind_to_every_reader():
+    found = list(inputs(500))
+    assert found == list(inputs(500))
+    assert found != list(inputs(500, seed=2))
+    assert {one.kind for one in found} == WEIGHTS.keys()
+    assert {one.target for one in found} == set(Target.__args__)
+    assert max(len(one.raw) for one in found) < 3 * LONGEST_BYTES
+    assert [one.number for one in found if not one.said] == [one.number for one in found if one.kind != "stream"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "is_crash"),
+    [
+        ("body", b"HTTP/1.1 200 OK\r\n\r\n{}", False),
+        ("body", b"HTTP/1.1 400 Bad Request\r\n\r\n{}", False),
+        ("stream", b"HTTP/1.1 502 Bad Gateway\r\n\r\n{}", False),
+        ("head", b"", False),
+        ("body", b"", True),
+        ("head", None, True),
+        ("template", b"HTTP/1.1 500 Internal Server Error\r\n\r\n", True),
+    ],
+)
+def test_a_crash_is_an_internal_error_or_no_whole_answer(kind: str, answer: bytes | None, is_crash: bool):
+    assert bool(judge(kind, answer)) is is_crash
+
+
+def test_a_gap_is_what_exceeds_the_tick_and_was_no_wait_for_a_core():
+    gaps = Gaps()
+    gaps.note(10.0, 10.0 + TICK_SECONDS, 0.0)
+    assert gaps.longest_seconds == pytest.approx(0.0)
+    gaps.note(20.0, 20.07 + TICK_SECONDS, 0.0)
+    gaps.note(30.0, 31.0, 0.97)
+    assert (gaps.longest_seconds, gaps.at) == (pytest.approx(0.07), 20.0)
+
+
+def test_tracebacks_are_counted_and_one_of_a_kind_is_kept():
+    seen = Tracebacks()
+    logger = logging.Logger("fuzzed")
+    logger.addHandler(seen)
+    logger.warning("a request is refused")
+    assert seen.count == 0
+    for divisor in (0, 0.0):
+        try:
+            1 / divisor
+        except ZeroDivisionError:
+            logger.exception("surprise")
+    assert (seen.count, len(seen.kinds)) == (2, 1)
+
+
+def test_strangers_hold_back_the_end_of_a_body_that_is_small_only_while_it_is_packed():
+    plain, packed = held_back(packed=False), held_back(packed=True)
+    head, _, sent = plain.partition(b"\r\n\r\n")
+    assert (b"Content-Length: %d" % BODY_BYTES in head, len(sent)) == (True, BODY_BYTES - HELD_BACK_BYTES)
+    assert len(packed) < 20_000
+    unpacked = zlib.decompressobj(wbits=31).decompress(packed.partition(b"\r\n\r\n")[2])
+    assert len(unpacked) > BODY_BYTES - 1000
+    with pytest.raises(EOFError):
+        gzip.decompress(packed.partition(b"\r\n\r\n")[2])
+
+
+SERVED, LATE = Reply(1.0, 0.5, 200, ""), Reply(12.5, 2.5, 200, "")
+REFUSED, LOST = Reply(14.0, 0.1, 429, "3"), Reply(11.0, 0.1, 0, "")
+
+
+def test_an_answer_is_good_in_time_and_a_refusal_if_it_says_when_to_come_again():
+    assert [is_good(one) for one in (SERVED, LATE, REFUSED, LOST)] == [True, False, False, False]
+    others = (REFUSED._replace(status=503), REFUSED._replace(retry_after=""), LOST)
+    assert [is_refused_well(one) for one in (REFUSED, *others)] == [True, False, False, False]
+    assert goodput([SERVED, SERVED, LATE, REFUSED], 4.0) == 0.5
+
+
+def test_a_recovery_lasts_until_the_last_request_that_was_not_served_well():
+    assert recovery_seconds([SERVED, LOST, LATE, SERVED._replace(due_seconds=20.0)], 10.0) == 2.5
+    assert recovery_seconds([SERVED, LOST], 11.5) == 0.0
+
+
+def test_requests_are_due_at_a_steady_rate_from_a_moment_on():
+    assert beats(2.0, 2.0, 10.0) == [10.0, 10.5, 11.0, 11.5]
+
+
+@pytest.mark.system
+def test_no_input_crashes_gateway_or_worker():
+    found = fuzzed(INPUTS)
+    shown = [(one.number, one.kind, one.target, reason) for one, reason in found.crashes[:3]]
+    assert (shown, found.seen.kinds, found.seen.tracebacks) == ([], [], 0)
+
+
+@pytest.mark.system
+def test_an_operator_serves_its_other_members_beside_hostile_ones():
+    """That each change is applied at all: how soon is the benchmark's to say."""
+    figures = {one.name.partition(": ")[2]: one for one in faced(3.0)}
+    assert figures["calls to each, or more"].value > 0
+    over = figures["the operator's peak memory over idle"]
+    assert over.value <= over.reach
