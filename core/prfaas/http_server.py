@@ -309,8 +309,11 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a response; if its request is broken, give the client time to read it."""
+        """Send a response; if its request is broken, or packed and not read on, give the client time to read it."""
         finished = await super().finish_response(request, resp, start_time)
+        if not request.content.is_eof() and request.headers.get("Content-Encoding"):
+            # aiohttp would read it to its end, and unpack 16 MiB for a client that sent 16 KiB and was refused.
+            request.content.set_exception(web.RequestPayloadError("nobody reads it on"))
         self._note_waiting()
         self._note_last()  # it parses what came behind a declined upgrade
         transport = self.transport

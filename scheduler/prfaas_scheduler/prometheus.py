@@ -118,7 +118,7 @@ def _float(text: str, query: str) -> float:
         raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is not a number") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
+async def _read(response: aiohttp.ClientResponse) -> bytearray:
     body = await read_at_most(response.content.iter_any(), MAX_ANSWER_BYTES)
     if len(body) > MAX_ANSWER_BYTES:
         raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import web
+from aiohttp import StreamReader, web
 from aiohttp.http_exceptions import BadHttpMessage
 from tests.serving import send_bytes
 
@@ -202,6 +202,38 @@ async def test_a_client_that_sends_all_before_it_reads_gets_its_refusal(name):
     async with listening() as port:
         got, document = await asyncio.to_thread(ask, port)
     assert (got, set(document)) == (status, {"error"})
+
+
+BOMB_BYTES = 64 << 20
+
+
+async def unpacked_bytes(runner: Runner) -> int:
+    """Return how much is unpacked of a bomb whose request is refused unread."""
+    bodies: list[StreamReader] = []
+
+    async def refuse(request: web.Request) -> web.Response:
+        bodies.append(request.content)
+        return web.Response(status=413)
+
+    app, bomb = web.Application(), gzip.compress(bytes(BOMB_BYTES))
+    app.router.add_post("/v1/x", refuse)
+    made = runner(app)
+    await made.setup()
+    try:
+        await web.TCPSite(made, "127.0.0.1", 0).start()
+        answer = await send_bytes(made.addresses[0][1], head("Content-Encoding: gzip", length=len(bomb)) + bomb)
+    finally:
+        await made.cleanup()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    return bodies[0].total_bytes
+
+
+async def test_a_packed_body_that_is_refused_unread_is_not_unpacked():
+    assert await unpacked_bytes(public) < BOMB_BYTES / 16
+
+
+async def test_control_aiohttp_unpacks_it_to_its_end():
+    assert await unpacked_bytes(plain) == BOMB_BYTES
 
 
 async def test_an_answer_that_has_begun_is_not_followed_by_another():
