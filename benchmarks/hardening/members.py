@@ -119,7 +119,10 @@ def operator() -> Iterator[tuple[int, Tell]]:
             process.stdin.write(msgspec.json.encode(told).decode() + "\n")
             process.stdin.flush()
 
-        yield process.pid, tell
+        try:
+            yield process.pid, tell
+        finally:
+            process.stdin.close()
 
 
 async def change(servers: dict[str, GoodServer], tell: Tell, numbers: Iterator[int], seconds: float) -> list[float]:

@@ -1,8 +1,9 @@
 """Strangers who want a gateway's connections and memory: python -m benchmarks.hardening.strangers PORT
 
 Half-sent heads, bodies of a few KiB of gzip that unpack to 16 MiB, and plain ones of 16 MiB. Nobody sends the last
-bytes, so that what was sent is held for as long as it may be. Who is turned away comes again after a second. All come
-from one address, which is not that of the good clients. They go on until this process is ended.
+bytes, so that what was sent is held for as long as it may be. Who is turned away comes again after some seconds: all
+together then send about 1 Gbit/s. All come from one address, which is not that of the good clients. They go on until
+this process is ended.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import uvloop
 HALF_HEADS, BOMBS, BODIES = 1000, 60, 40
 BODY_BYTES = (16 << 20) - 100
 ADDRESS = "127.0.0.2"
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 5.0
 HELD_BACK_BYTES = 9
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 
