@@ -23,6 +23,8 @@ Target = Literal["gateway", "drawn", "resumed", "bytes", "bpe", "templates"]
 WEIGHTS: Final[dict[Kind, int]] = {"template": 1, "text": 5, "body": 7, "head": 3, "stream": 4}
 MOST_EDITS: Final = 6
 LONGEST_BYTES: Final = 200_000
+LONGEST_TEMPLATE_BYTES: Final = 8_000
+"""As checkpoints have them: one is compiled before its worker serves, in one go of the interpreter."""
 REQUEST_ID: Final = "fuzz-"
 JSON: Final = "Content-Type: application/json"
 
@@ -99,7 +101,7 @@ MESSAGES: Final = [
 
 
 def template(number: int, rng: random.Random) -> Input:
-    source = changed(rng, TEMPLATES, ODD_TEMPLATE).decode("utf-8", "replace")
+    source = changed(rng, TEMPLATES, ODD_TEMPLATE)[:LONGEST_TEMPLATE_BYTES].decode("utf-8", "replace")
     asked = {"source": source, "messages": rng.sample(MESSAGES, rng.randint(1, len(MESSAGES)))}
     return Input(number, "template", "templates", request("/", json.dumps(asked).encode()))
 
