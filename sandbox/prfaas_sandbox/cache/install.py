@@ -1,6 +1,8 @@
 """Python packages that prfaas does not share: each list of them, with hashes, has a folder, which uv fills."""
 
+import asyncio
 import csv
+import hashlib
 import os
 import shutil
 import sys
@@ -10,10 +12,21 @@ from typing import Final
 
 from prfaas.errors import ConfigError, PeerError
 from prfaas.processes import ends_with_us
+from prfaas_sandbox.cache.entries import ensure_folder
 from prfaas_sandbox.processes import Command, run, run_logged
 from prfaas_sandbox.progress import OnProgress, ticking
 
 INSTALL_TIMEOUT_SECONDS: Final = 1800.0
+
+
+def ensure_environment(name: str, lock: Path, shown: str, report: OnProgress) -> Path:
+    """Return the virtual environment of the packages of `lock`, which is made in the cache if needed. Its folder's name
+    is `name` and a hash of the list. Errors as of `ensure_folder` and `make_environment`."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}\n"
+    stamp = hashlib.sha256(version.encode() + lock.read_bytes()).hexdigest()[:12]
+    return ensure_folder(
+        f"{name}-{stamp}", lambda folder: asyncio.run(make_environment(folder, lock, shown, report)), report
+    )
 
 
 async def make_environment(folder: Path, lock: Path, shown: str, report: OnProgress) -> None:
