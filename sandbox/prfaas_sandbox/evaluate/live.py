@@ -10,7 +10,7 @@ import json
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -62,7 +62,7 @@ class LiveCase:
 
         Raises ConfigError if the folder takes no run.
         """
-        await self._prepare(keys)
+        await self.prepare(keys)
         failed: dict[RunKey, str] = {}
         left_seconds = sum(run_seconds(self._case, key) for key in keys)
         for number, key in enumerate(keys, 1):
@@ -85,7 +85,7 @@ class LiveCase:
             if not run.why_slow:
                 return
 
-    async def _prepare(self, keys: Sequence[RunKey]) -> None:
+    async def prepare(self, keys: Sequence[RunKey]) -> None:
         """Have the profiles in both clusters, and the link's query with stretched windows."""
         profiles = profiles_object(scenario_of(self._case, key) for key in keys)
         for cluster in (self._environment.hub, self._environment.member):
@@ -98,13 +98,7 @@ class LiveCase:
         """Make one run, and write it before its pods go."""
         case, scenario = self._case, scenario_of(self._case, key)
         began_at = datetime.now(UTC).isoformat(timespec="seconds")
-        await self._environment.shape_link(mbps := live_mbps(case))
-        await self._environment.restore_link()  # the run before may have cut it
-        async with AsyncExitStack() as stack:
-            url = await stack.enter_async_context(self._system(scenario))
-            metrics = RunMetrics(self._environment.prometheus_url, self._scale)
-            stack.push_async_callback(metrics.close)
-            driver = await stack.enter_async_context(Driver.connected(url, MODEL, case.stretch, key.seed))
+        async with self.serving(key) as (url, metrics), Driver.connected(url, MODEL, case.stretch, key.seed) as driver:
             await driver.warm_up(case.file.workload.max_tokens)
             await metrics.begin()
             async with changing_link(self._environment, scenario, self._scale):
@@ -116,7 +110,7 @@ class LiveCase:
                 instances=instances(scenario),
                 stretch=case.stretch,
                 cache_scale=case.cache_scale,
-                link_mbps=mbps,
+                link_mbps=live_mbps(case),
                 answers=answers,
                 machine=await metrics.machine(sum(instances(scenario).values())),
                 readings=await metrics.readings(),
@@ -126,6 +120,18 @@ class LiveCase:
             )
             self._keep(run)
         return run
+
+    @asynccontextmanager
+    async def serving(self, key: RunKey) -> AsyncIterator[tuple[str, RunMetrics]]:
+        """Have a run's system; give its gateway's address, and what reads its metrics."""
+        await self._environment.shape_link(live_mbps(self._case))
+        await self._environment.restore_link()  # the run before may have cut it
+        async with self._system(scenario_of(self._case, key)) as url:
+            metrics = RunMetrics(self._environment.prometheus_url, self._scale)
+            try:
+                yield url, metrics
+            finally:
+                await metrics.close()
 
     def _keep(self, run: Run) -> None:
         path = self._folder / f"{run.key.name}.json"
@@ -184,6 +190,18 @@ async def _change_link(environment: Environment, scenario: Scenario, scale: Case
             await environment.cut_link()
 
 
+@asynccontextmanager
+async def live_case(case: Case, folder: Path, state: Path, report: OnProgress) -> AsyncIterator[LiveCase]:
+    """Start a sandbox, install prfaas, and end all of it after the block. `folder` keeps the runs."""
+    mbps = live_mbps(case)
+    scrape_seconds = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale).whole_seconds(1)
+    async with Sandbox.start(
+        state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
+    ) as sandbox:
+        installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=mbps)
+        yield LiveCase(installation, case, folder, report)
+
+
 async def evaluate(
     case: Case,
     next_runs: Callable[[Collection[RunKey]], Sequence[RunKey]],
@@ -191,17 +209,11 @@ async def evaluate(
     state: Path,
     report: OnProgress,
 ) -> dict[RunKey, str]:
-    """Start a sandbox, install prfaas, make runs until `next_runs`, given those that were tried, says none, and end
-    all of it. Return the runs that failed, with the reason."""
-    mbps = live_mbps(case)
-    scrape_seconds = CaseScale(stretch=case.stretch, cache_scale=case.cache_scale).whole_seconds(1)
+    """Make runs in a sandbox until `next_runs`, given those that were tried, says none. Return the runs that failed,
+    with the reason."""
     failed: dict[RunKey, str] = {}
     tried: set[RunKey] = set()
-    async with Sandbox.start(
-        state / "sandbox", link_mbps=mbps, scrape_seconds=scrape_seconds, report=report
-    ) as sandbox:
-        installation = await ExampleInstallation.without_objects(sandbox, report=report, link_mbps=mbps)
-        live = LiveCase(installation, case, folder, report)
+    async with live_case(case, folder, state, report) as live:
         while keys := next_runs(tried):
             failed |= await live.run_all(keys)
             tried.update(keys)
