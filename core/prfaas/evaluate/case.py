@@ -99,6 +99,8 @@ def run_seconds(case: Case, key: RunKey) -> float:
 
 def _setup(case: Case, key: RunKey) -> Setup:
     asked = {"requests": case.requests, "seed": key.seed, "load": key.load, "warmupRequests": 0}
+    if key.threshold_tokens:
+        asked["thresholdTokens"] = key.threshold_tokens
     return setups.read(msgspec.structs.replace(case.file, simulation={**_lasting(case.file), **asked}))
 
 

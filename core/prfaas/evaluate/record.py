@@ -31,11 +31,19 @@ class RunKey(msgspec.Struct, frozen=True, order=True):
     policy: PolicyName
     load: float
     seed: int
+    threshold_tokens: int = 0
+    """Where the threshold begins, and stays for `static`; 0: as the file or its plan says."""
 
     @property
     def name(self) -> str:
         """The file's, without its ending."""
-        return f"{self.policy}-{round(self.load * 100, 2):g}-{self.seed}"
+        threshold = f"-at-{self.threshold_tokens}" if self.threshold_tokens else ""
+        return f"{self.policy}{threshold}-{round(self.load * 100, 2):g}-{self.seed}"
+
+    @property
+    def without_seed(self) -> "RunKey":
+        """What all runs of one system at one load share."""
+        return msgspec.structs.replace(self, seed=0)
 
 
 Loss = Literal["refused", "timeout", "failure"]
@@ -162,6 +170,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
 
+def in_order(run: Run) -> tuple[RunKey, int]:
+    """Sort runs by their load, and by their seed within it."""
+    return run.key.without_seed, run.key.seed
+
+
 class ExcludedRun(msgspec.Struct, frozen=True):
     """A run, by its name, of which no figure counts."""
 
@@ -185,7 +198,7 @@ def read_runs(
         except ConfigError as error:
             excluded.append(ExcludedRun(name, str(error)))
     alike: list[Run] = []
-    for _, group in groupby(sorted(runs, key=lambda run: run.key), lambda run: (run.key.policy, run.key.load)):
+    for _, group in groupby(sorted(runs, key=in_order), lambda run: run.key.without_seed):
         latest = max(of_load := list(group), key=lambda run: run.began_at)
         for run in of_load:
             if why := _unlike(run, latest):

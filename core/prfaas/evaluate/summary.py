@@ -15,7 +15,7 @@ from prfaas.evaluate.answer import (
     compare_first_tokens,
     ratios_of,
 )
-from prfaas.evaluate.record import ExcludedRun, Run, RunKey
+from prfaas.evaluate.record import ExcludedRun, Run, RunKey, in_order
 from prfaas.evaluate.rows import LoadRow, Simulated, row_of
 from prfaas.evaluate.steady import find_steady
 from prfaas.simulate.scenario import POLICIES, PolicyName
@@ -52,11 +52,11 @@ def summarise(
     ConfigError without any limit.
     """
     limit = _limit_seconds(file, limit_seconds)
-    ordered = sorted(runs, key=lambda run: run.key)
+    ordered = sorted(runs, key=in_order)
     steady = {run.key: find_steady(run, limit) for run in ordered}
     rows = [
         row_of(file, list(group), steady, simulated, limit)
-        for _, group in groupby(ordered, key=lambda run: (run.key.policy, run.key.load))
+        for _, group in groupby(ordered, key=lambda run: run.key.without_seed)
     ]
     own: dict[PolicyName, list[LoadRow]] = {
         policy: [row for row in rows if row.policy == policy] for policy in POLICIES

@@ -59,7 +59,7 @@ class Campaign:
     def next_runs(self, tried: Collection[RunKey] = ()) -> list[RunKey]:
         """Return the runs to make now, of a call that has `tried` these; none if all is done."""
         runs, _ = self.made()
-        rows = summarise(self.case.file, runs, None, self.limit_seconds).rows
+        rows = summarise(self.case.file, runs, None, self.limit_seconds).rows if self.wanted.rising else ()
         return next_runs(self.wanted, runs, rows, tried)
 
     def check(self, keys: Iterable[RunKey]) -> None:

@@ -29,7 +29,7 @@ _COUNTERS: Final = (
 _KINDS: Final = ("prefill", "decode")
 _FEWEST_STEPS: Final = 30
 """Of an instance and a kind, for a mean of its own."""
-_POINTS: Final = 200
+_MOST_POINTS: Final = 2000
 _TIMEOUT_SECONDS: Final = 30.0
 _SCRAPE_SECONDS: Final = 1.0
 """How often Prometheus reads all metrics, in the case's time."""
@@ -81,9 +81,9 @@ class RunMetrics:
         return machine_timing(self._before, now, instances, was_restarted)
 
     async def readings(self) -> tuple[Reading, ...]:
-        """Return what metrics said since `begin`, at even times."""
+        """Return what metrics said since `begin`, each time that they were read, or at fewer even times."""
         ended = time.time()
-        step = max(1.0, (ended - self._began) / _POINTS)
+        step = max(self._scale.whole_seconds(_SCRAPE_SECONDS), (ended - self._began) / _MOST_POINTS)
         series = {name: await self._range(query, ended, step) for name, query in self._queries.items()}
         return tuple(self._reading(at, series) for at in sorted({at for points in series.values() for at in points}))
 

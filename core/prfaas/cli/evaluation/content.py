@@ -45,6 +45,11 @@ COUNTED: Final = (
     "spread. Close to its limit a system's queue remembers long; there the interval of a single run is rather too "
     "short. The simulator served the same requests, and is counted alike."
 )
+COUNTED_WHOLE: Final = (
+    "A request is sent at its time, however many wait, and its first token is timed from then. All requests of a run "
+    "count, for nothing in it is steady. The simulator served the same requests; the thresholds that stay are those "
+    "that it found best for them."
+)
 MOST: Final = (
     "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
     "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
@@ -271,9 +276,8 @@ def failed_table(evaluation: Evaluation) -> TextTable:
     return TextTable("Runs without a figure", ("run", "why"), rows, are_words=True)
 
 
-def made_table(evaluation: Evaluation) -> TextTable:
+def made_table(case: Case, runs: Sequence[Run], command: str) -> TextTable:
     """Return what made the figures."""
-    runs, case = evaluation.runs, evaluation.case
     days = sorted(run.began_at for run in runs)
     busy = [run.machine.busy_share for run in runs if run.machine.busy_share is not None]
     late = [run.machine.mean_late for run in runs if run.machine.mean_late is not None]
@@ -286,7 +290,7 @@ def made_table(evaluation: Evaluation) -> TextTable:
         ("busy", f"at most {max(busy, default=0.0):.0%} of the machine"),
         ("late", f"steps ended at most {max(late, default=0.0):.1%} of their time late in the mean of a run"),
         ("case", case.digest),
-        ("command", evaluation.command),
+        ("command", command),
     ]
     return TextTable("", ("what", "value"), rows, are_words=True)
 

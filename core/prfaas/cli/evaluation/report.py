@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from html import escape
 from typing import Final
 
-from prfaas.cli.chart import Axis, ChartSigns, draw_bars, draw_lines, draw_stacks
+from prfaas.cli.chart import Axis, ChartSigns, Lines, draw_bars, draw_lines, draw_stacks
 from prfaas.cli.evaluation.content import TITLES, Evaluation, TextTable
 from prfaas.cli.evaluation.sections import Chart, ReportSection, sections_of
 from prfaas.cli.page import make_table, wrap_page
-from prfaas.evaluate.record import Reading
+from prfaas.evaluate.record import Reading, Run
 from prfaas.evaluate.rows import LoadRow
 from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import POLICIES
@@ -42,7 +42,7 @@ def _shown(item: str | TextTable | Chart, summary: CaseSummary) -> Iterable[str]
         case str():
             return [f"<p>{escape(item)}</p>"]
         case TextTable():
-            return [_table(item)]
+            return [draw_table(item)]
         case Chart():
             return _CHARTS[item](summary)
 
@@ -109,19 +109,20 @@ def _points(rows: list[LoadRow], field: str) -> list[tuple[float, float]]:
 
 def _over_time(summary: CaseSummary) -> list[str]:
     """Return threshold and link of one run of PrfaaS-PD; nothing if none counts."""
-    run = summary.shown
-    if run is None:
-        return []
+    return [] if summary.shown is None else draw_over_time(summary.shown, {})
+
+
+def draw_over_time(run: Run, beside_threshold: Lines) -> list[str]:
+    """Return threshold and link of a run, and other lines beside the threshold."""
     seconds = Axis("s")
-    threshold = draw_lines(
-        seconds, Axis("threshold, tokens"), {"threshold": _series(run.readings, "threshold_tokens", 1)}
-    )
+    lines = {"threshold": _series(run.readings, "threshold_tokens", 1), **beside_threshold}
+    threshold = draw_lines(seconds, Axis("threshold, tokens"), lines)
     link = {
         "sent": _series(run.readings, "egress_mbps", 1000),
         "what the link carries": _series(run.readings, "link_mbps", 1000),
     }
     return [
-        f"<h3>PrfaaS-PD over time, at {run.key.load:.0%} load, seed {run.key.seed}</h3>",
+        f"<h3>{TITLES[run.key.policy]} over time, at {run.key.load:.0%} load, seed {run.key.seed}</h3>",
         '<div class="row wide">',
         _figure("Longer prompts are prefilled elsewhere", threshold),
         _figure("The link", draw_lines(seconds, Axis("Gbit/s"), link)),
@@ -160,7 +161,8 @@ def _parts(summary: CaseSummary) -> list[str]:
     ]
 
 
-def _table(table: TextTable) -> str:
+def draw_table(table: TextTable) -> str:
+    """Return a table under its title."""
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
     return title + make_table(table.head, table.rows, are_words=table.are_words)
 

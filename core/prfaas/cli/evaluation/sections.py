@@ -77,7 +77,7 @@ def sections_of(evaluation: Evaluation) -> list[ReportSection]:
                 run_table(summary),
             ),
         ),
-        ReportSection("How it was made", (made_table(evaluation),)),
+        ReportSection("How it was made", (made_table(case, evaluation.runs, evaluation.command),)),
     ]
     return [ReportSection(one.title, tuple(item for item in one.items if _is_there(item))) for one in sections]
 

@@ -1,69 +1,49 @@
-"""The gain, measured live: what PrfaaS-PD serves beside the other systems, and how far plan and simulator are off.
-
-    prfaas bench evaluation [--part saturated|beside|steady]
-
-Without a part it serves a small case for some eight minutes. The paper's case has three parts of at most an hour each:
-what the systems complete when more arrives, first tokens at the same rate, and loads that both carry. An interrupted
-part goes on where it was, as `prfaas evaluate` does. All parts of the paper's case write one report.
-"""
+"""Systems beside each other at even loads: what they complete when more arrives, and first tokens at the same rate."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from functools import partial
+from typing import Final, Literal
 
-import typer
-from benchmarks.report import Figure, run, say
+from benchmarks.evaluation.part import EvaluationPart, Form, missing
+from benchmarks.report import Figure, say
 
 from prfaas.cli.evaluation.content import TITLES, off_by
 from prfaas.evaluate.case import COMPARED_AT, Case, compared_load
-from prfaas.evaluate.next_runs import WantedRuns
 from prfaas.evaluate.record import RunKey
 from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import PolicyName
-from prfaas_sandbox.demo.install import repository_root
-from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, in_order_of_chance, read_case, write_report
+from prfaas_sandbox.evaluate.campaign import Campaign, write_report
 
 POLICIES: Final[tuple[PolicyName, ...]] = ("threshold", "naive", "homogeneous")
 REACH_OVER: Final[dict[PolicyName, float]] = {"homogeneous": 1.5, "naive": 1.3}
 REACH_P90: Final = 0.4
 REACH_OFF: Final = 0.1
 
-PartName = Literal["short", "saturated", "beside", "steady"]
-Part = Annotated[PartName, typer.Option(help="What of the paper's case to serve; short: a small case.")]
-
-
-class Form(NamedTuple):
-    """A case, at which scale it is served, and the limit of P90."""
-
-    file: str
-    requests: int
-    stretch: float
-    cache_scale: int
-    limit_seconds: float
-
+ComparedName = Literal["short", "saturated", "beside", "steady"]
 
 SHORT: Final = Form("examples/evaluation.yaml", 400, 1.0, 32, 6.0)
 PAPER: Final = Form("examples/paper.yaml", 450, 1.5, 128, 20.0)
 
 
-def figures(part: Part = "short") -> Iterator[Figure]:
-    form, state = SHORT if part == "short" else PAPER, Path(".prfaas")
-    case = read_case(repository_root() / form.file, form.requests, form.stretch, form.cache_scale)
-    campaign = Campaign(
+def compared_part(part: ComparedName) -> EvaluationPart:
+    form = SHORT if part == "short" else PAPER
+    case = form.case()
+    return EvaluationPart(
         case=case,
-        wanted=WantedRuns(asked=in_order_of_chance(case, runs_of_part(part, case))),
+        runs=runs_of_part(part, case),
         limit_seconds=form.limit_seconds,
-        folder=folder_of(case, state / "evaluation"),
-        command="make evaluation" if form is PAPER else "prfaas bench evaluation",
+        command="prfaas bench evaluation" if part == "short" else "make evaluation",
+        conclude=partial(_conclude, part),
     )
-    failed = campaign.run(state, say)
-    yield Figure(name="runs that failed", value=len(failed), unit="", reach=0)
+
+
+def _conclude(part: ComparedName, campaign: Campaign) -> Iterator[Figure]:
     evaluation = campaign.evaluation()
     say(f"the report: {write_report(evaluation, campaign.folder)}")
     yield from figures_of(evaluation.summary, part)
 
 
-def runs_of_part(part: PartName, case: Case) -> list[RunKey]:
+def runs_of_part(part: ComparedName, case: Case) -> list[RunKey]:
     """Return the runs of a part; those of one that takes part in two are made once."""
     if part == "short":
         return [RunKey(policy, 0.7, 1) for policy in POLICIES]
@@ -76,7 +56,7 @@ def runs_of_part(part: PartName, case: Case) -> list[RunKey]:
     return [RunKey(policy, load, 1) for policy in both for load in (0.5, 0.7, 0.9)]
 
 
-def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
+def figures_of(found: CaseSummary, part: ComparedName) -> Iterator[Figure]:
     """Yield what a summary says. A headline that a part is served for, and that its runs do not give, is a figure that
     misses what it should reach."""
     lost = sum(row.lost for row in found.rows if row.result.verdict.outcome != "broken")
@@ -88,7 +68,7 @@ def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
         if ratio is not None and ratio.saturated is not None:
             yield Figure(name=name, value=ratio.saturated.value, unit="", better="higher", reach=reach)
         elif part == "saturated":
-            yield _missing(name)
+            yield missing(name)
         if ratio is not None and ratio.limit.low is not None:
             name = f"requests/s within {found.limit_seconds:g} s, at least, {over}"
             yield Figure(name=name, value=ratio.limit.low, unit="", better="higher", reach=reach)
@@ -96,7 +76,7 @@ def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
     if found.beside is not None:
         yield Figure(name=name, value=found.beside.ratio.value, unit="", reach=REACH_P90)
     elif part == "beside":
-        yield _missing(name)
+        yield missing(name)
     for row in found.rows:
         for title, field in (("mean", "ttft_mean_seconds"), ("P90", "ttft_p90_seconds")):
             for expected in ("planned", "simulated"):
@@ -105,12 +85,4 @@ def figures_of(found: CaseSummary, part: PartName) -> Iterator[Figure]:
                 if off is not None:
                     yield Figure(name=name, value=abs(off), unit="of it", reach=REACH_OFF)
                 elif part == "steady" and row.load <= COMPARED_AT and row.planned is not None:
-                    yield _missing(name)
-
-
-def _missing(name: str) -> Figure:
-    return Figure(name=f"there is none: {name}", value=1, unit="", reach=0)
-
-
-if __name__ == "__main__":
-    run("evaluation", __doc__, figures)
+                    yield missing(name)

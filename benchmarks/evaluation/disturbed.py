@@ -1,0 +1,92 @@
+"""The paper's case at 70 % load while its link or its load changes: the moving threshold, prices, and what stays."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+from benchmarks.evaluation.compared import PAPER
+from benchmarks.evaluation.part import EvaluationPart, Form, missing, simulator_of
+from benchmarks.report import Figure, say
+
+from prfaas.cli.evaluation.content import TITLES
+from prfaas.cli.evaluation.disturbed import disturbed_page
+from prfaas.evaluate.disturbed import (
+    DisturbanceName,
+    DisturbedSummary,
+    Settling,
+    best_thresholds,
+    disturb,
+    summarise_disturbed,
+)
+from prfaas.evaluate.record import RunKey
+from prfaas.simulate.scenario import PolicyName
+from prfaas.util import replace_file
+from prfaas_sandbox.evaluate.campaign import Campaign
+
+FORM: Final[Form] = PAPER._replace(requests=600)
+"""Twice as long: the threshold follows what comes once it knows 200 prompts, and the link falls after as many."""
+LOAD: Final = 0.7
+NARROW_MBPS: Final = 40_000.0
+"""Of the link: a fifth of it still carries the load, but not at the threshold that the whole one bears."""
+MOVING: Final[tuple[PolicyName, ...]] = ("threshold", "price")
+BEST_STATIC: Final = 2
+"""Thresholds that stay are served: the best of those simulated."""
+REACH_INTERVALS: Final = 10
+REACH_OVER_STATIC: Final = 0.9
+CHANGES: Final = ("the link falls", "it is whole again")
+
+
+def disturbed_part(name: DisturbanceName) -> EvaluationPart:
+    case = disturb(FORM.case(), name, LOAD, NARROW_MBPS)
+    best = best_thresholds(case, LOAD, 1, simulator_of(case), BEST_STATIC)
+    return EvaluationPart(
+        case=case,
+        runs=[*(RunKey(policy, LOAD, 1) for policy in MOVING), *best],
+        limit_seconds=FORM.limit_seconds,
+        command=f"prfaas bench evaluation --part {name}",
+        conclude=partial(_conclude, name),
+    )
+
+
+def _conclude(name: DisturbanceName, campaign: Campaign) -> Iterator[Figure]:
+    runs, _ = campaign.made()
+    found = summarise_disturbed(campaign.case, runs, simulator_of(campaign.case), campaign.wanted.asked)
+    page = campaign.folder / "report.html"
+    replace_file(page, disturbed_page(campaign.case, runs, found, campaign.command).encode())
+    say(f"the report: {page}")
+    yield from figures_of(found, name)
+
+
+def figures_of(found: DisturbedSummary, name: DisturbanceName) -> Iterator[Figure]:
+    """Yield what the runs say. A figure that they do not give misses what it should reach."""
+    yield Figure(name="requests lost", value=sum(one.lost for one in found.runs), unit="", reach=0)
+    without = sum(bool(one.why_invalid) for one in found.runs) + len(found.missing)
+    yield Figure(name="runs without a figure", value=without, unit="", reach=0)
+    if name == "falls":
+        yield from _settlings(found)
+    ratios = {policy: found.over_best(policy) for policy in MOVING}
+    for policy, ratio in ratios.items():
+        title = f"P90 of {TITLES[policy]} over the best threshold that stays"
+        if ratio is None:
+            yield missing(title)
+        else:
+            said = found.simulated_over_best(policy)
+            yield Figure(name=title, value=ratio, unit="", rival="simulator", rival_value=said)
+    if known := [ratio for ratio in ratios.values() if ratio is not None]:
+        yield Figure(name="  the better of both", value=min(known), unit="", reach=REACH_OVER_STATIC)
+
+
+def _settlings(found: DisturbedSummary) -> Iterator[Figure]:
+    moving = next((one for one in found.runs if one.key.policy == "threshold"), None)
+    for place, change in enumerate(CHANGES):
+        title = f"intervals until the threshold is, and stays, what the link bears after {change}"
+        if moving is None or place >= len(moving.settlings):
+            yield missing(title)
+            continue
+        value, said = (_intervals(one[place]) for one in (moving.settlings, moving.simulated_settlings))
+        yield Figure(name=title, value=value, unit="", reach=REACH_INTERVALS, rival="simulator", rival_value=said)
+
+
+def _intervals(one: Settling) -> int:
+    """Return the intervals, all until the next change where they did not do."""
+    return one.most_intervals if one.intervals is None else one.intervals

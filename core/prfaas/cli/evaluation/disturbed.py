@@ -1,0 +1,99 @@
+"""The page of a disturbed case: first tokens beside those of thresholds that stay, and threshold and link over time."""
+
+from collections.abc import Sequence
+from html import escape
+
+from prfaas.cli.chart import Lines
+from prfaas.cli.evaluation.content import COUNTED_WHOLE, TITLES, TextTable, made_table
+from prfaas.cli.evaluation.report import draw_over_time, draw_table
+from prfaas.cli.page import wrap_page
+from prfaas.evaluate.case import Case
+from prfaas.evaluate.disturbed import SETTLED, DisturbedSummary, Settling
+from prfaas.evaluate.record import Run, RunKey
+
+
+def disturbed_page(case: Case, runs: Sequence[Run], summary: DisturbedSummary, command: str) -> str:
+    """Return the page."""
+    settlings = {one.key: one.settlings for one in summary.runs}
+    charts = [
+        part
+        for run in runs
+        if not run.why_invalid
+        for part in (f"<h2>{escape(_title(run.key))}</h2>", *draw_over_time(run, _borne(run, settlings[run.key])))
+    ]
+    return wrap_page(
+        f"Evaluation of {case.name}",
+        f'<p class="verdict">{escape(disturbed_answer(summary))}</p>',
+        f"<p>{escape(COUNTED_WHOLE)}</p>",
+        draw_table(_run_table(summary)),
+        draw_table(_settling_table(summary)),
+        *charts,
+        "<h2>How it was made</h2>",
+        draw_table(made_table(case, runs, command)),
+    )
+
+
+def disturbed_answer(summary: DisturbedSummary) -> str:
+    """Return P90 of the moving threshold and of prices, beside the best threshold that stays."""
+    if (best := summary.best_static) is None or best.p90_seconds is None:
+        return "There is no run of each threshold that stays, so there is no answer."
+    ratios = [
+        f"{TITLES[policy]} {ratio:.2f}"
+        for policy in ("threshold", "price")
+        if (ratio := summary.over_best(policy)) is not None
+    ]
+    said = f", and of it have {' and '.join(ratios)}" if ratios else ""
+    return f"The best threshold that stays, {best.key.threshold_tokens:,}, has a P90 of {best.p90_seconds:.2f} s{said}."
+
+
+def _run_table(summary: DisturbedSummary) -> TextTable:
+    rows = [
+        (
+            _title(one.key),
+            "-" if one.p90_seconds is None else f"{one.p90_seconds:.2f}",
+            f"{one.simulated_p90_seconds:.2f}",
+            f"{one.lost:,}",
+            f"{one.fallbacks:,}",
+            one.why_invalid,
+        )
+        for one in summary.runs
+    ]
+    rows += [(_title(key), "-", "-", "-", "-", "it is missing") for key in summary.missing]
+    head = ("system", "P90 of the first token, s", "simulator", "lost", "fallbacks", "why without a figure")
+    return TextTable("Runs", head, rows)
+
+
+def _settling_table(summary: DisturbedSummary) -> TextTable:
+    rows = [
+        (
+            _title(one.key),
+            f"{settling.at_seconds:,.0f}",
+            f"{settling.borne_tokens:,}",
+            _intervals(settling),
+            _intervals(expected),
+        )
+        for one in summary.runs
+        for settling, expected in zip(one.settlings, one.simulated_settlings, strict=False)
+    ]
+    head = ("system", "the link changes at, s", "it then bears, tokens", "settled after intervals", "simulator")
+    least, most = SETTLED
+    return TextTable(f"Until the threshold stays within {least:g} to {most:g} of what the link bears", head, rows)
+
+
+def _intervals(settling: Settling) -> str:
+    return f"not within {settling.most_intervals}" if settling.intervals is None else f"{settling.intervals}"
+
+
+def _borne(run: Run, settlings: Sequence[Settling]) -> Lines:
+    """Return what the link bears from its first change on."""
+    if not settlings:
+        return {}
+    ends = [*(one.at_seconds for one in settlings[1:]), max(one.at_seconds for one in run.answers)]
+    line = [
+        (at, float(one.borne_tokens)) for one, end in zip(settlings, ends, strict=True) for at in (one.at_seconds, end)
+    ]
+    return {"what the link bears": line}
+
+
+def _title(key: RunKey) -> str:
+    return f"{TITLES[key.policy]}, {key.threshold_tokens:,} tokens" if key.threshold_tokens else TITLES[key.policy]
