@@ -12,6 +12,7 @@ from prfaas.evaluate.case import compared_load, run_seconds, scenario_of
 from prfaas.evaluate.disturbed import summarise_disturbed
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.evaluate.summary import summarise
+from prfaas.simulate.setup import capacity
 from prfaas_sandbox.evaluate.objects import check_live
 
 MOST_SECONDS = 3600.0
@@ -23,6 +24,7 @@ MINUTES: dict[PartName, float] = {
     "falls": 41,
     "swings": 41,
     "bursts": 41,
+    "qwen": 42,
 }
 P90 = "P90 of PrfaaS-PD over homogeneous, at 90% of what the plan of that carries"
 
@@ -80,7 +82,18 @@ def test_a_headline_that_the_runs_of_its_part_do_not_give_misses():
         "most requests/s, PrfaaS-PD over homogeneous",
         "most requests/s, PrfaaS-PD over naive",
     ]
+    assert missing("qwen") == missing("saturated")
     assert missing("short") == []
+
+
+def test_a_case_other_than_the_paper_s_has_no_gain_to_reach_and_stands_beside_its_plan():
+    keys = [RunKey(policy, 1.5, 1) for policy in ("threshold", "homogeneous")]
+    name = "most requests/s, PrfaaS-PD over homogeneous"
+    other, paper = figures("qwen", *keys)[name], figures("saturated", *keys)[name]
+
+    assert (other.reach, paper.reach) == (None, 1.5)
+    assert other.value == paper.value
+    assert other.rival_value == capacity(CASE.file, "threshold") / capacity(CASE.file, "homogeneous")
 
 
 @pytest.fixture(scope="module")
