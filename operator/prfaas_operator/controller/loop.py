@@ -129,7 +129,7 @@ class Controller:
     async def _reconcile(self, ref: Ref, live: Object) -> ReconcileResult:
         """Call the kind's reconcile; its errors become the condition Ready."""
         if ownership.says_yes(live, ownership.PAUSED) and "deletionTimestamp" not in live["metadata"]:
-            return ReconcileResult({READY: PAUSED})
+            return ReconcileResult({READY: PAUSED}, _lost(ref, live))
         try:
             return await self._reconciles[ref.kind](live)
         except PrfaasError as error:
@@ -138,7 +138,7 @@ class Controller:
             reason, message = "InternalError", f"{type(error).__name__}: {error}; see the operator's log"
             log.exception("%s: internal error", ref)
         _count(ref, reason)
-        return ReconcileResult({READY: no(reason, message)})
+        return ReconcileResult({READY: no(reason, message)}, _lost(ref, live))
 
 
 def _pause_seconds(result: ReconcileResult) -> float:
@@ -147,6 +147,15 @@ def _pause_seconds(result: ReconcileResult) -> float:
     # No retry proves an engine.
     is_good = all(state.good for type_, state in result.conditions.items() if type_ != ENGINE_PROVEN)
     return RESYNC_SECONDS if is_good else RETRY_SECONDS
+
+
+def _lost(ref: Ref, live: Object) -> Mapping[str, None]:
+    """Return the status fields that an object loses even where nothing else of it is reconciled.
+
+    Else a member that was cut off and joins again would be the place it was, whose caches must serve no request.
+    """
+    is_cut_off = ref.kind == MEMBER_CLUSTER and (live.get("spec") or {}).get("revoked") is True
+    return {"admittedTime": None} if is_cut_off else {}
 
 
 def _cluster(ref: Ref, live: Object) -> str:

@@ -154,8 +154,10 @@ class MemberReconciler:
         if secret is not None and not isinstance(contact.error, ForbiddenSecretError):
             await self.secrets.while_needed(secret)
         await self.secrets.release_others()
-        orphans = await self._sweep(member) if contact.error is None else []
         leaving = member.metadata.deletion_timestamp is not None
+        # One that was cut off is hostile: what it answers, or does not, must not delay that. It is swept on its return.
+        is_swept = contact.error is None and (leaving or not member.spec.revoked)
+        orphans = await self._sweep(member) if is_swept else []
         users = await _users(hub, member) if leaving else ()
         if leaving and not users and not orphans:
             await self.certificates.leave(member.metadata.name, member.metadata.uid)

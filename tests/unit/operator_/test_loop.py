@@ -1,6 +1,7 @@
 """Proves on an API server in memory that a status is always written, and that informers lose nothing."""
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from prfaas_operator.errors import ChildConflictError, ClusterUnreachableError, 
 from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.conditions import no, yes
+from prfaas_operator.plan.member import Contact
 from prfaas_operator.plan.roles import Sharer
+from prfaas_operator.reconcile.member import MemberReconciler, SecretGuard, TokenRenewal
 from prfaas_operator.serve import assemble
 
 REF = Ref(DECODE_POOL, "decode")
@@ -253,3 +256,56 @@ async def test_a_lost_lead_is_no_condition(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(controller._reconciles, DECODE_POOL, silenced)  # pyright: ignore[reportArgumentType]
     assert not (await look(controller)).gone
     assert hub.applied == []
+
+
+def member_cluster(*, revoked: bool, **metadata: Any) -> Object:
+    return {
+        "apiVersion": "prfaas.io/v1alpha1",
+        "kind": "MemberCluster",
+        "metadata": {"name": "eu", "namespace": "ns", "uid": "u", "generation": 2, **metadata},
+        "spec": {"kubeconfigSecretRef": {"name": "k"}, "link": {"capacityMbps": 1}, "revoked": revoked},
+        "status": {"admittedTime": "2026-01-01T00:00:00Z"},
+    }
+
+
+class Hostile:
+    """A member that answers a probe, and no list."""
+
+    async def contact(self, *_: Any) -> Contact:
+        return Contact("v1.34.0")
+
+    def owners(self, _: str) -> None:
+        return None
+
+    async def owned(self, _: str) -> Any:
+        raise ClusterUnreachableError("eu hung up")
+
+
+async def look_at_member(live: Object) -> tuple[str, str | None]:
+    """Return the reason of Ready and the admittedTime after a look at a member that is hostile."""
+    hub = MemoryCluster(live)
+    controller = make_controller(hub)
+    none: Any = SimpleNamespace(conditions=lambda _: {})
+    members: Any = Hostile()
+    reconciler = MemberReconciler(controller.hub, members, none, SecretGuard(controller.hub), TokenRenewal(30))
+    controller._reconciles = {MEMBER_CLUSTER: reconciler.reconcile}
+    await controller.reconcile(Ref(MEMBER_CLUSTER, "eu"), "u", is_resync=True)
+    status = hub.objects["MemberCluster", "eu"]["status"]
+    (reason,) = (one["reason"] for one in status["conditions"] if one["type"] == "Ready")
+    return reason, status.get("admittedTime")
+
+
+PAUSES = {"annotations": {"prfaas.io/paused": "true"}}
+LEAVES = {"deletionTimestamp": "2026-01-01T00:00:00Z"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"), [({}, "Revoked"), (PAUSES, "Paused"), (LEAVES, "ClusterUnreachable")], ids=str
+)
+async def test_a_revoked_member_is_the_place_it_was_no_more_whatever_else_fails(metadata: Any, reason: str):
+    assert await look_at_member(member_cluster(revoked=True, **metadata)) == (reason, None)
+
+
+@pytest.mark.parametrize(("metadata", "reason"), [({}, "ClusterUnreachable"), (PAUSES, "Paused")], ids=str)
+async def test_another_member_stays_the_place_it_is_while_it_fails(metadata: Any, reason: str):
+    assert await look_at_member(member_cluster(revoked=False, **metadata)) == (reason, "2026-01-01T00:00:00Z")
