@@ -107,9 +107,11 @@ def admitted_time(cluster: MemberCluster, now: datetime) -> str | None:
 
 
 def place_of(cluster: MemberCluster) -> str:
-    """Return what the cached bytes of a cluster are known by: by its name alone until the operator has seen it."""
-    name, since = cluster.metadata.name, cluster.status.admitted_time
-    return f"{name}@{since}" if since else name
+    """Return what the cached bytes of a cluster are known by, another thing each time that it is admitted.
+
+    Until its status has the time, its generation stands for that: a revocation and a return each make another one.
+    """
+    return f"{cluster.metadata.name}@{cluster.status.admitted_time or cluster.metadata.generation}"
 
 
 RESERVED: Final = re.compile(

@@ -42,6 +42,18 @@ def test_the_link_of_each_member_in_use_is_listed_with_its_query(make):
     assert "$cluster" not in cluster.utilisation_query
 
 
+def test_a_cluster_that_was_admitted_again_is_another_place_also_before_its_status_says_so(make):
+    def place(generation: int, **status: str) -> str:
+        there = make.member(meta={"generation": generation})
+        there = there.model_copy(update={"status": there.status.model_copy(update=status)})
+        (cluster,) = routing_table(make.facts(clusters={"eu": there}), all_up(make), None).clusters
+        return cluster.place
+
+    since = "2026-01-01T00:00:00Z"
+    assert place(1) != place(3)
+    assert place(1, admitted_time=since) == place(3, admitted_time=since), "the control: other edits change nothing"
+
+
 def test_unready_pods_pods_without_address_and_pods_of_others_are_left_out(make):
     hub = (make.pod("a", "decode", ready=False), make.pod("b", "decode", pod_ip=""), make.pod("c", "stranger"))
     assert routing_table(make.facts(), views(hub, ()), None).instances == ()
