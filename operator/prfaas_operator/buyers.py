@@ -26,6 +26,8 @@ from prfaas_operator.plan.certificates import SoldCertificate, Terms
 from prfaas_operator.plan.certificates_read import Store
 
 POLL_SECONDS: Final = 0.3
+FILES: Final = (TLS_TRUSTED, TLS_KEY, TLS_CERT)
+"""What a buyer gets: the authorities, its key and its certificate."""
 
 
 async def sell(hub: KubeContext, name: str, life: timedelta) -> dict[str, bytes]:
@@ -42,11 +44,10 @@ async def sell(hub: KubeContext, name: str, life: timedelta) -> dict[str, bytes]
                 f"{identity.uri_of(who, store.domain)}"
             )
         pair = read.issue(store, who, now, Terms(life, life, timedelta()))
-        facts, known = identity.check(pair.certificate, pair.key, store.bundle, now), store.buyers.get(name)
-        trusted, refused_before = sorted(store.authorities.trusted), known.refused_before if known else None
-        sold = SoldCertificate(facts.authority, trusted, now, facts.validity.not_after, refused_before)
-        await _write(here, live, store, {name: sold})
-    return {TLS_TRUSTED: store.bundle, TLS_KEY: pair.key, TLS_CERT: pair.certificate}
+        facts = identity.check(pair.certificate, pair.key, store.bundle, now)
+        sold = SoldCertificate(facts.authority, sorted(store.authorities.trusted), now, facts.validity.not_after)
+        await _write(here, live, store, {name: sold.after(store.buyers.get(name))})
+    return dict(zip(FILES, (store.bundle, pair.key, pair.certificate), strict=True))
 
 
 async def cut_off(hub: KubeContext, name: str, wait_seconds: float) -> bool:
@@ -87,7 +88,7 @@ async def _write(hub: ClusterClient, live: Object, store: Store, changed: Mappin
     A merge of this entry alone: the operator's applies own the others, and drop none that is not theirs.
     """
     now = hub.now()
-    kept = {name: one for name, one in store.buyers.items() if now < one.ends or one.refused_before}
+    kept = {name: one for name, one in store.buyers.items() if now < one.last_end or one.refused_before}
     entry = base64.b64encode(msgspec.json.encode({**kept, **changed})).decode()
     version = {"resourceVersion": live["metadata"]["resourceVersion"]}
     await hub.merge(SECRET, AUTHORITY_SECRET, {"metadata": version, "data": {read.BUYERS: entry}})

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prfaas.api import MemberCluster
-from prfaas.cli.certs import write_files
+from prfaas.cli.certs import check_directory, write_files
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, new_app
 from prfaas.rights import BUYER
 from prfaas_operator import buyers
@@ -167,6 +167,7 @@ def buyer(  # noqa: PLR0913, PLR0917  # a command line has one parameter a flag
 
     Example: prfaas cluster buyer acme --out acme.
     """
+    check_directory(out, buyers.FILES, force)  # a certificate that is recorded and lost would delay the next authority
     files = asyncio.run(buyers.sell(KubeContext(hub_kubeconfig, hub_context, namespace), name, timedelta(hours=hours)))
     write_files(out, files, force)
 

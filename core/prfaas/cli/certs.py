@@ -6,6 +6,8 @@ printed, and only their owner can read them from the first byte on. Files are ov
 
 import datetime
 import secrets
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -149,14 +151,27 @@ def _read(path: Path) -> bytes:
 
 def write_files(directory: Path, files: dict[str, bytes], force: bool) -> None:
     """Write each file whole or not at all; only the owner can read keys."""
-    present = [name for name in files if (directory / name).exists()]
+    check_directory(directory, files, force)
+    try:
+        for name, content in files.items():
+            replace_file(directory / name, content, 0o600 if name.endswith(".key") else None)
+            typer.echo(f"wrote {directory / name}")
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
+
+
+def check_directory(directory: Path, names: Iterable[str], force: bool) -> None:
+    """Make a directory for files, before what they hold is made.
+
+    Raises ConfigError: it has one of them and must not lose it, or takes no file.
+    """
+    present = [name for name in names if (directory / name).exists()]
     if present and not force:
         raise ConfigError(f"{directory} has {', '.join(present)} already; give --force to replace them")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            replace_file(directory / name, content, 0o600 if name.endswith(".key") else None)
-            typer.echo(f"wrote {directory / name}")
+        with tempfile.TemporaryFile(dir=directory):
+            pass
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
 

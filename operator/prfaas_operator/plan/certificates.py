@@ -132,13 +132,25 @@ def holder_name(identity: Identity) -> str:
 
 class SoldCertificate(NamedTuple):
     """The last certificate that a buyer of prefills got, the authorities that came with it, and since when earlier ones
-    are refused. Nobody renews it but the buyer's seller."""
+    are refused. Nobody renews it but the buyer's seller. `earlier` ones end later, so the buyer may still use them."""
 
     authority: str
     trusted: list[str]
     written: datetime
     ends: datetime
     refused_before: datetime | None = None
+    earlier: tuple["SoldCertificate", ...] = ()
+
+    @property
+    def last_end(self) -> datetime:
+        return max(one.ends for one in (self, *self.earlier))
+
+    def after(self, known: "SoldCertificate | None") -> "SoldCertificate":
+        """Return this certificate as the last one of a buyer of whom another was known."""
+        if known is None:
+            return self
+        earlier = tuple(one._replace(earlier=()) for one in (known, *known.earlier) if one.ends > self.ends)
+        return self._replace(refused_before=known.refused_before, earlier=earlier)
 
 
 class Authorities(NamedTuple):
@@ -222,7 +234,7 @@ def waiting_for(
         is_ready = authorities.next <= holder.held.trusted and _settled(holder.held, terms, moment)
         return not is_ready and (patient or not holder.identity.is_buyer)
 
-    return tuple(sorted(holder.name for holder in holders if is_behind(holder)))
+    return tuple(sorted({holder.name for holder in holders if is_behind(holder)}))
 
 
 def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:

@@ -62,13 +62,14 @@ class Store(NamedTuple):
         return dict(self.authorities.revoked)
 
     def buyers_at(self, now: datetime) -> list[Holder]:
-        """Return the buyers whose certificate is good, as holders."""
+        """Return the buyers whose certificate is good, as holders, one for each certificate."""
         found: list[Holder] = []
-        for name, one in self.buyers.items():
-            who, end = Identity(BUYER + name), one.refused_before
-            if now < one.ends and (end is None or end <= one.written):
-                leaf = Leaf(who, one.authority, identity.Validity(one.written, one.ends))
-                found.append(Holder(who, SecretContent(leaf, frozenset(one.trusted), one.written)))
+        for name, last in self.buyers.items():
+            who, end = Identity(BUYER + name), last.refused_before
+            for one in (last, *last.earlier):
+                if now < one.ends and (end is None or end <= one.written):
+                    leaf = Leaf(who, one.authority, identity.Validity(one.written, one.ends))
+                    found.append(Holder(who, SecretContent(leaf, frozenset(one.trusted), one.written)))
         return found
 
     @property
