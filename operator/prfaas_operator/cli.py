@@ -192,7 +192,9 @@ def revoke(
         if not is_known:
             typer.echo("no certificate of this buyer was made here: look whether the name is right", err=True)
         return
-    cluster, pools = asyncio.run(work.revoke(hub, name, wait_seconds))
+    cluster, pools, routes_checked = asyncio.run(work.revoke(hub, name, wait_seconds))
+    if not routes_checked:
+        typer.echo("routing tables not checked: your account may not get ConfigMaps in the hub's namespace", err=True)
     facts = _facts(cluster, pools)
     if output == "json":
         typer.echo(json.dumps(facts))

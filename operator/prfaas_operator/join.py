@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from prfaas.api import Condition, MemberCluster, PrefillPool
 from prfaas.errors import ConfigError
@@ -14,7 +14,7 @@ from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.connect import KubeContext, open_context
 from prfaas_operator.clusters.kinds import Object
-from prfaas_operator.errors import ConflictError
+from prfaas_operator.errors import ConflictError, ForbiddenError
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, READY, REVOKED
 from prfaas_operator.plan.credentials import SECONDS_PER_DAY, parse_kubeconfig
 from prfaas_operator.plan.member import users_of
@@ -97,8 +97,16 @@ async def _until_ready(hub: ClusterClient, name: str, wait_seconds: float) -> Ob
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> tuple[MemberCluster, tuple[str, ...]]:
-    """Cut a member cluster off; return it and its pools once the hub refuses its certificates and routes nothing there.
+class CutOffMember(NamedTuple):
+    """A member that was cut off, and its pools. `routes_checked` false: these credentials may not read the tables."""
+
+    member: MemberCluster
+    pools: tuple[str, ...]
+    routes_checked: bool
+
+
+async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> CutOffMember:
+    """Cut a member cluster off; return once the hub refuses its certificates and routes nothing there.
 
     Raises ConfigError: there is no such MemberCluster, or it is not cut off within `wait_seconds`.
     """
@@ -111,20 +119,23 @@ async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> tuple[Memb
             member, tables = await here.get(kinds.MEMBER_CLUSTER, name), await _tables(here)
             if member is None:
                 raise ConfigError(f"MemberCluster {name} was deleted before it was cut off")
-            missing = missing_for_revocation(cluster := read(MemberCluster, member), tables)
+            missing = missing_for_revocation(cluster := read(MemberCluster, member), tables or {})
             if not missing:
                 break
             if deadline.is_over:
                 raise ConfigError(f"MemberCluster {name} is not cut off after {wait_seconds:g} s: {missing}")
             await asyncio.sleep(POLL_SECONDS)
         pools = [read(PrefillPool, pool) for pool in await here.list_all(kinds.PREFILL_POOL)]
-    return cluster, users_of(name, pools)
+    return CutOffMember(cluster, users_of(name, pools), routes_checked=tables is not None)
 
 
-async def _tables(hub: ClusterClient) -> dict[str, RoutingTable]:
-    """Return the routing tables that gateways read, by policy."""
+async def _tables(hub: ClusterClient) -> dict[str, RoutingTable] | None:
+    """Return the routing tables that gateways read, by policy; None: these credentials may not read them."""
     policies = [one["metadata"]["name"] for one in await hub.list_all(kinds.POLICY)]
-    found = {one: read_config_map(await hub.get(kinds.CONFIG_MAP, routes_configmap(one))) for one in policies}
+    try:
+        found = {one: read_config_map(await hub.get(kinds.CONFIG_MAP, routes_configmap(one))) for one in policies}
+    except ForbiddenError:
+        return None
     return {policy: table for policy, table in found.items() if table is not None}
 
 
