@@ -129,18 +129,22 @@ async def revoke(hub: KubeContext, name: str, wait_seconds: float) -> CutOffMemb
     return CutOffMember(cluster, users_of(name, pools), routes_checked=tables is not None)
 
 
-async def _tables(hub: ClusterClient) -> dict[str, RoutingTable] | None:
-    """Return the routing tables that gateways read, by policy; None: these credentials may not read them."""
+async def _tables(hub: ClusterClient) -> dict[str, RoutingTable | None] | None:
+    """Return the routing tables that gateways read, by policy, None for one that this version cannot read.
+
+    None instead of all: these credentials may not read them.
+    """
     policies = [one["metadata"]["name"] for one in await hub.list_all(kinds.POLICY)]
     try:
-        found = {one: read_config_map(await hub.get(kinds.CONFIG_MAP, routes_configmap(one))) for one in policies}
+        found = {one: await hub.get(kinds.CONFIG_MAP, routes_configmap(one)) for one in policies}
     except ForbiddenError:
         return None
-    return {policy: table for policy, table in found.items() if table is not None}
+    return {policy: read_config_map(live) for policy, live in found.items() if live is not None}
 
 
-def missing_for_revocation(member: MemberCluster, tables: Mapping[str, RoutingTable]) -> str:
-    """Return what is missing until a MemberCluster is cut off; empty: nothing. `tables` are those of policies."""
+def missing_for_revocation(member: MemberCluster, tables: Mapping[str, RoutingTable | None]) -> str:
+    """Return what is missing until a MemberCluster is cut off; empty: nothing. `tables` are those of policies, None for
+    one that cannot be read."""
     name, found = member.metadata.name, {condition.type: condition for condition in member.status.conditions}
     ready, certificate = found.get(READY), found.get(CERTIFICATE_READY)
     if not member.spec.revoked:
@@ -151,7 +155,15 @@ def missing_for_revocation(member: MemberCluster, tables: Mapping[str, RoutingTa
         return f"its operator, which may be older than this command, reports {ready.reason}: {ready.message}"
     if certificate is not None and certificate.reason != REVOKED:
         return f"{CERTIFICATE_READY} is {certificate.reason}: {certificate.message}"
+    return _routed(name, tables)
+
+
+def _routed(name: str, tables: Mapping[str, RoutingTable | None]) -> str:
+    """Return which routing table has or may have a member; empty: none."""
     for policy, table in sorted(tables.items()):
+        if table is None:
+            where = f"ConfigMap {routes_configmap(policy)}"
+            return f"{where} cannot be read by this version, and may route prompts there; upgrade this command"
         if name in {one.name for one in table.clusters} | {one.cluster for one in table.instances}:
             return f"PrfaaSPolicy {policy} still routes prompts there; see its conditions, it may be paused"
     return ""

@@ -120,6 +120,19 @@ def test_a_success_says_whether_the_tables_were_looked_into(monkeypatch: pytest.
     assert "routing tables not checked: your account may not get ConfigMaps" in did_not.output
 
 
+@pytest.mark.parametrize("table", [b"", b"no table", b'{"format": 2}'])
+def test_a_table_that_cannot_be_read_counts_as_one_that_may_have_the_member(monkeypatch: pytest.MonkeyPatch, table):
+    ended = revoke(monkeypatch, Hub(table))
+    assert isinstance(ended.exception, ConfigError)
+    assert "ConfigMap kimi-routes cannot be read by this version" in str(ended.exception)
+
+
+def test_a_policy_without_a_table_routes_nothing(monkeypatch: pytest.MonkeyPatch):
+    hub = Hub(b"")
+    del hub.objects["ConfigMap", "kimi-routes"]
+    assert revoke(monkeypatch, hub).exit_code == 0
+
+
 def test_the_control_a_table_with_the_member_is_found(monkeypatch: pytest.MonkeyPatch):
     ended = revoke(monkeypatch, Hub(encode(make_table(clusters=(EU,)))))
     assert isinstance(ended.exception, ConfigError)
