@@ -238,13 +238,19 @@ def _span(left: timedelta) -> str:
 
 def version_finding(text: str) -> Finding:
     """Return if a server is new enough, from its gitVersion such as v1.34.4-eks-1a2b3c4."""
-    numbers = text.removeprefix("v").split(".")
-    known = len(numbers) > 1 and numbers[0] == "1" and numbers[1].rstrip("+").isdigit()
-    if not known:
+    minor = minor_of(text)
+    if minor is None:
         return Finding("version", "warning", f"{text!r} is no version that this command knows")
-    if int(numbers[1].rstrip("+")) < OLDEST_MINOR:
+    if minor < OLDEST_MINOR:
         return Finding("version", "failed", text, f"upgrade the cluster: 1.{OLDEST_MINOR} is needed")
     return Finding("version", "ok", text)
+
+
+def minor_of(text: str) -> int | None:
+    """Return the minor version in a gitVersion; None for what is no version 1 of Kubernetes."""
+    numbers = text.removeprefix("v").split(".")
+    known = len(numbers) > 1 and numbers[0] == "1" and numbers[1].rstrip("+").isdecimal()
+    return int(numbers[1].rstrip("+")) if known else None
 
 
 def clock_finding(one: datetime, other: datetime, between: str = "between hub and member") -> Finding:

@@ -10,7 +10,10 @@ from prfaas.capacity.memory import DEVICE_BYTES
 from prfaas.kube.session import Object
 from prfaas.util import MIB
 from prfaas_operator.check import Probe
+from prfaas_operator.clusters import kinds
 
+ADMISSION_KINDS: Final = (kinds.ADMISSION_POLICY, kinds.ADMISSION_BINDING)
+"""Of the chart prfaas-member, which does without them on older servers and with `admission.enabled=false`."""
 RESOURCES: Final = ("nvidia.com/gpu", "amd.com/gpu")
 PRODUCTS: Final = (
     *("nvidia.com/gpu.product", "amd.com/gpu.product-name"),

@@ -7,7 +7,7 @@ from typing import Final
 from prfaas import names
 from prfaas.engines import ENGINES
 from prfaas_operator.check import Finding, Level, clock_finding, version_finding
-from prfaas_operator.preflight.facts import Accelerators, Admission, ClusterFacts, PathFacts, Scrape
+from prfaas_operator.preflight.facts import ADMISSION_KINDS, Accelerators, Admission, ClusterFacts, PathFacts, Scrape
 
 REQUIRED_PORTS: Final = (names.WORKER_API_PORT, names.WORKER_DATA_PORT)
 SLOW_SCRAPE_SECONDS: Final = 5.0
@@ -34,7 +34,7 @@ def of_cluster(facts: ClusterFacts, *, has_prometheus: bool) -> Iterator[Finding
     """Yield the findings about one cluster; `has_prometheus` says that a person named one."""
     yield version_finding(facts.probe.version)
     yield clock_finding(facts.probe.date, facts.probe.at, "from this machine")
-    yield _rights(facts.rights)
+    yield from _rights(facts.rights)
     yield _accelerators(facts.accelerators)
     yield _pod_monitors(facts.has_pod_monitors, has_prometheus=has_prometheus)
 
@@ -74,11 +74,17 @@ def of_path(path: PathFacts, server: str) -> Iterator[Finding]:
     yield _rate(path.mbps)
 
 
-def _rights(rights: Mapping[str, bool]) -> Finding:
-    if missing := sorted(right for right, granted in rights.items() if not granted):
+def _rights(rights: Mapping[str, bool]) -> Iterator[Finding]:
+    missing = {right for right, granted in rights.items() if not granted}
+    spared = {f"create {kind.plural}" for kind in ADMISSION_KINDS}
+    if needed := sorted(missing - spared):
         cure = "install as an account with these rights, or have them granted"
-        return Finding("rights", "failed", f"missing: {', '.join(missing)}", cure)
-    return Finding("rights", "ok", f"all {len(rights)} that an installation takes")
+        yield Finding("rights", "failed", f"missing: {', '.join(needed)}", cure)
+    else:
+        yield Finding("rights", "ok", f"all {len(rights.keys() - missing)} that an installation takes")
+    if without := sorted(missing & spared):
+        cure = "have them granted, or set admission.enabled=false of the chart prfaas-member"
+        yield Finding("admission rights", "warning", f"missing: {', '.join(without)}", cure)
 
 
 def _accelerators(found: Sequence[Accelerators] | None) -> Finding:

@@ -6,20 +6,29 @@ from typing import Final
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.kube.lease import LEASE_KIND
 from prfaas.kube.session import CONFIG_MAP, ObjectKind
-from prfaas_operator.check import granted, probe_server
+from prfaas_operator.check import granted, minor_of, probe_server
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.errors import ForbiddenError
-from prfaas_operator.preflight.facts import ENFORCE, Accelerators, Admission, ClusterFacts, accelerators
+from prfaas_operator.preflight.facts import (
+    ADMISSION_KINDS,
+    ENFORCE,
+    Accelerators,
+    Admission,
+    ClusterFacts,
+    accelerators,
+)
 from prfaas_operator.render import service_account
 from prfaas_operator.render.common import rule
 
+ADMISSION_MINOR: Final = 30
+"""Of Kubernetes 1.x: since then it serves admission policies, as the chart prfaas-member knows."""
 POD_MONITORS: Final = "podmonitors.monitoring.coreos.com"
 _INSTALLED: Final = (
     *(kinds.NAMESPACE, kinds.SERVICE_ACCOUNT, kinds.ROLE, kinds.ROLE_BINDING, kinds.SECRET, kinds.NETWORK_POLICY),
 )
-INSTALLED_IN_MEMBER: Final = (*_INSTALLED, kinds.RESOURCE_QUOTA, kinds.ADMISSION_POLICY, kinds.ADMISSION_BINDING)
+INSTALLED_IN_MEMBER: Final = (*_INSTALLED, kinds.RESOURCE_QUOTA, *ADMISSION_KINDS)
 """What the chart prfaas-member and Helm itself create."""
 INSTALLED_IN_HUB: Final = (
     *_INSTALLED,
@@ -62,11 +71,19 @@ def _rule(kind: ObjectKind, verbs: str, part: str = "") -> Object:
     return rule(group, kind.plural + part, verbs.split())
 
 
+def rights_at(version: str, rights: list[Object]) -> list[Object]:
+    """Return the rights that an installation takes on a server of this version."""
+    minor = minor_of(version)
+    if minor is None or minor >= ADMISSION_MINOR:
+        return rights
+    return [one for one in rights if one["resources"][0] not in {kind.plural for kind in ADMISSION_KINDS}]
+
+
 async def look(cluster: ClusterClient, rights: list[Object]) -> ClusterFacts:
     """Return the facts of a cluster; raises the client's errors where its API server does not answer."""
     probe = await probe_server(cluster)
     answers, devices, has_monitors = await asyncio.gather(
-        granted(cluster, rights), _accelerators(cluster), _has_pod_monitors(cluster)
+        granted(cluster, rights_at(probe.version, rights)), _accelerators(cluster), _has_pod_monitors(cluster)
     )
     return ClusterFacts(probe, answers, devices, has_monitors)
 

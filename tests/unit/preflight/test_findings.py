@@ -10,7 +10,13 @@ import yaml
 from prfaas_operator.clusters import kinds
 from prfaas_operator.preflight import findings
 from prfaas_operator.preflight.facts import Admission, Scrape
-from prfaas_operator.preflight.look import INSTALLED_IN_HUB, INSTALLED_IN_MEMBER, rights_of_hub
+from prfaas_operator.preflight.look import (
+    INSTALLED_IN_HUB,
+    INSTALLED_IN_MEMBER,
+    rights_at,
+    rights_of_hub,
+    rights_of_member,
+)
 
 from .conftest import NOW, WELL, cluster, devices, path
 
@@ -35,6 +41,12 @@ def test_of_clusters_and_a_path_that_are_well_nothing_is_wrong():
     ("changed", "check", "level", "says"),
     [
         ({"rights": {"create roles": False, "create pods": True}}, "rights", "failed", "missing: create roles;"),
+        (
+            {"rights": {"create validatingadmissionpolicies": False, "create pods": True}},
+            "admission rights",
+            "warning",
+            "missing: create validatingadmissionpolicies; have them granted, or set admission.enabled=false",
+        ),
         ({"accelerators": ()}, "accelerators", "warning", "nvidia.com/gpu or amd.com/gpu; install the vendor's device"),
         ({"accelerators": None}, "accelerators", "warning", "may not list nodes"),
         ({"accelerators": devices("", 8)}, "accelerators", "warning", "8 x nvidia.com/gpu on 1 node; install GPU feat"),
@@ -143,6 +155,16 @@ def test_the_right_to_create_whatever_a_chart_creates_is_asked_for(chart, asked)
     assert len(created) > 3
     assert created <= {kind.name for kind in asked}
     assert kinds.SECRET in asked, "Helm keeps releases in Secrets"
+
+
+@pytest.mark.parametrize(
+    ("version", "asked"), [("v1.29.9", 0), ("v1.30.0", 2), ("v1.30+", 2), ("v1.34.4-eks-1a2b", 2), ("unknown", 2)]
+)
+def test_rights_to_admission_policies_are_asked_for_where_the_chart_makes_them(version, asked):
+    whole = rights_of_member("here")
+    found = rights_at(version, whole)
+    named = [one for one in found if "validatingadmission" in one["resources"][0]]
+    assert (len(named), len(whole) - len(found)) == (asked, 2 - asked)
 
 
 def rights(rules) -> set[tuple[str, str, str]]:
