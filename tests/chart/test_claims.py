@@ -242,6 +242,13 @@ def test_placement_and_resources_reach_the_pod(render):
     assert container(chosen)["resources"]["limits"] == {"memory": "1Gi"}
 
 
+@pytest.mark.parametrize(("names", "told"), [(["a"], "a"), (["123"], "123"), (["true", "b"], "true,b")])
+def test_pull_secrets_are_words_whatever_they_look_like(render, names, told):
+    values = ",".join(f"operator.imagePullSecrets[{index}].name={name}" for index, name in enumerate(names))
+    args = container(render("prfaas", "--set-string", values))["args"]
+    assert args[args.index("--gateway-pull-secrets") + 1] == told
+
+
 def rights_of_people(objects: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
     """Return what each ClusterRole of the chart gives, as (resource, verb)."""
     return {
@@ -325,6 +332,12 @@ def test_the_member_admits_what_its_owner_names(render, member):
 def test_a_server_without_admission_policies_gets_none(render, version, policies):
     objects = render("prfaas-member", "--kube-version", version)
     assert len(of_kind(objects, "ValidatingAdmissionPolicy")) == policies
+
+
+def test_values_of_an_earlier_version_render(render, member):
+    """As `helm upgrade --reuse-values` gives them."""
+    assert of_kind(member, "ValidatingAdmissionPolicy"), "the control"
+    assert not of_kind(render("prfaas-member", "--set", "admission=null"), "ValidatingAdmissionPolicy")
 
 
 def test_the_member_has_a_quota_if_its_owner_wants_one(render, member):
