@@ -238,10 +238,14 @@ def waiting_for(
 
 
 def _end_of_patience(authorities: Authorities, holders: Sequence[Holder], terms: Terms) -> datetime:
-    """Return when an authority can sign no full-length certificate, or an issuer's renewals are long overdue."""
+    """Return when an authority can sign no full-length certificate, or an issuer's renewals are long overdue.
+
+    A buyer's certificate says nothing about that: nobody renews it here.
+    """
     if terms.mode is not CertificateMode.ISSUER and authorities.ends is not None:
         return authorities.ends - terms.life
-    ends = [holder.held.leaf.validity.not_after for holder in holders if holder.held and holder.held.leaf]
+    leaves = [one.held.leaf for one in holders if one.held is not None and not one.identity.is_buyer]
+    ends = [leaf.validity.not_after for leaf in leaves if leaf is not None]
     # A renewal is due with a third of the life left (`renewBefore`); half of that is the limit.
     return min(ends, default=datetime.max.replace(tzinfo=UTC)) - terms.life / 6
 

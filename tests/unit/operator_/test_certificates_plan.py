@@ -331,3 +331,16 @@ def test_an_issuer_that_gives_buyers_nothing_still_changes_its_authority():
     terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 60 * MINUTE, START)
     holder = Holder(EU, SecretContent(leaf("a"), frozenset("a"), START), leaf("b"))
     assert plan.step(STEADY, [holder, sold("a")], terms, moment) is RotationStep.ANNOUNCE
+
+
+def test_a_buyers_certificate_that_ends_soon_leaves_no_silent_cluster_behind():
+    """The control: one of a cluster that an issuer has not renewed does."""
+    terms, moment = TERMS._replace(mode=plan.CertificateMode.ISSUER), ObservedTime(START + 10 * MINUTE, START)
+    announced = STEADY._replace(next=frozenset("b"))
+    silent = Holder(Identity("us"), None, leaf("b", "us"))
+
+    def ready(end: timedelta) -> Holder:
+        return Holder(EU, SecretContent(leaf("a", end=end), frozenset("ab"), START), leaf("b"))
+
+    assert plan.step(announced, [ready(60 * MINUTE), silent, sold("ab", 12 * MINUTE)], terms, moment) is None
+    assert plan.step(announced, [ready(12 * MINUTE), silent], terms, moment) is RotationStep.PROMOTE
