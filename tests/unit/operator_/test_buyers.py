@@ -15,6 +15,7 @@ from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas_operator import buyers, cli
 from prfaas_operator.clusters.connect import KubeContext
+from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import SoldCertificate, Terms
 
@@ -25,15 +26,19 @@ HERE = KubeContext(None, None, "ns")
 
 
 class Hub(MemoryCluster):
-    """The hub's API server with an authority."""
+    """The hub's API server with an authority; somebody writes its Secret between `conflicts` reads and writes."""
 
     def __init__(self) -> None:
+        self.conflicts = 0
         pair = read.make_authority("one", NOW, TERMS, "ours.prfaas.io")
         store = read.first_store(identity.by_digest(pair.certificate), "ours.prfaas.io", pair.key)
         data = {name: base64.b64encode(content).decode() for name, content in store.data.items()}
         super().__init__({"kind": "Secret", "metadata": {"name": "prfaas-ca"}, "data": data})
 
     async def merge(self, _: Any, name: str, patch: Any) -> None:
+        if self.conflicts:
+            self.conflicts -= 1
+            raise ConflictError("somebody was faster")
         self.objects["Secret", name]["data"] |= patch["data"]
 
     @property
@@ -92,3 +97,18 @@ async def test_an_earlier_certificate_is_known_until_it_ends_whatever_is_written
         hub.clock = lambda hour=hour: NOW + hour * HOUR
         await buyers.sell(HERE, "other", HOUR)
         assert hub.sold.keys() == known
+
+
+async def test_a_write_of_somebody_else_in_between_fails_nothing(hub: Hub):
+    hub.conflicts = buyers.TRIES - 1
+    await buyers.sell(HERE, "acme", HOUR)
+    hub.conflicts = 1
+    assert await buyers.cut_off(HERE, "acme", 0)
+    assert hub.sold["acme"].refused_before is not None
+
+
+async def test_whoever_always_writes_in_between_ends_the_tries(hub: Hub):
+    hub.conflicts = buyers.TRIES
+    with pytest.raises(ConflictError):
+        await buyers.sell(HERE, "acme", HOUR)
+    assert hub.sold == {}
