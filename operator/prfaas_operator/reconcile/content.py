@@ -2,7 +2,8 @@
 
 The operator can look only into Secrets of the hub's namespace. A Secret of another cluster is another one, whatever its
 name is. But a MemberCluster may be the hub's own namespace by another address: the ConfigMap that Kubernetes puts into
-each namespace tells them apart. What opens nothing is not read again for a while; what is refused is, at each look.
+each namespace tells them apart, at each look. A Secret that was looked into and opens nothing is not read again for a
+while, unless a MemberCluster begins to name another key of it.
 """
 
 import time
@@ -19,28 +20,32 @@ AGAIN_SECONDS: Final = 300.0
 
 
 class ContentCheck:
-    """Remembers for how long each Secret of each cluster counts as harmless."""
+    """Remembers for how long each Secret of the hub counts as harmless, with the keys of it that are kubeconfigs."""
 
     def __init__(self, hub: HubView, clock: Callable[[], float] = time.monotonic):
         self._hub, self._clock = hub, clock
-        self._harmless_until: dict[tuple[str, str], float] = {}
+        self._harmless_until: dict[tuple[str, frozenset[str]], float] = {}
 
-    async def check(self, template: PodTemplate, cluster_name: str, cluster: ClusterClient) -> None:
+    async def check(self, template: PodTemplate, cluster: ClusterClient) -> None:
         """Look into the Secrets that pods of a template read in a cluster.
 
         Raises ForbiddenSecretError: one of them opens a cluster or gateways, or signs certificates.
         """
         now = self._clock()
         self._harmless_until = {known: until for known, until in self._harmless_until.items() if now < until}
-        for name, where in read_by(template):
-            if (cluster_name, name) in self._harmless_until:
-                continue
-            secret = await self._hub.client.get(SECRET, name)
-            if secret is None:
-                continue
-            if await self._is_hub(cluster):
-                check_content(secret, where, self._hub.kubeconfig_keys())
-            self._harmless_until[cluster_name, name] = now + AGAIN_SECONDS
+        named = self._hub.kubeconfig_keys()
+        looks = {
+            (name, frozenset(key for secret, key in named if secret == name)): where
+            for name, where in read_by(template)
+        }
+        unknown = {look: where for look, where in looks.items() if look not in self._harmless_until}
+        if not unknown or not await self._is_hub(cluster):
+            return
+        for look, where in unknown.items():
+            secret = await self._hub.client.get(SECRET, look[0])
+            if secret is not None:
+                check_content(secret, where, named)
+                self._harmless_until[look] = now + AGAIN_SECONDS
 
     async def _is_hub(self, cluster: ClusterClient) -> bool:
         """Return true if a cluster is the hub's namespace, by whatever address, or may be."""

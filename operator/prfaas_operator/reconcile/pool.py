@@ -72,7 +72,7 @@ class PoolReconciler:
         check_profile(pool)
         cluster_name = member.metadata.name if member else names.HUB
         cluster = await self.members.cluster(cluster_name) if member else self.hub.client
-        await self.contents.check(pool.spec.template, cluster_name, cluster)
+        await self.contents.check(pool.spec.template, cluster)
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)
         deployed = partial(cluster.get, DEPLOYMENT, pool.metadata.name)
