@@ -73,15 +73,24 @@ async def test_control_one_certificate_for_the_whole_hub_gives_it(hub):
     assert not any(refusal(endpoint, Identity(HUB), HUB) for endpoint in CONTROL)
 
 
+async def reported(hub: Any, *pods: PodFacts) -> list[str]:
+    """Return the messages of GatewaysApart while the policy has these pods."""
+    await passes(hub, *pods)
+    await hub.reconcile("PrfaaSPolicy", "kimi")
+    conditions = hub.server.objects["PrfaaSPolicy", "kimi"]["status"]["conditions"]
+    return [one["message"] for one in conditions if one["type"] == "GatewaysApart"]
+
+
 async def test_an_old_gateway_that_does_not_end_is_named_by_its_policy(hub):
-    """The control is a gateway of this version: nothing is reported."""
-    stuck = gateway_pod("stuck", TLS_SECRET)._replace(terminating=True)
-    for pods, reported in (([stuck], "pod stuck of an older version"), ([gateway_pod("new", GATEWAY_TLS_SECRET)], "")):
-        await passes(hub, *pods)
-        await hub.reconcile("PrfaaSPolicy", "kimi")
-        conditions = hub.server.objects["PrfaaSPolicy", "kimi"]["status"]["conditions"]
-        found = [one["message"] for one in conditions if one["type"] == "GatewaysApart"]
-        assert [message.startswith(reported) for message in found] == ([True] if reported else [])
+    """The control is a gateway of this version: nothing is reported. Once there was none but such, an old one that
+    starts is named for what it lacks."""
+    (stuck,) = await reported(hub, gateway_pod("stuck", TLS_SECRET)._replace(terminating=True))
+    assert stuck.startswith("pod stuck of an older version")
+    assert stuck.endswith("may do what only gateways may, until it ends; delete it if it does not end by itself")
+    assert await reported(hub, gateway_pod("new", GATEWAY_TLS_SECRET)) == []
+    (late,) = await reported(hub, gateway_pod("late", TLS_SECRET), gateway_pod("new", GATEWAY_TLS_SECRET))
+    assert late.startswith("pod late of an older version")
+    assert late.endswith("delete it, and its Deployment makes one of this version")
 
 
 async def test_a_pod_that_mounts_it_later_gives_the_instances_no_right_back(hub):

@@ -324,16 +324,24 @@ def old_gateways(pods: Iterable[PodFacts]) -> list[str]:
     return sorted(pod.name for pod in pods if pod.policy_uid and TLS_SECRET in pod.secrets and not pod.shared.over)
 
 
-def separation(pods: Iterable[PodFacts]) -> dict[str, ConditionState]:
-    """Return the condition GatewaysApart of a policy, whose gateways' pods these are, only while it is false."""
+def separation(pods: Iterable[PodFacts], *, is_apart: bool) -> dict[str, ConditionState]:
+    """Return the condition GatewaysApart of a policy, whose gateways' pods these are, only while it is false.
+
+    `is_apart`: the certificate of the hub's instances has no right of gateways any more.
+    """
     old = old_gateways(pods)
     if not old:
         return {}
-    message = (
-        f"pod {old[0]} of an older version mounts {TLS_SECRET}, so the certificate of the hub's instances may do what "
-        "only gateways may, until it ends; delete it if it does not end by itself"
+    effect = (
+        "so the certificate of the hub's instances may do what only gateways may, until it ends; delete it if it does "
+        "not end by itself"
     )
-    return {GATEWAYS_APART: no("OldGateway", message)}
+    if is_apart:
+        effect = (
+            "which is the certificate of the hub's instances alone, so these refuse it what only gateways may do; "
+            "delete it, and its Deployment makes one of this version"
+        )
+    return {GATEWAYS_APART: no("OldGateway", f"pod {old[0]} of an older version mounts {TLS_SECRET}, {effect}")}
 
 
 class Revocation(NamedTuple):

@@ -253,10 +253,11 @@ class Certificates:
         return Identity(HUB, WORKER if self._is_apart else "")
 
     def separation(self, policy_uid: str) -> Mapping[str, ConditionState]:
-        """Return the condition GatewaysApart of a policy, only while its pods keep it from that."""
-        if self._terms.mode is CertificateMode.DISABLED or self._is_apart:
+        """Return the condition GatewaysApart of a policy, only while it has pods of older operators."""
+        if self._terms.mode is CertificateMode.DISABLED:
             return {}
-        return plan.separation(pod for pod in self._hub.pods.items.values() if pod.policy_uid == policy_uid)
+        pods = [pod for pod in self._hub.pods.items.values() if pod.policy_uid == policy_uid]
+        return plan.separation(pods, is_apart=self._is_apart)
 
     async def _own(self, who: Identity) -> _Target:
         name, hub = render.secret_of(plan.holder_name(who)), self._hub.client

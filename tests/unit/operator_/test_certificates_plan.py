@@ -344,3 +344,12 @@ def test_a_buyers_certificate_that_ends_soon_leaves_no_silent_cluster_behind():
 
     assert plan.step(announced, [ready(60 * MINUTE), silent, sold("ab", 12 * MINUTE)], terms, moment) is None
     assert plan.step(announced, [ready(12 * MINUTE), silent], terms, moment) is RotationStep.PROMOTE
+
+
+def test_an_old_gateway_is_named_before_and_after_the_instances_certificate_lost_its_rights(make):
+    old = make.pod("old", "", policy_uid="p", secrets=frozenset({"prfaas-tls"}))
+    for is_apart, says in ((False, "may do what only gateways may, until it ends"), (True, "refuse it what only gate")):
+        (found,) = plan.separation([old], is_apart=is_apart).values()
+        assert found.message.startswith("pod old of an older version mounts prfaas-tls")
+        assert says in found.message
+        assert plan.separation([old._replace(secrets=frozenset())], is_apart=is_apart) == {}
