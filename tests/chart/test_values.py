@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,20 @@ def test_notes_say_who_may_reach_the_members_workers(helm):
     assert "closes these ports to the hub" in (closed := helm(*install))
     assert "helm upgrade release CHART -n here --reuse-values --set 'networkPolicy.hubCidrs={HUB_CIDR}'" in closed
     assert "lets 192.0.2.0/24 reach these ports" in helm(*install, "--set", "networkPolicy.hubCidrs={192.0.2.0/24}")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--kube-version", "1.30.0"), "An admission policy checks the hub's Deployments here"),
+        (("--kube-version", "1.29.9"), "because this is Kubernetes v1.29.9: 1.30 is needed"),
+        (("--set", "admission.enabled=false"), "set admission.enabled=true for one"),
+        (("--set", "admission=null"), "set admission.enabled=true for one"),
+    ],
+)
+def test_notes_say_whether_the_hubs_deployments_are_checked(helm, tmp_path, options, says):
+    """Only `helm template` takes a version, and it shows no notes; so here they are an object's text."""
+    chart = shutil.copytree(ROOT / "charts/prfaas-member", tmp_path / "chart")
+    (chart / "templates/NOTES.txt").rename(chart / "notes")
+    (chart / "templates/notes.yaml").write_text('notes: {{ tpl (.Files.Get "notes") . | quote }}')
+    assert says in helm("template", "release", chart, "--show-only", "templates/notes.yaml", *options)

@@ -12,3 +12,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- define "prfaas-member.namespace" -}}
 {{ .Values.namespace.name | default .Release.Namespace }}
 {{- end }}
+
+{{- /* Whether this release has the admission policy. Values that an earlier version kept (--reuse-values) have no `admission`. */ -}}
+{{- define "prfaas-member.admits" -}}
+{{- if and (.Values.admission).enabled (semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version) }}yes{{ end }}
+{{- end }}
