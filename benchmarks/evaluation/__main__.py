@@ -2,7 +2,7 @@
 
     prfaas bench evaluation [--part saturated|beside|steady|falls|swings|bursts|qwen]
 
-Without a part it serves a small case for some eight minutes. The paper's case has three parts of at most an hour each:
+Without a part it serves a small case for thirteen minutes. The paper's case has three parts of at most an hour each:
 what the systems complete when more arrives, first tokens at the same rate, and loads that both carry. Three more
 disturb it at 70 % load: the link falls to a fifth and returns, it swings, or requests come in bursts. The moving
 threshold and prices are then compared with the best thresholds that stay. And `qwen` is what systems of Qwen3.5-397B

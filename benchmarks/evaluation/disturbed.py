@@ -13,7 +13,7 @@ from prfaas.cli.evaluation.disturbed import disturbed_page
 from prfaas.evaluate.disturbed import (
     DisturbanceName,
     DisturbedSummary,
-    Settling,
+    ThresholdSettling,
     best_thresholds,
     disturb,
     summarise_disturbed,
@@ -87,6 +87,6 @@ def _settlings(found: DisturbedSummary) -> Iterator[Figure]:
         yield Figure(name=title, value=value, unit="", reach=REACH_INTERVALS, rival="simulator", rival_value=said)
 
 
-def _intervals(one: Settling) -> int:
+def _intervals(one: ThresholdSettling) -> int:
     """Return the intervals, all until the next change where they did not do."""
     return one.most_intervals if one.intervals is None else one.intervals

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from benchmarks.evaluation import SHORT
+from benchmarks.evaluation.compared import SHORT
 from benchmarks.outside.load_tools import LOAD_TOOLS, Seen, label_of, replay
 from benchmarks.report import Figure, say
 

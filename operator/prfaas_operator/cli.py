@@ -16,9 +16,9 @@ from prfaas.api import MemberCluster
 from prfaas.cli.certs import check_directory, write_files
 from prfaas.console import HubContext, HubKubeconfig, HubNamespace, TableOrJson, new_app
 from prfaas.rights import BUYER
-from prfaas_operator import buyers
 from prfaas_operator import join as work
 from prfaas_operator.check import check, is_well
+from prfaas_operator.clusters import buyers
 from prfaas_operator.clusters.connect import KubeContext
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, REACHABLE, READY
 from prfaas_operator.plan.credentials import DEFAULT_TOKEN_DAYS

@@ -91,7 +91,7 @@ class Prometheus:
         return figure.value if figure else None
 
 
-def parse(status: int, body: bytes, query: str) -> list[Figure]:
+def parse(status: int, body: bytes | bytearray, query: str) -> list[Figure]:
     """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
     if 300 <= status < 400:
         raise ConfigError(f"Prometheus answers with a redirect, HTTP {status}: set metrics.prometheusUrl to its end")

@@ -41,7 +41,7 @@ _TRIED: Final = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.8)
 """Thresholds that stay, as shares of the planned one."""
 
 
-class Settling(msgspec.Struct, frozen=True, kw_only=True):
+class ThresholdSettling(msgspec.Struct, frozen=True, kw_only=True):
     """How a threshold followed one change of the link."""
 
     at_seconds: float
@@ -61,8 +61,8 @@ class DisturbedRun(msgspec.Struct, frozen=True, kw_only=True):
     simulated_p90_seconds: float
     lost: int
     fallbacks: int
-    settlings: tuple[Settling, ...]
-    simulated_settlings: tuple[Settling, ...]
+    settlings: tuple[ThresholdSettling, ...]
+    simulated_settlings: tuple[ThresholdSettling, ...]
     why_invalid: str
 
 
@@ -147,7 +147,7 @@ def borne_tokens(file: PlanFile, scenario: Scenario, link_mbps: float) -> int:
     return plan.threshold_tokens
 
 
-def settlings_of(case: Case, run: Run) -> tuple[Settling, ...]:
+def settlings_of(case: Case, run: Run) -> tuple[ThresholdSettling, ...]:
     """Return how the threshold followed each change of the link that leaves time for it."""
     scenario = scenario_of(case, run.key)
     if scenario.policy.threshold.mode != "Auto":
@@ -162,7 +162,7 @@ def settlings_of(case: Case, run: Run) -> tuple[Settling, ...]:
     )
 
 
-def _settling(run: Run, at: float, until: float, borne: int, interval_seconds: int) -> Settling:
+def _settling(run: Run, at: float, until: float, borne: int, interval_seconds: int) -> ThresholdSettling:
     least, most = (share * borne for share in SETTLED)
     seen = [
         (one.at_seconds, least <= one.threshold_tokens <= most)
@@ -174,7 +174,7 @@ def _settling(run: Run, at: float, until: float, borne: int, interval_seconds: i
         if not is_close:
             break
         settled_seconds = at_seconds
-    return Settling(
+    return ThresholdSettling(
         at_seconds=at,
         borne_tokens=borne,
         intervals=None if settled_seconds is None else math.ceil((settled_seconds - at) / interval_seconds),

@@ -17,14 +17,14 @@ from prfaas_sandbox.evaluate.objects import check_live
 
 MOST_SECONDS = 3600.0
 MINUTES: dict[PartName, float] = {
-    "short": 7.6,
-    "saturated": 28,
-    "beside": 42,
-    "steady": 45,
-    "falls": 41,
-    "swings": 41,
-    "bursts": 41,
-    "qwen": 42,
+    "short": 12.8,
+    "saturated": 27.4,
+    "beside": 41.8,
+    "steady": 45.6,
+    "falls": 29.9,
+    "swings": 29.9,
+    "bursts": 29.9,
+    "qwen": 41.8,
 }
 P90 = "P90 of PrfaaS-PD over homogeneous, at 90% of what the plan of that carries"
 

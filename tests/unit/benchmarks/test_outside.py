@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from benchmarks.evaluation import SHORT
+from benchmarks.evaluation.compared import SHORT
 from benchmarks.outside import cache_simulator, environments, load_tools
 from benchmarks.outside.cache_simulator import AttentionCache, hit_figures, hit_rate
 from benchmarks.outside.installation import LEAD_SECONDS, OURS, Load, load_figures, schedule, seen_of

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from prfaas import identity
 from prfaas.errors import ConfigError
-from prfaas_operator import buyers, cli
+from prfaas_operator import cli
+from prfaas_operator.clusters import buyers
 from prfaas_operator.clusters.connect import KubeContext
 from prfaas_operator.errors import ConflictError
 from prfaas_operator.plan import certificates_read as read

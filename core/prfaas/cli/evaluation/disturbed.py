@@ -8,7 +8,7 @@ from prfaas.cli.evaluation.content import COUNTED_WHOLE, TITLES, TextTable, made
 from prfaas.cli.evaluation.report import draw_over_time, draw_table
 from prfaas.cli.page import wrap_page
 from prfaas.evaluate.case import Case
-from prfaas.evaluate.disturbed import SETTLED, DisturbedSummary, Settling
+from prfaas.evaluate.disturbed import SETTLED, DisturbedSummary, ThresholdSettling
 from prfaas.evaluate.record import Run, RunKey
 
 
@@ -80,11 +80,11 @@ def _settling_table(summary: DisturbedSummary) -> TextTable:
     return TextTable(f"Until the threshold stays within {least:g} to {most:g} of what the link bears", head, rows)
 
 
-def _intervals(settling: Settling) -> str:
+def _intervals(settling: ThresholdSettling) -> str:
     return f"not within {settling.most_intervals}" if settling.intervals is None else f"{settling.intervals}"
 
 
-def _borne(run: Run, settlings: Sequence[Settling]) -> Lines:
+def _borne(run: Run, settlings: Sequence[ThresholdSettling]) -> Lines:
     """Return what the link bears from its first change on."""
     if not settlings:
         return {}
