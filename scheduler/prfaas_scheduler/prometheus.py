@@ -91,7 +91,7 @@ class Prometheus:
         return figure.value if figure else None
 
 
-def parse(status: int, body: bytes | bytearray, query: str) -> list[Figure]:
+def parse(status: int, body: bytes, query: str) -> list[Figure]:
     """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
     if 300 <= status < 400:
         raise ConfigError(f"Prometheus answers with a redirect, HTTP {status}: set metrics.prometheusUrl to its end")
@@ -118,7 +118,7 @@ def _float(text: str, query: str) -> float:
         raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is not a number") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytearray:
+async def _read(response: aiohttp.ClientResponse) -> bytes:
     body = await read_at_most(response.content.iter_any(), MAX_ANSWER_BYTES)
     if len(body) > MAX_ANSWER_BYTES:
         raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")

@@ -5,7 +5,6 @@ server accepts connections and never answers, so every call ends after `timeout_
 package does instead.
 """
 
-import asyncio
 import os
 import re
 import tempfile
@@ -36,8 +35,6 @@ CONNECTIONS = 32
 """Each watch holds one, and reconciles of different objects run side by side. The package would allow 100."""
 MAX_ANSWER_BYTES = 32 << 20
 """Much more than a page of 100 pods. A hostile member's server must not fill this process's memory."""
-LONG_ANSWER_BYTES = 1 << 20
-"""One server's longer answers are read one after the other: else it could fill the memory with many at once."""
 MAX_ANSWER_VALUES = 400_000
 """Of JSON: a pod has some hundred, and an object of one member takes 200 bytes, written in 5."""
 MAX_REFUSAL_BYTES = 1 << 20
@@ -65,7 +62,7 @@ class StatusError(PeerError):
     server's sentence.
     """
 
-    def __init__(self, what: str, status: int, raw: bytes | bytearray, headers: Mapping[str, str]):
+    def __init__(self, what: str, status: int, raw: bytes, headers: Mapping[str, str]):
         try:
             self.answer = msgspec.json.decode(raw, type=Object)
         except UNREADABLE:
@@ -138,7 +135,6 @@ class KubeSession:
         )
         self._rest = _rest_client(self.configuration, certificate, key)
         self._is_closed = False
-        self._reads_long = asyncio.Semaphore(1)
 
     @classmethod
     def in_cluster(cls) -> Self:
@@ -169,14 +165,11 @@ class KubeSession:
         Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
         async with self.stream(method, path, **sent) as response:
-            what, raw = f"{method} {path}", await read_answer(response, LONG_ANSWER_BYTES)
-            if len(raw) <= LONG_ANSWER_BYTES:
-                return _object(raw, what)
-            async with self._reads_long:
-                raw = await read_answer(response, MAX_ANSWER_BYTES, raw)
-                if len(raw) > MAX_ANSWER_BYTES:
-                    raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
-                return _object(raw, what)
+            raw = await read_answer(response, MAX_ANSWER_BYTES)
+            if len(raw) > MAX_ANSWER_BYTES:
+                raise ProtocolError(f"{method} {path} answered more than {MAX_ANSWER_BYTES} bytes")
+            check_values(raw, MAX_ANSWER_VALUES, f"{method} {path} answered JSON")
+            return decode_json(raw, Object, f"{method} {path} did not answer with a JSON object")
 
     async def find(self, path: str, **sent: Any) -> Object | None:
         """Return the object at a path, None if there is none; raises as `call`."""
@@ -276,13 +269,7 @@ def token_of_file(path: Path) -> Authorization:
     return read
 
 
-async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int, begun: bytearray | None = None) -> bytearray:
-    """Return a body, or so much of a longer one that it exceeds the limit; `begun` is what was read of it."""
+async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+    """Return a body, or so much of a longer one that it exceeds the limit."""
     # The stream's own methods for a number of bytes raise its limits to that number.
-    return await read_at_most(response.content.iter_any(), limit_bytes, begun)
-
-
-def _object(raw: bytearray, what: str) -> Object:
-    """Return the object that an answer is. Raises ProtocolError."""
-    check_values(raw, MAX_ANSWER_VALUES, f"{what} answered JSON")
-    return decode_json(raw, Object, f"{what} did not answer with a JSON object")
+    return await read_at_most(response.content.iter_any(), limit_bytes)
