@@ -267,7 +267,7 @@ def test_a_member_admits_only_what_its_owner_allows_the_hub(installed):
         eventually(lambda allowed=allowed: refused(installed, allowed, *hub) == "", f"it is named: {words}")
     for image in ("reg.example:5000/p/w-evil:1", "reg.example:5000/p/w:1/evil", "evil/reg.example:5000/p/w:1"):
         assert "only images of these" in refused(installed, hubs_deployment(container={"image": image}), *hub)
-    installed.helm("upgrade", "prfaas-member", chart, "-n", MEMBER)
+    installed.helm("upgrade", "prfaas-member", chart, "-n", MEMBER, "--reset-values")
     eventually(lambda: refused(installed, other, *hub) == "", "all images are admitted again")
 
 
