@@ -23,7 +23,7 @@ REACH_OFF: Final = 0.1
 ComparedName = Literal["short", "saturated", "beside", "steady", "qwen"]
 
 SHORT: Final = Form("examples/evaluation.yaml", 400, 1.0, 32, 6.0)
-PAPER: Final = Form("examples/paper.yaml", 450, 1.4, 128, 20.0)
+PAPER: Final = Form("examples/paper.yaml", 320, 2.0, 128, 20.0)
 QWEN: Final = Form("examples/qwen3.5-397b.yaml", 2400, 2.5, 128, 20.0)
 """Answers are short, so more requests have to come before the longest prompts have ended."""
 

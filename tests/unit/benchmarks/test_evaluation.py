@@ -18,12 +18,12 @@ from prfaas_sandbox.evaluate.objects import check_live
 MOST_SECONDS = 3600.0
 MINUTES: dict[PartName, float] = {
     "short": 12.8,
-    "saturated": 27.4,
-    "beside": 41.8,
-    "steady": 45.6,
-    "falls": 29.9,
-    "swings": 29.9,
-    "bursts": 29.9,
+    "saturated": 29.3,
+    "beside": 43.8,
+    "steady": 47.8,
+    "falls": 41.4,
+    "swings": 41.4,
+    "bursts": 41.4,
     "qwen": 41.8,
 }
 P90 = "P90 of PrfaaS-PD over homogeneous, at 90% of what the plan of that carries"

@@ -180,11 +180,13 @@ def _answers_repeated(pair: EnginePair) -> str:
 
 
 def _frees_both(leaves: str, pair: EnginePair) -> str:
-    """A gateway that dies leaves both. Where the source's caller leaves, the destination computes."""
+    """A gateway that dies leaves both. Where the source's caller leaves, the destination computes. One that leaves
+    before an engine has read its request says nothing to it; then the source keeps its cache for a lease."""
     pair.wait_idle()
     prompt = text_of(min(12_000, pair.destination.context_tokens // 3))
     given, answered = pair.hand_off(prompt)
     pair.source.wait_busy(given)
+    pair.destination.wait_busy(answered)
     if "source" in leaves:
         given.leave()
     if "destination" not in leaves:
