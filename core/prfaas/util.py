@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -116,17 +116,7 @@ def decode_json(document: bytes | bytearray | memoryview | msgspec.Raw, kind: ty
         raise ProtocolError(f"{what}: {error}{hint}") from error
 
 
-async def read_at_most(pieces: AsyncIterable[bytes], limit_bytes: int) -> bytes:
-    """Return a body by its pieces, or so much of a longer one that it exceeds the limit: nothing longer is held."""
-    body = bytearray()
-    async for piece in pieces:
-        body += piece
-        if len(body) > limit_bytes:
-            break
-    return bytes(body)
-
-
-def check_values(document: bytes, most: int, what: str) -> None:
+def check_values(document: bytes | bytearray, most: int, what: str) -> None:
     """Raise ProtocolError for JSON of too many values, each of which would take many times its own bytes.
 
     All marks before a value count, in its texts, too.

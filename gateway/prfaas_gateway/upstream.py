@@ -18,11 +18,11 @@ from typing import Any, Final, NamedTuple, Self
 import aiohttp
 
 from prfaas import identity
+from prfaas.bodies import read_at_most
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, LostError, UnreachableError
 from prfaas.names import HUB
 from prfaas.rights import home_of
-from prfaas.util import read_at_most
 from prfaas.wire.routes import Instance
 from prfaas_gateway.limits import Limits
 

@@ -13,11 +13,12 @@ import aiohttp
 import typer
 
 from prfaas.api import KINDS
+from prfaas.bodies import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION
 from prfaas.ports import url_host
-from prfaas.util import Deadline, read_at_most
+from prfaas.util import Deadline
 from prfaas_operator.clusters.kinds import DEPLOYMENT
 
 OPERATOR: Final = "prfaas-operator"
@@ -77,10 +78,10 @@ def addresses(endpoint_slice: dict[str, Any]) -> list[tuple[str, int]]:
 async def _text(url: str) -> str:
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_SECONDS)) as client,
-            client.get(url, allow_redirects=False) as answer,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_SECONDS), auto_decompress=False) as client,
+            client.get(url, allow_redirects=False, headers=ACCEPTED) as answer,
         ):
-            return (await read_at_most(answer.content.iter_any(), MAX_METRICS_BYTES)).decode(errors="replace")
+            return (await read_at_most(unpacked(answer), MAX_METRICS_BYTES)).decode(errors="replace")
     except (aiohttp.ClientError, TimeoutError) as error:
         raise UnreachableError(
             f"{url} does not answer ({error}): does a NetworkPolicy block this namespace's pods?"

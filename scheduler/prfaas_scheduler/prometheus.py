@@ -11,8 +11,9 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
+from prfaas.bodies import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
-from prfaas.util import check_values, decode_json, read_at_most
+from prfaas.util import check_values, decode_json
 
 FIGURE_LABEL = "figure"
 """Label that tells figures apart where one query asks for several."""
@@ -68,7 +69,14 @@ class Prometheus:
         timeout = aiohttp.ClientTimeout(total=self._timeout_seconds)
         try:
             # POST: the joined query of a large policy is longer than what servers take as a URL.
-            async with self._http.post(self._endpoint, data=form, timeout=timeout, allow_redirects=False) as response:
+            async with self._http.post(
+                self._endpoint,
+                data=form,
+                headers=ACCEPTED,
+                timeout=timeout,
+                allow_redirects=False,
+                auto_decompress=False,
+            ) as response:
                 return parse(response.status, await _read(response), query)
         except TimeoutError as error:
             raise UnreachableError(f"{self._shown} did not answer within {self._timeout_seconds:g} s") from error
@@ -91,7 +99,7 @@ class Prometheus:
         return figure.value if figure else None
 
 
-def parse(status: int, body: bytes, query: str) -> list[Figure]:
+def parse(status: int, body: bytes | bytearray, query: str) -> list[Figure]:
     """Read one answer of /api/v1/query; `query` is named in errors, which are those of `Prometheus.vector`."""
     if 300 <= status < 400:
         raise ConfigError(f"Prometheus answers with a redirect, HTTP {status}: set metrics.prometheusUrl to its end")
@@ -118,8 +126,8 @@ def _float(text: str, query: str) -> float:
         raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is not a number") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    body = await read_at_most(response.content.iter_any(), MAX_ANSWER_BYTES)
+async def _read(response: aiohttp.ClientResponse) -> bytearray:
+    body = await read_at_most(unpacked(response), MAX_ANSWER_BYTES)
     if len(body) > MAX_ANSWER_BYTES:
         raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")
     check_values(body, MAX_ANSWER_VALUES, "Prometheus answers JSON")

@@ -5,6 +5,7 @@ server accepts connections and never answers, so every call ends after `timeout_
 package does instead.
 """
 
+import asyncio
 import os
 import re
 import tempfile
@@ -17,10 +18,11 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
+from prfaas.bodies import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
 from prfaas.kube.package import Configuration, RESTClientObject
 from prfaas.ports import url_host
-from prfaas.util import check_values, decode_json, read_at_most
+from prfaas.util import check_values, decode_json
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON = "application/json"
@@ -33,13 +35,17 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 CONNECT_SECONDS = 4.0
 CONNECTIONS = 32
 """Each watch holds one, and reconciles of different objects run side by side. The package would allow 100."""
-MAX_ANSWER_BYTES = 32 << 20
-"""Much more than a page of 100 pods. A hostile member's server must not fill this process's memory."""
-MAX_ANSWER_VALUES = 400_000
+MAX_ANSWER_BYTES = 16 << 20
+"""Much more than a page of 50 pods. A hostile member's server must not fill this process's memory."""
+LONG_ANSWER_BYTES = 1 << 20
+"""One server's longer answers are read one after the other: many at once would fill the memory, too."""
+MAX_ANSWER_VALUES = 200_000
 """Of JSON: a pod has some hundred, and an object of one member takes 200 bytes, written in 5."""
 MAX_REFUSAL_BYTES = 1 << 20
+MAX_PARAMETER_CHARS = 1 << 14
+"""Of a URL. Some are the server's own words, as the one for the next page, and a long one would be copied often."""
 READ_BUFFER_BYTES = 1 << 16
-"""The package's own is 2 MiB a connection, twice where an answer is compressed."""
+"""The package's own is 2 MiB a connection."""
 NOT_FOUND = 404
 
 Object = dict[str, Any]
@@ -62,7 +68,7 @@ class StatusError(PeerError):
     server's sentence.
     """
 
-    def __init__(self, what: str, status: int, raw: bytes, headers: Mapping[str, str]):
+    def __init__(self, what: str, status: int, raw: bytes | bytearray, headers: Mapping[str, str]):
         try:
             self.answer = msgspec.json.decode(raw, type=Object)
         except UNREADABLE:
@@ -130,11 +136,13 @@ class KubeSession:
                 "trust_env": False,
                 "middlewares": (_refuse_redirect,),
                 "read_bufsize": READ_BUFFER_BYTES,
+                "auto_decompress": False,
             },
             **settings,
         )
         self._rest = _rest_client(self.configuration, certificate, key)
         self._is_closed = False
+        self._reads_long = asyncio.Lock()
 
     @classmethod
     def in_cluster(cls) -> Self:
@@ -159,17 +167,27 @@ class KubeSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def call(self, method: str, path: str, **sent: Any) -> Object:
+    async def call(
+        self, method: str, path: str, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, **sent: Any
+    ) -> Object:
         """Send one request, with the arguments of `stream`, and return the object in the answer.
 
         Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
-        async with self.stream(method, path, **sent) as response:
-            raw = await read_answer(response, MAX_ANSWER_BYTES)
-            if len(raw) > MAX_ANSWER_BYTES:
-                raise ProtocolError(f"{method} {path} answered more than {MAX_ANSWER_BYTES} bytes")
-            check_values(raw, MAX_ANSWER_VALUES, f"{method} {path} answered JSON")
-            return decode_json(raw, Object, f"{method} {path} did not answer with a JSON object")
+        what, ends_at = f"{method} {path}", asyncio.get_running_loop().time() + timeout_seconds
+        async with (
+            self.stream(method, path, timeout_seconds=timeout_seconds, **sent) as response,
+            asyncio.timeout_at(ends_at),  # the request's own timeout sees no wait for another answer
+        ):
+            pieces = unpacked(response)
+            raw = await read_at_most(pieces, LONG_ANSWER_BYTES)
+            if len(raw) <= LONG_ANSWER_BYTES:
+                return _object(raw, what)
+            async with self._reads_long:
+                raw = await read_at_most(pieces, MAX_ANSWER_BYTES, raw)
+                if len(raw) > MAX_ANSWER_BYTES:
+                    raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
+                return _object(raw, what)
 
     async def find(self, path: str, **sent: Any) -> Object | None:
         """Return the object at a path, None if there is none; raises as `call`."""
@@ -193,15 +211,19 @@ class KubeSession:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read.
 
+        Its body may be packed: read it by `read_answer`, or by `bodies.unpacked`.
         Parameters of `query` that are None or empty are left out. The body of a PATCH is a merge patch, or a
         server-side apply if it is bytes of `encode_body`.
         """
         if self._is_closed:
             raise InternalError("KubeSession is used after its end")
         what = f"{method} {self.configuration.host}{path}"
-        parameters = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+        parameters = {name: str(value) for name, value in (query or {}).items() if value is not None and value != ""}
+        if long := [name for name, value in parameters.items() if len(value) > MAX_PARAMETER_CHARS]:
+            raise ProtocolError(f"{what}: {long[0]} is longer than {MAX_PARAMETER_CHARS} characters, so it is not sent")
         url = f"{self.configuration.host}{path}" + (f"?{urlencode(parameters)}" if parameters else "")
-        headers = {"Content-Type": JSON if method != "PATCH" else APPLY_PATCH if type(body) is bytes else MERGE_PATCH}
+        content_type = JSON if method != "PATCH" else APPLY_PATCH if type(body) is bytes else MERGE_PATCH
+        headers = {**ACCEPTED, "Content-Type": content_type}
         if self.authorization is not None and (authorization := self.authorization()):
             headers["Authorization"] = authorization
         timeout = aiohttp.ClientTimeout(total=timeout_seconds, sock_connect=min(timeout_seconds, CONNECT_SECONDS))
@@ -269,7 +291,12 @@ def token_of_file(path: Path) -> Authorization:
     return read
 
 
-async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
+async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int) -> bytearray:
     """Return a body, or so much of a longer one that it exceeds the limit."""
-    # The stream's own methods for a number of bytes raise its limits to that number.
-    return await read_at_most(response.content.iter_any(), limit_bytes)
+    return await read_at_most(unpacked(response), limit_bytes)
+
+
+def _object(raw: bytearray, what: str) -> Object:
+    """Return the object that an answer is. Raises ProtocolError."""
+    check_values(raw, MAX_ANSWER_VALUES, f"{what} answered JSON")
+    return decode_json(raw, Object, f"{what} did not answer with a JSON object")

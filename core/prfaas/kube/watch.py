@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prfaas.bodies import unpacked
 from prfaas.errors import ConfigError, PeerError, ProtocolError
 from prfaas.kube.session import KubeSession, Object, ObjectRef, OnAnswer, StatusError
 from prfaas.util import Backoff, backoff_seconds, decode_json
@@ -94,7 +95,7 @@ async def watch_events(
     try:
         timed = session.stream("GET", path, query=asked, timeout_seconds=limit_seconds, on_answer=on_answer)
         async with timed as response:
-            async for chunk in response.content.iter_any():
+            async for chunk in unpacked(response):
                 buffer += chunk
                 while (end := buffer.find(b"\n")) >= 0:
                     yield _event(bytes(buffer[:end]), path)

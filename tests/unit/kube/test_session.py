@@ -5,12 +5,14 @@ import gzip
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from datetime import UTC, datetime
 
 import msgspec
 import pytest
 import yaml
 from aiohttp import web
+from tests.waiting import eventually_async
 
 from prfaas import identity
 from prfaas.errors import ConfigError, InternalError, ProtocolError, UnreachableError
@@ -92,6 +94,61 @@ async def test_an_answer_that_unpacks_to_too_much_is_refused(api, session, monke
     api.misbehave.append(bomb)
     with pytest.raises(ProtocolError):
         await session.call("GET", REF.path)
+
+
+async def test_gzip_alone_is_asked_for_and_another_packing_is_refused(api, session):
+    async def brotli(_request):
+        return web.Response(body=b"\x0b\x01\x80{}\x03", headers={"Content-Encoding": "br"})
+
+    api.misbehave.append(brotli)
+    with pytest.raises(ProtocolError, match="is packed by 'br', but only gzip was asked for"):
+        await session.call("GET", REF.path)
+    assert [headers["Accept-Encoding"] for _, _, headers, _ in api.requests] == ["gzip"]
+
+
+async def test_a_refusal_that_is_packed_is_read(api, session):
+    async def refuse(_request):
+        packed = gzip.compress(b'{"kind":"Status","message":"not you"}')
+        return web.Response(status=403, body=packed, headers={"Content-Encoding": "gzip"})
+
+    api.misbehave.append(refuse)
+    with pytest.raises(StatusError, match="403 not you"):
+        await session.call("GET", REF.path)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("long_bytes", [1000, 1 << 20], ids=["long", "control: not long"])
+async def test_long_answers_are_read_one_after_the_other_and_the_wait_counts(api, session, monkeypatch, long_bytes):
+    monkeypatch.setattr("prfaas.kube.session.LONG_ANSWER_BYTES", long_bytes)
+    goes_on = asyncio.Event()
+    is_long = long_bytes < 2000
+
+    async def slow(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"value":"' + b"x" * 2000)
+        await goes_on.wait()
+        await response.write(b'"}')
+        return response
+
+    async def quick(_request):
+        return web.json_response({"value": "y" * 2000})
+
+    api.misbehave += [slow, quick]
+    first = asyncio.create_task(session.call("GET", REF.path))
+    await eventually_async(lambda: api.requests and session._reads_long.locked() is is_long, "the first one is read")
+    with pytest.raises(UnreachableError, match="TimeoutError") if is_long else nullcontext():
+        assert (await session.call("GET", REF.path, timeout_seconds=0.3))["value"] == "y" * 2000
+    api.put(REF, value=1)
+    assert (await session.call("GET", REF.path))["value"] == 1, "a short one waits for nobody"
+    goes_on.set()
+    assert (await first)["value"] == "x" * 2000
+
+
+async def test_a_long_text_of_the_server_is_not_sent_back(api, session):
+    with pytest.raises(ProtocolError, match="continue is longer than"):
+        await session.call("GET", REF.path, query={"continue": "x" * (1 << 20)})
+    assert api.requests == []
 
 
 async def test_the_token_is_read_again_for_every_call(api, tmp_path):

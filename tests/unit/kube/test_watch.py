@@ -1,6 +1,7 @@
 """Proves that a watch of one object survives what API servers do, resumes where it was, and loses no change."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -8,9 +9,10 @@ import pytest
 from aiohttp import web
 from tests.waiting import eventually_async
 
+from prfaas.errors import ProtocolError
 from prfaas.kube import KubeSession, ObjectRef, watch, watch_object
 from prfaas.kube.session import CONFIG_MAP
-from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch
+from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch, watch_events
 
 pytestmark = pytest.mark.system
 
@@ -158,6 +160,26 @@ async def test_survives_damaged_events(api, watching, line):
     await eventually_async(lambda: api.open_watches, "a watch is open")
     api.put(REF, value=2)
     await watching.until(2)
+
+
+async def all_events(api, session, body: bytes) -> list[str]:
+    """Return the values that a watch tells of, if its server answers with a packed body."""
+
+    async def answer(_request):
+        return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+
+    api.misbehave.append(answer)
+    return [event.object["value"] async for event in watch_events(session, REF.path, {}, "1")]
+
+
+async def test_a_watch_that_is_packed_is_read(api, session):
+    lines = [f'{{"type":"ADDED","object":{{"value":"{value}"}}}}\n'.encode() for value in ("a", "b", "x" * 200_000)]
+    assert await all_events(api, session, b"".join(lines)) == ["a", "b", "x" * 200_000]
+
+
+async def test_a_watch_that_unpacks_to_a_line_without_an_end_is_refused(api, session):
+    with pytest.raises(ProtocolError, match="a watch event exceeds"):
+        await all_events(api, session, b" " * (1 << 26))
 
 
 async def test_a_bookmark_moves_the_version_and_is_not_a_change(api, watching):
