@@ -2,10 +2,9 @@
 
 import asyncio
 import json
-import math
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -16,12 +15,13 @@ from tests.serving import serving
 from tests.waiting import eventually_async
 
 from prfaas.errors import ConfigError, PrfaasError, ProtocolError, UnreachableError
+from prfaas.kube import session
 from prfaas.kube.session import MAX_ANSWER_VALUES, KubeSession
 from prfaas.kube.watch import WatchEvent
 from prfaas_operator.clusters import client as clients
 from prfaas_operator.clusters.client import MAX_OBJECTS, ClusterClient
 from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.clusters.kinds import POD
+from prfaas_operator.clusters.kinds import DEPLOYMENT, POD
 from prfaas_operator.errors import ClusterUnreachableError, TooManyObjectsError
 from prfaas_scheduler.prometheus import Prometheus
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.system
 
 def values(_request: web.Request) -> web.Response:
     """Answer with millions of lists, which take 30 times the bytes that they are written in."""
-    return packed(b'{"metadata":{},"items":[' + b",".join([b"[]"] * (9 * MEBIBYTE)) + b"]}")
+    return packed(b'{"metadata":{},"items":[' + b",".join([b"[]"] * (5 * MEBIBYTE)) + b"]}")
 
 
 def nested(chains: int) -> Answer:
@@ -68,8 +68,8 @@ async def prometheus(answer: Answer, credentials: str = "") -> AsyncIterator[Pro
         yield Prometheus(http, url.replace("//", f"//{credentials}"), 5.0)
 
 
-async def peak_bytes(answer: Answer, error: type[Exception] | None) -> int:
-    """Return the most memory that listing pods took, beside what the server itself holds."""
+async def peak_bytes(answer: Answer, error: type[Exception] | None, calls: int = 1) -> int:
+    """Return the most memory that listing pods took, by some calls at once, beside what the server itself holds."""
     response = answer(None)  # pyright: ignore[reportArgumentType]  # packed before memory is measured
     body, headers = response.body, dict(response.headers)
 
@@ -79,8 +79,8 @@ async def peak_bytes(answer: Answer, error: type[Exception] | None) -> int:
     async with member(again) as client:
         tracemalloc.start()
         try:
-            with pytest.raises(error) if error else nullcontext():
-                await client.list_all(POD)
+            found = await asyncio.gather(*(client.list_all(POD) for _ in range(calls)), return_exceptions=True)
+            assert all(isinstance(one, error or list) for one in found)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -97,7 +97,21 @@ async def peak_bytes(answer: Answer, error: type[Exception] | None) -> int:
     ids=["400 MiB of text", "millions of values", "millions of objects", "as many objects as are read"],
 )
 async def test_no_answer_of_a_members_server_fills_the_operators_memory(answer, error):
-    assert await peak_bytes(answer, error) < 150 * MEBIBYTE
+    assert await peak_bytes(answer, error) < 64 * MEBIBYTE
+
+
+async def test_control_where_a_packed_piece_is_unpacked_at_once_a_part_of_the_answer_fills_it(monkeypatch):
+    monkeypatch.setattr("prfaas.bodies.UNPACKED_BYTES", 1 << 30)
+    assert await peak_bytes(text, ClusterUnreachableError) > 64 * MEBIBYTE
+
+
+async def test_a_server_that_answers_many_calls_at_once_takes_the_memory_of_one_answer():
+    assert await peak_bytes(text, ClusterUnreachableError, calls=8) < 48 * MEBIBYTE
+
+
+async def test_control_where_each_answer_counts_alone_they_take_the_memory_of_all(monkeypatch):
+    monkeypatch.setattr("prfaas.kube.session.LONG_ANSWER_BYTES", session.MAX_ANSWER_BYTES)
+    assert await peak_bytes(text, ClusterUnreachableError, calls=8) > 80 * MEBIBYTE
 
 
 async def test_control_a_higher_number_of_values_lets_objects_of_one_member_fill_it(monkeypatch):
@@ -128,14 +142,19 @@ async def test_control_without_bounds_a_list_goes_on(monkeypatch):
     assert listed > 25_000
 
 
+def lists(pages: int) -> Answer:
+    """Return answers with so many pages of 500 pods."""
+
+    def answer(request: web.Request) -> web.Response:
+        number = int(request.query.get("continue") or "1")
+        return page(*(f"pod-{number}-{one}" for one in range(500)), after=str(number + 1) if number < pages else "")
+
+    return answer
+
+
 async def test_the_hubs_own_server_may_list_what_it_has():
     pages = MAX_OBJECTS // 500 + 1
-
-    def lists_many(request: web.Request) -> web.Response:
-        number = int(request.query.get("continue") or "0")
-        return page(*(f"pod-{number}-{one}" for one in range(500)), after=str(number + 1) if number < pages - 1 else "")
-
-    async with hostile(lists_many) as url:
+    async with hostile(lists(pages)) as url:
         client = ClusterClient(KubeSession(url), "ns", "hub", is_trusted=True)
         try:
             assert len(await client.list_all(POD)) == 500 * pages > MAX_OBJECTS
@@ -143,24 +162,32 @@ async def test_the_hubs_own_server_may_list_what_it_has():
             await client.close()
 
 
-class Telling:
+@pytest.mark.parametrize(("kind", "found"), [(DEPLOYMENT, TooManyObjectsError), (POD, list)], ids=["others", "its own"])
+async def test_all_kinds_of_a_member_have_one_bound(kind, found):
+    async with member(lists(2)) as client:
+        assert len(await client.list_all(POD)) == 1000
+        client.kept[kind] = MAX_OBJECTS - 999
+        again = await asyncio.gather(client.list_all(POD), return_exceptions=True)
+        assert type(again[0]) is found
+
+
+class Telling(ClusterClient):
     """A cluster whose list is empty, and whose watch tells of one new pod after the other."""
 
-    def __init__(self, max_objects: float):
-        self.max_objects = max_objects
-
-    async def pages(self, _kind: Any, **_: Any) -> AsyncIterator[Any]:
+    async def pages(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
         yield [], "1"
 
-    async def watch(self, _kind: Any, **_: Any) -> AsyncIterator[WatchEvent]:
+    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[WatchEvent]:
         for number in range(1000):
             yield WatchEvent("ADDED", {"metadata": {"name": f"pod-{number}", "resourceVersion": "7"}})
         await asyncio.Event().wait()
 
 
-async def keep_what_it_tells(most: int, max_objects: float) -> int:
-    """Return how many pods are kept of a thousand that a watch tells of."""
-    informer = Informer(Telling(max_objects), POD, "", lambda pod: pod["metadata"]["name"], lambda _: None)  # pyright: ignore
+async def keep_what_it_tells(most: int, others: int) -> int:
+    """Return how many pods are kept of a thousand that a watch tells of, beside so many objects of other kinds."""
+    cluster = Telling(KubeSession("http://127.0.0.1:9"), "ns", "cluster evil")
+    cluster.kept[DEPLOYMENT] = others
+    informer = Informer(cluster, POD, "", lambda pod: pod["metadata"]["name"], lambda _: None)
     running = asyncio.ensure_future(informer.run())
     await eventually_async(lambda: len(informer.items) >= most, "the watch is read")
     await asyncio.sleep(0)
@@ -169,12 +196,12 @@ async def keep_what_it_tells(most: int, max_objects: float) -> int:
 
 
 async def test_what_a_watch_tells_of_is_kept_to_a_bound_and_the_log_says_so_once(caplog):
-    assert await keep_what_it_tells(300, 300) == 300
-    assert [one.message for one in caplog.records] == ["pods informer: more than 300, new ones are not followed"]
+    assert await keep_what_it_tells(300, MAX_OBJECTS - 300) == 300
+    assert [one.message for one in caplog.records] == ["pods informer: too many objects, only 300 are followed"]
 
 
-async def test_control_without_a_bound_all_of_it_is_kept(caplog):
-    assert await keep_what_it_tells(1000, math.inf) == 1000
+async def test_control_where_there_is_room_all_of_it_is_kept(caplog):
+    assert await keep_what_it_tells(1000, MAX_OBJECTS - 1000) == 1000
     assert not caplog.records
 
 

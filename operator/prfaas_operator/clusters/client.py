@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -22,10 +23,13 @@ from prfaas_operator.clusters.kinds import BY_NAME, POD, SERVICE_ACCOUNT, Object
 from prfaas_operator.clusters.throttle import Throttle, requested_pause_seconds
 
 CALL_SECONDS: Final = 5.0
-PAGE_LIMIT: Final = 100
+PAGE_LIMIT: Final = 50
 MAX_PAGES: Final = 250
-MAX_OBJECTS: Final = 20_000
-"""Of one kind in one namespace. A hostile server must not list for ever; the hub's own may list what it has."""
+MAX_OBJECTS: Final = 10_000
+"""Of all kinds in one member: 5,000 pods, as many as Kubernetes lets a cluster have nodes, and as many other children.
+
+A hostile server must not list for ever; the hub's own may list what it has.
+"""
 MAX_LOG_BYTES: Final = 1 << 20
 TRIES: Final = 3
 MIN_TOKEN_SECONDS: Final = 600  # API servers refuse to grant less
@@ -100,7 +104,9 @@ class ClusterClient:
         is_trusted: bool = False,
     ):
         self.session = session
-        self.max_objects = math.inf if is_trusted else MAX_OBJECTS
+        self.kept: Counter[ObjectKind] = Counter()
+        """The objects of each kind that an informer keeps, or is about to."""
+        self._max_objects = math.inf if is_trusted else MAX_OBJECTS
         self.namespace = namespace
         self._label = label
         self._field_manager = field_manager
@@ -135,19 +141,25 @@ class ClusterClient:
         """
         query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
         objects = 0
-        for _ in itertools.count() if math.isinf(self.max_objects) else range(MAX_PAGES):
+        for _ in itertools.count() if math.isinf(self._max_objects) else range(MAX_PAGES):
             answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
             metadata, items = answer["metadata"], answer.get("items") or []
+            version, after = metadata.get("resourceVersion", ""), metadata.get("continue")
+            del answer, metadata
             objects += len(items)
-            if objects > self.max_objects:
+            if objects > self.room(kind):
                 break
-            yield items, metadata.get("resourceVersion", "")
-            if not (after := metadata.get("continue")):
+            yield items, version
+            if not after:
                 return
             query["continue"] = after
-            del answer, items  # not beside the next page
-        bounds = f"more than {MAX_OBJECTS} {kind.plural}, or more than {MAX_PAGES} pages of them"
+            del items  # not beside the next page
+        bounds = f"more than {MAX_OBJECTS} objects, with its {kind.plural}, or more than {MAX_PAGES} pages of these"
         raise errors.TooManyObjectsError(f"{self._label} lists {bounds}: delete some, or look at its API server")
+
+    def room(self, kind: ObjectKind) -> float:
+        """Return how many objects of a kind may be read here, beside those of all other kinds that are kept."""
+        return self._max_objects - self.kept.total() + self.kept[kind]
 
     async def list_all(self, kind: ObjectKind, *, selector: str = "") -> list[Object]:
         return [one async for items, _ in self.pages(kind, selector=selector) for one in items]

@@ -96,15 +96,20 @@ class Informer(Generic[T]):
         items: dict[str, T] = {}
         versions: dict[str, int] = {}
         since = ""
-        async for found, whole_version in self._cluster.pages(self._kind, selector=self._selector):
-            items |= {one["metadata"]["name"]: self._project(one) for one in found}
-            versions |= {one["metadata"]["name"]: _version(one) for one in found}
-            since = whole_version
-            del found  # not beside the next page
+        try:
+            async for found, whole_version in self._cluster.pages(self._kind, selector=self._selector):
+                items |= {one["metadata"]["name"]: self._project(one) for one in found}
+                versions |= {one["metadata"]["name"]: _version(one) for one in found}
+                self._note_kept(max(len(items), len(self.items)))
+                since = whole_version
+                del found  # not beside the next page
+        finally:
+            self._note_kept(len(self.items))
         return (items, versions), since
 
     def _replace(self, items: dict[str, T], versions: dict[str, int]) -> None:
         old, self.items, self._versions = self.items, items, versions
+        self._note_kept(len(items))
         self._is_full = False
         self.synced.set()
         self.is_fresh = True
@@ -116,24 +121,29 @@ class Informer(Generic[T]):
         name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)
         if version <= self._versions.get(name, 0):
             return
-        if name not in self._versions and len(self._versions) >= self._cluster.max_objects:
+        if name not in self._versions and len(self._versions) >= self._cluster.room(self._kind):
             self._note_full()
             return
         self._versions[name] = version
         if self.items.get(name) != item:
             self.items[name] = item
+            self._note_kept(len(self.items))
             self._on_change(item)
+
+    def _note_kept(self, objects: int) -> None:
+        self._cluster.kept[self._kind] = objects
 
     def _note_full(self) -> None:
         """Log once that new objects are not followed; the next list is refused with its own reason."""
         if not self._is_full:
             self._is_full = True
-            log.warning("%s informer: more than %d, new ones are not followed", self._kind.plural, len(self._versions))
+            log.warning("%s informer: too many objects, only %d are followed", self._kind.plural, len(self.items))
 
     def _discard(self, seen: Object) -> None:
         name = seen["metadata"]["name"]
         self.items.pop(name, None)
         self._versions.pop(name, None)
+        self._note_kept(len(self.items))
         self._on_change(self._project(seen))
 
 

@@ -2,6 +2,8 @@
 
 # ruff: noqa: ARG002  # the fake takes what the Protocol passes
 import asyncio
+import math
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import ExpiredError, WatchEvent
-from prfaas_operator.clusters.client import MAX_OBJECTS
 from prfaas_operator.clusters.informer import Informer
 from prfaas_operator.clusters.kinds import POD, Object
 from prfaas_operator.errors import ClusterUnreachableError, ConflictError
@@ -22,11 +23,16 @@ class Script:
         self._lists = iter(lists)
         self._watches = iter(watches)
         self.done = asyncio.Event()
+        self.kept: Counter[ObjectKind] = Counter()
+        self.counted: list[int] = []
+        """What it had counted before each page."""
 
-    max_objects = MAX_OBJECTS
+    def room(self, kind: ObjectKind) -> float:
+        return math.inf
 
     async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
         for page in next(self._lists):
+            self.counted.append(self.kept[kind])
             if isinstance(page, Exception):
                 raise page
             yield page
@@ -77,6 +83,16 @@ async def test_an_informer_follows_pages_and_events():
     items, reported = await run(script)
     assert items == {"a": "a@3"}
     assert sorted(reported[:2]) + reported[2:] == ["a@1", "b@2", "a@3", "b@4"]
+
+
+async def test_what_it_keeps_is_counted_while_it_lists_and_while_it_watches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("prfaas.kube.watch.FIRST_PAUSE_SECONDS", 0)
+    first, second = ([thing("a", "1"), thing("b", "1")], "2"), ([thing("c", "2")], "2")
+    deleted, added = WatchEvent("DELETED", thing("b", "3")), WatchEvent("ADDED", thing("d", "4"))
+    script = Script([[first, ClusterUnreachableError("cut")], [first, second]], [[deleted], [added]])
+    await run(script)
+    assert script.counted == [0, 2, 0, 2], "what a list that was cut held does not count any more"
+    assert script.kept == {POD: 3}
 
 
 async def test_an_informer_lists_again_when_its_version_expired_and_tells_what_it_missed():
