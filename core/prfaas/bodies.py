@@ -55,9 +55,7 @@ async def unpack(pieces: AsyncIterable[bytes], encoding: str, what: str) -> Asyn
             yield piece
         return
     if encoding not in _PACKED:
-        raise ProtocolError(
-            f"{what} is packed by {encoding[:40]!r}, but only gzip was asked for: is there a proxy?"
-        )
+        raise ProtocolError(f"{what} is packed by {encoding[:40]!r}, but only gzip was asked for: is there a proxy?")
     unpacking, is_empty = zlib.decompressobj(_EITHER_HEAD), True
     async for packed in pieces:
         is_empty, left, part = False, packed, b""
