@@ -13,7 +13,9 @@ import logging
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from prfaas.errors import ConfigError, PeerError
+import msgspec
+
+from prfaas.errors import ConfigError, PeerError, ProtocolError
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import DELETED, WatchEvent, list_and_watch
 from prfaas_operator.clusters.client import ClusterClient
@@ -26,6 +28,8 @@ T = TypeVar("T")
 ERROR_SECONDS: Final = 5.0
 FORBIDDEN_SECONDS: Final = 60.0
 """A person grants missing rights, so there is no hurry to retry."""
+MAX_ITEM_BYTES: Final = 4096
+"""Of a projection as JSON, which usually has some hundred. A server may write a name of megabytes, and many of them."""
 
 
 class Informer(Generic[T]):
@@ -98,7 +102,7 @@ class Informer(Generic[T]):
         since = ""
         try:
             async for found, whole_version in self._cluster.pages(self._kind, selector=self._selector):
-                items |= {one["metadata"]["name"]: self._project(one) for one in found}
+                items |= {one["metadata"]["name"]: self._small(one) for one in found}
                 versions |= {one["metadata"]["name"]: _version(one) for one in found}
                 self._note_kept(max(len(items), len(self.items)))
                 since = whole_version
@@ -118,7 +122,7 @@ class Informer(Generic[T]):
                 self._on_change(items[name] if name in items else old[name])
 
     def _put(self, seen: Object) -> None:
-        name, item, version = seen["metadata"]["name"], self._project(seen), _version(seen)
+        name, item, version = seen["metadata"]["name"], self._small(seen), _version(seen)
         if version <= self._versions.get(name, 0):
             return
         if name not in self._versions and len(self._versions) >= self._cluster.room(self._kind):
@@ -129,6 +133,14 @@ class Informer(Generic[T]):
             self.items[name] = item
             self._note_kept(len(self.items))
             self._on_change(item)
+
+    def _small(self, seen: Object) -> T:
+        """Project an object. Raises ProtocolError: what is to be kept of it is longer than MAX_ITEM_BYTES."""
+        item = self._project(seen)
+        if len(msgspec.json.encode(item)) > MAX_ITEM_BYTES:
+            kept = f"more than {MAX_ITEM_BYTES} bytes in its names and messages"
+            raise ProtocolError(f"{self._kind.name} {str(seen['metadata']['name'])[:80]} has {kept}: delete it there")
+        return item
 
     def _note_kept(self, objects: int) -> None:
         self._cluster.kept[self._kind] = objects

@@ -85,6 +85,14 @@ async def test_an_informer_follows_pages_and_events():
     assert sorted(reported[:2]) + reported[2:] == ["a@1", "b@2", "a@3", "b@4"]
 
 
+@pytest.mark.parametrize(("length", "kept"), [(4000, {"b"}), (5000, {"a"})], ids=["control: not long", "long"])
+async def test_a_list_with_an_object_that_takes_much_memory_is_refused(monkeypatch, length: int, kept: set[str]):
+    monkeypatch.setattr("prfaas.kube.watch.FIRST_PAUSE_SECONDS", 0)
+    script = Script([[([thing("b" * length, "1")], "1")], [([thing("a", "2")], "2")]], [])
+    items, _ = await run(script)
+    assert {name[:1] for name in items} == kept
+
+
 async def test_what_it_keeps_is_counted_while_it_lists_and_while_it_watches(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("prfaas.kube.watch.FIRST_PAUSE_SECONDS", 0)
     first, second = ([thing("a", "1"), thing("b", "1")], "2"), ([thing("c", "2")], "2")
@@ -144,12 +152,12 @@ async def test_news_older_than_what_was_written_changes_nothing():
     assert reported == ["a@9", "a@12"]
 
 
-async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "malformed", [{"metadata": {"resourceVersion": "2"}}, thing("b" * 5000, "2")], ids=["no name", "a long name"]
+)
+async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytest.MonkeyPatch, malformed: Object):
     monkeypatch.setattr("prfaas_operator.clusters.informer.ERROR_SECONDS", 0.01)
-    script = Script(
-        [[([thing("a", "1")], "1")], [([thing("a", "5")], "5")]],
-        [[WatchEvent("MODIFIED", {"metadata": {"resourceVersion": "2"}})]],
-    )
+    script = Script([[([thing("a", "1")], "1")], [([thing("a", "5")], "5")]], [[WatchEvent("MODIFIED", malformed)]])
     items, reported = await run(script)
     assert items == {"a": "a@5"}
     assert reported == ["a@1", "a@5"]
