@@ -2,8 +2,8 @@
 
 A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
 gateway relays the body's original bytes and parses them once. One pass finds the top level's fields, and reads the
-values of those that make prompts: no request keeps them after they are measured and matched. A rewrite for a foreign
-engine keeps the text of every field.
+values of those that make prompts: no request keeps them after they are measured and matched. A rewrite, for a foreign
+engine or with a client's salt, keeps the text of every field.
 """
 
 import asyncio
@@ -85,10 +85,13 @@ class GatewayRequest:
     api: ApiRoute
     request_id: str
     model: str
-    body: bytes
+    received: bytes
+    """The body as it came."""
     fields: Fields
     """All fields of the body if `has_every_field`, else none."""
     has_every_field: bool = False
+    is_salted: bool = False
+    """Whether `fields` have the salt of its client, which `received` has not."""
     headers: Mapping[str, str]
     """Headers for the worker."""
     preferences: Preferences = NO_PREFERENCES
@@ -98,6 +101,11 @@ class GatewayRequest:
     @property
     def path(self) -> str:
         return self.api.path
+
+    @property
+    def body(self) -> bytes:
+        """The body for an engine: as it came, or written anew with the salt."""
+        return msgspec.json.encode(self.fields) if self.is_salted else self.received
 
     @cached_property
     def digest(self) -> bytes:
@@ -109,7 +117,7 @@ class GatewayRequest:
         if self.has_every_field:
             return self.fields
         # The table got its first engine of others after the body was read.
-        return read_fields(self.body, every=True)[1]
+        return read_fields(self.received, every=True)[1]
 
 
 class ReadingWay(NamedTuple):
@@ -293,15 +301,15 @@ async def receive(
     """
     deadline_seconds = _read_deadline(http)
     preferences = read_preferences(_only_once(http))
-    body = await _read_body(http, limits, place, deadline_seconds)
+    received = await _read_body(http, limits, place, deadline_seconds)
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
     way = find_way()
-    if way.every_field and len(body) > KNOWN_BYTES:
-        # Of a large body each value is checked, and it may be written again: other streams must not wait.
-        body, model, fields = await asyncio.to_thread(read_salted, body, way)
+    if way.every_field and len(received) > KNOWN_BYTES:
+        # Of a large body each value is checked: other streams must not wait.
+        model, fields = await asyncio.to_thread(read_salted, received, way)
     else:
-        body, model, fields = read_salted(body, way)
+        model, fields = read_salted(received, way)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent[headers.REQUEST_ID] = request_id
     # A span of ours; without tracing, the context that came.
@@ -310,9 +318,10 @@ async def receive(
         api=API_ROUTES[http.path],
         request_id=request_id,
         model=model,
-        body=body,
+        received=received,
         fields=fields if way.every_field else {},
         has_every_field=way.every_field,
+        is_salted=way.salt_of is not None,
         headers=sent,
         preferences=preferences,
         deadline_seconds=deadline_seconds,
@@ -343,20 +352,18 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
 
 
-def read_salted(body: bytes, way: ReadingWay) -> tuple[bytes, str, Mapping[str, Any]]:
-    """Return a body with its salt, its model and its fields."""
+def read_salted(body: bytes, way: ReadingWay) -> tuple[str, Mapping[str, Any]]:
+    """Return a body's model and its fields, with its salt."""
     model, fields = read_fields(body, every=way.every_field)
     if way.salt_of is not None:
-        body = _with_cache_salt(fields, way.salt_of, way.salt_objects)
-        # Read again: a field is a view of its body, and would keep the former one as long as the request.
-        fields = _every_field.decode(body)
-    return body, model, fields
+        fields = _with_cache_salt(fields, way.salt_of, way.salt_objects)
+    return model, fields
 
 
-def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set[str]) -> bytes:
-    """Return a body that has the salt which `salt_of` makes of its own, also in these objects; empty: it has none.
+def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set[str]) -> Fields:
+    """Return fields with the salt that `salt_of` makes of their own, also in these objects; empty: they have none.
 
-    Raises RequestError if its own is no text.
+    Raises RequestError if their own is no text.
     """
     try:
         sent = _salt.decode(fields.get(_SALT, b"null"))
@@ -364,12 +371,13 @@ def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set
         raise RequestError(f"cache_salt must be a string: {error}", param=_SALT) from error
     if sent == "":
         raise RequestError("cache_salt must have a character or more; leave it out for none", param=_SALT)
-    salt = {_SALT: salt_of(sent or "")}
-    salted: dict[str, Any] = {**fields, **salt}
+    salt = {_SALT: msgspec.Raw(msgspec.json.encode(salt_of(sent or "")))}
+    salted = {**fields, **salt}
     for name in objects:
         with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
-            salted[name] = {**(_object.decode(fields.get(name, b"null")) or {}), **salt}
-    return msgspec.json.encode(salted)
+            members = _object.decode(fields.get(name, b"null")) or {}
+            salted[name] = msgspec.Raw(msgspec.json.encode({**members, **salt}))
+    return salted
 
 
 def _read_known(body: bytes) -> Any:

@@ -107,7 +107,7 @@ class KvManager:
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return prompt
-        read = _read_prompt(request, values) if len(request.body) <= MAX_BODY_BYTES else None
+        read = _read_prompt(request, values) if len(request.received) <= MAX_BODY_BYTES else None
         if read is None:
             return prompt
         body, canonical = read

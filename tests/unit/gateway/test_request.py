@@ -2,7 +2,8 @@
 
 import json
 from contextlib import suppress
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ from prfaas.wire import headers
 from prfaas_gateway import request
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv import manager
-from prfaas_gateway.request import MAX_FIELDS, GatewayRequest, read_fields
+from prfaas_gateway.request import MAX_FIELDS, GatewayRequest, ReadingWay, read_fields, read_salted
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
 
@@ -22,7 +23,7 @@ def received(body: bytes = BODY, *, every: bool = False) -> GatewayRequest:
     found = found if every else {}
     api = API_ROUTES["/v1/completions"]
     return GatewayRequest(
-        api=api, request_id="r", model=model, body=body, fields=found, has_every_field=every, headers={}
+        api=api, request_id="r", model=model, received=body, fields=found, has_every_field=every, headers={}
     )
 
 
@@ -43,6 +44,22 @@ def test_an_engine_that_comes_later_has_the_body_read_once_more_and_not_at_each_
     }
     assert one.every_field is one.every_field
     assert len(read) == times
+
+
+@pytest.mark.parametrize(
+    ("salt_of", "sent"),
+    [
+        (lambda own: f"{own} of a", b'{"model":"m","prompt":"x","seed":7,"cache_salt":" of a"}'),
+        pytest.param(None, BODY, id="control: without a salt"),
+    ],
+)
+def test_a_body_is_read_once_also_with_a_salt_and_written_only_for_an_engine(monkeypatch, salt_of, sent):
+    read, decoder = [], request._every_field
+    monkeypatch.setattr(request, "_every_field", Mock(decode=lambda given: read.append(given) or decoder.decode(given)))
+    found = read_salted(BODY, ReadingWay(True, salt_of))[1]
+    one = replace(received(), fields=found, has_every_field=True, is_salted=salt_of is not None)
+    assert (one.received, one.body, one.every_field) == (BODY, sent, found)
+    assert [given for given in read if given != b"{}"] == [BODY]
 
 
 def test_a_field_that_steers_caches_is_refused_also_then():
@@ -85,7 +102,7 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
         with suppress(RequestError):
             found = read_fields(body, every=False)[1]
             values = prompt_values(found, api.fields)
-            one = GatewayRequest(api=api, request_id="r", model="m", body=body, fields={}, headers={})
+            one = GatewayRequest(api=api, request_id="r", model="m", received=body, fields={}, headers={})
             nested += manager._read_prompt(one, values) is not None
             assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)
     assert nested > 100

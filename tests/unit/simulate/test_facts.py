@@ -39,7 +39,12 @@ class Live:
     def facts(self, request: Request) -> RoutingFacts:
         profiles = {one.name: self.process.scenario.profiles[one.pool] for one in self.process.table.instances}
         received = GatewayRequest(
-            api=API_ROUTES["/v1/completions"], request_id=str(request.index), model="", body=b"", fields={}, headers={}
+            api=API_ROUTES["/v1/completions"],
+            request_id=str(request.index),
+            model="",
+            received=b"",
+            fields={},
+            headers={},
         )
         cached_on = self.process.caches.found(request)
         prompt = PromptFacts(request.total_tokens, cached_on=cached_on, profiles=profiles)
