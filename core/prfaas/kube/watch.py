@@ -15,8 +15,8 @@ import msgspec
 
 from prfaas.bodies import unpacked
 from prfaas.errors import ConfigError, PeerError, ProtocolError
-from prfaas.kube.session import KubeSession, Object, ObjectRef, OnAnswer, StatusError
-from prfaas.util import Backoff, backoff_seconds, decode_json
+from prfaas.kube.session import MAX_ANSWER_VALUES, KubeSession, Object, ObjectRef, OnAnswer, StatusError
+from prfaas.util import Backoff, backoff_seconds, check_values, decode_json
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ async def list_and_watch(
                 backoff.succeeded()
                 if event.type != BOOKMARK:
                     yield event
+                del event  # not held until the next one comes: it may be large, and there are many watches
             backoff.succeeded()
         except (PeerError, ConfigError) as error:
             # A version from a server that was restored from a backup since would never be reached again.
@@ -98,7 +99,7 @@ async def watch_events(
             async for chunk in unpacked(response):
                 buffer += chunk
                 while (end := buffer.find(b"\n")) >= 0:
-                    yield _event(bytes(buffer[:end]), path)
+                    yield _event(buffer[:end], path)
                     del buffer[: end + 1]
                 if len(buffer) > MAX_EVENT_BYTES:  # a broken peer may send no newline
                     raise ProtocolError(f"a watch event exceeds {MAX_EVENT_BYTES} bytes")
@@ -141,7 +142,8 @@ def version_of(current: Mapping[str, Any]) -> str:
         raise ProtocolError("an object has no metadata.resourceVersion") from error
 
 
-def _event(line: bytes, path: str) -> WatchEvent:
+def _event(line: bytearray, path: str) -> WatchEvent:
+    check_values(line, MAX_ANSWER_VALUES, f"GET {path} sent an event")
     event = decode_json(line, WatchEvent, f"GET {path} sent a damaged event")
     if event.type == "ERROR":
         if event.object.get("code") == GONE:

@@ -230,6 +230,7 @@ class ClusterClient:
         with self._exchange("watch", f"watch of {kind.plural}") as note:
             async for event in watch_events(self.session, path, query, since, note):
                 yield event
+                del event  # as in list_and_watch
 
     async def _call(
         self, method: str, path: str, what: str, *, at_once: bool = False, may_create: bool = False, **sent: Any

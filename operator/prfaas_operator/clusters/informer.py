@@ -76,6 +76,7 @@ class Informer(Generic[T]):
                         self._discard(change.object)
                     else:
                         self._put(change.object)
+                    del change  # as in list_and_watch
             except Exception:  # a bug, or a malformed object, must not end the informer and must be visible
                 log.exception("%s informer: internal error; retry in %g s", self._kind.plural, ERROR_SECONDS)
                 self.is_fresh = False

@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import pytest
 from aiohttp import web
@@ -11,7 +12,7 @@ from tests.waiting import eventually_async
 
 from prfaas.errors import ProtocolError
 from prfaas.kube import KubeSession, ObjectRef, watch, watch_object
-from prfaas.kube.session import CONFIG_MAP
+from prfaas.kube.session import CONFIG_MAP, MAX_ANSWER_VALUES
 from prfaas.kube.watch import ExpiredError, WatchEvent, list_and_watch, watch_events
 
 pytestmark = pytest.mark.system
@@ -175,6 +176,13 @@ async def all_events(api, session, body: bytes) -> list[str]:
 async def test_a_watch_that_is_packed_is_read(api, session):
     lines = [f'{{"type":"ADDED","object":{{"value":"{value}"}}}}\n'.encode() for value in ("a", "b", "x" * 200_000)]
     assert await all_events(api, session, b"".join(lines)) == ["a", "b", "x" * 200_000]
+
+
+@pytest.mark.parametrize(("lists", "is_read"), [(MAX_ANSWER_VALUES + 1, False), (MAX_ANSWER_VALUES // 3, True)])
+async def test_an_event_of_too_many_values_is_refused(api, session, lists, is_read):
+    line = b'{"type":"ADDED","object":{"value":"a","x":[' + b",".join([b"[]"] * lists) + b"]}}\n"
+    with nullcontext() if is_read else pytest.raises(ProtocolError, match=f"of more than {MAX_ANSWER_VALUES} values"):
+        assert await all_events(api, session, line) == ["a"]
 
 
 async def test_a_watch_that_unpacks_to_a_line_without_an_end_is_refused(api, session):
