@@ -156,7 +156,8 @@ def hands_off(length: int, pair: EnginePair) -> str:
     given, answered = (leg.answer() for leg in pair.hand_off(prompt))
     require(given.status == 200, f"the source answers by HTTP {given.status}: {given.body}")
     pair.require_same(answered, prompt, is_fetched=True)
-    return pair.require_same(pair.hand_off(prompt)[1].answer(), prompt)  # it has the cache by now, and declines
+    _, answered = (leg.answer() for leg in pair.hand_off(prompt))  # it has the cache by now, and declines
+    return pair.require_same(answered, prompt)
 
 
 def _refuses(what: str, pair: EnginePair) -> str:
@@ -200,10 +201,12 @@ def _gives_prefix(port: int, pair: EnginePair) -> str:
     beginning = text_of(2000)
     _, known = (pair.source.ask(prompt=beginning).cached_tokens for _ in range(2))
     named, prompt = pair.name_transfer(known), beginning + text_of(100)
-    answer = pair.hand_off(prompt, replace(named, port=port or named.port))[1].answer()
+    given, answered = pair.hand_off(prompt, replace(named, port=port or named.port))
+    answer = answered.answer()
     words = pair.require_same(answer, prompt, is_fetched=not port)
     require(port or answer.cached_tokens >= known > 0, f"{answer.cached_tokens} of {known} tokens came")
     require(pair.begin_destination(named, prompt).answer().choice, "it answers no more")
+    given.answer()
     return words
 
 
