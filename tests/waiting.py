@@ -36,10 +36,10 @@ def eventually(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SEC
     return result
 
 
-def assert_freed(check: Callable[[], T], what: Text) -> None:
+def assert_freed(check: Callable[[], T], what: Text, seconds: float = PATIENCE_SECONDS) -> None:
     """Wait in the same way until nothing is held. What stays is a leak, which no second try forgives."""
     try:
-        eventually(check, what)
+        eventually(check, what, seconds)
     except NotInTime as error:
         raise AssertionError(str(error)) from None
 

@@ -16,9 +16,10 @@ from prfaas.cli.contract.calls import Running
 from prfaas.cli.contract.checks import EnginePair, text_of
 from prfaas.errors import UnreachableError
 from prfaas.wire.frames import DATA_KINDS, Kind
+from prfaas_transfer.leases import ANNOUNCED_SECONDS
 
 from ..unit.worker.transfer_proxy import Change, CutError, Proxy, Seen, at_frame, cut
-from ..waiting import assert_freed, eventually
+from ..waiting import PATIENCE_SECONDS, assert_freed, eventually
 from .bench import Bench, Instance, listener
 
 LENGTH = 6000
@@ -107,7 +108,11 @@ def a_mover_that_dies_costs_time_only_and_another_starts(bench: Bench) -> None:
         eventually(lambda at=side.address: listener(*at), "another mover listens")
         eventually(lambda: pair.hand_off(text_of(300))[1].answer().has_fetched, "a cache crosses again")
         # A source of which no mover told the destination's end keeps its cache for its lease.
-        assert_freed(lambda: not pair.source.held() and not pair.destination.held(), "both hold nothing")
+        assert_freed(
+            lambda: not pair.source.held() and not pair.destination.held(),
+            "both hold nothing",
+            ANNOUNCED_SECONDS + PATIENCE_SECONDS,
+        )
 
 
 def a_destination_that_dies_leaves_nothing_at_its_source(bench: Bench) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prfaas.ports import free_ports
+from prfaas_transfer.leases import ANNOUNCED_SECONDS
 from prfaas_vllm.scheduling import WHOLE_PAGES_FROM, goal_of
 
-from ..waiting import assert_freed, eventually
+from ..waiting import PATIENCE_SECONDS, assert_freed, eventually
 from .engines import Answer, Engine, EngineHost, Running, reference_of
 
 TOKENS = 24
@@ -105,7 +106,9 @@ class Pair(NamedTuple):
         never comes is a leak, and no question of time."""
         left = lambda: (self.source.free_pages(), self.destination.free_pages())  # noqa: E731
         assert_freed(
-            lambda: left() == free, lambda: f"free pages of source and destination are {left()} for good, not {free}"
+            lambda: left() == free,
+            lambda: f"free pages of source and destination are {left()} for good, not {free}",
+            ANNOUNCED_SECONDS + PATIENCE_SECONDS,
         )
 
 

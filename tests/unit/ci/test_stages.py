@@ -120,7 +120,7 @@ def test_every_test_file_is_found_and_belongs_to_a_stage():
 
 @pytest.mark.system
 def test_what_is_still_held_is_a_leak_and_not_late(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tests.waiting.eventually", lambda check, what: eventually(check, what, 0.01))
+    monkeypatch.setattr("tests.waiting.eventually", lambda check, what, _seconds: eventually(check, what, 0.01))
     assert_freed(lambda: True, "a page")
     with pytest.raises(AssertionError, match="a page") as leak:
         assert_freed(lambda: False, "a page")
