@@ -12,6 +12,9 @@ from prfaas_gateway import attempts
 
 from .conftest import QUICK, answer
 
+PATIENT = QUICK._replace(eject_seconds=60, eject_max_seconds=60)
+"""What failed stays away for as long as a test lasts, on whatever machine."""
+
 
 async def fails(_request, _body):
     return web.json_response({"error": {"message": "broken", "code": "engine_failed"}}, status=500)
@@ -79,7 +82,7 @@ async def test_a_policy_that_rejects_failed_offloads_forwards_the_failure(world,
     ("lost", "then"), [(f"{'0' * 32} {headers.UNREACHABLE}", ("local", 1)), ("0" * 32, ("offload", 2))]
 )
 async def test_a_cache_that_does_not_come_is_a_failed_offload_of_a_request_that_is_served(world, long, lost, then):
-    await world.start("d0", "x0")
+    await world.start("d0", "x0", limits=PATIENT)
     world.workers["d0"].reply = loses_its_cache(lost)
     got = await world.post(long)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_INSTANCE]) == (200, "fallback", "d0")
@@ -102,7 +105,7 @@ async def test_a_failed_local_prefill_instance_is_not_a_fallback(world, short):
 
 
 async def test_a_prefill_instance_that_failed_gets_no_request_for_a_while(world, long):
-    await start_with_broken_source(world, "x0")
+    await start_with_broken_source(world, "x0", limits=PATIENT)
     await world.post(long)
     got = await world.post(long)  # at once: no second attempt over the link
     assert (got.status, got.headers[headers.DECISION], len(world.workers["x0"].seen)) == (200, "local", 1)
@@ -248,9 +251,6 @@ async def test_the_only_worker_that_breaks_long_after_its_request_is_waited_for(
     assert len(worker.seen) == 2
 
 
-PATIENT = QUICK._replace(eject_seconds=60, eject_max_seconds=60)
-
-
 async def breaks(request, _body):
     request.transport.abort()
     return web.Response()
@@ -307,10 +307,12 @@ async def test_after_its_last_attempt_a_request_waits_for_no_instance(world, sho
         assert (await world.post(short)).status == 503
 
 
-@pytest.mark.system
 async def test_all_failures_of_a_request_share_the_time_that_it_waits_for_an_instance(world, short, monkeypatch):
     monkeypatch.setattr(attempts, "LOSSES", 9)
-    await world.start("d0", limits=QUICK._replace(hold_seconds=1.3, eject_seconds=1.0, eject_max_seconds=1.0))
+    limits = QUICK._replace(hold_seconds=1300, poll_seconds=0.001, eject_seconds=1000, eject_max_seconds=1000)
+    await world.start("d0", limits=limits)
+    ticks = count()
+    world.state.clock = lambda: float(next(ticks))  # a second passes with every look at it
     worker = world.workers["d0"]
     worker.reply = breaks
     assert (await world.post(short)).status == 503

@@ -16,10 +16,13 @@ from prfaas_gateway.openai import DONE
 from .conftest import QUICK
 from .speaker import AFTER_AN_EVENT, BODY, FINGERPRINT, LENGTH, TOKENS, WHOLE, Speaker, read, stream_of
 
-SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.2)
+PATIENT = QUICK._replace(recover_seconds=20)
+"""For streams that continue: a machine that stands still for a moment breaks none."""
+SOON = QUICK._replace(recover_seconds=0.3)
+"""For those that cannot."""
 
 
-async def begun_on(world, first: str, *others: str, limits=SOON) -> None:
+async def begun_on(world, first: str, *others: str, limits=PATIENT) -> None:
     """Start a world whose next request begins at `first`."""
     await world.start(first, *others, limits=limits)
     only(world, first)
@@ -101,7 +104,7 @@ async def test_a_resumed_request_is_counted_as_one(world):
 
 
 async def test_an_engine_of_others_gets_no_resume(world):
-    await begun_on(world, "d0", "d1")
+    await begun_on(world, "d0", "d1", limits=SOON)
     instances = [world.table.instances[0], msgspec.structs.replace(world.table.instances[1], engine="vllm-nixl")]
     world.table = msgspec.structs.replace(world.table, instances=tuple(instances))
     world.workers["d0"].reply = Dying(world, LENGTH // 2)
@@ -126,7 +129,7 @@ async def test_a_worker_that_names_no_tokens_ends_with_an_error(world):
 
 @pytest.mark.system
 async def test_a_worker_that_falls_silent_is_left_for_another(world):
-    await begun_on(world, "d0", "d1")
+    await begun_on(world, "d0", "d1", limits=PATIENT._replace(stall_seconds=0.2))
     world.workers["d0"].reply = Dying(world, LENGTH // 2, "stalls")
     world.workers["d1"].reply = Speaker()
     assert read((await world.post(BODY)).body) == WHOLE
@@ -134,7 +137,7 @@ async def test_a_worker_that_falls_silent_is_left_for_another(world):
 
 
 async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_is_back(world):
-    await begun_on(world, "d0", "d1", limits=SOON._replace(recover_seconds=20))
+    await begun_on(world, "d0", "d1")
     second = Speaker(LENGTH // 3)
 
     class Twice(Dying):
@@ -151,7 +154,7 @@ async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_
 
 @pytest.mark.system
 async def test_a_stream_waits_for_an_instance_that_comes_back(world):
-    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20))
+    await begun_on(world, "d0")
     worker, port = world.workers["d0"], world.workers["d0"].port
     died = asyncio.Event()
 
@@ -172,7 +175,7 @@ async def test_a_stream_waits_for_an_instance_that_comes_back(world):
 
 
 async def test_where_no_worker_can_resume_the_client_gets_an_error_in_time(world):
-    await begun_on(world, "d0")
+    await begun_on(world, "d0", limits=SOON)
     seen = world.workers["d0"].seen
 
     async def first_only(request, body):
@@ -236,7 +239,7 @@ async def test_the_client_sees_an_error_only_if_every_worker_would_have_it(world
 async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monkeypatch):
     monkeypatch.setattr(state, "SAVED_RETRIES", 1.0)
     monkeypatch.setattr(state, "RETRIES_PER_SECOND", 0.0)
-    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=20, eject_seconds=0.01, eject_max_seconds=0.01))
+    await begun_on(world, "d0", limits=PATIENT._replace(eject_seconds=0.01, eject_max_seconds=0.01))
     world.workers["d0"].reply = Speaker(LENGTH // 2, "ends")
     assert broken((await world.post(BODY)).body)["code"] == "stream_broken"
     assert len(world.workers["d0"].seen) == 2
@@ -256,7 +259,7 @@ async def test_a_client_that_leaves_aborts_the_worker_that_took_over(world):
 
 
 async def test_a_deadline_ends_a_stream_that_looks_for_a_worker(world):
-    await begun_on(world, "d0", limits=SOON._replace(recover_seconds=60))
+    await begun_on(world, "d0", limits=PATIENT._replace(recover_seconds=60))
     worker = world.workers["d0"]
 
     async def last(request, body):

@@ -19,7 +19,7 @@ from prfaas.wire import headers
 from prfaas.wire.routes import EngineName
 from prfaas_gateway import attempts
 
-from .conftest import answer
+from .conftest import QUICK, answer
 
 pytestmark = pytest.mark.system
 
@@ -184,7 +184,7 @@ async def test_a_source_of_a_prefix_that_gives_none_costs_the_answer_nothing(wor
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_of_the_instance_beside_a_prefix_is_its_own(world, prefix_at, stream: bool):
-    await start(world, names=("d0", "d1"))
+    await start(world, names=("d0", "d1"), limits=QUICK._replace(eject_seconds=60, eject_max_seconds=60))
     prefix_at("d1")
 
     async def fails(request: web.Request, _body: bytes) -> web.StreamResponse:

@@ -21,7 +21,10 @@ from .conftest import QUICK
 from .vllm_standin import ANSWER, PROMPT, TOKENS, Vllm
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_streams.json").read_text())
-SOON = QUICK._replace(recover_seconds=0.3, poll_seconds=0.02, stall_seconds=0.5)
+PATIENT = QUICK._replace(recover_seconds=20)
+"""For streams that continue: a machine that stands still for a moment breaks none."""
+SOON = QUICK._replace(recover_seconds=0.3)
+"""For those that cannot."""
 COMPLETION = {"model": "m", "prompt": PROMPT, "max_tokens": 200, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say"}], "stream": True}
 COUNTED = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -73,7 +76,7 @@ def path_of(fields: dict) -> str:
     return "/v1/chat/completions" if "messages" in fields else "/v1/completions"
 
 
-async def start(world, *names: str, engine: str = "vllm-prfaas", limits=SOON, **more) -> None:
+async def start(world, *names: str, engine: str = "vllm-prfaas", limits=PATIENT, **more) -> None:
     await world.start(*(names or ("d0", "d1")), limits=limits, **more)
     world.change_instances(engine=engine)
     for worker in world.workers.values():
@@ -220,7 +223,7 @@ class Dying(Vllm):
 
 @pytest.mark.parametrize("name", ["completion", "stopped", "counted chat"])
 async def test_a_stream_continues_after_a_second_and_a_third_break(world, name):
-    await start(world, limits=SOON._replace(recover_seconds=20))
+    await start(world)
     fields = REQUESTS[name]
     whole, _ = await undisturbed(world, fields)
     for places in ((1500, 1, 700), (900, 1100, 1300), (2000, 300, 2)):
@@ -346,7 +349,7 @@ async def test_an_error_before_the_first_token_is_retried_although_the_status_wa
 
 
 async def test_a_silent_instance_is_left_for_another(world):
-    await start(world)
+    await start(world, limits=PATIENT._replace(stall_seconds=0.5))
     both(world, Pair(1500, "stalls"))
     got = await world.post(COMPLETION, "/v1/completions")
     assert Answered.read(got.body).text == ANSWER
@@ -407,7 +410,7 @@ async def test_an_instance_that_names_no_ids_ends_with_an_error(world):
 
 
 async def test_an_instance_that_cannot_tell_texts_continues_no_stream(world):
-    await start(world)
+    await start(world, limits=SOON)
 
     class Mute(Pair):
         async def __call__(self, request, body):
@@ -421,7 +424,7 @@ async def test_an_instance_that_cannot_tell_texts_continues_no_stream(world):
 
 
 async def test_our_own_worker_does_not_continue_an_answer_of_vllm(world):
-    await start(world)
+    await start(world, limits=SOON)
     instances = [world.table.instances[0], msgspec.structs.replace(world.table.instances[1], engine="prfaas")]
 
     class Switching(Pair):
