@@ -246,7 +246,9 @@ class World:
 
     def metrics(self) -> dict[str, float]:
         """Return the operator's own metrics."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=PATIENCE_SECONDS
+        ) as answer:
             lines = answer.read().decode().splitlines()
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
 

@@ -10,7 +10,8 @@ pytestmark = pytest.mark.clusters
 @pytest.fixture(scope="module")
 def pools(world):
     world.hub.apply(world.pool("DecodePool", "bound", minReplicas=0, maxReplicas=3), world.pool("DecodePool", "auto"))
-    world.hub.wait_reason("dcpool", "bound", "InstancesNotReady")
+    for name in ("bound", "auto"):
+        world.hub.wait_reason("dcpool", name, "InstancesNotReady")
     return world.hub
 
 
