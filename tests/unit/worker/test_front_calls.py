@@ -16,6 +16,8 @@ from prfaas.wire.engine import LENGTH, Cancel, Failed, ToEngine, Tokens, decode_
 from prfaas_worker.front.engine_client import EngineClient, EngineError
 from prfaas_worker.front.serving import INLINE_BYTES, FrontState, in_thread
 
+from ...waiting import PATIENCE_SECONDS, eventually_async
+
 pytestmark = pytest.mark.system
 
 
@@ -120,3 +122,40 @@ async def test_what_takes_long_to_read_is_read_beside_the_event_loop(body: bytes
         serving = cast(FrontState, SimpleNamespace(served=None, tokenizer=None, reader=lambda _: readers))
         thread = await in_thread(serving, lambda *_: threading.get_ident(), body)
     assert (thread != threading.get_ident()) == beside
+
+
+class Reading:
+    """A body that a caller has sent, and is read until the test lets it end; `handed_on` is set with what follows."""
+
+    def __init__(self, readers: ThreadPoolExecutor):
+        self.begun, self.may_end, self.handed_on = threading.Event(), threading.Event(), False
+        self._serving = cast(FrontState, SimpleNamespace(served=None, tokenizer=None, reader=lambda _: readers))
+        self.handling = asyncio.create_task(self._handle())
+
+    async def _handle(self) -> None:
+        await in_thread(self._serving, self._read, b"x" * (INLINE_BYTES + 1))
+        self.handed_on = True
+        await asyncio.Event().wait()
+
+    def _read(self, *_: object) -> None:
+        self.begun.set()
+        self.may_end.wait(PATIENCE_SECONDS)
+
+    async def leave(self) -> None:
+        """Have its caller leave."""
+        await asyncio.sleep(0)
+        self.handling.cancel()
+        await asyncio.sleep(0)
+        self.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await self.handling
+
+
+async def test_a_caller_that_leaves_while_its_request_is_read_leaves_the_engine_which_has_it_then():
+    """Its leg's source would hear nothing otherwise. The control has not had its turn, and none is given to it."""
+    with ThreadPoolExecutor(1) as readers:
+        first, waiting = Reading(readers), Reading(readers)
+        await eventually_async(first.begun.is_set, "it is read")
+        await waiting.leave()
+        await first.leave()
+    assert (first.handed_on, waiting.handed_on, waiting.begun.is_set()) == (True, False, False)

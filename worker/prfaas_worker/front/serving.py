@@ -202,11 +202,25 @@ async def read_request(request: web.Request, read: Callable[[bytes, ServedModel,
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
-    """Return the result of `read`, in a thread if the body is long. Raises CapacityError while the model loads."""
+    """Return the result of `read`, in a thread if the body is long. Raises CapacityError while the model loads.
+
+    A caller that leaves while a thread reads is cancelled at the next wait after it. By then the engine has its
+    request, and tells the source of its leg that nobody wants the cache, which would be kept for a lease.
+    """
     served, tokenizer = state.served, state.tokenizer
     if len(body) <= INLINE_BYTES:
         return read(body, served, tokenizer)
-    return await asyncio.get_running_loop().run_in_executor(state.reader(len(body)), read, body, served, tokenizer)
+    reading = state.reader(len(body)).submit(read, body, served, tokenizer)
+    try:
+        return await asyncio.shield(asyncio.wrap_future(reading))
+    except asyncio.CancelledError:
+        if reading.cancel():  # no thread works for who has left before its turn
+            raise
+        try:
+            return await asyncio.wrap_future(reading)
+        finally:
+            if (task := asyncio.current_task()) is not None:
+                task.cancel()
 
 
 def _too_long(size: str, served: ServedModel) -> RequestError:
