@@ -14,7 +14,7 @@ import pytest
 from prfaas import identity
 from prfaas.capacity.builtin import read_builtin
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.cli.contract.calls import CheckedEngine
+from prfaas.cli.contract.calls import CheckedEngine, Running
 from prfaas.cli.contract.checks import ALONE, PAIR, EnginePair, text_of
 from prfaas.names import WORKER_DATA_PORT
 from prfaas.wire import headers
@@ -22,7 +22,7 @@ from prfaas.wire.engine import Role
 
 from ..unit.tls.mounts import Mount
 from ..unit.worker.conftest import launched
-from ..waiting import assert_prompt
+from ..waiting import assert_prompt, eventually
 from .bench import Bench, listener
 from .conftest import benches, ready
 
@@ -85,15 +85,20 @@ def put_role(engine: CheckedEngine, role: Role) -> None:
 def test_a_role_that_changes_loses_no_request_and_changes_no_answer(emulated: Bench):
     engine, prompts = emulated.destination.engine, [text_of(5000) for _ in range(4)]
     wanted = [engine.ask(prompt=prompt, max_tokens=150).choice["text"] for prompt in prompts]
-    running = []
-    roles: tuple[Role, ...] = ("prefill", "decode", "mixed")
-    for role in roles:
+    running: list[Running] = []
+
+    def changes(role: Role) -> bool:
+        """Change the role; return whether all requests run or wait then, which on a busy machine may have ended."""
         begun = [engine.begin(prompt=prompt, max_tokens=150, cache_salt=role) for prompt in prompts]
+        running.extend(begun)
         engine.wait_busy(begun[0])
         put_role(engine, role)
-        assert not any(one.is_answered() for one in begun), "the role changed while all of these ran or waited"
-        running += begun
-    assert [one.answer().choice["text"] for one in running] == wanted * len(roles)
+        return not any(one.is_answered() for one in begun)
+
+    roles: tuple[Role, ...] = ("prefill", "decode", "mixed")
+    for role in roles:
+        eventually(lambda role=role: changes(role), "a role changes before any request ends")
+    assert [one.answer().choice["text"] for one in running] == wanted * (len(running) // len(wanted))
     assert len(set(wanted)) == len(prompts)
     engine.wait_idle()
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from prfaas_transfer import data_port, leases, pull, receive
-from prfaas_transfer.mover import client, shared
+from prfaas_transfer.mover import client, metrics, shared
 from prfaas_transfer.mover.__main__ import main
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LIMITS = (
     (data_port, "HELLO_SECONDS"),
     (leases, "LEASE_SECONDS"),
     (leases, "RESUME_SECONDS"),
+    (metrics, "RANK_SECONDS"),
     (shared, "COPY_SECONDS"),
     (shared, "CATCH_UP_SECONDS"),
 )
