@@ -21,7 +21,8 @@ from prfaas.errors import RequestError
 from ..unit.gateway.vllm_standin import Vllm
 
 CONTEXT, PAGE, DATA_PORT = 4096, 16, 8001
-LOOKS = 40
+LOOK_SECONDS = 2.0
+"""For so long a destination looks for a cache of which no source has said anything."""
 LEASE_SECONDS = 0.3
 RIGHTS = ("transfer_id", "epoch", "token", "port")
 
@@ -51,7 +52,7 @@ class StandIn(Vllm, ThreadingHTTPServer):
         held = [
             one
             for one in self.offers
-            if one["source"] == self.url and time.monotonic() - one["offered"] < LEASE_SECONDS
+            if one["source"] == self.url and not one["is_over"] and time.monotonic() - one["offered"] < LEASE_SECONDS
         ]
         return f"vllm:num_requests_running {len(self.running) + len(held)}\n"
 
@@ -94,19 +95,22 @@ class StandIn(Vllm, ThreadingHTTPServer):
             raise RequestError("it is open", status=500 if self.broken == "twice" else 409)
         if self.broken != "gives nothing":
             kept = {"source": self.url, "offered": time.monotonic(), "ids": ids[: leg["tokens"] or -1]}
-            self.offers.append(leg | kept | {"port": DATA_PORT})
+            self.offers.append(leg | kept | {"port": DATA_PORT, "is_over": False})
 
     def _fetch(self, leg: dict[str, Any], ids: bytes, cached: int) -> int:
         """Return how many tokens come. A source that gives another prompt's is done with it, too."""
-        for _ in range(LOOKS):
+        rights = [name for name in RIGHTS if self.broken != f"any {name}"]
+        for _ in range(int(LOOK_SECONDS / 0.005)):
             with self._lock:
                 for offer in self.offers:
-                    if all(offer[name] == leg[name] for name in RIGHTS if self.broken != f"any {name}"):
+                    if not offer["is_over"] and all(offer[name] == leg[name] for name in rights):
                         if cached and self.broken == "never declines":
                             return 0
-                        self.offers.remove(offer)
+                        offer["is_over"] = True
                         is_same = ids.startswith(offer["ids"]) or self.broken == "any prompt"
                         return len(offer["ids"]) if is_same and len(offer["ids"]) > cached else 0
+                if any(offer["transfer_id"] == leg["transfer_id"] for offer in self.offers):
+                    break  # it is over, or another's
             time.sleep(0.005)
         if self.broken == "needs its source":
             raise RequestError("the cache did not come", status=502)
