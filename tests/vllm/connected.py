@@ -94,12 +94,12 @@ class Pair(NamedTuple):
         self.destination.forget_prefixes()
 
     def slow(self, mbps: int | None) -> None:
-        """Cap the source's egress; the file is read every second."""
+        """Cap the source's egress, and wait until its file was read, as it is every second; or lift the cap soon."""
         if mbps is None:
             self.egress.unlink(missing_ok=True)
         else:
             self.egress.write_text(str(mbps))
-        time.sleep(1.5)
+            time.sleep(1.5)
 
     def assert_nothing_is_held(self, free: tuple[int, int]) -> None:
         """Fail unless both sides' memory comes back: at once, or where the source hears nothing, after its lease. What
