@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -137,9 +137,9 @@ class DemoSteps:
         self._display.request(record)
         return record
 
-    async def lengths(self) -> None:
-        self._display.step(f"Prompts of {LENGTHS[0]} to {LENGTHS[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
-        for tokens in LENGTHS:
+    async def lengths(self, lengths: Sequence[int] = LENGTHS) -> None:
+        self._display.step(f"Prompts of {lengths[0]} to {lengths[-1]:,} tokens over a link of {WIDE_MBPS} Mbit/s")
+        for tokens in lengths:
             await self._ask(tokens, "lengths")
 
     @contextlib.asynccontextmanager
