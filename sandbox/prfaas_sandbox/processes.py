@@ -89,6 +89,17 @@ async def run_logged(command: Command, log: Path, on_line: Callable[[str], None]
 
 
 @asynccontextmanager
+async def at_once() -> AsyncIterator[asyncio.TaskGroup]:
+    """Give a group of tasks that run at the same time. Where one fails the others end, and its error is raised as it
+    is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+@asynccontextmanager
 async def _running(command: Command, *, stdin: int, stderr: int) -> AsyncIterator[asyncio.subprocess.Process]:
     """Start a command, limit the block to its time, and leave no process behind."""
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.errors import ConfigError, PeerError, UnreachableError
-from prfaas_sandbox.processes import TAIL_LINES, Command, run, run_logged
+from prfaas_sandbox.processes import TAIL_LINES, Command, at_once, run, run_logged
 
 
 async def test_output_comes_back_and_input_goes_in():
@@ -59,3 +59,26 @@ async def test_a_logged_command_shows_its_lines_and_a_failure_only_the_last(tmp_
         await run_logged(Command(["sh", "-c", "seq 100; echo over >&2; exit 1"]), log, seen.append)
     assert seen == log.read_text().splitlines() == [*map(str, range(1, 101)), "over"]
     assert str(failed.value).splitlines()[1:] == seen[-TAIL_LINES:]
+
+
+async def test_where_one_of_several_tasks_fails_the_others_have_ended_and_its_error_is_raised_as_it_is():
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def fail() -> None:
+        raise PeerError("no luck")
+
+    async def work() -> None:
+        async with at_once() as group:
+            group.create_task(wait("task"))
+            group.create_task(fail())
+            await wait("block")
+
+    with pytest.raises(PeerError, match=r"^no luck$"):
+        await work()
+    assert sorted(ended) == ["block", "task"]

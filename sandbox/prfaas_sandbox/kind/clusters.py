@@ -19,7 +19,7 @@ from prfaas_sandbox.kind.docker import QUICK_SECONDS, docker, inspect, remove_al
 from prfaas_sandbox.kind.images import NodeImage
 from prfaas_sandbox.kind.layout import KindCluster, Layout
 from prfaas_sandbox.network import lose, token_bucket
-from prfaas_sandbox.processes import Command, run
+from prfaas_sandbox.processes import Command, at_once, run
 from prfaas_sandbox.progress import OnProgress, ticking
 
 CREATE_TIMEOUT_SECONDS = 1200.0
@@ -48,8 +48,9 @@ class Clusters:
         self.layout.images.mkdir(exist_ok=True)
         if not await succeeds("network", "inspect", self.layout.network):
             await docker("network", "create", "--label", self.layout.label, self.layout.network)
-        for cluster in self.layout.clusters:
-            await self._ensure(cluster, image)
+        async with at_once() as group:
+            for cluster in self.layout.clusters:
+                group.create_task(self._ensure(cluster, image))
         await open_link(self.layout)
 
     async def _ensure(self, cluster: KindCluster, image: NodeImage) -> None:

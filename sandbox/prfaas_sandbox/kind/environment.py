@@ -27,6 +27,7 @@ from prfaas_sandbox.kind.images import (
 )
 from prfaas_sandbox.kind.layout import NODE_PORTS, PROMETHEUS_NODE_PORT, Layout
 from prfaas_sandbox.network import checked_rate
+from prfaas_sandbox.processes import at_once
 from prfaas_sandbox.progress import OnProgress
 from prfaas_sandbox.tools import HELM, KIND, ensure_modules, ensure_tools
 
@@ -74,15 +75,14 @@ class KindEnvironment:
         layout.state.chmod(0o700)
         await ensure_daemon(layout, report)
         used = await asyncio.to_thread(programs, report)
-        builder = ImageBuilder(layout, report)
+        builder, pair = ImageBuilder(layout, report), Clusters(layout, used.kind, used.kubectl, report)
         _warn_of_inotify(report)
         nodes = await node_image(builder)
-        images, watcher = await product_images(builder), await prometheus_image(builder)
-        if not vllm.why_not():
-            images = replace(images, vllm=await vllm.vllm_image(builder))
+        async with at_once() as group:  # a cluster mostly waits for itself
+            group.create_task(pair.ensure(nodes))
+            made = group.create_task(_images(builder))
+        images, watcher = made.result()
         await remove_images(KEPT_IMAGES, {nodes.reference, watcher, *filter(None, astuple(images))})
-        pair = Clusters(layout, used.kind, used.kubectl, report)
-        await pair.ensure(nodes)
         engines = [image for image in (images.worker, images.connector, images.vllm) if image]
         await pair.load({"hub": [images.operator, images.gateway, *engines, watcher], "member": engines})
         await clusters.shape_link(layout, link_mbps)
@@ -167,6 +167,14 @@ class KindEnvironment:
 
     def program(self, name: str) -> str:
         return name if shutil.which(name) else str(getattr(self._programs, name))
+
+
+async def _images(builder: ImageBuilder) -> tuple[Images, str]:
+    """Return prfaas's images, with that of vLLM where this machine has one, and Prometheus's."""
+    images, watcher = await product_images(builder), await prometheus_image(builder)
+    if not vllm.why_not():
+        images = replace(images, vllm=await vllm.vllm_image(builder))
+    return images, watcher
 
 
 async def mapped(layout: Layout, node_port: int) -> str:
