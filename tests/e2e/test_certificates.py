@@ -18,8 +18,8 @@ from .checks import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-SETTLE_SECONDS = {"sandbox": 8, "kind": 16}
-"""The process node reads Secrets again every 4 s; kubelets, as kind-configs/ has them, every 5 to 8 s."""
+SETTLE_SECONDS = {"sandbox": 8, "kind": 9}
+"""The process node reads Secrets again every 4 s; kubelets, as kind-configs/ has them, every 3 to 5 s."""
 CHANGE_SECONDS = 240.0
 
 
