@@ -31,7 +31,7 @@ async def test_two_systems_answer_all_requests_in_the_time_of_their_profiles(
 ):
     file = load(FILE)
     scale = round(file.system.links[0].capacity_mbps / LINK_MBPS / STRETCH)
-    case = Case(name="short", file=file, requests=24, stretch=STRETCH, cache_scale=scale)
+    case = Case(name="short", file=file, requests=16, stretch=STRETCH, cache_scale=scale)
     assert not await LiveCase(installation, case, tmp_path, print, tries=2).run_all([OFFLOADING, AT_HOME])
     runs = {
         key: msgspec.json.decode((tmp_path / f"{key.name}.json").read_bytes(), type=Run)
