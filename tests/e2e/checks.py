@@ -21,6 +21,10 @@ only_in_the_sandbox = pytest.mark.parametrize(
     "installation", [pytest.param("sandbox", marks=TIMEOUT)], indirect=True, scope="session"
 )
 """For what needs none of kind's: kubelets, images, security contexts, network policies, rollouts."""
+only_on_kind = pytest.mark.parametrize(
+    "installation", [pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind])], indirect=True, scope="session"
+)
+"""For what containers and kubelets decide: what a process may, when pods read Secrets, take requests, and end."""
 
 
 def fresh_text(tokens: int) -> str:

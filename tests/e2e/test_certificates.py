@@ -1,6 +1,8 @@
 """Proves that the authority of all certificates is replaced while requests continue: none fails, and none falls back.
 
 What the charts install is inside TLS without a word of configuration; here only the waiting between steps is shortened.
+When pods read a changed Secret is up to kubelets. Without these, tests/clusters/operator_/test_certificates_change.py
+has the operator's steps, and tests/unit/worker/test_two_workers_tls.py two workers that meet them under load.
 """
 
 import asyncio
@@ -14,12 +16,12 @@ from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, ExampleInstallation, operator_values
 from prfaas_sandbox.demo.records import RequestRecord
 
-from .checks import eventually
+from .checks import eventually, only_on_kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-SETTLE_SECONDS = {"sandbox": 8, "kind": 9}
-"""The process node reads Secrets again every 4 s; kubelets, as kind-configs/ has them, every 3 to 5 s."""
+SETTLE_SECONDS = 9
+"""Kubelets, as kind-configs/ has them, read Secrets again every 3 to 5 s."""
 CHANGE_SECONDS = 240.0
 
 
@@ -33,12 +35,12 @@ async def authorities(installation: ExampleInstallation) -> list[set[str]]:
     return found
 
 
+@only_on_kind
 async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_request(
     installation: ExampleInstallation,
 ):
     environment = installation.environment
-    settle_seconds = SETTLE_SECONDS[environment.command]
-    values = (*operator_values(environment.images), "--set", f"certificates.settleSeconds={settle_seconds}")
+    values = (*operator_values(environment.images), "--set", f"certificates.settleSeconds={SETTLE_SECONDS}")
     await installation.helm_install(environment.hub, "prfaas", *values)
     command = ("-n", NAMESPACE, "rollout", "status", "deployment/prfaas-operator", "--timeout=120s")
     await environment.kubectl(environment.hub, *command)
@@ -63,7 +65,7 @@ async def test_an_authority_is_replaced_under_load_without_a_failed_or_rerouted_
         await environment.kubectl(environment.hub, "-n", NAMESPACE, *patch)
         await eventually(is_replaced, "both clusters trust only a new authority", CHANGE_SECONDS)
         # What was judged by the former authority is judged only by the new one now, also where it is kept open.
-        await asyncio.sleep(settle_seconds)
+        await asyncio.sleep(SETTLE_SECONDS)
     finally:
         done.set()
         await loading

@@ -25,12 +25,9 @@ from prfaas_sandbox.demo.steps import ThresholdSampler
 from prfaas_sandbox.environment import ClusterAccess
 from prfaas_sandbox.kind import vllm
 
-from .checks import TIMEOUT, apply, condition, eventually
+from .checks import apply, condition, eventually, only_on_kind
 from .conftest import LINK_MBPS, WHY_NOT_VLLM
 
-only_on_kind = pytest.mark.parametrize(
-    "installation", [pytest.param("kind", marks=[TIMEOUT, pytest.mark.kind])], indirect=True, scope="session"
-)
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session"), only_on_kind]
 
 POOLS = {"offload": "vllm-offload", "decode": "vllm-decode"}
