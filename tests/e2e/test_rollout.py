@@ -11,7 +11,7 @@ from prfaas_sandbox.demo.client import DemoClient, text_of
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, OFFLOAD_POOL, POLICY, ExampleInstallation
 from prfaas_sandbox.demo.records import RequestRecord
 
-from .checks import eventually
+from .checks import eventually, only_on_kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -75,6 +75,7 @@ async def roll(installation: ExampleInstallation) -> None:
         await installation.wait_ready(kind, name, timeout_seconds=120)
 
 
+@only_on_kind
 async def test_every_pool_and_the_gateway_roll_under_load_without_a_failed_request(installation: ExampleInstallation):
     async with load(installation) as records:
         await roll(installation)
