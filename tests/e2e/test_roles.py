@@ -16,7 +16,7 @@ import pytest
 from prfaas.wire import headers
 from prfaas_sandbox.demo.install import MODEL, NAMESPACE, POLICY, ExampleInstallation
 
-from .checks import apply, condition, eventually, fresh_text, get, only_in_the_sandbox
+from .checks import apply, condition, eventually, fresh_text, get, only_in_the_sandbox, only_on_kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
@@ -119,6 +119,7 @@ async def serves(url: str) -> bool:
         return (await http.post("/v1/completions", json=body)).status_code == 200
 
 
+@only_on_kind
 async def test_an_instance_converts_under_load_without_loss_and_without_loading_a_model(
     installation: ExampleInstallation,
 ):
