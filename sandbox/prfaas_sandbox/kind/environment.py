@@ -83,14 +83,16 @@ class KindEnvironment:
             made = group.create_task(_images(builder))
         images, watcher = made.result()
         await remove_images(KEPT_IMAGES, {nodes.reference, watcher, *filter(None, astuple(images))})
-        engines = [image for image in (images.worker, images.connector, images.vllm) if image]
-        await pair.load({"hub": [images.operator, images.gateway, *engines, watcher], "member": engines})
         await clusters.shape_link(layout, link_mbps)
         found = await clusters.addresses(layout)
         hub, member = (cluster.access(found[cluster.role]) for cluster in layout.clusters)
         self = cls(layout, used, (hub, member), images)
-        report("installing Prometheus in the hub")
-        await prometheus.install(str(used.kubectl), layout, (hub, member), watcher)
+        engines = [image for image in (images.worker, images.connector, images.vllm) if image]
+        await pair.load({"hub": [watcher], "member": []})
+        report("installing Prometheus in the hub, while the other images go in")
+        async with at_once() as group:
+            group.create_task(prometheus.install(str(used.kubectl), layout, (hub, member), watcher))
+            group.create_task(pair.load({"hub": [images.operator, images.gateway, *engines], "member": engines}))
         self.prometheus_url = await mapped(layout, PROMETHEUS_NODE_PORT)
         return self
 
