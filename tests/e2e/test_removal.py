@@ -7,11 +7,12 @@ import pytest
 
 from prfaas_sandbox.demo.install import NAMESPACE, ExampleInstallation
 
-from .checks import eventually
+from .checks import eventually, only_in_the_sandbox
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 
+@only_in_the_sandbox
 async def test_deleting_and_uninstalling_leaves_nothing_but_what_was_to_be_kept(installation: ExampleInstallation):
     environment = installation.environment
     for kind in ("prfaas", "pfpool", "dcpool", "pmc"):
