@@ -3,6 +3,8 @@
 This takes the installation away that all other tests of this folder share, so conftest.py has it run last.
 """
 
+import asyncio
+
 import pytest
 
 from prfaas_sandbox.demo.install import NAMESPACE, ExampleInstallation
@@ -15,8 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 @only_in_the_sandbox
 async def test_deleting_and_uninstalling_leaves_nothing_but_what_was_to_be_kept(installation: ExampleInstallation):
     environment = installation.environment
-    for kind in ("prfaas", "pfpool", "dcpool", "pmc"):
-        await environment.kubectl(environment.hub, "-n", NAMESPACE, "delete", kind, "--all", "--timeout=120s")
+    await environment.kubectl(environment.hub, "-n", NAMESPACE, "delete", "prfaas-all", "--all", "--timeout=120s")
     kinds = "deployments,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases"
 
     async def nothing_left() -> bool:
@@ -35,8 +36,8 @@ async def test_deleting_and_uninstalling_leaves_nothing_but_what_was_to_be_kept(
 async def uninstall(installation: ExampleInstallation) -> None:
     """Uninstall both releases; nothing of them is left but the CRDs."""
     environment = installation.environment
-    for cluster in (environment.hub, environment.member):
-        await environment.helm(cluster, "uninstall", "prfaas", "-n", NAMESPACE, "--wait", "--timeout=120s")
+    words = ("uninstall", "prfaas", "-n", NAMESPACE, "--wait", "--timeout=120s")
+    await asyncio.gather(*(environment.helm(cluster, *words) for cluster in (environment.hub, environment.member)))
     kinds = (
         "deployments,replicasets,pods,services,configmaps,serviceaccounts,roles,rolebindings,networkpolicies,leases,"
         "poddisruptionbudgets,clusterroles,clusterrolebindings"
