@@ -64,6 +64,7 @@ class HttpServer:
         self._tls = tls_context(ca, tls_dir) if self._parts.scheme == "https" else None
         self._model = ""
         self._open: set[socket.socket] = set()
+        self._closes = 0
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +73,8 @@ class HttpServer:
         self.close()
 
     def close(self) -> None:
-        """End every request that is under way."""
+        """End every request that is under way, and those of an `ask` that still connect."""
+        self._closes += 1  # first: whoever adds a socket after the look below sees it
         for one in list(self._open):
             with suppress(OSError):  # closed already
                 one.shutdown(socket.SHUT_RDWR)
@@ -122,7 +124,7 @@ class HttpServer:
         bodies = [self._body(prompt, answer_tokens) for prompt in prompts]
         with ThreadPoolExecutor(len(bodies)) as pool:
             try:
-                return list(pool.map(self._stream, bodies))
+                return list(pool.map(partial(self._stream, self._closes), bodies))
             except BaseException:
                 self.close()  # the pool waits for its threads
                 raise
@@ -133,12 +135,13 @@ class HttpServer:
         """Send the prompts of `streams` at once, and `prompt`, for one token, when each has had BEGUN_TOKENS of its
         answer, or all of it. Wait for all answers."""
         bodies, begun = [self._body(one, answer_tokens) for one in streams], [threading.Event() for _ in streams]
+        stream = partial(self._stream, self._closes)
         with ThreadPoolExecutor(len(bodies)) as pool:
             try:
-                running = [pool.submit(self._stream, *each) for each in zip(bodies, begun, strict=True)]
+                running = [pool.submit(stream, *each) for each in zip(bodies, begun, strict=True)]
                 for event in begun:
                     event.wait(ANSWER_SECONDS)
-                lone = self._stream(self._body(prompt, 1))
+                lone = stream(self._body(prompt, 1))
                 return [one.result() for one in running], lone
             except BaseException:
                 self.close()  # the pool waits for its threads
@@ -158,21 +161,26 @@ class HttpServer:
             }
         )
 
-    def _stream(self, body: bytes, begun: threading.Event | None = None) -> StreamedAnswer:
-        """Return the answer; `begun` is set when it has had BEGUN_TOKENS, or ends in whatever way."""
+    def _stream(self, closes: int, body: bytes, begun: threading.Event | None = None) -> StreamedAnswer:
+        """Return the answer; `begun` is set when it has had BEGUN_TOKENS, or ends in whatever way. `closes` is of the
+        caller's beginning."""
         begun = begun or threading.Event()
         try:
-            return self.post(COMPLETIONS, body, partial(self._read, begun))
+            return self.post(COMPLETIONS, body, partial(self._read, begun), closes)
         finally:
             begun.set()
 
-    def post(self, path: str, body: bytes, read: Callable[[http.client.HTTPResponse, float], T]) -> T:
+    def post(
+        self, path: str, body: bytes, read: Callable[[http.client.HTTPResponse, float], T], closes: int | None = None
+    ) -> T:
         """Return what `read` makes of the answer to a POST, and of the time when its first byte was sent. Raises
-        UnreachableError for none, and for one that breaks off."""
+        UnreachableError for none, for one that breaks off, and where `close` was called after `closes` times."""
         with closing(self._connect()) as connection:
             sock = connection.sock  # the connection forgets it where an answer ends with it
             self._open.add(sock)
             try:
+                if closes not in (None, self._closes):
+                    raise UnreachableError(f"{self.url}: the request was given up before it was sent")
                 began_seconds = time.perf_counter()
                 connection.request("POST", self._parts.path + path, body, self._headers)
                 with connection.getresponse() as answer:

@@ -212,6 +212,24 @@ def test_an_interruption_leaves_no_request_and_no_thread(fake: Fake, url: str):
     eventually(lambda: threading.active_count() <= before, "all threads have ended")
 
 
+def test_a_request_that_still_connects_when_all_are_ended_is_not_sent(fake: Fake, url: str, monkeypatch):
+    with HttpServer(url) as server:
+        server.card()
+        connect = server._connect
+
+        def connect_late() -> Any:
+            connection = connect()
+            server.close()
+            return connection
+
+        monkeypatch.setattr(server, "_connect", connect_late)
+        with pytest.raises(UnreachableError, match="given up before it was sent"):
+            server.ask([[1, 2, 3]], 100_000)
+        assert fake.bodies == []
+        monkeypatch.undo()
+        assert server.ask([[1, 2, 3]], 5), "another one is"
+
+
 def test_what_a_server_streams_is_timed_and_its_version_read(fake: Fake, url: str):
     with HttpServer(f"{url}/v1/") as server:
         assert server.label(server.card()) == "vllm 0.32.0"
