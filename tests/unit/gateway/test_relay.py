@@ -291,7 +291,7 @@ async def test_another_format_that_breaks_off_is_cut_short_for_the_client_too(wo
 
 
 async def test_a_worker_that_falls_silent_ends_the_stream(world):
-    await world.start("d0", limits=world_limits(idle_seconds=0.1, stall_seconds=0.1))
+    await world.start("d0", limits=world_limits(idle_seconds=0.1, stall_seconds=0.1, recover_seconds=0.1))
     world.workers["d0"].reply = streaming(b"data: 1\n\n", gate=asyncio.Event())
     got = await world.post(b'{"model":"m","stream":true}')
     assert b"stream_broken" in got.body
