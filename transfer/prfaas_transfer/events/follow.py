@@ -71,7 +71,7 @@ class Followers:
 def _send_events(stream: DataStream, log: EventLog, wanted: Wanted, check: Callable[[], None]) -> None:
     stream.send([_head("200 OK", EVENTS_CONTENT_TYPE)])
     checked = Deadline(ALIVE_SECONDS)
-    for frames in follow(log, wanted):
+    for frames in follow(log, wanted, ALIVE_SECONDS):
         if checked.is_over:
             check()
             checked.renew(ALIVE_SECONDS)
@@ -93,7 +93,7 @@ def read_wanted(target: str) -> Wanted:
     return Wanted(int(number), fields.get("epoch", ""))
 
 
-def follow(log: EventLog, wanted: Wanted, alive_seconds: float = ALIVE_SECONDS) -> Iterator[list[bytes]]:
+def follow(log: EventLog, wanted: Wanted, alive_seconds: float) -> Iterator[list[bytes]]:
     """Yield frames for ever, those of one write together; wait for events in between."""
     yield [_message("hello", {"epoch": log.epoch, "first_seq": log.first_seq, "next_seq": log.next_seq})]
     seq = wanted.seq if wanted.epoch in ("", log.epoch) else 0
