@@ -2,7 +2,7 @@
 a read-only root, our connector copied by its init container, certificates, probes and scratch space.
 
 The sandbox runs the same pools as processes (tests/vllm/test_sandbox.py), which know none of this. The pools of this
-file are its own, beside those of the installation, and go in the end.
+file are its own, beside those of the installation. It is the last that needs the clusters, so they end with these.
 """
 
 import asyncio
@@ -83,13 +83,6 @@ class OnVllm:
             await self.installation.wait_ready(kind, name, timeout_seconds=ON_VLLM.ready_seconds)
         await self.installation.wait_for("LinkHealthy", "prfaas", ON_VLLM.policy, timeout_seconds=60)
         self.url = await self.environment.forward(self.environment.hub, NAMESPACE, f"{ON_VLLM.policy}-gateway", 80)
-
-    async def stop(self) -> None:
-        for kind, name in (("prfaas", ON_VLLM.policy), ("pfpool", POOLS["offload"]), ("dcpool", POOLS["decode"])):
-            await self._kubectl(self.environment.hub, "delete", kind, name, "--timeout=120s")
-        for cluster in (self.environment.hub, self.environment.member):
-            await self._kubectl(cluster, "delete", "pvc", vllm.CLAIM, "--timeout=120s")
-            await self._kubectl(cluster, "delete", "pv", vllm.CLAIM, "--timeout=120s")
 
     async def _kubectl(self, cluster: ClusterAccess, *words: str) -> str:
         return await self.environment.kubectl(cluster, "-n", NAMESPACE, *words)
@@ -183,17 +176,14 @@ def _objects(installation: ExampleInstallation) -> list[dict[str, Any]]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def on_vllm(installation: ExampleInstallation, request: pytest.FixtureRequest) -> AsyncIterator[OnVllm]:
-    """Start the pools of vLLM, and remove them in the end; skip where no vLLM can be had, and report it."""
+    """Start the pools of vLLM, which end with the clusters; skip where no vLLM can be had, and report it."""
     if why := vllm.why_not():
         request.config.stash[WHY_NOT_VLLM] = why
         pytest.skip(f"vLLM cannot run on kind here: {why}")
     pools = OnVllm(installation)
     async with pools.sampler.running():
-        try:
-            await pools.start()
-            yield pools
-        finally:
-            await pools.stop()
+        await pools.start()
+        yield pools
 
 
 async def test_a_pool_of_vllm_starts_as_rendered_and_may_nothing_that_it_should_not(on_vllm: OnVllm):
