@@ -1,7 +1,7 @@
 """The stage in which a test runs, and what a test of the stage `gate` may not do.
 
     gate      pure: no child process, no wait. Two at a time; a failure is final.
-    system    processes, API servers, sandboxes, faults: whatever waits for others. Four at a time.
+    system    processes, API servers, sandboxes, faults: whatever waits for others. Three at a time.
     quiet     promises of promptness, the demo, whole systems, real clients: one after the other.
     vllm      a real vLLM. One after the other.
     kind      the whole system in containers. One after the other.

@@ -55,7 +55,7 @@ STAGES: Final = {
     stage.name: stage
     for stage in (
         Stage("gate", ("tests/unit/", *folders("gate")), workers=2, before=("lint", "compiled")),
-        Stage("system", folders("system"), workers=4, options=("--maxfail=25",)),
+        Stage("system", folders("system"), workers=3, options=("--maxfail=25",)),
         Stage("quiet", folders("quiet"), before=("clients",)),
         Stage("vllm", folders("vllm"), before=("vllm", "clients")),
         Stage("kind", folders("quiet"), before=("docker",), options=("-s",)),
