@@ -34,17 +34,9 @@ def instance(server: VllmServer, port: int) -> Instance:
 
 @pytest.fixture(scope="module")
 def bench(start_server: StartServer) -> Bench:
-    """Also servers to be killed: each starts while the tests before it run."""
     servers = [begun(start_server) for _ in range(2)]
     source, destination = (instance(*each) for each in servers)
-    spare = [begun(start_server)]
-
-    def take() -> Instance:
-        taken = instance(*spare.pop())
-        spare.append(begun(start_server))
-        return taken
-
-    return Bench(source, destination, take, BF16_NATS)
+    return Bench(source, destination, lambda: instance(*begun(start_server)), BF16_NATS)
 
 
 @pytest.mark.parametrize("claim", ALONE)
