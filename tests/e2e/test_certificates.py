@@ -20,8 +20,8 @@ from .checks import eventually, only_on_kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
-SETTLE_SECONDS = 9
-"""Kubelets, as kind-configs/ has them, read Secrets again every 3 to 5 s."""
+SETTLE_SECONDS = 16
+"""Kubelets, as kind-configs/ has them, read Secrets again every 5 to 8 s."""
 CHANGE_SECONDS = 240.0
 
 
