@@ -15,13 +15,11 @@ from prfaas_worker.assets import model_directory
 
 from ..clients.programs import Clients, client_programs
 from .engines import Engine, EngineHost
-from .gateways import ServerPair, connected_servers
 from .servers import StartServer, vllm_servers
 from .versions import RUN, Versions, sources_of
 from .workers import StartWorker, worker_processes
 
 MODEL = "builtin:qwen3-next-tiny"
-CHAT_TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content or '' }}{% endfor %}<assistant>"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,14 +66,6 @@ def vllm_versions(
 def reference_engine(engine_host: EngineHost) -> Engine:
     """An engine without a connector, that all tests share."""
     return engine_host.start("reference").wait_ready()
-
-
-@pytest.fixture(scope="session")
-def server_pair(engine_host: EngineHost, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPair]:
-    """Two servers with our connector behind a gateway, that all tests share: what they count and log is of all."""
-    folder = tmp_path_factory.mktemp("gateway")
-    with vllm_servers(engine_host) as start, connected_servers(start, folder, "--chat-template", CHAT_TEMPLATE) as pair:
-        yield pair
 
 
 @pytest.fixture(scope="module")

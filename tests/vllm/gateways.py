@@ -80,12 +80,11 @@ def offloaded(url: str, body: dict) -> dict:
 
 
 class ServerPair(NamedTuple):
-    """Two servers of vLLM with our connector, and the gateway before them; `data_port` is the source's."""
+    """Two servers of vLLM with our connector, and the gateway before them."""
 
     source: VllmServer
     destination: VllmServer
     url: str
-    data_port: int
 
 
 @contextmanager
@@ -97,4 +96,4 @@ def connected_servers(start_server: StartServer, folder: Path, *flags: str) -> I
     ]
     source, destination = (server.wait_ready() for server in servers)
     with gateway(folder, table_of("vllm-prfaas", source.url, destination.url, ports[0])) as (url, _):
-        yield ServerPair(source, destination, url, ports[0])
+        yield ServerPair(source, destination, url)

@@ -6,18 +6,17 @@ import pytest
 
 from . import consistency
 from .consistency import MAX_LOGPROB_DELTA, NUM_TOKENS, PROMPTS, check_consistency
-from .gateways import ServerPair, gateway, offloaded, table_of
-from .servers import transferred_tokens
+from .gateways import connected_servers, gateway, offloaded, table_of
+from .servers import StartServer, transferred_tokens
 from .workers import StartWorker
 
 
-def test_the_checks_of_vllms_own_project_pass_with_our_connector(server_pair: ServerPair):
-    source, destination, url, _ = server_pair
-    before, length = transferred_tokens(destination), len(destination.log.read_text())
-    check_consistency(source.url, destination.url, url)
-    assert transferred_tokens(destination) - before > 0.9 * sum(map(len, PROMPTS.values()))
-    assert "its cache did not come" not in destination.log.read_text()[length:]
-    offloaded(url, {"prompt": "another prompt", "max_tokens": 1})
+def test_the_checks_of_vllms_own_project_pass_with_our_connector(start_server: StartServer, tmp_path: Path):
+    with connected_servers(start_server, tmp_path) as (source, destination, url):
+        check_consistency(source.url, destination.url, url)
+        assert transferred_tokens(destination) > 0.9 * sum(map(len, PROMPTS.values()))
+        assert "its cache did not come" not in destination.log.read_text()
+        offloaded(url, {"prompt": "another prompt", "max_tokens": 1})
 
 
 def test_the_checks_of_vllms_own_project_pass_with_our_workers(start_worker: StartWorker, tmp_path: Path):
