@@ -128,8 +128,9 @@ crds: $(STAMP) ## Generate crds/ and the chart's copies from the models
 charts: $(STAMP) ## Bring the charts' schemas, READMEs and ports in line with values.yaml and the records of engines
 	$(BIN)/python charts/describe.py
 
-reference: $(STAMP) ## Write what documents have from the code: flags, fields, tables of engines and plans
+reference: $(STAMP) ## Write what documents have from the code: flags, fields, tables of engines and plans, the evaluation
 	$(BIN)/python -m docs.reference
+	$(BIN)/python -m benchmarks.evaluation.published
 
 clean: ## Remove the virtual environment and the demo's state (not the tools' cache)
 	rm -rf .venv .prfaas

@@ -13,6 +13,8 @@ from typing import Final, NamedTuple
 WIDTH: Final = 640
 HEIGHT: Final = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 622, 34, 254
+_STACKS_RIGHT: Final = 400
+"""Where a chart of parts ends, and the list of its parts begins."""
 _MOST_TICKS: Final = 8
 _GAP: Final = 0.25
 """The part of a group's room that stays free between the groups of bars."""
@@ -87,28 +89,41 @@ def draw_lines(x: Axis, y: Axis, lines: Lines, mark: Mark | None = None, beside:
     return _svg(y.title, drawn)
 
 
-def draw_bars(y: Axis, groups: Sequence[str], bars: Mapping[str, Sequence[float]]) -> str:
-    """Return a chart of bars from 0: one a name in each group, whose value stands above it."""
-    upward = _scale(y, [0.0, *(value for values in bars.values() for value in values)], (_BOTTOM, _TOP))
+def draw_bars(
+    y: Axis,
+    groups: Sequence[str],
+    bars: Mapping[str, Sequence[float]],
+    intervals: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> str:
+    """Return a chart of bars from 0: one a name in each group, whose value stands above it. `intervals` (low, high) are
+    drawn over the bars of their name."""
+    spans = intervals or {}
+    ends = [high for some in spans.values() for _, high in some]
+    upward = _scale(y, [0.0, *ends, *(value for values in bars.values() for value in values)], (_BOTTOM, _TOP))
     drawn = [*_frame(upward, ""), *_legend(bars)]
     room = (_RIGHT - _LEFT) / len(groups)
     width = room * (1 - _GAP) / len(bars)
     for place, group in enumerate(groups):
         drawn.append(_text(_LEFT + room * (place + 0.5), _BOTTOM + 16, group, "middle"))
-        for number, values in enumerate(bars.values()):
+        for number, (name, values) in enumerate(bars.items()):
             left, top = _LEFT + room * (place + _GAP / 2) + width * number, upward.at(values[place])
+            middle = left + width / 2 - 1
             size = f'width="{width - 2:.1f}" height="{_BOTTOM - top:.1f}"'
             drawn.append(f'<rect class="bar s{number}" x="{left:.1f}" y="{top}" {size}/>')
-            drawn.append(_text(left + width / 2 - 1, top - 4, y.shown(values[place]), "middle"))
+            if name in spans:
+                bottom, top = (upward.at(end) for end in spans[name][place])
+                drawn.append(f'<path class="span" d="{_interval(middle, bottom, top)}"/>')
+            drawn.append(_text(middle, top - 4, y.shown(values[place]), "middle"))
     return _svg(y.title, drawn)
 
 
 def draw_stacks(y: Axis, groups: Sequence[str], parts: Mapping[str, Sequence[float]]) -> str:
-    """Return a chart of one bar a group, whose parts stand upon each other; a page says what their colours mean."""
+    """Return a chart of one bar a group, whose parts stand upon each other. Those that are 0 are left out of the list
+    beside it."""
     sums = [sum(values) for values in zip(*parts.values(), strict=True)]
     upward = _scale(y, [0.0, *sums], (_BOTTOM, _TOP))
-    drawn = _frame(upward, "")
-    room = (_RIGHT - _LEFT) / max(1, len(groups))
+    drawn = _frame(upward, "", _STACKS_RIGHT)
+    room = (_STACKS_RIGHT - _LEFT) / max(1, len(groups))
     for place, group in enumerate(groups):
         left, below = _LEFT + room * (place + _GAP / 2), 0.0
         for number, (name, values) in enumerate(parts.items()):
@@ -120,6 +135,11 @@ def draw_stacks(y: Axis, groups: Sequence[str], parts: Mapping[str, Sequence[flo
         middle = _LEFT + room * (place + 0.5)
         drawn.append(_text(middle, upward.at(below) - 4, y.shown(below), "middle"))
         drawn.append(_text(middle, _BOTTOM + 16, group, "middle"))
+    listed = [(number, name) for number, (name, values) in enumerate(parts.items()) if any(values)]
+    for line, (number, name) in enumerate(reversed(listed)):  # as they stand upon each other
+        top = _TOP + 24 * line
+        drawn.append(f'<path class="bar s{number}" d="M{_STACKS_RIGHT + 24} {top}h12v12h-12z"/>')
+        drawn.append(_text(_STACKS_RIGHT + 44, top + 10, name, "start"))
     return _svg(y.title, drawn)
 
 
@@ -128,8 +148,7 @@ def _beside(name: str, number: int, beside: ChartSigns, across: _Scale, upward: 
     drawn: list[str] = []
     for at, low, high in beside.intervals.get(name, ()):
         x, bottom, top = across.at(at), upward.at(low), upward.at(high)
-        ends = f"M{x} {bottom}V{top}M{x - 4:.1f} {top}h8M{x - 4:.1f} {bottom}h8"
-        drawn.append(f'<path class="sign s{number}" d="{ends}"/>')
+        drawn.append(f'<path class="sign s{number}" d="{_interval(x, bottom, top)}"/>')
     for at, value in beside.rings.get(name, ()):
         drawn.append(f'<circle class="sign s{number}" cx="{across.at(at)}" cy="{upward.at(value)}" r="4.5"/>')
     for at, value in beside.crosses.get(name, ()):
@@ -137,6 +156,11 @@ def _beside(name: str, number: int, beside: ChartSigns, across: _Scale, upward: 
         cross = f"M{x - 4:.1f} {y - 4:.1f}l8 8M{x - 4:.1f} {y + 4:.1f}l8 -8"
         drawn.append(f'<path class="sign s{number}" d="{cross}"/>')
     return drawn
+
+
+def _interval(x: float, bottom: float, top: float) -> str:
+    """Return the path of an upright line with a stroke at both ends."""
+    return f"M{x:.1f} {bottom}V{top}M{x - 4:.1f} {top}h8M{x - 4:.1f} {bottom}h8"
 
 
 def _scale(axis: Axis, values: Iterable[float], pixels: tuple[int, int]) -> _Scale:
@@ -172,12 +196,12 @@ def _round_numbers(low: float, high: float, digits: Sequence[int] = (1, 2, 5)) -
     return [float(f"{digit}e{power}") for power in powers for digit in digits]
 
 
-def _frame(upward: _Scale, across_title: str) -> list[str]:
+def _frame(upward: _Scale, across_title: str, right: int = _RIGHT) -> list[str]:
     """Return the lines behind a chart, with their values, and the titles of both axes."""
-    drawn = [_text(_LEFT, 12, upward.axis.title, "start"), _text(_RIGHT, HEIGHT - 8, across_title, "end")]
+    drawn = [_text(_LEFT, 12, upward.axis.title, "start"), _text(right, HEIGHT - 8, across_title, "end")]
     for value in _ticks(upward):
         place = upward.at(value)
-        drawn.append(f'<path class="grid" d="M{_LEFT} {place}H{_RIGHT}"/>')
+        drawn.append(f'<path class="grid" d="M{_LEFT} {place}H{right}"/>')
         drawn.append(_text(_LEFT - 6, place + 4, upward.axis.shown(value), "end"))
     return drawn
 

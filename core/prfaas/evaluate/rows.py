@@ -39,8 +39,6 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     egress_gbps: Sampled | None
     link_percent: Sampled | None
     """See `prfaas.evaluate.expected.link_percent`."""
-    parts: dict[str, float] = {}
-    """Mean seconds of each part of the time to the first token."""
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +52,9 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     saturated_counted: Sampled | None
     """The same, with each request counted as one."""
     verdict: LoadVerdict
+    parts: dict[str, float]
+    """Mean seconds of each part of the time to the first token; of an overloaded load, of all its requests: what waits
+    longest there is short of room."""
 
 
 class LoadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +120,6 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
     """Return the figures of a run's steady part; `capacity_mbps` is what its links are declared to carry."""
     firsts = part.first_tokens_seconds
     egress = _metric(run.readings, part, "egress_mbps")
-    divided = [one.parts for one in part.answers if one.parts]
-    names = {name for parts in divided for name in parts}
     ends = [(ended, 1.0) for ended in part.ends_seconds]
     return LoadFigures(
         ttft_mean_seconds=mean_of(firsts),
@@ -130,7 +129,6 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
         offloaded_share=mean_of([float(one.offloaded) for one in part.answers]),
         egress_gbps=egress and _each(egress, lambda mbps: mbps / 1000),
         link_percent=egress and _each(egress, lambda mbps: link_percent(mbps, capacity_mbps)),
-        parts={name: math.fsum(one.get(name, 0.0) for one in divided) / len(divided) for name in sorted(names)},
     )
 
 
@@ -186,12 +184,20 @@ def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
     steady = _combined([(run.key.seed, figures_of(run, part, capacity_mbps)) for run, part in runs if not part.why_not])
     p90 = steady.ttft_p90_seconds if steady else None
+    overloaded = [one for run, part in runs if part.overloaded for one in run.answers]
     return LoadResult(
-        figures=None if any(part.overloaded for _, part in runs) else steady,
+        figures=None if overloaded else steady,
         saturated_per_second=_of_all([(run.key.seed, most_of(file, run)) for run, _ in runs]),
         saturated_counted=_of_all([(run.key.seed, saturated_rate(run, lambda _: 1.0)) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
+        parts=_mean_parts(overloaded or [one for _, part in runs for one in part.answers]),
     )
+
+
+def _mean_parts(answers: Sequence[AnsweredRequest]) -> dict[str, float]:
+    divided = [one.parts for one in answers if one.parts]
+    names = {name for parts in divided for name in parts}
+    return {name: math.fsum(one.get(name, 0.0) for one in divided) / len(divided) for name in sorted(names)}
 
 
 def _of_all(found: Sequence[tuple[int, Sampled | None]]) -> Sampled | None:
@@ -208,9 +214,7 @@ def _combined(runs: Sequence[tuple[int, LoadFigures]]) -> LoadFigures | None:
     for name in LoadFigures.__struct_fields__:
         values = [(seed, value) for seed, run in runs if isinstance(value := getattr(run, name), Sampled)]
         made[name] = of_seeds(values) if values else None
-    names = {name for _, run in runs for name in run.parts}
-    parts = {name: math.fsum(run.parts.get(name, 0.0) for _, run in runs) / len(runs) for name in sorted(names)}
-    return msgspec.structs.replace(runs[0][1], **{**made, "parts": parts})
+    return msgspec.structs.replace(runs[0][1], **made)
 
 
 def _metric(readings: Iterable[Reading], part: SteadyPart, name: str) -> Sampled | None:

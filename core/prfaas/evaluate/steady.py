@@ -95,7 +95,7 @@ def find_steady(run: Run, tail_seconds: float = 0.0) -> SteadyPart:
     spans = [(one.at_seconds, one.at_seconds + (one.seconds or 0.0)) for one in answers]
     growth = growth_share(spans, answers[least].at_seconds, answers[-1].at_seconds)
     if growth > MOST_GROWTH:
-        why = f"requests in flight grow without end: {growth:.0%} of those that arrive stay"
+        why = f"more requests arrive than end: {growth:.0%} of them pile up"
         return SteadyPart(why_not=why, overloaded=True)
     end = answers[-1].at_seconds - tail_seconds
     counted = [one for one in answers if one.at_seconds <= end]

@@ -36,7 +36,8 @@ class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     missing: tuple[RunKey, ...]
     """Runs that were asked for and are not there."""
     shown: Run | None
-    """The run whose threshold and link are drawn: PrfaaS-PD at its highest load that counts."""
+    """The run whose threshold and link are drawn: PrfaaS-PD at the highest load that it carries, or else at the highest
+    that was served."""
 
 
 def summarise(
@@ -64,7 +65,7 @@ def summarise(
     answers: dict[PolicyName, PolicyAnswer] = {
         policy: answer_of(file, found, limit) for policy, found in own.items() if found
     }
-    drawn = {row.load for row in own["threshold"] if row.measured}
+    drawn = {row.load for row in own["threshold"] if row.measured} or {row.load for row in own["threshold"]}
     why_not = {
         run.key: run.why_invalid or ("" if steady[run.key].overloaded else steady[run.key].why_not) for run in ordered
     }

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from prfaas.cli.evaluation.content import Evaluation
-from prfaas.cli.evaluation.document import evaluation_markdown
+from prfaas.cli.evaluation.document import document_files
 from prfaas.cli.evaluation.report import evaluation_page
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
@@ -78,10 +78,17 @@ class Campaign:
 
 def write_report(evaluation: Evaluation, folder: Path) -> Path:
     """Write the page and the document of an evaluation; return where the page is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "evaluation.md", evaluation_markdown(evaluation).encode())
+    write_document(evaluation, folder)
     replace_file(page := folder / "report.html", evaluation_page(evaluation).encode())
     return page
+
+
+def write_document(evaluation: Evaluation, folder: Path) -> None:
+    """Write the document of an evaluation, and its pictures in a folder beside it."""
+    for name, text in document_files(evaluation).items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
 
 
 def read_case(file: Path, requests: int, stretch: float, cache_scale: int) -> Case:

@@ -93,5 +93,19 @@ def test_parts_stand_upon_each_other_and_say_their_sum():
     assert {"low", "high", "4", "6"} <= set(words(chart))
 
 
+def test_parts_are_listed_as_they_stand_and_only_if_they_are_there():
+    chart = draw_stacks(LINEAR, ["low"], {"waits": [1], "never": [0], "works": [3]})
+    assert [word for word in words(chart) if word in ("waits", "never", "works")] == ["works", "waits"]
+
+
+def test_the_interval_of_a_bar_stands_at_its_values_and_widens_the_axis():
+    chart = draw_bars(LINEAR, ["here"], {"seen": [10], "said": [10]}, {"seen": [(5, 20)]})
+    ((bottom, top),) = re.findall(r'<path class="span" d="M[\d.]+ ([\d.]+)V([\d.]+)', chart)
+    first, _ = (one.attrib for one in ET.fromstring(chart).iter("rect"))
+    height = float(first["height"])
+    assert float(bottom) == pytest.approx(float(first["y"]) + height / 2, abs=0.2)
+    assert float(top) == pytest.approx(float(first["y"]) - height, abs=0.2)
+
+
 def test_parts_of_no_group_are_an_empty_chart():
     assert "rect" not in draw_stacks(LINEAR, [], {"waits": []})

@@ -10,12 +10,13 @@ from prfaas.cli.evaluation.content import (
     Evaluation,
     answer,
     broken_table,
+    certainty,
     headline_table,
     limit_table,
     off_by,
     run_table,
 )
-from prfaas.cli.evaluation.document import evaluation_markdown
+from prfaas.cli.evaluation.document import document_files, evaluation_markdown
 from prfaas.cli.evaluation.report import evaluation_page
 from prfaas.evaluate.record import ExcludedRun, Run, RunKey
 from prfaas.evaluate.summary import summarise
@@ -28,6 +29,12 @@ COMMAND = "prfaas evaluate -f examples/paper.yaml"
 def evaluation(*runs: Run, unread=(), asked=()) -> Evaluation:
     made = summarise(CASE.file, runs, simulated, LIMIT_SECONDS, asked)
     return Evaluation(case=CASE, runs=runs, summary=made, unread=unread, command=COMMAND)
+
+
+@pytest.fixture(scope="module")
+def saturated() -> Evaluation:
+    """What more arrives than is served, and nothing else."""
+    return evaluation(*(live(RunKey(policy, 1.3, 1)) for policy in ("threshold", "naive", "homogeneous")))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +99,59 @@ def test_the_document_has_the_titles_and_tables_of_the_page_in_its_order(whole):
     assert [title for title, _ in page] == [title for title, _ in document]
 
 
+@pytest.mark.parametrize("name", ["whole", "saturated"])
+def test_the_document_shows_the_charts_of_the_page_as_files_that_stand_alone(name, request):
+    made = request.getfixturevalue(name)
+    files = document_files(made)
+    document = files.pop("evaluation.md")
+
+    assert re.findall(r"!\[.+\]\((.+)\)", document) == list(files)
+    assert len(files) == evaluation_page(made).count("<svg")
+    for picture in files.values():
+        assert ET.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+        assert "--ink: #1a1f2b" in picture
+
+
+def test_overload_alone_has_its_charts_and_no_table_without_figures(saturated):
+    document = document_files(saturated)
+
+    assert [*document] == [
+        "evaluation.md",
+        *(f"evaluation/{name}.svg" for name in ("most", "threshold", "link")),
+        *(f"evaluation/parts-{policy}.svg" for policy in ("threshold", "naive", "homogeneous")),
+    ]
+    assert "130%, overloaded" in document["evaluation/parts-naive.svg"]
+    assert "P90, s" not in document["evaluation.md"]
+    assert "No load was served that a system carries" in document["evaluation.md"]
+    assert not re.search(r"^\|( -? *\|)+$", document["evaluation.md"], re.MULTILINE)
+
+
+def test_a_limit_above_the_most_is_not_said(saturated):
+    assert "times as many as" in answer(saturated.summary)
+    assert "it serves less than" not in answer(saturated.summary)
+
+
+def test_one_run_of_each_load_and_a_gain_that_may_be_chance_are_said(saturated):
+    ratio = saturated.summary.ratios["naive"]
+    sure = msgspec.structs.replace(ratio, saturated=msgspec.structs.replace(ratio.saturated, low=1.1))
+    chance = msgspec.structs.replace(ratio, saturated=msgspec.structs.replace(ratio.saturated, low=0.9))
+    for naive, is_said in ((sure, False), (chance, True)):
+        summary = msgspec.structs.replace(saturated.summary, ratios={"naive": naive})
+        assert ("That of the gain over naive holds 1" in certainty(summary)) == is_said
+        assert "Each load was served once" in certainty(summary)
+
+
+def test_seeds_that_repeat_each_load_are_not_called_one_run():
+    runs = [live(key) for key in keys("threshold", 0.5, seeds=2)]
+    assert not certainty(evaluation(*runs).summary)
+
+
+def test_what_failed_before_stands_in_both(saturated):
+    made = msgspec.structs.replace(saturated, notes=("A cache ended too soon.",))
+    for text in (evaluation_page(made), evaluation_markdown(made)):
+        assert text.index("3 of 3 runs count.") < text.index("A cache ended too soon.") < text.index("All figures")
+
+
 def test_the_tables_of_the_document_have_as_many_cells_as_their_heads(whole):
     for table in re.findall(r"(?:^\|.*\|\n?)+", evaluation_markdown(whole), re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().split("\n")}) == 1
@@ -120,9 +180,21 @@ def test_the_first_table_has_the_ratios_beside_plan_and_simulator(whole):
 def test_the_limit_names_what_holds_what_breaks_and_what_failed_first(whole):
     (row,) = (row for row in limit_table(whole.summary).rows if row[0] == "homogeneous")
     limit = whole.summary.answers["homogeneous"].limit
+    (broken,) = (row for row in broken_table(whole.summary).rows if row[0] == "homogeneous")
 
     assert row[2] == f"{limit.bounds.high:.2f}"
-    assert ("homogeneous", row[2], limit.why_broken) in broken_table(whole.summary).rows
+    assert broken[1:3] == (row[2], limit.why_broken)
+
+
+def test_what_failed_first_says_for_what_most_time_went():
+    run = live(RunKey("homogeneous", 1.5, 1))
+    waiting = [
+        msgspec.structs.replace(one, parts={"prefill": 2.0, "decode_queue": 7.0, "transfer": 1.0})
+        for one in run.answers
+    ]
+    made = evaluation(msgspec.structs.replace(run, answers=tuple(waiting)))
+
+    assert broken_table(made.summary).rows[0][-1] == "waits to be decoded: 7.0 of 10.0 s"
 
 
 def test_each_load_has_its_verdict(whole):
@@ -146,8 +218,8 @@ def test_a_limit_that_nothing_keeps_is_said():
 def test_no_runs_are_a_page_too():
     made = evaluation()
 
-    assert "nothing to show" in evaluation_page(made)
-    assert "0 of 0 runs give no figure" in evaluation_markdown(made)
+    assert "<svg" not in evaluation_page(made)
+    assert "0 of 0 runs count" in evaluation_markdown(made)
 
 
 def test_a_run_without_parts_or_readings_is_drawn():

@@ -65,7 +65,7 @@ def test_what_a_metric_did_not_say_is_no_figure():
 def test_parts_add_up_to_the_mean():
     (row,) = summary_of(live(RunKey("threshold", 0.5, 1))).rows
 
-    assert math.fsum(row.measured.parts.values()) == pytest.approx(row.measured.ttft_mean_seconds.value)
+    assert math.fsum(row.result.parts.values()) == pytest.approx(row.measured.ttft_mean_seconds.value)
 
 
 def test_seeds_of_a_load_are_one_row():
@@ -92,7 +92,17 @@ def test_an_overloaded_run_gives_no_figure_and_breaks_the_limit():
 
     assert made.excluded == (), "it says that its load breaks the limit"
     assert made.rows[0].measured is None
-    assert "grow without end" in made.answers["homogeneous"].limit.why_broken
+    assert "more requests arrive than end" in made.answers["homogeneous"].limit.why_broken
+    waited = math.fsum(one.ttft_seconds for one in run.answers) / len(run.answers)
+    assert math.fsum(made.rows[0].result.parts.values()) == pytest.approx(waited), "of all its requests"
+
+
+def test_the_run_that_is_drawn_is_one_that_is_carried_if_there_is_one():
+    carried, overloaded = live(RunKey("threshold", 0.5, 1)), live(RunKey("threshold", 1.5, 1))
+
+    assert summary_of(carried, overloaded).shown == carried
+    assert summary_of(overloaded).shown == overloaded
+    assert summary_of(invalid(carried)).shown is None
 
 
 def test_lost_requests_and_fallbacks_are_counted():

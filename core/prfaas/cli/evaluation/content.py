@@ -13,11 +13,12 @@ import msgspec
 from prfaas.capacity.planfile import PlanFile
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.limit import Bounds
-from prfaas.evaluate.record import ExcludedRun, Run
+from prfaas.evaluate.record import MOST_LATE, ExcludedRun, Run
 from prfaas.evaluate.rows import LoadRow
 from prfaas.evaluate.steady import Sampled
 from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas.wire.trace import UNKNOWN
 
 TITLES: Final[dict[PolicyName, str]] = {
     "threshold": "PrfaaS-PD",
@@ -33,37 +34,22 @@ SYSTEMS: Final[dict[PolicyName, str]] = {
     "naive": "All prompts are prefilled elsewhere, and the hub only decodes.",
     "homogeneous": "As many instances, all in the hub and of its kind; nothing is prefilled elsewhere.",
 }
-EMULATED: Final = (
-    "All is real but the arithmetic of the model. Two clusters with API servers run the operator, the scheduler, the "
-    "gateway and the instances, and caches cross a shaped link. An instance queues, batches and hands over as always; "
-    "in place of computing it waits as long as its profile says."
-)
-COUNTED: Final = (
-    "A request is sent at its time, however many wait, and its first token is timed from then. The beginning of each "
-    "run is left out, at least a tenth, and so is its end, as long as the limit: nothing comes behind it. Intervals "
-    "hold the true value in 95 of 100 cases: of up to two runs by batches of requests, and from three runs on by their "
-    "spread. Close to its limit a system's queue remembers long; there the interval of a single run is rather too "
-    "short. The simulator served the same requests, and is counted alike."
-)
-COUNTED_WHOLE: Final = (
-    "A request is sent at its time, however many wait, and its first token is timed from then. All requests of a run "
-    "count, for nothing in it is steady. The simulator served the same requests; the thresholds that stay are those "
-    "that it found best for them."
-)
-MOST: Final = (
-    "The most that a system serves is measured in two ways. Saturated: more arrives than it serves, and what it "
-    "completes counts; short prompts overtake long ones then, so each counts as its prefill's time over that of the "
-    "mean prompt of its pool, unless decodes limit the system. What is counted one by one stands beside it. Within the "
-    "limit: a load holds if the interval of P90 lies within the limit. It breaks the limit if the interval lies above, "
-    "or if in most of its runs the requests in flight grow without end, or some are refused. The limit lies between "
-    "the highest load that holds and the lowest that breaks. Where one that breaks lies below one that holds, neither "
-    "counts."
-)
-LINK_USE: Final = (
-    "How much of the link is used means the same for all three: the bits that crossed it, of what the case declares "
-    "that it carries. Those measured are of the connections to the hub, with headers and TLS, and multiplied by the "
-    "scale of the caches; those of plan and simulator are of the caches alone."
-)
+BRIEFLY: Final[dict[PolicyName, str]] = {
+    "threshold": "long prompts are prefilled in another cluster",
+    "naive": "all are",
+    "homogeneous": "none are",
+}
+PART_WORDS: Final = {
+    "gateway_queue": "waits at the gateway",
+    "prefill_queue": "waits for a prefill",
+    "prefill": "is prefilled",
+    "link_wait": "waits for the link",
+    "transfer": "the cache crosses",
+    "decode_queue": "waits to be decoded",
+    "first_step": "first decode step",
+    UNKNOWN: "not known",
+}
+"""The parts of the time to the first token, in words and in their order."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +61,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[ExcludedRun, ...] = ()
     """Files among the runs that hold none."""
     command: str
+    notes: tuple[str, ...] = ()
+    """What failed before these runs: a paragraph each, from who made them."""
 
 
 class TextTable(NamedTuple):
@@ -105,11 +93,17 @@ _FIGURES: Final = (
 )
 
 
+def title_of(case: Case) -> str:
+    """Return what stands above all."""
+    return f"Evaluation of the case {case.name}"
+
+
 def question(evaluation: Evaluation) -> str:
     """Return what was asked."""
     return (
-        f"How many requests a second does each system of {evaluation.case.name} serve, at most and with nine of ten "
-        f"first tokens within {evaluation.summary.limit_seconds:g} s, and is it what the plan and the simulator say?"
+        f"How many requests a second does each system of the case {evaluation.case.name} serve, at most and with nine "
+        f"of ten first tokens within {evaluation.summary.limit_seconds:g} s, and is it what the plan and the simulator "
+        "say?"
     )
 
 
@@ -121,12 +115,13 @@ def answer(summary: CaseSummary) -> str:
     sentences: list[str] = []
     if ours.saturated:
         ratios = [
-            f"{_short(one.saturated)} times as many as {TITLES[policy]}"
+            f"{_short(one.saturated)} times as many as {TITLES[policy]} ({BRIEFLY[policy]})"
             for policy, one in summary.ratios.items()
             if one.saturated
         ]
-        sentences.append(_joined(f"PrfaaS-PD completes {_short(ours.saturated)} requests a second at most", ratios))
-    if ours.limit.bounds != Bounds(None, None):
+        title = f"PrfaaS-PD ({BRIEFLY['threshold']})"
+        sentences.append(_joined(f"{title} completes {_short(ours.saturated)} requests a second at most", ratios))
+    if _says_more(ours.limit.bounds, ours.saturated):
         ratios = [
             f"{_bounds(one.limit)} times as many as {TITLES[policy]}"
             for policy, one in summary.ratios.items()
@@ -143,6 +138,30 @@ def answer(summary: CaseSummary) -> str:
     return " ".join(sentences) or "No run of PrfaaS-PD says what it serves, so there is no answer."
 
 
+def _says_more(limit: Bounds, saturated: Sampled | None) -> bool:
+    """Whether bounds of the limit say more than that the system does not serve what is more than its most."""
+    is_below = limit.high is not None and (saturated is None or limit.high < saturated.value)
+    return limit.low is not None or is_below
+
+
+def certainty(summary: CaseSummary) -> str:
+    """Return how far the answer can be trusted, where that is not far."""
+    sentences: list[str] = []
+    if {len(row.counted_seeds) for row in summary.rows if row.counted_seeds} == {1}:
+        sentences.append("Each load was served once, so the intervals are wide; more seeds narrow them.")
+    if any(one.saturated for one in summary.answers.values()):
+        sentences.append("± is the longer half of an interval that holds the true value in 95 of 100 cases.")
+    unproven = [
+        TITLES[policy]
+        for policy, one in summary.ratios.items()
+        if one.saturated and one.saturated.low <= 1 < one.saturated.value
+    ]
+    if unproven:
+        over = " and ".join(unproven)
+        sentences.append(f"That of the gain over {over} holds 1, which is none: these runs alone do not prove a gain.")
+    return " ".join(sentences)
+
+
 def against_expected(summary: CaseSummary) -> str:
     """Return how far the measured P90 lies from what plan and simulator say, in the mean of all loads."""
     both = [
@@ -154,30 +173,35 @@ def against_expected(summary: CaseSummary) -> str:
 
 
 def headline_table(summary: CaseSummary) -> TextTable:
-    """Return the ratios that the evaluation is made for, and how far the models lie from what was measured."""
+    """Return the ratios that the evaluation is made for, and how far the models lie from what was measured; what no run
+    says is left out."""
     rows: list[tuple[str, ...]] = []
     for policy, one in summary.ratios.items():
         over = f"PrfaaS-PD over {TITLES[policy]}"
         planned, simulated = _number(one.saturated_planned, "{:.2f}"), _value_of(one.saturated_simulated)
-        rows.append((f"{over}: most requests/s", *_with_interval(one.saturated), planned, simulated))
-        within = f"{over}: requests/s with P90 within {summary.limit_seconds:g} s"
-        rows.append(
-            (within, "-", _bounds(one.limit), _number(one.limit_planned, "{:.2f}"), _bounds(one.limit_simulated))
-        )
+        if one.saturated:
+            rows.append((f"{over}: most requests/s", *_with_interval(one.saturated), planned, simulated))
+        if one.limit != Bounds(None, None):
+            within = f"{over}: requests/s with P90 within {summary.limit_seconds:g} s"
+            expected = (_number(one.limit_planned, "{:.2f}"), _bounds(one.limit_simulated))
+            rows.append((within, "-", _bounds(one.limit), *expected))
     if beside := summary.beside:
         title = f"PrfaaS-PD over homogeneous: P90 at {beside.rate_per_second:.2f} requests/s"
         expected = (_number(beside.planned, "{:.2f}"), _number(beside.simulated, "{:.2f}"))
         rows.append((title, *_with_interval(beside.ratio), *expected))
     for title, field in (("mean", "ttft_mean_seconds"), ("P90", "ttft_p90_seconds")):
         offs = [_offs(summary, field, expected) for expected in ("planned", "simulated")]
-        cells = [f"{sum(one) / len(one):.0%}" if one else "-" for one in offs]
-        rows.append((f"Measured {title} of the first token is off by, in the mean of all loads", "", "", *cells))
+        rows += _off_row(f"Measured {title} of the first token is off by, in the mean of all loads", offs)
     rates = [(one.saturated, one.saturated_planned, one.saturated_simulated) for one in summary.answers.values()]
     offs = [abs(found.value / planned - 1) for found, planned, _ in rates if found]
     simulated_offs = [abs(found.value / said.value - 1) for found, _, said in rates if found and said]
-    cells = [f"{sum(one) / len(one):.0%}" if one else "-" for one in (offs, simulated_offs)]
-    rows.append(("Measured most requests/s are off by, in the mean of all systems", "", "", *cells))
+    rows += _off_row("Measured most requests/s are off by, in the mean of all systems", (offs, simulated_offs))
     return TextTable("", ("figure", "measured", "95 % interval or bounds", "plan", "simulator"), rows)
+
+
+def _off_row(title: str, offs: Sequence[Sequence[float]]) -> list[tuple[str, ...]]:
+    """Return the row of how far measured figures are off those of plan and simulator; none if none are compared."""
+    return [(title, "", "", *(f"{sum(one) / len(one):.0%}" if one else "-" for one in offs))] if any(offs) else []
 
 
 def system_table(evaluation: Evaluation) -> TextTable:
@@ -232,21 +256,31 @@ def limit_table(summary: CaseSummary) -> TextTable:
 
 
 def broken_table(summary: CaseSummary) -> TextTable:
-    """Return at which rate each system broke the limit, and why."""
+    """Return at which rate each system broke the limit, why, and what its requests took longest for then."""
+    parts = {(row.policy, row.rate_per_second): row.result.parts for row in summary.rows}
     rows = [
-        (TITLES[policy], f"{one.limit.bounds.high:.2f}", one.limit.why_broken)
+        (TITLES[policy], f"{rate:.2f}", one.limit.why_broken, _longest(parts[policy, rate]))
         for policy, one in summary.answers.items()
-        if one.limit.bounds.high is not None
+        if (rate := one.limit.bounds.high) is not None
     ]
-    return TextTable("What failed first", ("system", "at requests/s", "why"), rows, are_words=True)
+    head = ("system", "at requests/s", "why", "most of the time to the first token")
+    return TextTable("What failed first", head, rows, are_words=True)
+
+
+def _longest(parts: dict[str, float]) -> str:
+    if not parts:
+        return "-"
+    name = max(parts, key=lambda one: parts[one])
+    return f"{PART_WORDS[name]}: {parts[name]:.1f} of {sum(parts.values()):.1f} s"
 
 
 def figure_tables(summary: CaseSummary) -> list[TextTable]:
-    """Return a table a figure: measured, planned and simulated, and by how much measured differs from either."""
+    """Return a table a figure: measured, planned and simulated, and by how much measured differs from either. A load
+    without any figure is left out."""
     head = ("system", "load", "requests/s", "measured", "95 % interval", "plan", "off", "simulator", "off")
-    return [
-        TextTable(column.title, head, [_cells(row, column) for row in _by_system(summary.rows)]) for column in _FIGURES
-    ]
+    known = [row for row in _by_system(summary.rows) if row.measured or row.planned or row.simulated]
+    tables = [TextTable(column.title, head, [_cells(row, column) for row in known]) for column in _FIGURES]
+    return tables if known else []
 
 
 def run_table(summary: CaseSummary) -> TextTable:
@@ -286,10 +320,14 @@ def made_table(case: Case, runs: Sequence[Run], command: str) -> TextTable:
         ("machine", ", ".join(sorted({run.hardware for run in runs if run.hardware})) or "-"),
         ("scale", f"stretch {case.stretch:g}, cache scale {case.cache_scale:,}"),
         ("runs", f"{len(runs)}, seeds {', '.join(map(str, sorted({run.key.seed for run in runs}))) or '-'}"),
-        ("when", f"{days[0]} to {days[-1]}" if days else "-"),
+        ("runs began", f"{_clock(days[0])} to {_clock(days[-1])}, UTC" if days else "-"),
         ("busy", f"at most {max(busy, default=0.0):.0%} of the machine"),
-        ("late", f"steps ended at most {max(late, default=0.0):.1%} of their time late in the mean of a run"),
-        ("case", case.digest),
+        (
+            "late",
+            f"steps ended at most {max(late, default=0.0):.1%} of their time late in the mean of a run; a run in which "
+            f"it is more than {MOST_LATE:.0%} does not count",
+        ),
+        ("digest of the case", case.digest),
         ("command", command),
     ]
     return TextTable("", ("what", "value"), rows, are_words=True)
@@ -299,6 +337,11 @@ def off_by(row: LoadRow, field: str, expected: str) -> float | None:
     """Return by which share of the expected figure the measured one is more; None where one of them is not there."""
     measured, said = _value(row.measured, field), _value(getattr(row, expected), field)
     return None if measured is None or not said else measured / said - 1
+
+
+def _clock(moment: str) -> str:
+    """Return a time of ISO 8601 to the minute."""
+    return moment[:16].replace("T", " ")
 
 
 def _cells(row: LoadRow, column: _Column) -> list[str]:

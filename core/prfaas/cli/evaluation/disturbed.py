@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from html import escape
 
 from prfaas.cli.chart import Lines
-from prfaas.cli.evaluation.content import COUNTED_WHOLE, TITLES, TextTable, made_table
-from prfaas.cli.evaluation.report import draw_over_time, draw_table
+from prfaas.cli.evaluation.charts import over_time
+from prfaas.cli.evaluation.content import TITLES, TextTable, made_table, title_of
+from prfaas.cli.evaluation.paragraphs import COUNTED_WHOLE
+from prfaas.cli.evaluation.report import show_charts, show_table
 from prfaas.cli.page import wrap_page
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.disturbed import SETTLED, DisturbedSummary, ThresholdSettling
@@ -19,17 +21,20 @@ def disturbed_page(case: Case, runs: Sequence[Run], summary: DisturbedSummary, c
         part
         for run in runs
         if not run.why_invalid
-        for part in (f"<h2>{escape(_title(run.key))}</h2>", *draw_over_time(run, _borne(run, settlings[run.key])))
+        for part in (
+            f"<h2>{escape(_title(run.key))}</h2>",
+            show_charts(over_time(run, _borne(run, settlings[run.key]))),
+        )
     ]
     return wrap_page(
-        f"Evaluation of {case.name}",
+        title_of(case),
         f'<p class="verdict">{escape(disturbed_answer(summary))}</p>',
         f"<p>{escape(COUNTED_WHOLE)}</p>",
-        draw_table(_run_table(summary)),
-        draw_table(_settling_table(summary)),
+        show_table(_run_table(summary)),
+        show_table(_settling_table(summary)),
         *charts,
         "<h2>How it was made</h2>",
-        draw_table(made_table(case, runs, command)),
+        show_table(made_table(case, runs, command)),
     )
 
 

@@ -1,20 +1,54 @@
-"""The document of an evaluation, docs/understand/evaluation.md: the page's sections as Markdown, without its charts."""
+"""The document of an evaluation, such as docs/understand/evaluation.md: the page's sections as Markdown, with its
+charts as files beside it."""
 
-from prfaas.cli.evaluation.content import Evaluation, TextTable
-from prfaas.cli.evaluation.sections import sections_of
+from collections.abc import Iterator
+from typing import Final
+
+from prfaas.cli.evaluation.charts import draw_chart
+from prfaas.cli.evaluation.content import Evaluation, TextTable, title_of
+from prfaas.cli.evaluation.sections import Chart, sections_of
+from prfaas.cli.page import picture_of
+
+_FOLDER: Final = "evaluation"
+
+
+def document_files(evaluation: Evaluation) -> dict[str, str]:
+    """Return the document and its pictures, each by its path beside the document."""
+    pictures = {
+        _path(one.name): picture_of(one.drawing)
+        for chart in Chart
+        if (group := draw_chart(chart, evaluation.summary))
+        for one in group.charts
+    }
+    return {"evaluation.md": evaluation_markdown(evaluation), **pictures}
 
 
 def evaluation_markdown(evaluation: Evaluation) -> str:
     """Return the document."""
-    parts = [f"# Evaluation of {_cell(evaluation.case.name)}", f"    {evaluation.command}"]
+    parts = [f"# {_cell(title_of(evaluation.case))}", f"    {evaluation.command}"]
     for title, items in sections_of(evaluation):
         parts += [f"## {title}"] if title else []
         for item in items:
-            if isinstance(item, TextTable):
-                parts += _table(item)
-            elif isinstance(item, str):
-                parts.append(_text(item))
+            match item:
+                case str():
+                    parts.append(_text(item))
+                case TextTable():
+                    parts += _table(item)
+                case Chart():
+                    parts += _charts(item, evaluation)
     return "\n\n".join(parts) + "\n"
+
+
+def _charts(chart: Chart, evaluation: Evaluation) -> Iterator[str]:
+    if group := draw_chart(chart, evaluation.summary):
+        yield f"**{_cell(group.title)}**"
+        for one in group.charts:
+            yield f"![{_cell(one.title)}]({_path(one.name)})"
+        yield _text(group.note)
+
+
+def _path(name: str) -> str:
+    return f"{_FOLDER}/{name}.svg"
 
 
 def _table(table: TextTable) -> list[str]:

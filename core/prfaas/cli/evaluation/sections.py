@@ -7,15 +7,12 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from prfaas.cli.evaluation.content import (
-    COUNTED,
-    EMULATED,
-    LINK_USE,
-    MOST,
     Evaluation,
     TextTable,
     against_expected,
     answer,
     broken_table,
+    certainty,
     failed_table,
     figure_tables,
     headline_table,
@@ -27,10 +24,22 @@ from prfaas.cli.evaluation.content import (
     saturated_table,
     system_table,
 )
+from prfaas.cli.evaluation.paragraphs import (
+    COUNTED,
+    EMULATED,
+    EXPECTED,
+    LINK_USE,
+    NO_FIRST_TOKENS,
+    NO_GPU,
+    PLACES,
+    RUNS,
+    SATURATED,
+    WITHIN,
+)
 
 
 class Chart(Enum):
-    """A drawing, which only the page has."""
+    """A drawing, or several."""
 
     MOST = auto()
     FIRST_TOKENS = auto()
@@ -54,27 +63,36 @@ def sections_of(evaluation: Evaluation) -> list[ReportSection]:
         f"Times are {case.stretch:g} times as long as said here, and caches and the link {case.cache_scale:,} times as "
         "small: a machine without a GPU holds the whole system."
     )
+    figures = figure_tables(summary)
+    no_first_tokens = "" if any(row.measured for row in summary.rows) else NO_FIRST_TOKENS
     sections = [
-        ReportSection("", (answer(summary), against_expected(summary), headline_table(summary))),
         ReportSection(
-            "What was asked", (question(evaluation), load_sentence(case.file, case.requests), system_table(evaluation))
+            "",
+            (
+                answer(summary),
+                NO_GPU if evaluation.runs else "",
+                *(certainty(summary), against_expected(summary), headline_table(summary)),
+            ),
         ),
-        ReportSection("How it was done", (EMULATED, scale, COUNTED, MOST)),
+        ReportSection(
+            "What was asked",
+            (question(evaluation), load_sentence(case.file, case.requests), system_table(evaluation), PLACES),
+        ),
+        ReportSection("How it was done", (EMULATED, scale, COUNTED, SATURATED, WITHIN, EXPECTED)),
         ReportSection(
             "What came out",
             (
                 *(Chart.MOST, saturated_table(summary)),
-                *(Chart.FIRST_TOKENS, limit_table(summary), broken_table(summary)),
+                *(Chart.FIRST_TOKENS, no_first_tokens, limit_table(summary), broken_table(summary)),
                 *(Chart.OVER_TIME, Chart.PARTS),
             ),
         ),
-        ReportSection("What failed", (f"{len(failed.rows)} of {total} runs give no figure.", failed)),
+        ReportSection("What failed", (f"{total - len(failed.rows)} of {total} runs count.", failed, *evaluation.notes)),
         ReportSection(
             "All figures",
             (
-                f"Plan and simulator are not measured; off is by how much measured is more. {LINK_USE}",
-                *figure_tables(summary),
-                run_table(summary),
+                *((f"Off is by how much measured is more. {LINK_USE}", *figures) if figures else ()),
+                *(run_table(summary), RUNS if summary.rows else ""),
             ),
         ),
         ReportSection("How it was made", (made_table(case, evaluation.runs, evaluation.command),)),
