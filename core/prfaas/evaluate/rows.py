@@ -52,7 +52,7 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     saturated_counted: Sampled | None
     """The same, with each request counted as one."""
     verdict: LoadVerdict
-    parts: dict[str, float]
+    parts: dict[str, float] = {}
     """Mean seconds of each part of the time to the first token; of an overloaded load, of all its requests: what waits
     longest there is short of room."""
 
