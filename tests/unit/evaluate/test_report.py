@@ -137,7 +137,7 @@ def test_one_run_of_each_load_and_a_gain_that_may_be_chance_are_said(saturated):
     chance = msgspec.structs.replace(ratio, saturated=msgspec.structs.replace(ratio.saturated, low=0.9))
     for naive, is_said in ((sure, False), (chance, True)):
         summary = msgspec.structs.replace(saturated.summary, ratios={"naive": naive})
-        assert ("That of the gain over naive holds 1" in certainty(summary)) == is_said
+        assert ("The interval of the gain over naive holds 1" in certainty(summary)) == is_said
         assert "Each load was served once" in certainty(summary)
 
 

@@ -158,7 +158,7 @@ def certainty(summary: CaseSummary) -> str:
     ]
     if unproven:
         over = " and ".join(unproven)
-        sentences.append(f"That of the gain over {over} holds 1, which is none: these runs alone do not prove a gain.")
+        sentences.append(f"The interval of the gain over {over} holds 1: these runs alone do not prove a gain.")
     return " ".join(sentences)
 
 
