@@ -177,7 +177,7 @@ class GatewayState:
     ) -> Iterator["LegLoad"]:
         """Choose the ranks of a leg's instances, and count the leg there while the block runs."""
         ranks = self._choose_ranks(route, cached_on_ranks, request_id)
-        load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, (route, ranks), self.clock())
+        load = LegLoad(self._in_flight, self._queued_tokens, self._backlog, (route, ranks), self.clock)
         for one in filter(None, (route.decode, route.prefill)):
             self.ejections.starting(one.name, self.clock())
         try:
@@ -258,9 +258,10 @@ class LegLoad:
         queued_tokens: Tally[str],
         backlog: Backlog,
         placed: tuple[Route, Mapping[str, int]],
-        now_seconds: float,
+        clock: Callable[[], float],
     ):
         route, self.ranks = placed
+        self._clock = clock
         self._in_flight = in_flight
         self._queued_tokens = queued_tokens
         self._backlog = backlog
@@ -272,7 +273,7 @@ class LegLoad:
         for name in self._queued[0]:
             queued_tokens[name] += route.prefill_tokens
         if route.work is not None:
-            backlog.add(self, (route.prefill or route.decode).name, route.work, now_seconds)
+            backlog.add(self, (route.prefill or route.decode).name, route.work, clock())
 
     def prefill_done(self) -> None:
         """Release the prefill instance: the first token exists."""
@@ -285,7 +286,7 @@ class LegLoad:
         self._release(self._held[:])
 
     def _computed(self) -> None:
-        self._backlog.remove(self)
+        self._backlog.remove(self, self._clock())
         names, tokens = self._queued
         self._queued = [], 0
         for name in names:

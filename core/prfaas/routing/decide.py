@@ -144,7 +144,7 @@ def find_overload(facts: RoutingFacts, route: Route) -> Overload | None:
     slo_millis, backlog = facts.table.ttft_slo_millis, facts.backlog
     if slo_millis is None or backlog is None:
         return None
-    waits = [backlog.waiting_seconds(one.name, facts.now_seconds) for one in find_considered(facts, route)]
+    waits = [backlog.unanswered_seconds(one.name, facts.now_seconds) for one in find_considered(facts, route)]
     wait_seconds, slo_seconds = min(waits, default=0.0), slo_millis / 1000
     return Overload(wait_seconds=wait_seconds, slo_seconds=slo_seconds) if wait_seconds > slo_seconds else None
 

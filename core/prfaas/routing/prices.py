@@ -22,6 +22,10 @@ an instance and its bits to a link. It removes both when the request's first tok
 of it, so the rest has to be guessed, and there are two guesses. A virtual server that works through what it was given
 forgets what takes longer than estimated. The sum of what has not answered yet still counts what is long computed and
 only waits for the link. The smaller of the two is taken.
+
+A promise of a first token needs more care: under overload what is forgotten adds up. It is forgotten where an instance
+decodes besides, and where other gateways send requests, too. So there an answer is news: what was placed behind it has
+all to be computed yet, since instances compute in order of arrival.
 """
 
 import math
@@ -49,8 +53,10 @@ class Backlog:
     """All instances and links that one gateway places requests on. Times are of any one monotonic clock."""
 
     def __init__(self) -> None:
-        self._placed: dict[Hashable, tuple[str, Work]] = {}
+        self._placed: dict[Hashable, tuple[str, Work, float]] = {}
         self._instances: dict[str, _Queue] = {}
+        self._unanswered: dict[str, _Queue] = {}
+        """The same work, which no guess makes less than what is behind the last answer."""
         self._links: dict[str, _Queue] = {}
 
     def __len__(self) -> int:
@@ -58,24 +64,34 @@ class Backlog:
 
     def add(self, request: Hashable, instance: str, work: Work, now_seconds: float) -> None:
         """Place a request that is placed nowhere yet."""
-        self._placed[request] = instance, work
         self._instances.setdefault(instance, _Queue()).add(work.seconds, now_seconds, 1.0)
+        end = self._unanswered.setdefault(instance, _Queue()).add(work.seconds, now_seconds, 1.0)
+        self._placed[request] = instance, work, end
         if work.link:
             self._links.setdefault(work.link, _Queue()).add(work.bits, now_seconds, work.mbps * 1e6)
 
-    def remove(self, request: Hashable) -> None:
+    def remove(self, request: Hashable, now_seconds: float) -> None:
         """Take a request away, if it is placed: its cache is where it should be, or it is over."""
         if request not in self._placed:
             return
-        instance, work = self._placed.pop(request)
+        instance, work, end = self._placed.pop(request)
         if self._instances[instance].remove(work.seconds):
             del self._instances[instance]
+        if self._unanswered[instance].remove(work.seconds):
+            del self._unanswered[instance]
+        else:
+            self._unanswered[instance].keep_behind(end, now_seconds, 1.0)
         if work.link and self._links[work.link].remove(work.bits):
             del self._links[work.link]
 
     def waiting_seconds(self, instance: str, now_seconds: float) -> float:
         """Return how long a request that comes now waits for an instance."""
         queue = self._instances.get(instance)
+        return queue.left(now_seconds, 1.0) if queue else 0.0
+
+    def unanswered_seconds(self, instance: str, now_seconds: float) -> float:
+        """Return the same for a promise: no less than what was placed behind the last request that was answered."""
+        queue = self._unanswered.get(instance)
         return queue.left(now_seconds, 1.0) if queue else 0.0
 
     def waiting_requests(self, instance: str) -> int:
@@ -94,6 +110,7 @@ class _Queue:
     def __init__(self) -> None:
         self.count = 0
         self._sum = 0.0
+        self._end = 0.0
         self._left = 0.0
         self._since_seconds = 0.0
 
@@ -103,16 +120,23 @@ class _Queue:
         self._left, self._since_seconds = max(0.0, min(self._left - done, self._sum)), now_seconds
         return self._left
 
-    def add(self, amount: float, now_seconds: float, speed: float) -> None:
+    def add(self, amount: float, now_seconds: float, speed: float) -> float:
+        """Add an amount behind all others; return where it ends, by what was ever added."""
         self._left = self.left(now_seconds, speed) + amount
         self._sum += amount
+        self._end += amount
         self.count += 1
+        return self._end
 
     def remove(self, amount: float) -> bool:
         """Remove one amount; True when nothing is left."""
         self._sum -= amount
         self.count -= 1
         return self.count == 0
+
+    def keep_behind(self, end: float, now_seconds: float, speed: float) -> None:
+        """Let all be left that was added behind an amount which ended there and has been removed."""
+        self._left = max(self.left(now_seconds, speed), min(self._end - end, self._sum))
 
 
 NOTHING_WAITS = Backlog()

@@ -104,6 +104,18 @@ def test_each_decision_is_judged_by_the_places_that_it_considered():
     assert judge(facts(["d0", "p0", "x0"], {"x0": 5.0}, prices=PRICES)) is None
 
 
+def test_what_has_no_first_token_waits_however_long_ago_it_was_due():
+    world = facts(["d0"], slo=6000, total=100)
+    for number in range(10):
+        world.backlog.add(number, "d0", Work(seconds=1.0), 0.0)
+    world.backlog.remove(0, 5.0)
+    late = msgspec.structs.replace(world, now_seconds=5.0)
+    assert judge(late).wait_seconds == 9.0
+    for number in range(1, 5):
+        world.backlog.remove(number, 5.0)
+    assert judge(late) is None, "control: five are done after five seconds"
+
+
 def test_knows_the_work_of_a_request_by_the_profile_of_its_prefill_instance():
     route = decide(facts(["d0"], total=4000))
     assert isinstance(route, Route)
