@@ -8,6 +8,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
+from prfaas.http_server import client_of
 from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import prompt_size, prompt_values
 from prfaas.telemetry.logs import line
@@ -64,7 +65,8 @@ class Dispatcher:
         return response
 
     async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
-        with self._parts.auth.admitted(http) as meter, self._held.place(meter.client.name) as place:
+        address = client_of(http.transport) if http.transport is not None else ""
+        with self._parts.auth.admitted(http) as meter, self._held.place(meter.client.name, address) as place:
             progress.client = meter.client.name
             request = await self._receive(http, progress, meter, place)
             charge = progress.charge

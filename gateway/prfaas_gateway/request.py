@@ -447,6 +447,7 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
                 body += piece
                 if len(body) > limits.request_bytes:
                     raise too_large
+            place.arrived()
             return bytes(body)
     except UNREADABLE_BODY as error:
         raise unreadable_body(error) from error

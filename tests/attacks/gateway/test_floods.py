@@ -24,6 +24,7 @@ NO_BOUNDS: Final = ConnectionBounds(most=1000, head_seconds=600.0)
 BODY_BYTES: Final = 400_000
 FLOOD: Final = 12
 KEY: Final = "sk-0123456789abcdef-"
+PROXY: Final = "192.0.2.1"
 
 
 class Line(NamedTuple):
@@ -43,9 +44,10 @@ class Line(NamedTuple):
 
 
 @asynccontextmanager
-async def lines(world, count: int, *sent: bytes) -> AsyncIterator[list[Line]]:
-    """Open connections that each send some bytes, and read what comes."""
-    opened = [Line(*await asyncio.open_connection("127.0.0.1", world.running.port)) for _ in range(count)]
+async def lines(world, count: int, *sent: bytes, address: str = "127.0.0.1") -> AsyncIterator[list[Line]]:
+    """Open connections from an address that each send some bytes, and read what comes."""
+    at, local = ("127.0.0.1", world.running.port), (address, 0)
+    opened = [Line(*await asyncio.open_connection(*at, local_addr=local)) for _ in range(count)]
     try:
         for one in opened:
             for data in sent:
@@ -200,8 +202,8 @@ async def hold_bodies(world, packed: bool, all_requests_bytes: int, at_least: in
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-async def test_bodies_under_way_have_one_budget_as_they_are_unpacked(world, packed):
-    refused = await hold_bodies(world, packed, 4 * BODY_BYTES, at_least=FLOOD - 4)
+async def test_bodies_that_arrive_from_one_address_have_half_the_budget_as_they_are_unpacked(world, packed):
+    refused = await hold_bodies(world, packed, 8 * BODY_BYTES, at_least=FLOOD - 4)
     assert set(refused) == {429}
     assert len(refused) <= FLOOD - 3
 
@@ -213,47 +215,57 @@ async def test_what_a_body_took_comes_back(world):
         assert (await world.post(body, "/v1/completions")).status == 200
 
 
-async def is_served_beside_a_flood(world, keys: Path) -> bool:
-    """Hold one client's bodies back; return whether that of another key is served meanwhile."""
-    keys.mkdir()
-    for name in ("mallory", "alice"):
-        (keys / name).write_text(KEY + name)
+async def is_served_beside_a_flood(world, keys: Path | None) -> bool:
+    """Hold one client's bodies back; return whether that of another key is served meanwhile, or of another address."""
+    mallory = alice = ""
+    if keys is not None:
+        mallory, alice = f"{KEY}mallory", f"{KEY}alice"
+        keys.mkdir()
+        for key in (mallory, alice):
+            (keys / key.removeprefix(KEY)).write_text(key)
     await world.start("d0", limits=QUICK._replace(all_requests_bytes=4 * BODY_BYTES), keys_dir=keys)
-    first, _ = held_back(packed=False, key=f"{KEY}mallory")
-    async with lines(world, FLOOD, first) as opened, statuses(opened) as reading:
+    first, _ = held_back(packed=False, key=mallory)
+    elsewhere = "127.0.0.1" if keys else "127.0.0.2"
+    async with lines(world, FLOOD, first, address=elsewhere) as opened, statuses(opened) as reading:
         await eventually_async(lambda: sum(one.done() for one in reading) >= FLOOD - 4, "the budget is spent")
-        async with lines(world, 1, *held_back(packed=False, key=f"{KEY}alice")) as (other,):
+        async with lines(world, 1, *held_back(packed=False, key=alice)) as (other,):
             return await other.status() == 200
 
 
-async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, tmp_path):
-    assert await is_served_beside_a_flood(world, tmp_path / "keys")
+@pytest.mark.parametrize("keys", ["keys", ""], ids=["by key", "by address"])
+async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, tmp_path, keys):
+    assert await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
 
 
-async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch):
+@pytest.mark.parametrize("keys", ["keys", ""], ids=["by key", "by address"])
+async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch, keys):
     monkeypatch.setattr(limits, "CLIENT_PART", 1)
-    assert not await is_served_beside_a_flood(world, tmp_path / "keys")
+    assert not await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
 
 
 def test_the_only_body_of_a_client_may_have_all_the_room():
     held = HeldBytes(100)
-    with held.place("a") as one:
+    with held.place("a", PROXY) as one:
         one.take(90)
-        with held.place("b") as another, pytest.raises(SaturatedError):
+        with held.place("b", PROXY) as another, pytest.raises(SaturatedError):
             another.take(11)
-    with held.place("a") as one, held.place("a") as another:
+    with held.place("a", PROXY) as one, held.place("a", PROXY) as another:
         one.take(30)
+        one.arrived()
         with pytest.raises(SaturatedError, match="of this client"):
             another.take(21)
     assert (held.left_bytes, held.by_client) == (100, {})
 
 
-def test_without_keys_the_bodies_of_a_proxy_have_all_the_room():
+def test_without_keys_the_bodies_of_a_proxy_have_all_the_room_once_they_are_whole():
     held = HeldBytes(100)
-    with held.place("") as one, held.place("") as another:
+    with held.place("", PROXY) as one, held.place("", PROXY) as another:
         one.take(30)
+        with pytest.raises(SaturatedError, match="of this client"):
+            another.take(70)
+        one.arrived()
         another.take(70)
-        with held.place("") as late, pytest.raises(SaturatedError, match="as many bytes of requests"):
+        with held.place("", PROXY) as late, pytest.raises(SaturatedError, match="as many bytes of requests"):
             late.take(1)
     assert (held.left_bytes, held.by_client) == (100, {})
 
