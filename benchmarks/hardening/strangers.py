@@ -2,13 +2,15 @@
 
 Half-sent heads, bodies of a few KiB of gzip that unpack to 16 MiB, and plain ones of 16 MiB. Nobody sends the last
 bytes, so that what was sent is held for as long as it may be. Who is turned away comes again after some seconds: all
-together then send about 1 Gbit/s. All come from one address, which is not that of the good clients. They go on until
-this process is ended.
+together then send about 1 Gbit/s. Each comes at times of its own: a thousand that come at one moment would measure how
+fast one core opens a thousand connections, which is the machine's to say. All come from one address, which is not that
+of the good clients. They go on until this process is ended.
 """
 
 import asyncio
 import gzip
 import json
+import random
 import sys
 from contextlib import suppress
 
@@ -17,7 +19,8 @@ import uvloop
 HALF_HEADS, BOMBS, BODIES = 1000, 60, 40
 BODY_BYTES = (16 << 20) - 100
 ADDRESS = "127.0.0.2"
-PAUSE_SECONDS = 5.0
+START_SECONDS, PAUSE_SECONDS = 3.0, 5.0
+"""All have come after the first; the second is the mean of the pauses."""
 HELD_BACK_BYTES = 9
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 
@@ -33,6 +36,7 @@ def held_back(*, packed: bool) -> bytes:
 
 async def insist(port: int, sent: bytes) -> None:
     """Send some bytes and wait for what comes, again and again."""
+    await asyncio.sleep(random.uniform(0, START_SECONDS))
     while True:
         with suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ADDRESS, 0))
@@ -40,7 +44,7 @@ async def insist(port: int, sent: bytes) -> None:
             with suppress(OSError):
                 await reader.read(1)
             writer.close()
-        await asyncio.sleep(PAUSE_SECONDS)
+        await asyncio.sleep(random.uniform(0, 2 * PAUSE_SECONDS))
 
 
 async def flood(port: int) -> None:

@@ -87,6 +87,7 @@ def test_an_answer_is_good_in_time_and_a_refusal_if_it_says_when_to_come_again()
     others = (REFUSED._replace(status=503), REFUSED._replace(retry_after=""), LOST)
     assert [is_refused_well(one) for one in (REFUSED, *others)] == [True, False, False, False]
     assert goodput([SERVED, SERVED, LATE, REFUSED], 4.0) == 0.5
+    assert goodput([SERVED, SERVED._replace(due_seconds=3.6)], 4.0) == 0.25, "it comes after four seconds"
 
 
 def test_a_recovery_lasts_until_the_last_request_that_was_not_served_well():
