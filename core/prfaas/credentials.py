@@ -1,4 +1,4 @@
-"""Reloads the TLS files of a process when they change: tls.crt, tls.key, ca.crt and revoked.json of one directory.
+"""Reloads the TLS files of a process when they change: those of one directory that `prfaas.names` lists.
 
 A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every use compares
 four file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Final, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from prfaas import identity
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_TRUSTED
+from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_SETTLE, TLS_TRUSTED
 from prfaas.util import LogOnce, WatchedFiles
 
 log = logging.getLogger(__name__)
@@ -31,10 +33,11 @@ RETRY_SECONDS: Final = 1.0
 """Interval of re-reads of unusable files that did not change."""
 
 SETTLE_SECONDS: Final = 180.0
-"""A kubelet brings a changed Secret to all pods within this time."""
+"""A kubelet brings a changed Secret to all pods within this time, where the directory has no TLS_SETTLE."""
 _NO_CHECK_TIME: Final = 0x200000
 """X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h: `identity.check_peer` checks the time instead."""
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 T = TypeVar("T")
 C = TypeVar("C", bound=ssl.SSLContext)
 
@@ -52,6 +55,8 @@ class Files(NamedTuple):
     trusted: str
     """The bundle in the form that OpenSSL loads."""
     peers: identity.PeerRules
+    settle_seconds: float
+    """After a late renewal all instances of the cluster have theirs within this time."""
 
     @property
     def ran_out(self) -> bool:
@@ -64,7 +69,7 @@ class Files(NamedTuple):
         if utc_now() < identity.runs_out(self.validity):
             return (
                 f"the certificate was renewed late: only cluster {self.cluster!r} is reached until all instances there "
-                f"have theirs, for {SETTLE_SECONDS:.0f} s"
+                f"have theirs, for {self.settle_seconds:.0f} s"
             )
         return (
             f"the certificate ends at {self.validity.not_after:%F %R} UTC, and only cluster {self.cluster!r} takes it; "
@@ -113,7 +118,7 @@ class CredentialFiles(Generic[T]):
         try:
             files = self._read(self._files.generation + 1)
             if (ran_out := self._files.peers.ran_out) is not None:
-                self._recovering, self._settled_at = ran_out, time.monotonic() + SETTLE_SECONDS
+                self._recovering, self._settled_at = ran_out, time.monotonic() + files.settle_seconds
             files = self._judged(files)
             self._made = self._use(files)
         except PrfaasError as error:
@@ -146,7 +151,10 @@ class CredentialFiles(Generic[T]):
         facts = identity.check(certificate, key, authorities, moment)
         trusted = identity.bundle(authorities).decode()
         peers = identity.PeerRules(self._revoked(), facts.domain)
-        return Files(generation, facts.cluster, facts.validity, certificate + b"\n" + key, authorities, trusted, peers)
+        chain_and_key, settle_seconds = certificate + b"\n" + key, self._settle_seconds()
+        return Files(
+            generation, facts.cluster, facts.validity, chain_and_key, authorities, trusted, peers, settle_seconds
+        )
 
     def _revoked(self) -> dict[str, datetime.datetime]:
         if not (self.directory / TLS_REVOKED).exists():
@@ -155,6 +163,15 @@ class CredentialFiles(Generic[T]):
             return identity.read_revoked(self._bytes(TLS_REVOKED))
         except ConfigError as error:
             raise ConfigError(f"{TLS_REVOKED}: {error}") from error
+
+    def _settle_seconds(self) -> float:
+        if not (self.directory / TLS_SETTLE).exists():
+            return SETTLE_SECONDS
+        text = self._bytes(TLS_SETTLE)
+        try:
+            return msgspec.json.decode(text, type=_Seconds)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{TLS_SETTLE} is {text[:20]!r}; want a number of seconds, as 180") from error
 
     def _bytes(self, name: str) -> bytes:
         try:

@@ -70,6 +70,8 @@ TLS_TRUSTED: Final = "ca.crt"
 AUTHORITY_KEY: Final = "ca.key"
 TLS_REVOKED: Final = "revoked.json"
 """Not there while no cluster is revoked."""
+TLS_SETTLE: Final = "settle-seconds"
+"""Not there where the operator has not written the others."""
 
 ROUTES_KEY: Final = "routes.json.gz"  # key of the ConfigMap's binaryData
 

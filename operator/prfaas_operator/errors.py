@@ -113,6 +113,12 @@ class ChildConflictError(ConfigError):
     reason: ClassVar = "ChildConflict"
 
 
+class AuthorityMissingError(ConfigError):
+    """The hub's Secret of authorities is gone, and instances hold certificates of it."""
+
+    reason: ClassVar = "AuthorityMissing"
+
+
 class AuthorityDamagedError(ConfigError):
     """The hub's Secret of authorities cannot be read."""
 

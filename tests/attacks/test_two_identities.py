@@ -138,3 +138,16 @@ async def test_an_installation_from_before_there_were_any_keeps_the_common_trust
     hub = bare_tls_hub(pool(), policy(), {"kind": "Secret", "metadata": metadata, "data": encoded})
     await passes(hub)
     assert proven(hub, TLS_SECRET).domain == "prfaas.io"
+
+
+async def test_an_installation_changes_its_trust_domain_only_when_none_of_its_secrets_is_left(bare_tls_hub):
+    first = bare_tls_hub(pool(), policy())
+    await passes(first)
+    again = bare_tls_hub(*first.server.objects.values(), trust_domain="other.example")
+    for lost in (AUTHORITY_SECRET, TLS_SECRET):
+        del again.server.objects["Secret", lost]
+        await passes(again)
+        assert ("Secret", AUTHORITY_SECRET) not in again.server.objects, "a lost authority is never replaced"
+    del again.server.objects["Secret", GATEWAY_TLS_SECRET]
+    await passes(again)
+    assert {proven(again, secret).domain for secret in (TLS_SECRET, GATEWAY_TLS_SECRET)} == {"other.example"}

@@ -39,7 +39,13 @@ from prfaas_operator.clusters.kinds import (
 )
 from prfaas_operator.controller import events
 from prfaas_operator.controller.hub import HubView
-from prfaas_operator.errors import CertificateNotReadyError, ChildConflictError, ConflictError, reason_of
+from prfaas_operator.errors import (
+    AuthorityMissingError,
+    CertificateNotReadyError,
+    ChildConflictError,
+    ConflictError,
+    reason_of,
+)
 from prfaas_operator.plan import certificates as plan
 from prfaas_operator.plan import certificates_read as read
 from prfaas_operator.plan.certificates import (
@@ -55,7 +61,7 @@ from prfaas_operator.plan.certificates import (
 from prfaas_operator.plan.certificates_read import Store
 from prfaas_operator.plan.conditions import CERTIFICATE_READY, ConditionState, no
 from prfaas_operator.plan.ownership import has_labels
-from prfaas_operator.reconcile.issuer import Issued, ask_issuer
+from prfaas_operator.reconcile.issuer import Issued, ask_issuer, why_apart
 from prfaas_operator.reconcile.members import Members
 from prfaas_operator.render import certificates as render
 from prfaas_operator.render.common import GROUP_MANAGED
@@ -199,7 +205,7 @@ class Certificates:
         now = self._hub.client.now()
         self._since = self._since or now  # not before the hub's first answer has set the clock
         try:
-            store = read.read_store(live, now) if live is not None else None
+            store = _store_of(live, targets, now)
             targets = await self._ask_issuer(targets, store.peers if store else PeerRules(domain=self._new_domain))
             if live is None or store is None:
                 await self._make_first(targets)
@@ -215,6 +221,8 @@ class Certificates:
             await self._hold(targets, reason_of(error), str(error))
             return
         ends = {one.name: read.end_of(one.secret, store, now) for one in targets if one.who.cluster == HUB}
+        if self._terms.mode is CertificateMode.ISSUER and (apart := why_apart(ends.get(HUB), ends.get(GATEWAYS))):
+            self._once.failed("ends", apart)
         beside = {HUB: ends.get(GATEWAYS), GATEWAYS: ends.get(HUB)}
         holders = [await self._write(target, store, beside.get(target.name)) for target in targets]
         await self._step(live, store, holders, targets)
@@ -304,16 +312,7 @@ class Certificates:
         return [target._replace(issued=await ask_issuer(hub, target.name, known, one, peers)) for target, one in wanted]
 
     async def _make_first(self, targets: Sequence[_Target]) -> None:
-        """Make the first authority if there never was one; the next pass uses it."""
-        if any(target.secret for target in targets):
-            await self._hold(
-                targets,
-                "AuthorityMissing",
-                f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
-                "backup, or see docs/operate/tls.md to continue without it. Certificates in use stay valid until they "
-                "expire",
-            )
-            return
+        """Make the first authority; the next pass uses it."""
         if self._terms.mode is CertificateMode.ISSUER:
             store = read.first_store(_authorities_of(targets), self._new_domain)
             if not store.certificates:
@@ -353,8 +352,8 @@ class Certificates:
                 pair = _pair_of(issued.secret)
             else:
                 pair = read.issue(store, target.who, now, self._terms)
-            content = render.held_secret(target.secret_name, target.labels, pair, store, now)
-            live = await target.cluster.apply(content)
+            name, labels, settling = target.secret_name, target.labels, self._terms.settling
+            live = await target.cluster.apply(render.held_secret(name, labels, pair, store, now, settling))
         except PrfaasError as error:
             return holder._replace(held=SecretContent(problem=str(error)))
         written = read.read_held(live, store, now)
@@ -439,6 +438,21 @@ _ROTATION_MESSAGES: Final[Mapping[RotationStep, str]] = {
     RotationStep.PROMOTE: "every cluster trusts the successor: it signs all certificates from now on",
     RotationStep.RETIRE: "no cluster shows a certificate of the former authority any more; it is trusted no longer",
 }
+
+
+def _store_of(live: Object | None, targets: Iterable[_Target], now: datetime) -> Store | None:
+    """Return what the Secret of authorities holds; None if there never was one.
+
+    Raises AuthorityMissingError before an issuer is asked for anything: the Secret alone knows the trust domain.
+    """
+    if live is not None:
+        return read.read_store(live, now)
+    if any(target.secret for target in targets):
+        raise AuthorityMissingError(
+            f"Secret {render.AUTHORITY_SECRET} is gone, and instances hold certificates of it; restore it from a "
+            "backup, or see docs/operate/tls.md to continue without it. Certificates in use stay valid until they end"
+        )
+    return None
 
 
 def _problem(target: _Target, members: Collection[str]) -> ConditionState:

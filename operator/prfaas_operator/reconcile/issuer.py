@@ -1,15 +1,16 @@
 """An issuer's certificate for one holder: applies cert-manager's Certificate, and reads the Secret that it fills."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import NamedTuple
 
 from prfaas.errors import PrfaasError
-from prfaas.identity import PeerRules
-from prfaas.names import TLS_TRUSTED
+from prfaas.identity import CLOCK_SKEW, PeerRules
+from prfaas.names import HUB, TLS_TRUSTED
 from prfaas_operator.clusters.client import ClusterClient
 from prfaas_operator.clusters.kinds import SECRET, Object
 from prfaas_operator.plan import certificates_read as read
-from prfaas_operator.plan.certificates import Leaf
+from prfaas_operator.plan.certificates import GATEWAYS, Leaf
 from prfaas_operator.plan.drift import view
 from prfaas_operator.render import certificates as render
 
@@ -38,6 +39,18 @@ async def ask_issuer(
         return Issued(read.read_issued(secret, peers, hub.now()), secret)
     except PrfaasError as error:
         return Issued(problem=f"Secret {render.issued_secret(name)}: {error}")
+
+
+def why_apart(instances: datetime | None, gateways: datetime | None) -> str:
+    """Return a warning if the hub's two certificates end apart, empty otherwise: an issuer renews each by itself."""
+    if instances is None or gateways is None or abs(instances - gateways) <= CLOCK_SKEW:
+        return ""
+    names = f"{render.certificate_name(HUB)} {render.certificate_name(GATEWAYS)}"
+    return (
+        f"certificates: that of the hub's instances ends at {instances:%F %R} UTC and that of its gateways at "
+        f"{gateways:%F %R}; if nobody renews them, the hub serves no request between the two. Renew both at one time: "
+        f"cmctl renew {names}"
+    )
 
 
 def _why_pending(certificate: Object) -> str:

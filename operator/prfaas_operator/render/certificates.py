@@ -73,10 +73,14 @@ def labels(cluster: str, member_uid: str = "") -> dict[str, str]:
     return mine | ({LABEL_CLUSTER_UID: member_uid} if member_uid else {})
 
 
-def held_secret(name: str, wanted_labels: Mapping[str, str], pair: KeyPair, store: Store, now: datetime) -> Object:
-    """Return the Secret that holds a holder's certificate and key, the trusted authorities, and who is revoked."""
+def held_secret(
+    name: str, wanted_labels: Mapping[str, str], pair: KeyPair, store: Store, now: datetime, settling: timedelta
+) -> Object:
+    """Return the Secret that holds a holder's certificate and key, the trusted authorities, who is revoked, and within
+    what time all pods have read it."""
     metadata = {"name": name, "labels": dict(wanted_labels), "annotations": {WRITTEN_AT: rfc3339(now)}}
     data = {names.TLS_CERT: pair.certificate, names.TLS_KEY: pair.key, names.TLS_TRUSTED: store.bundle}
+    data[names.TLS_SETTLE] = f"{settling.total_seconds():g}".encode()
     if store.revoked:
         data[names.TLS_REVOKED] = identity.write_revoked(store.revoked)
     return _secret(metadata, data)

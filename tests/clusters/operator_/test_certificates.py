@@ -63,7 +63,7 @@ def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays
     assert facts(read(joined.hub, GATEWAYS)).identity == ("hub", "gateway")
     assert facts(hub).authority == facts(member).authority == next(iter(identity.by_digest(authority["tls.crt"])))
     assert hub["tls.key"] != member["tls.key"]
-    assert set(member) == {"tls.crt", "tls.key", "ca.crt"}
+    assert set(member) == {"tls.crt", "tls.key", "ca.crt", "settle-seconds"}
     assert authority["tls.key"] not in {*hub.values(), *member.values()}
     assert facts(member).validity.not_before < datetime.now(UTC) - identity.CLOCK_SKEW * 0.5
     condition = lambda: joined.hub.condition("pmc", "eu", "CertificateReady")["reason"] == "Issued"  # noqa: E731

@@ -89,12 +89,12 @@ def test_no_key_is_in_what_a_log_would_print():
 
 def test_a_clusters_secret_is_judged_by_the_hubs_authorities_and_not_by_its_own():
     store, pair = store_of(ONE), read.issue(store_of(ONE), Identity("eu"), NOW, TERMS)
-    manifest = render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW)
+    manifest = render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW, TERMS.settling)
     held = read.read_held(manifest, store, NOW)
     assert held.leaf is not None
     assert (held.leaf.identity.cluster, held.trusted, held.written) == ("eu", store.authorities.trusted, NOW)
     stranger = read.issue(store_of(TWO), Identity("eu"), NOW, TERMS)
-    forged = render.held_secret("prfaas-tls", render.labels("eu"), stranger, store_of(TWO), NOW)
+    forged = render.held_secret("prfaas-tls", render.labels("eu"), stranger, store_of(TWO), NOW, TERMS.settling)
     found = read.read_held(forged, store, NOW)
     assert found.leaf is None
     assert "not trusted" in found.problem
@@ -166,7 +166,8 @@ def test_a_certificate_of_another_trust_domain_is_replaced_although_the_same_aut
     store = store_of(ONE)
     for domain, problem in (("theirs.prfaas.io", "the trust domain"), ("ours.prfaas.io", "")):
         pair = read.issue(store._replace(domain=domain), Identity("eu"), NOW, TERMS)
-        found = read.read_held(render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW), store, NOW)
+        written = render.held_secret("prfaas-tls", render.labels("eu"), pair, store, NOW, TERMS.settling)
+        found = read.read_held(written, store, NOW)
         assert (found.leaf is None, problem in found.problem) == (bool(problem), True)
         issued = secret({"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": store.bundle})
         if problem:

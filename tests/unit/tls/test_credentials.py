@@ -11,6 +11,7 @@ from prfaas import credentials as module
 from prfaas import identity
 from prfaas.errors import ConfigError
 from prfaas.identity import Validity
+from prfaas.names import TLS_SETTLE
 from prfaas_transfer.credentials import PeerCredentials
 from prfaas_worker.front.auth import credentials_of, unreachable
 from prfaas_worker.options import parse
@@ -140,6 +141,26 @@ def test_what_nobody_renews_runs_out_and_a_late_renewal_counts_everywhere_a_litt
     clock.passed += datetime.timedelta(seconds=module.SETTLE_SECONDS)
     assert state(credentials) == (False, {False})
     assert not lasting.verify_flags & module._NO_CHECK_TIME
+
+
+def test_a_late_renewal_waits_as_long_as_the_operator_lets_secrets_settle(mount, authority, clock: Clock):
+    """A value that is none leaves the former files in use. The control is the test before: without one it is 180 s."""
+    place = mount("hub").put(identity.issue(authority, "hub", identity.valid_for(NOW, 1)), authority)
+    credentials = PeerCredentials(place.path)
+    clock.passed = 2 * DAY
+    assert state(credentials) == (True, {True})
+    pair = identity.issue(authority, "hub", identity.valid_for(NOW + 2 * DAY, 1))
+    files = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": authority.certificate}
+    place.put_files({**files, TLS_SETTLE: b"soon"})
+    assert state(credentials) == (True, {True})
+    assert "settle-seconds is b'soon'; want a number of seconds" in credentials.problem
+    place.put_files({**files, TLS_SETTLE: b"600"})
+    assert state(credentials) == (True, {True})
+    assert "for 600 s" in credentials.why_alone
+    clock.passed += datetime.timedelta(seconds=599)
+    assert state(credentials) == (True, {True})
+    clock.passed += datetime.timedelta(seconds=1)
+    assert state(credentials) == (False, {False})
 
 
 def test_a_start_with_a_certificate_that_has_expired_is_one_of_the_own_cluster_alone(mount, authority, clock: Clock):
