@@ -1,8 +1,9 @@
 """A worker that answers at once: the least that speaks HTTP/1.1, so that what is measured is the gateway.
 
-Usage: python backend.py
+Usage: python backend.py [TLS_DIR]
 
-It listens on two ports, for routers that tell workers apart by address, and prints them.
+It listens on two ports, for routers that tell workers apart by address, and prints them. With a directory of
+credentials it wants a certificate of whoever calls.
 
 It answers a constant with the headers of a worker and with where a cache would lie, as vLLM does, so that either leg of
 a two-leg protocol is served. A body with "stream":true gets 1000 events, one every 9.5 ms, each with the time at which
@@ -12,7 +13,10 @@ as many timers as streams would cost the core that the gateway needs.
 
 import asyncio
 import heapq
+import ssl
+import sys
 import time
+from pathlib import Path
 
 import uvloop
 
@@ -100,9 +104,19 @@ class Backend(asyncio.Protocol):
                 self.transport.write(self.answer)
 
 
+def mutual_tls(directory: Path) -> ssl.SSLContext:
+    """Return a context that verifies chains, and no more."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+    context.load_verify_locations(directory / "ca.crt")
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 async def main() -> None:
     loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Backend, "127.0.0.1", 0) for _ in range(2)]
+    tls = mutual_tls(Path(sys.argv[1])) if len(sys.argv) > 1 else None
+    servers = [await loop.create_server(Backend, "127.0.0.1", 0, ssl=tls) for _ in range(2)]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)
     await asyncio.gather(*(server.serve_forever() for server in servers))
 

@@ -39,10 +39,10 @@ def started(command: list[str], **options) -> Iterator[subprocess.Popen]:
 
 
 @contextmanager
-def backend() -> Iterator[Router]:
-    """An instant worker."""
+def backend(*tls_dir: Path) -> Iterator[Router]:
+    """An instant worker, inside TLS where there is a directory of credentials."""
     file = Path(__file__).with_name("backend.py")
-    with started([sys.executable, str(file)], stdout=subprocess.PIPE) as process:
+    with started([sys.executable, str(file), *map(str, tls_dir)], stdout=subprocess.PIPE) as process:
         yield Router(process.pid, *map(int, process.stdout.readline().split()))
 
 
@@ -55,11 +55,13 @@ def gateway(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router]
 
 
 @contextmanager
-def serving(folder: Path, name: str, table: RoutingTable, *flags: str) -> Iterator[Router]:
+def serving(
+    folder: Path, name: str, table: RoutingTable, *flags: str, module: str = "prfaas_gateway"
+) -> Iterator[Router]:
     """Our gateway before the instances of a table; its files in the folder are called by the name."""
     routes, log = folder / f"{name}.json.gz", folder / f"{name}.log"
     routes.write_bytes(encode(table))
-    command = [sys.executable, "-m", "prfaas_gateway", "--port", "0", "--admin-port", "0", "--routes-file", str(routes)]
+    command = [sys.executable, "-m", module, "--port", "0", "--admin-port", "0", "--routes-file", str(routes)]
     # To a file: it logs a line a request, and nobody would empty a pipe.
     with log.open("w") as output, started([*command, "--drain-seconds", "0", *flags], stderr=output) as process:
         while (found := re.search(r"listening on \S+:(\d+)", log.read_text())) is None:
@@ -90,9 +92,9 @@ def rival(folder: Path, worker: Router, *, two_legs: bool) -> Iterator[Router | 
         yield Router(process.pid, port)
 
 
-def routing_table(port: int, engine: str, *, two_legs: bool) -> RoutingTable:
+def routing_table(port: int, engine: str, *, two_legs: bool, scheme: str = "http") -> RoutingTable:
     roles = ("decode", "prefill") if two_legs else ("decode",)
-    url = f"http://127.0.0.1:{port}"
+    url = f"{scheme}://127.0.0.1:{port}"
     return RoutingTable(
         policy="bench",
         namespace="bench",

@@ -82,13 +82,15 @@ def with_keys() -> Iterator[Figure]:
         with serving(folder, "open", table) as bare, serving(folder, "keys", table, "--keys-dir", str(keys)) as asking:
             for label, (size_bytes, requests) in SIZES.items():
                 say(f"CPU with keys and without, prompts of {label}")
-                body = prompt(size_bytes, max_tokens=16)
-                pairs = [
-                    (measure(asking, body, requests, KEY)[0], measure(bare, body, requests)[0]) for _ in range(PAIRS)
-                ]
                 yield Figure(
                     name=f"CPU a request with keys, budgets and caps, of without, {label} prompt",
-                    value=statistics.median(ours / theirs for ours, theirs in pairs),
+                    value=ratio(asking, bare, prompt(size_bytes, max_tokens=16), requests, KEY),
                     unit="x",
                     reach=REACH_KEYS_RATIO,
                 )
+
+
+def ratio(ours: Router, bare: Router, body: bytes, requests: int, key: str = "") -> float:
+    """Return the CPU of a request, with the key, as a share of another gateway's: the median of pairs in turns."""
+    pairs = [(measure(ours, body, requests, key)[0], measure(bare, body, requests)[0]) for _ in range(PAIRS)]
+    return statistics.median(mine / theirs for mine, theirs in pairs)

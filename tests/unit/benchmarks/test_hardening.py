@@ -12,6 +12,8 @@ from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
 from benchmarks.hardening.load import Reply, beats
 from benchmarks.hardening.members import REACH_MIB, faced
 from benchmarks.hardening.overload import goodput, is_good, is_refused_well, recovery_seconds
+from benchmarks.hardening.rotation import Load
+from benchmarks.hardening.rotation import Reply as Rotated
 from benchmarks.hardening.strangers import BODY_BYTES, HELD_BACK_BYTES, held_back
 from benchmarks.hardening.target import TICK_SECONDS, Gaps, Tracebacks
 
@@ -97,6 +99,12 @@ def test_a_recovery_lasts_until_the_last_request_that_was_not_served_well():
 
 def test_requests_are_due_at_a_steady_rate_from_a_moment_on():
     assert beats(2.0, 2.0, 10.0) == [10.0, 10.5, 11.0, 11.5]
+
+
+def test_a_request_is_lost_without_its_whole_answer_and_elsewhere_if_another_cluster_prefilled_it():
+    load = Load("http://gateway")
+    load.replies += [Rotated(True, True), Rotated(True, False), Rotated(False, False)]
+    assert (load.taken(), load.taken()) == ((3, 1, 1), (0, 0, 0))
 
 
 @pytest.mark.system
