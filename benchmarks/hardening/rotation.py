@@ -3,8 +3,8 @@
 A gateway, an instance of the hub that decodes, and one of another cluster that prefills long prompts; the steps of
 their engines are emulated, all else is real and inside TLS. Time runs thirty times as fast as for certificates of a
 quarter of an hour: they live for 30 s, and every 20 s all of them are replaced and their authority as well, by the
-three steps of docs/operate/tls.md. Each step reaches one holder after the other, as kubelets bring it. The rival is one
-rotation more, in one step.
+three steps of docs/operate/tls.md. Each step reaches one holder after the other, as kubelets bring it; a gateway holds
+a request for as long as that takes for one of them. The rival is one rotation more, in one step.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from prfaas.wire import headers
 from prfaas.wire.routes import Cluster
 
 EU: Final = "eu"
-HOLDERS: Final = (Identity(HUB, GATEWAY), Identity(HUB, WORKER), Identity(EU))
+DECODES, PREFILLS, RELAYS = HOLDERS = (Identity(HUB, WORKER), Identity(EU), Identity(HUB, GATEWAY))
 ROTATIONS: Final = 6
-LIFE, EVERY_SECONDS, LATE_SECONDS = timedelta(seconds=30), 20.0, 1.0
+LIFE, EVERY_SECONDS, LATE_SECONDS = timedelta(seconds=30), 20.0, 2.0
 LONG_LIFE: Final = timedelta(hours=12)
 """Of the first certificates: nobody knows how long workers take to start."""
 CLIENTS: Final = 4
@@ -166,13 +166,13 @@ def rotated() -> Iterator[Figure]:
             place = ("--role", role, "--cluster", who.cluster, "--tls-dir", str(secrets.mounts[who].path))
             return launch(name, "--emulate", str(folder / "profile.json"), *FLAGS, *place)
 
-        decode, prefill = start("d0", HOLDERS[1], "decode"), start("x0", HOLDERS[2], "prefill")
+        decode, prefill = start("d0", DECODES, "decode"), start("x0", PREFILLS, "prefill")
         for worker in (decode, prefill):
             asyncio.run(worker.ready())
         instances = (make_instance("d0", url=decode.url), make_instance("x0", url=prefill.url))
         clusters = (Cluster(name=EU, capacity_mbps=1000, utilisation_query="vector(0)"),)
         table = make_table(*instances, clusters=clusters, model="tiny", mode="Fixed", tokens=THRESHOLD)
-        flags = ("--tls-dir", str(secrets.mounts[HOLDERS[0]].path))
+        flags = ("--tls-dir", str(secrets.mounts[RELAYS].path))
         with serving(folder, "gateway", table, *flags) as ours:
             url = f"http://127.0.0.1:{ours.port}/v1/chat/completions"
             (served, lost, elsewhere), at_once = asyncio.run(under_load(secrets, url))
