@@ -108,7 +108,7 @@ class CredentialFiles(Generic[T]):
             if self._watched.changed() or (self.problem and time.monotonic() >= self._retry_at):
                 self._retry_at = time.monotonic() + RETRY_SECONDS
                 self._renew()
-            if (judged := self._judged(self._files)) != self._files:
+            if (judged := self._judged(self._files)) is not self._files:
                 judged = judged._replace(generation=judged.generation + 1)
                 self._made, self._files = self._use(judged), judged
                 self._warn()
@@ -137,6 +137,8 @@ class CredentialFiles(Generic[T]):
         ran_out = self._recovering if time.monotonic() < self._settled_at else None
         if utc_now() >= identity.runs_out(files.validity):
             ran_out = identity.RanOut(files.cluster, files.validity.not_before)
+        if ran_out == files.peers.ran_out:  # nearly always, and each request asks
+            return files
         return files._replace(peers=files.peers._replace(ran_out=ran_out))
 
     def _warn(self) -> None:
