@@ -40,6 +40,7 @@ LIFE, EVERY_SECONDS, LATE_SECONDS = timedelta(seconds=30), 20.0, 2.0
 LONG_LIFE: Final = timedelta(hours=12)
 """Of the first certificates: nobody knows how long workers take to start."""
 CLIENTS: Final = 4
+IN_ONE_STEP: Final = "one rotation in one step"
 LONG, SHORT, THRESHOLD = 2000, 100, 1000
 """Tokens: the model's are characters."""
 PATIENCE_SECONDS: Final = 30.0
@@ -176,14 +177,9 @@ def rotated() -> Iterator[Figure]:
         with serving(folder, "gateway", table, *flags) as ours:
             url = f"http://127.0.0.1:{ours.port}/v1/chat/completions"
             (served, lost, elsewhere), at_once = asyncio.run(under_load(secrets, url))
-        rival = {"rival": "one rotation in one step"}
         yield Figure(name="rotation: requests while six of them happen", value=served, unit="", better="higher")
-        yield Figure(name="rotation: requests lost", value=lost, unit="", reach=0, rival_value=at_once[1], **rival)
-        yield Figure(
-            name="rotation: prompts prefilled elsewhere",
-            value=elsewhere,
-            unit="",
-            reach=0,
-            rival_value=at_once[2],
-            **rival,
-        )
+        counts = (("requests lost", lost, at_once[1]), ("prompts prefilled elsewhere", elsewhere, at_once[2]))
+        for what, value, rival_value in counts:
+            yield Figure(
+                name=f"rotation: {what}", value=value, unit="", reach=0, rival=IN_ONE_STEP, rival_value=rival_value
+            )
