@@ -382,7 +382,10 @@ def _refusal_of(error: HttpProcessingError) -> _Refusal:
 
 
 def _checked(serve: _Serve, unserved: Unserved | None) -> _Serve:
-    """Return a handler that refuses what aiohttp passes on undecoded, or answers before any route."""
+    """Return a handler that refuses what aiohttp passes on undecoded, or answers before any route.
+
+    Before any route aiohttp also writes "100 Continue"; a client that has left by then is no error of ours.
+    """
 
     async def checked(request: web.BaseRequest) -> web.StreamResponse:
         encodings = request.headers.getall("Content-Encoding", ())
@@ -396,6 +399,10 @@ def _checked(serve: _Serve, unserved: Unserved | None) -> _Serve:
             if unserved is None:
                 raise
             return unserved(request, error)
+        except ConnectionResetError as error:
+            if request.transport is not None and not request.transport.is_closing():
+                raise  # another connection was reset
+            raise asyncio.CancelledError from error  # aiohttp takes a cancelled handler for one without a client
 
     return checked
 

@@ -50,7 +50,7 @@ def head(*headers: str, length: int | None = len(BODY)) -> bytes:
 
 @asynccontextmanager
 async def listening(runner: Runner = public) -> AsyncIterator[int]:
-    """Serve a route that reads its body, one that streams, one that is slow and one that fails; give the port."""
+    """Serve a route that reads its body, one that streams, one that is slow and two that fail; give the port."""
 
     async def read(request: web.Request) -> web.Response:
         try:
@@ -73,8 +73,12 @@ async def listening(runner: Runner = public) -> AsyncIterator[int]:
         await stream(request)
         raise BadHttpMessage("what it read was none")
 
+    async def reset(_request: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("an engine's")
+
     app = web.Application()
     app.router.add_post("/v1/x", read)
+    app.router.add_get("/resets", reset)
     app.router.add_get("/stream", stream)
     app.router.add_get("/slow", wait)
     app.router.add_get("/fails", fail)
@@ -281,6 +285,25 @@ async def test_what_can_be_read_is_served_without_a_line(pieces, caplog):
     assert b" 200 OK\r\n" in answer
     assert b'{"size": 13}' in answer
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("runner", "is_quiet"), [(public, True), (plain, False)])
+async def test_a_client_that_left_before_it_was_told_to_continue_is_no_error(runner, is_quiet, caplog):
+    """Its end arrives with its head: nothing can be written any more when the handler begins."""
+    async with listening(runner) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head("Expect: 100-continue"))
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+    assert any(one.exc_info for one in caplog.records) is not is_quiet, caplog.text
+
+
+async def test_another_connection_that_was_reset_is_still_an_error(caplog):
+    async with listening() as port:
+        answer = await send_bytes(port, b"GET /resets HTTP/1.1\r\nHost: g\r\nConnection: close\r\n\r\n")
+    assert b" 500 " in answer
+    assert any(one.exc_info for one in caplog.records)
 
 
 @pytest.mark.parametrize("version", ["1.0", "0.9"])
