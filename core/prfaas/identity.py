@@ -34,7 +34,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from prfaas.errors import ConfigError, IdentityError
+from prfaas.errors import UNREADABLE, ConfigError, IdentityError
 from prfaas.rights import BUYER, PARTS, Identity
 
 DEFAULT_DOMAIN: Final = "prfaas.io"
@@ -300,7 +300,7 @@ def read_revoked(text: bytes) -> dict[str, datetime.datetime]:
     """Read such a file. Raises ConfigError: it is none."""
     try:
         return msgspec.json.decode(text, type=dict[str, _UtcTime])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f'no list of revoked clusters: {error}; want {{"CLUSTER": "TIME"}}') from error
 
 

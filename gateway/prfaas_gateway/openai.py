@@ -145,12 +145,14 @@ def _in_anthropic_form(body: bytes, status: int) -> bytes:
 
 
 def read_error(body: bytes) -> dict[str, Any]:
-    """Return the `error` of an OpenAI-style error body, empty if there is none."""
+    """Return the `error` of an OpenAI-style error body without what is nested in it, empty if there is none."""
     try:
         error = msgspec.json.decode(body)["error"]
     except (*UNREADABLE, KeyError, TypeError):
         return {}
-    return error if isinstance(error, dict) else {}
+    if not isinstance(error, dict):
+        return {}
+    return {name: one for name, one in error.items() if not isinstance(one, (dict, list))}
 
 
 class UsedTokens(NamedTuple):

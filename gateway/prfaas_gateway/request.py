@@ -374,7 +374,7 @@ def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set
     salt = {_SALT: msgspec.Raw(msgspec.json.encode(salt_of(sent or "")))}
     salted = {**fields, **salt}
     for name in objects:
-        with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
+        with suppress(msgspec.ValidationError):  # what is no object is the engine's to refuse
             members = _object.decode(fields.get(name, b"null")) or {}
             salted[name] = msgspec.Raw(msgspec.json.encode({**members, **salt}))
     return salted
@@ -407,7 +407,7 @@ def _refuse_steering(fields: Fields) -> None:
     """
     found = set(STEERING_FIELDS & fields.keys())
     for name, steering in STEERING_OBJECTS.items():
-        with suppress(msgspec.MsgspecError):  # what is no object is the engine's to refuse
+        with suppress(msgspec.ValidationError):  # what is no object is the engine's to refuse
             members = _every_field.decode(fields.get(name, b"{}")).keys()
             found |= {f"{name}.{member}" for member in steering & members}
     if found:

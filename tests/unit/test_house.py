@@ -4,6 +4,7 @@ CONTRIBUTING.md states these rules. Each exception below names its reason.
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -129,6 +130,53 @@ def test_no_modules_import_each_other():
 
 def test_finds_a_circle():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+DECODERS: Final = {"json.loads", "msgspec.json.decode", "msgspec.msgpack.decode"}
+"""What raises RecursionError for bytes of a few kilobytes, beside its own errors."""
+MALFORMED: Final = re.compile("DecodeError|MsgspecError|ValueError")
+NESTED: Final = re.compile("UNREADABLE|RecursionError")
+
+
+def guards_of(node: ast.AST) -> tuple[list[ast.stmt], str]:
+    """Return what a statement guards, and the errors that it catches."""
+    if isinstance(node, ast.Try):
+        return node.body, " ".join(ast.unparse(one.type) for one in node.handlers if one.type)
+    if isinstance(node, ast.With) and (caught := ast.unparse(node.items[0].context_expr)).startswith("suppress("):
+        return node.body, caught
+    return [], ""
+
+
+def half_guarded(tree: ast.Module) -> Iterator[int]:
+    """Yield the lines of statements that catch what malformed bytes raise, but not what bytes of any nesting do."""
+    made = {
+        f"{ast.unparse(one.targets[0])}.decode"
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Assign) and ast.unparse(one.value).startswith(("msgspec.json.D", "msgspec.msgpack.D"))
+    }
+    for node in ast.walk(tree):
+        body, caught = guards_of(node)
+        calls = {ast.unparse(one.func) for part in body for one in ast.walk(part) if isinstance(one, ast.Call)}
+        is_half = MALFORMED.search(caught) and not NESTED.search(caught)
+        if is_half and calls & (DECODERS | made):
+            yield node.lineno
+
+
+def test_whoever_catches_what_malformed_bytes_raise_catches_what_nested_ones_raise():
+    """Else another party's answer of a few kilobytes is an internal error, where a torn one is that party's fault."""
+    found = [(one.name, line) for one in modules() for line in half_guarded(one.tree)]
+
+    assert found == []
+
+
+def test_finds_a_decoder_that_nested_bytes_pass():
+    source = (
+        "reader = msgspec.json.Decoder(int)\n"
+        "try:\n    reader.decode(b'')\nexcept msgspec.DecodeError:\n    pass\n"
+        "try:\n    json.loads('')\nexcept (ValueError, RecursionError):\n    pass\n"
+        "with suppress(msgspec.MsgspecError):\n    msgspec.json.decode(b'')\n"
+    )
+    assert list(half_guarded(ast.parse(source))) == [2, 10]
 
 
 def bodies_of(node: ast.AST) -> Iterator[ast.stmt]:

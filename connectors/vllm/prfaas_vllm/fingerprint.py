@@ -79,7 +79,7 @@ def _kept_fields(directory: Path | None) -> Any:
     what it needs of a draft, the longest prompt among it, and each version something else."""
     try:
         return _common_fields(json.loads((directory / "config.json").read_text())) if directory is not None else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from prfaas import identity
 from prfaas.credentials import utc_now
-from prfaas.errors import ConfigError, PeerError, ProtocolError, RequestError, UnreachableError
+from prfaas.errors import UNREADABLE, ConfigError, PeerError, ProtocolError, RequestError, UnreachableError
 from prfaas.measure.answers import WANTED, ServedCard, StreamedAnswer, TokenStream, read_card, read_loads
 from prfaas.measure.beside import BEGUN_TOKENS
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_TRUSTED
@@ -88,7 +88,7 @@ class HttpServer:
     def label(self, card: ServedCard) -> str:
         """Return what serves, with its version where it says one."""
         for path in ("/version", "/get_server_info"):
-            with suppress(PeerError, ConfigError, msgspec.MsgspecError):
+            with suppress(PeerError, ConfigError, *UNREADABLE):
                 version = str(msgspec.json.decode(self.get(path), type=dict[str, object]).get("version") or "")
                 return f"{card.owned_by} {version if version.isprintable() else ''}".strip()
         return card.owned_by

@@ -137,6 +137,13 @@ def _credentials(user: Entry) -> tuple[Authorization | None, str, str]:
     return None, certificate, key
 
 
+_FAILURES: Final = (
+    *(OSError, subprocess.SubprocessError),
+    *(ValueError, RecursionError, KeyError, TypeError, AttributeError),
+)
+"""Of a command, and of what it prints."""
+
+
 class _ExecPlugin:
     """Runs a command that prints an ExecCredential, and runs it again when the credential expires."""
 
@@ -168,5 +175,5 @@ class _ExecPlugin:
             self.status: Entry = json.loads(ended.stdout)["status"]
             ends = self.status.get("expirationTimestamp")
             self._ends = datetime.fromisoformat(ends) if ends else NEVER
-        except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _FAILURES as error:
             raise ConfigError(f"exec plugin {self._command[0]} of the kubeconfig failed: {error}") from error

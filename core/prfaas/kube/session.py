@@ -73,7 +73,8 @@ class StatusError(PeerError):
             self.answer = msgspec.json.decode(raw, type=Object)
         except UNREADABLE:
             self.answer = {}
-        self.message = str(self.answer.get("message") or raw[:200].decode("utf-8", "replace"))
+        message = self.answer.get("message")
+        self.message = message if message and isinstance(message, str) else raw[:200].decode("utf-8", "replace")
         super().__init__(f"{what}: {status} {self.message}")
         self.status = status
         self.headers = headers

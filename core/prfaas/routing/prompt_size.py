@@ -301,6 +301,6 @@ def _most_tokens(value: Any) -> int | None:
     """Return the length of `truncate_prompt_tokens`; None if the engine cuts nothing, or to its own limit."""
     try:
         tokens = msgspec.convert(value, int | None)
-    except msgspec.MsgspecError:
+    except msgspec.ValidationError:
         return None
     return tokens if tokens is not None and tokens > 0 else None

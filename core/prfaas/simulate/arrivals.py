@@ -31,7 +31,7 @@ from operator import attrgetter
 import msgspec
 
 from prfaas.capacity.workload import Randomness, Workload
-from prfaas.errors import ConfigError
+from prfaas.errors import UNREADABLE, ConfigError
 from prfaas.simulate.request import Arrival
 
 BLOCK_TOKENS = 512
@@ -167,7 +167,7 @@ def _mooncake(name: str, lines: Iterable[tuple[int, str]]) -> list[Arrival]:
     for number, line in lines:
         try:
             one = decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{name}, line {number}: {error}; the line is torn or of another format") from error
         blocks = -(-one.input_length // MOONCAKE_BLOCK_TOKENS)
         if len(one.hash_ids) != blocks:

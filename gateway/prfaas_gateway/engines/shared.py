@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from prfaas.engines import ENGINES
-from prfaas.errors import UNREADABLE, LostError, PeerError, UnreachableError
+from prfaas.errors import UNREADABLE, LostError, PeerError, RequestError, UnreachableError
 from prfaas.names import BOOTSTRAP_PORT
 from prfaas.ports import url_host
 from prfaas.routing.facts import LegName, Route
@@ -339,10 +339,16 @@ def _is_batch(fields: Fields) -> bool:
 
 
 def prompts(fields: Fields) -> int | None:
-    """Return the number of prompts in a completion's list, None for a single prompt."""
+    """Return the number of prompts in a completion's list, None for a single prompt.
+
+    Raises RequestError for a list that cannot be read: the body was, by a thread with more of its stack left.
+    """
     if not _is_batch(fields):
         return None
-    return len(msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw]))
+    try:
+        return len(msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw]))
+    except UNREADABLE as error:
+        raise RequestError(f"prompt cannot be read: {error}", param="prompt") from error
 
 
 def bootstrap_host(instance: Instance) -> str:

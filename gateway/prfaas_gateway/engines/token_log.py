@@ -290,6 +290,12 @@ class TokenLog:
         self._writer = writer
 
 
+class _Begun(msgspec.Struct):
+    """What is read of the first chunk of our worker's stream."""
+
+    system_fingerprint: str | None = None
+
+
 class DrawnLog(TokenLog):
     """The client's part of one stream of our worker, which continues all choices of any request.
 
@@ -310,7 +316,7 @@ class DrawnLog(TokenLog):
         stream = StreamParams(
             seed=self._seed,
             created=self._created_seconds,
-            model=str(chunk_of(self._first).get("system_fingerprint", "")) if self._first else "",
+            model=(chunk_of(self._first, _Begun).system_fingerprint or "") if self._first else "",
             drawn={choice: numbers(bytes(ids)) for choice, ids in self._sent.items()},
             ended=tuple(sorted(self._ended)),
         )

@@ -187,7 +187,7 @@ class VllmMooncakeEngine(_VllmEngine):
         try:
             async with asyncio.timeout(ANSWER_SECONDS), self._upstream.reading(bootstrap, "/query") as response:
                 ranks = _ranks.decode(await response.content.read(ANSWER_BYTES))
-        except (UnreachableError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (UnreachableError, TimeoutError, *UNREADABLE) as error:
             message = f"the bootstrap server of {instance.name} did not name its engines: {error}"
             raise LegFailedError(message, leg="prefill", eject=True) from error
         if not ranks:

@@ -16,11 +16,12 @@ A greedy answer goes on token for token. A sampled one goes on with fresh random
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from contextlib import suppress
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from prfaas.errors import BadInputError
+from prfaas.errors import UNREADABLE, BadInputError
 from prfaas_gateway.openai import DONE
 from prfaas_gateway.request import Fields
 
@@ -114,8 +115,12 @@ class _Sampling(msgspec.Struct):
 
 
 def _sampling(fields: Fields) -> _Sampling:
+    """Raises BadInputError for a field that an engine may have read and we cannot."""
     known = {name: fields[name] for name in _Sampling.__struct_fields__ if name in fields}
-    return msgspec.json.decode(msgspec.json.encode(known), type=_Sampling)
+    try:
+        return msgspec.json.decode(msgspec.json.encode(known), type=_Sampling)
+    except UNREADABLE as error:
+        raise BadInputError(f"a field of the request cannot be read: {error}") from error
 
 
 def stops_of(fields: Fields) -> Stops:
@@ -181,6 +186,32 @@ def numbers(ids: bytes) -> list[int]:
         raise BadInputError("an event of a stream names tokens that are no numbers") from error
 
 
+class _Choice(msgspec.Struct):
+    """What is read of a choice that continues an answer; nothing else of it goes to the client."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """What is read of a chunk; all else goes to the client as it is written."""
+
+    choices: list[_Choice]
+    usage: dict[str, msgspec.Raw] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_chunk = msgspec.json.Decoder(_Chunk)
+_prompt_details = msgspec.json.Decoder(_PromptDetails)
+_Kind = TypeVar("_Kind")
+
+
 class AnswerWriter:
     """Turns the stream of an instance that continues into the rest of the client's stream.
 
@@ -229,27 +260,26 @@ class AnswerWriter:
         if event == DONE[:-2]:
             return DONE
         try:
-            chunk: dict[str, Any] = msgspec.json.decode(event[6:], type=dict[str, Any])
-            choices = chunk["choices"]
-            written = self._choice(choices[0]) if choices else None
-        except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, AttributeError) as error:
+            fields, chunk = _fields.decode(event[6:]), _chunk.decode(event[6:])
+        except UNREADABLE as error:
             raise BadInputError(f"an instance continues with an event that is no chunk: {error}") from error
-        if choices and written is None:
+        written = self._choice(chunk.choices[0]) if chunk.choices else None
+        if chunk.choices and written is None:
             return b""
-        chunk |= self._head | {"choices": [written] if written else []}
-        self.has_usage = not choices
-        if isinstance(chunk.get("usage"), dict):
-            chunk["usage"] = self._usage(chunk["usage"])
+        shown: dict[str, Any] = {**fields, **self._head, "choices": [written] if written else []}
+        self.has_usage = not chunk.choices
+        if chunk.usage is not None:
+            shown["usage"] = self._usage(chunk.usage)
         rest = self.end() if self.has_stopped else b""
-        return _data(chunk) + rest
+        return _data(shown) + rest
 
-    def _choice(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+    def _choice(self, choice: _Choice) -> dict[str, Any] | None:
         """Return the client's choice of a chunk; None if there is nothing to tell yet."""
-        ids = msgspec.convert(choice.get("token_ids") or [], list[int])
+        ids = choice.token_ids or []
         self._new_ids += ids
         self._tokens += len(ids)
-        reason, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
-        text, stop = self._until_stop(choice.get("text") or "", is_last=reason is not None)
+        reason, stop_reason = choice.finish_reason, choice.stop_reason
+        text, stop = self._until_stop(choice.text or "", is_last=reason is not None)
         if stop is not None:
             reason, stop_reason, self.has_stopped = "stop", stop, True
         self.has_finished = reason is not None
@@ -281,15 +311,14 @@ class AnswerWriter:
         """Return where a stop string begins that ends behind the text that was searched already."""
         return self._text.find(stop, max(0, known - len(stop) + 1))
 
-    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def _usage(self, usage: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
         """Return usage with the sent tokens as part of the answer, not of the prompt."""
         total = {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens}
-        changed = usage | total | {"total_tokens": self._prompt_tokens + self._tokens}
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict) and isinstance(details.get("cached_tokens"), int):
-            changed["prompt_tokens_details"] = details | {
-                "cached_tokens": min(details["cached_tokens"], self._prompt_tokens)
-            }
+        changed = {**usage, **total, "total_tokens": self._prompt_tokens + self._tokens}
+        details = usage.get("prompt_tokens_details", b"null")
+        with suppress(*UNREADABLE):  # without such a number there is none to bound
+            cached_tokens = min(_prompt_details.decode(details).cached_tokens, self._prompt_tokens)
+            changed["prompt_tokens_details"] = {**_fields.decode(details), "cached_tokens": cached_tokens}
         return changed
 
     def end(self) -> bytes:
@@ -298,17 +327,17 @@ class AnswerWriter:
         return usage + DONE
 
 
-def chunk_of(event: bytes) -> dict[str, Any]:
-    """Read the first event of a stream. Raises BadInputError for one that is no chunk."""
+def chunk_of(event: bytes, kind: type[_Kind]) -> _Kind:
+    """Read the first event of a stream. Raises BadInputError for one that is no such chunk."""
     try:
-        return msgspec.json.decode(event.removeprefix(b"data: "), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(event.removeprefix(b"data: "), type=kind)
+    except UNREADABLE as error:
         raise BadInputError(f"a stream begins with an event that is no chunk: {error}") from error
 
 
-def _head_of(event: bytes) -> dict[str, Any]:
-    """Return what all chunks of a stream have in common."""
-    chunk = chunk_of(event)
+def _head_of(event: bytes) -> dict[str, msgspec.Raw]:
+    """Return what all chunks of a stream have in common, as it is written."""
+    chunk = chunk_of(event, dict[str, msgspec.Raw])
     return {name: chunk[name] for name in ("id", "object", "created", "model") if name in chunk}
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from prfaas.errors import ProtocolError, UnreachableError
+from prfaas.errors import UNREADABLE, ProtocolError, UnreachableError
 from prfaas.kvindex.byte_maps import NO_BLOCK
 from prfaas.kvindex.index import InstanceIndex
 from prfaas.kvindex.keys import key_of
@@ -171,5 +171,5 @@ class _Snapshot(msgspec.Struct, frozen=True):
 def _read(payload: bytes, kind: type[_Kind]) -> _Kind:
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"a frame of the event stream cannot be read: {error}") from error

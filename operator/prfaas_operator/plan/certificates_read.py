@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from prfaas import identity
-from prfaas.errors import IdentityError, PrfaasError
+from prfaas.errors import UNREADABLE, IdentityError, PrfaasError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_TRUSTED
 from prfaas.rights import BUYER, Identity
 from prfaas_operator.errors import AuthorityDamagedError
@@ -159,7 +159,7 @@ def _read_json(secret: Secret, entry: str, form: type[T]) -> T:
     """Return an entry of this form, empty without it."""
     try:
         return msgspec.json.decode(content(secret, entry) or b"{}", type=form)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise AuthorityDamagedError(f"{entry} cannot be read: {error}") from error
 
 

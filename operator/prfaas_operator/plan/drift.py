@@ -155,6 +155,15 @@ def _owns(fields: Mapping[str, Any], path: FieldPath) -> bool:
 
 def _element(fields: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any] | None:
     for name, below in fields.items():
-        if name.startswith("k:") and json.loads(name[2:]).get(key) == value:
+        if name.startswith("k:") and _keys_of(name[2:]).get(key) == value:
             return below
     return None
+
+
+def _keys_of(text: str) -> Mapping[str, Any]:
+    """Return the keys of a list's element; none for what another cluster's API server wrote in a form of its own."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
+from prfaas.errors import RequestError
 from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas_gateway.engines import sglang, shared
 from prfaas_gateway.engines.shared import for_prefill, prompts, with_fields
+from prfaas_gateway.openai import read_error
 from prfaas_gateway.request import read_fields
 
 CONTRACTS = json.loads((Path(__file__).parent / "contracts.json").read_text())
@@ -255,6 +258,24 @@ def test_values_stay_as_the_client_wrote_them():
 )
 def test_prompts_are_counted(body, many):
     assert prompts(read_fields(body, every=True)[1]) == many
+
+
+def test_a_list_of_prompts_that_nests_deeper_than_can_be_read_is_the_clients_error():
+    nested = b'["x",' + b"[" * 3000 + b"]" * 3000 + b"]"
+    with pytest.raises(RequestError, match="prompt cannot be read: maximum recursion depth"):
+        prompts({"prompt": msgspec.Raw(nested)})
+    assert prompts({"prompt": msgspec.Raw(b'["x",[[]]]')}) == 2
+
+
+def test_an_engines_error_of_any_nesting_can_be_written_into_ours():
+    shown = 0
+    for levels in range(1, 1200):
+        nested = b"[" * levels + b"]" * levels
+        words = read_error(b'{"error":{"message":%b,"code":400}}' % nested)
+        assert f"{words}" in ("{'code': 400}", "{}")
+        shown += bool(words)
+    assert 100 < shown < 1100
+    assert read_error(b'{"error":{"message":"no","param":null}}') == {"message": "no", "param": None}
 
 
 async def _plain(_request: web.Request, _body: bytes) -> web.Response:

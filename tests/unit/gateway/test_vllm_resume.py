@@ -13,7 +13,9 @@ import pytest
 from aiohttp import web
 from tests.waiting import eventually_async
 
-from prfaas_gateway.engines.token_log import TokenLog, can_resume
+from prfaas.errors import BadInputError
+from prfaas_gateway.engines.token_log import DrawnLog, TokenLog, can_resume
+from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer, stops_of
 from prfaas_gateway.openai import DONE
 from prfaas_gateway.request import read_fields
 
@@ -170,6 +172,64 @@ async def test_an_undisturbed_stream_is_what_the_instance_itself_would_send(worl
     await start(world)
     got = await world.post(fields, path_of(fields))
     assert got.body.decode() == "".join(f"data: {one}\n\n" for one in Vllm().events(path_of(fields), fields))
+
+
+# Events that cannot be read
+
+FIRST = b'data: {"id":"c","object":"o","created":1,"model":"m","choices":[]}'
+ANSWERED = SentAnswer(FIRST, b"1,2", b"3", is_chat=False)
+NESTING = [b"[" * levels + b"]" * levels for levels in range(1, 1200)]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b'{"choices":[{"text":"x","token_ids":[4],"finish_reason":"stop"}],"more":%b}',
+        b'{"choices":[{"text":"x","token_ids":[4],"finish_reason":"stop","more":%b}]}',
+        b'{"choices":[],"usage":{"prompt_tokens_details":{"cached_tokens":1,"more":%b}}}',
+    ],
+)
+def test_an_event_of_any_nesting_continues_an_answer_or_is_no_chunk(event):
+    """What can just be decoded may be too deep to be encoded again."""
+    written, refused = 0, []
+    for nested in NESTING:
+        writer = AnswerWriter(ANSWERED, {}, "")
+        try:
+            written += writer.rewrite(b"data: " + event % nested + b"\n\n").startswith(b"data: {")
+        except BadInputError as error:
+            refused.append((str(error).partition(" while")[0], writer.new_ids, writer.has_finished, writer.has_usage))
+    why = "an instance continues with an event that is no chunk: maximum recursion depth exceeded"
+    assert set(refused) == {(why, b"", False, False)}, "its tokens were not sent"
+    assert written + len(refused) == len(NESTING)
+    assert min(written, len(refused)) > 100
+
+
+@pytest.mark.parametrize("where", [b'{"choices":[],"more":%b}', b'{"choices":[],"system_fingerprint":"f","id":%b}'])
+def test_a_stream_that_begins_with_an_event_of_any_nesting_continues_or_cannot(where):
+    continued, refused = 0, []
+    for nested in NESTING:
+        log = DrawnLog("/v1/completions", {})
+        log.take(b"data: " + where % nested + b"\n\n")
+        answered = log.answered
+        assert answered is not None
+        try:
+            written = AnswerWriter(answered, {}, "").rewrite(b'data: {"choices":[]}\n\n')
+            fingerprint = log.asks["prfaas_stream"].model
+        except BadInputError as error:
+            refused.append(str(error).partition(" while")[0])
+        else:
+            continued += 1
+            is_head = b'"id":' + nested in written
+            assert (is_head, fingerprint) == ((False, "") if b"more" in where else (True, "f"))
+    assert set(refused) == {"a stream begins with an event that is no chunk: maximum recursion depth exceeded"}
+    assert min(continued, len(refused)) > 100
+
+
+def test_a_field_that_the_engine_read_and_we_cannot_lets_no_answer_go_on():
+    assert stops_of({"stop": msgspec.Raw(b'["END"]')}).texts == ("END",)
+    for nested in (b'{"a":1}', b"[1]", b"[" * 3000):
+        with pytest.raises(BadInputError, match="a field of the request cannot be read"):
+            stops_of({"stop": msgspec.Raw(nested)})
 
 
 # A stream that breaks

@@ -63,6 +63,13 @@ async def test_a_server_cannot_send_a_call_elsewhere(api, session):
     assert [path for _, path, _, _ in api.requests] == [REF.path]
 
 
+def test_a_refusal_of_any_nesting_has_words():
+    nested = [b"[" * levels + b"]" * levels for levels in range(1, 1200)]
+    said = {StatusError("GET /x", 400, b'{"message":%b}' % one, {}).message[:13] for one in nested}
+    assert said == {'{"message":[]', '{"message":[['}
+    assert StatusError("GET /x", 400, b'{"message":"no"}', {}).message == "no"
+
+
 @pytest.mark.parametrize("status", [200, 500])
 async def test_an_answer_without_an_end_fills_no_memory(api, session, status, monkeypatch):
     monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_BYTES", 1 << 20)

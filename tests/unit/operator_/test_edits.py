@@ -1,5 +1,7 @@
 """Proves that an edit of a child is reported with its author and fields, and that an endless one is slowed down."""
 
+import pytest
+
 from prfaas_operator.controller.children import EditLimiter
 from prfaas_operator.plan.drift import AppliedManifest, edit, view
 
@@ -48,6 +50,16 @@ def test_ascribes_a_removed_field_to_the_last_writer_if_one_is_known():
         == "new changed spec.containers, spec.selector"
     )
     assert str(edit({"metadata": {}, **reduced}, LAST)) == "somebody changed spec.containers, spec.selector"
+
+
+@pytest.mark.parametrize("keys", ["[" * 5000, "{", "[]", '{"name":"other"}'])
+def test_keys_that_cannot_be_read_name_no_element(keys):
+    managed = [
+        entry("odd", "2026-01-01T00:00:02Z", {"f:spec": {"f:containers": {f"k:{keys}": {"f:image": {}}, **WORKER}}}),
+        entry("last", "2026-01-01T00:00:03Z", {"f:spec": {"f:containers": {f"k:{keys}": {"f:image": {}}}}}),
+    ]
+    changed = live(managed, containers=[{"name": "worker", "image": "b", "args": ["x", "y"]}])
+    assert str(edit(changed, LAST)) == "odd changed spec.containers[worker].image"
 
 
 def test_an_owned_leaf_covers_what_is_below():

@@ -29,7 +29,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds a {type(raw).__name__}, not an object with a checkpoint's fields")

@@ -30,7 +30,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             from prfaas_worker.tokenizer.tiktoken_ranks import ranks_tokenizer
 
             return ranks_tokenizer(directory / "tiktoken.model", config, template)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: not a tokenizer's configuration: {error!r}") from error
     raise ConfigError(
         f"{path}: tokenizer_class is {config.get('tokenizer_class')!r} and there is neither tokenizer.json nor "

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from prfaas.errors import ConfigError
+from prfaas.errors import UNREADABLE, ConfigError
 from prfaas_worker.tokenizer.base import Tokenizer, TokenTable, utf8
 from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 
@@ -61,7 +61,7 @@ def huggingface_tokenizer(path: Path, template: ChatTemplate | None) -> HuggingF
         added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[_AddedToken])
         model = msgspec.json.decode(parts["model"], type=_Model)
         decoder = msgspec.json.decode(parts["decoder"])
-    except (msgspec.MsgspecError, KeyError) as error:
+    except (*UNREADABLE, KeyError) as error:
         raise ConfigError(f"{path}: not a tokenizer: {error!r}") from error
     if model.type != "BPE":
         raise ConfigError(f"{path}: model.type is {model.type!r}; this worker reads BPE")

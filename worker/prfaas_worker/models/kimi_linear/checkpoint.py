@@ -248,7 +248,7 @@ def _header(file: Path) -> list[tuple[str, _Stored]]:
             header = json.loads(opened.read(min(length, size)))
         begin = _HEADER_LENGTH.size + length
         return [(name, _stored(file, entry, begin, size)) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{file}: the weights cannot be read, fetch them again: {error}") from error
 
 
