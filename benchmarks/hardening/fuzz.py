@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 import uvloop
 from aiohttp import web
+from benchmarks.hardening.gaps import Gap
 from benchmarks.hardening.inputs import REQUEST_ID, Input, inputs
 from benchmarks.report import Figure, say
 from tests.serving import serving
@@ -36,8 +37,7 @@ class Seen(msgspec.Struct):
 
     tracebacks: int = 0
     kinds: list[str] = []
-    gap_seconds: float = 0.0
-    gap_at: float = 0.0
+    gap: Gap = Gap()
 
 
 class Outcome(NamedTuple):
@@ -141,7 +141,7 @@ async def _fuzzed(count: int) -> Outcome:
                     process.kill()
     code = process.returncode
     seen = Seen(1, [f"the process ended with {code}"]) if code else msgspec.json.decode(rest, type=Seen)
-    return Outcome(crashes, seen, [one for began, ended, one in slow if began - SLOW_SECONDS <= seen.gap_at <= ended])
+    return Outcome(crashes, seen, [one for began, ended, one in slow if began - SLOW_SECONDS <= seen.gap.at <= ended])
 
 
 def fuzzed(count: int) -> Outcome:
@@ -156,9 +156,9 @@ def crashed(count: int = INPUTS) -> Iterator[Figure]:
         say(f"input {one.number} ({one.kind} to {one.target}): {reason}\n{one.raw[:300]!r} {one.said[:300]!r}")
     for one in found.seen.kinds[:SHOWN]:
         say(one)
-    say(f"at the longest gap: {[(one.number, one.kind) for one in found.during_gap]}")
+    say(f"the longest gap: {found.seen.gap}; under way: {[(one.number, one.kind) for one in found.during_gap]}")
     crashes = len(found.crashes) + found.seen.tracebacks
     yield Figure(name=f"fuzz: crashes of {count:,} inputs", value=crashes, unit="", reach=0)
     yield Figure(
-        name="fuzz: longest gap of the event loop", value=1000 * found.seen.gap_seconds, unit="ms", reach=REACH_GAP_MS
+        name="fuzz: longest gap of the event loop", value=1000 * found.seen.gap.seconds, unit="ms", reach=REACH_GAP_MS
     )

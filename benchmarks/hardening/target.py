@@ -9,15 +9,15 @@ import asyncio
 import logging
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import uvloop
 from aiohttp import web
+from benchmarks.hardening.gaps import Gaps
 from tests.serving import serving as serve_http
 from tests.tables import make_instance, make_table
 
@@ -58,37 +58,6 @@ SPECIALS: Final = {"<s>": Special(256), "<|user|>": Special(257)}
 # What breaks off is not waited for, and no instance is left alone: each input is to meet a gateway that serves.
 LIMITS: Final = Limits(idle_seconds=2.0, stall_seconds=1.0, recover_seconds=0.1, hold_seconds=0.05, poll_seconds=0.02)
 WITHOUT_EJECTIONS: Final = LIMITS._replace(eject_seconds=0.0, eject_max_seconds=0.0, drain_lead_seconds=0.0)
-TICK_SECONDS: Final = 0.005
-
-
-def waited_by_threads() -> float:
-    """Return how long all threads of this process were ready and had no core."""
-    found = 0.0
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            found += int((task / "schedstat").read_text().split()[1]) / 1e9
-    return found
-
-
-class Gaps:
-    """The longest time for which an event loop ran nothing else, less what the process's threads waited for a core: one
-    of them may have held the interpreter meanwhile."""
-
-    def __init__(self) -> None:
-        self.longest_seconds = 0.0
-        self.at = 0.0
-        """By the machine's monotonic clock."""
-
-    async def watch(self) -> None:
-        while True:
-            began, waited = time.monotonic(), waited_by_threads()
-            await asyncio.sleep(TICK_SECONDS)
-            self.note(began, time.monotonic(), waited_by_threads() - waited)
-
-    def note(self, began: float, ended: float, without_core_seconds: float) -> None:
-        gap_seconds = ended - began - TICK_SECONDS - without_core_seconds
-        if gap_seconds > self.longest_seconds:
-            self.longest_seconds, self.at = gap_seconds, began
 
 
 class Tracebacks(logging.Handler):
@@ -208,8 +177,7 @@ async def serve(folder: Path, engine_url: str) -> None:
         await asyncio.to_thread(sys.stdin.read)
         watching.cancel()
     found = {"tracebacks": seen.count, "kinds": list(seen.kinds.values())}
-    found |= {"gap_seconds": gaps.longest_seconds, "gap_at": gaps.at}
-    print(msgspec.json.encode(found).decode(), flush=True)
+    print(msgspec.json.encode({**found, "gap": gaps.longest}).decode(), flush=True)
 
 
 if __name__ == "__main__":

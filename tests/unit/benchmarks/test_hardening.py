@@ -2,12 +2,14 @@
 good answer or a recovery is one. In small it runs whole: no input crashes, and hostile members hold up no other one.
 """
 
+import gc
 import gzip
 import logging
 import zlib
 
 import pytest
 from benchmarks.hardening.fuzz import fuzzed, judge
+from benchmarks.hardening.gaps import TICK_SECONDS, Gaps, Moment
 from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
 from benchmarks.hardening.load import Reply, beats
 from benchmarks.hardening.members import REACH_MIB, faced
@@ -15,7 +17,7 @@ from benchmarks.hardening.overload import goodput, is_good, is_refused_well, rec
 from benchmarks.hardening.rotation import Load
 from benchmarks.hardening.rotation import Reply as Rotated
 from benchmarks.hardening.strangers import BODY_BYTES, HELD_BACK_BYTES, held_back
-from benchmarks.hardening.target import TICK_SECONDS, Gaps, Tracebacks
+from benchmarks.hardening.target import Tracebacks
 
 INPUTS = 2000
 
@@ -48,11 +50,27 @@ def test_a_crash_is_an_internal_error_or_no_whole_answer(kind: str, answer: byte
 
 def test_a_gap_is_what_exceeds_the_tick_and_was_no_wait_for_a_core():
     gaps = Gaps()
-    gaps.note(10.0, 10.0 + TICK_SECONDS, 0.0)
-    assert gaps.longest_seconds == pytest.approx(0.0)
-    gaps.note(20.0, 20.07 + TICK_SECONDS, 0.0)
-    gaps.note(30.0, 31.0, 0.97)
-    assert (gaps.longest_seconds, gaps.at) == (pytest.approx(0.07), 20.0)
+    gaps.note(Moment(10.0), Moment(10.0 + TICK_SECONDS))
+    assert gaps.longest.seconds == pytest.approx(0.0)
+    gaps.note(Moment(20.0, 3.0, 1.0, 2.0, 0.5), Moment(20.07 + TICK_SECONDS, 3.0, 1.01, 2.06, 0.5))
+    gaps.note(Moment(30.0, 3.0), Moment(31.0, 3.97))
+    assert (gaps.longest.seconds, gaps.longest.at) == (pytest.approx(0.07), 20.0)
+    assert str(gaps.longest).startswith("70 ms, in which the loop's thread computed for 10 ms, all threads for 60, and")
+
+
+def test_the_search_for_garbage_is_counted_beside_other_work():
+    gaps, before = Gaps(), Moment(0.0)
+    gc.callbacks.append(gaps.note_garbage)
+    try:
+        gc.collect()
+        before = gaps.now()
+        sum(range(100_000))
+        after = gaps.now()
+    finally:
+        gc.callbacks.remove(gaps.note_garbage)
+    assert 0 < before.garbage_seconds <= before.loop_seconds
+    assert after.garbage_seconds == before.garbage_seconds
+    assert after.loop_seconds > before.loop_seconds
 
 
 def test_tracebacks_are_counted_and_one_of_a_kind_is_kept():
