@@ -6,6 +6,7 @@ when stdin ends what it saw: tracebacks in the log, and the longest time for whi
 """
 
 import asyncio
+import gc
 import logging
 import socket
 import sys
@@ -172,6 +173,7 @@ async def serve(folder: Path, engine_url: str) -> None:
             ("resumed", engine_url, "vllm-nixl"),
         ):
             ports[name] = await stack.enter_async_context(gateway(folder, name, url, engine))
+        gc.freeze()  # as both processes do before they serve
         print(msgspec.json.encode(ports).decode(), flush=True)
         watching = asyncio.create_task(gaps.watch())
         await asyncio.to_thread(sys.stdin.read)

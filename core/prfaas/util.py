@@ -121,8 +121,13 @@ def check_values(document: bytes | bytearray, most: int, what: str) -> None:
 
     All marks before a value count, in its texts, too.
     """
-    if len(document) > most and sum(map(document.count, (b",", b"[", b"{"))) > most:
+    if len(document) > most and count_marks(document) > most:
         raise ProtocolError(f"{what} of more than {most} values")
+
+
+def count_marks(document: bytes) -> int:
+    """Return how many marks JSON has that stand before a value, in its texts, too: its values are hardly more."""
+    return sum(map(document.count, (b",", b"[", b"{")))
 
 
 def replace_file(path: Path, content: bytes, mode: int | None = None) -> None:

@@ -3,14 +3,17 @@
 import asyncio
 import logging
 import random
+from collections.abc import Mapping, Set
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.http_server import client_of
 from prfaas.routing.facts import check_places
-from prfaas.routing.prompt_size import prompt_size, prompt_values
+from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire import headers
 from prfaas.wire.trace import read_trace
@@ -21,7 +24,7 @@ from prfaas_gateway.engines.shared import prompts, without_hand_off
 from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
-from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, receive
+from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, read_aside, receive
 from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
@@ -101,8 +104,7 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
-        values = prompt_values(fields, request.api.fields)
-        size = prompt_size(values, random.random())  # noqa: S311  # no secret
+        values, size = await read_aside(request.received, partial(_measured, fields, request.api.fields))
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
         prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)
         answers = read_answers(request.api, request.fields, prompts(request.fields) or 1) if auth.asks else NO_ANSWERS
@@ -128,6 +130,11 @@ class Dispatcher:
                 raise DeadlineError(progress.reason) from error
             await stream.end_in_error(error_event(http.path, progress.reason, CODE_DEADLINE))
             return stream.response
+
+
+def _measured(fields: Mapping[str, Any], names: Set[str]) -> tuple[dict[str, Any], PromptSize]:
+    values = prompt_values(fields, names)
+    return values, prompt_size(values, random.random())  # noqa: S311  # no secret
 
 
 def _outcome_of(error: Exception) -> RequestOutcome:

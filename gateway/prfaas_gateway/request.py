@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -30,6 +30,7 @@ from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
 from prfaas.telemetry.logs import line, tell
 from prfaas.telemetry.tracing import Span
+from prfaas.util import count_marks
 from prfaas.wire import headers
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences, read_deadline_seconds, read_preferences
 from prfaas.wire.profile import Profile
@@ -54,7 +55,10 @@ Fields = Mapping[str, msgspec.Raw]
 """A body's top level: each field with its original text."""
 MAX_FIELDS: Final = 1000
 """The most fields of a body, by far: each is kept until its answer ends, if engines of others need it."""
+SOME_VALUES: Final = 5000
+"""A body of more takes longer than a few milliseconds to read."""
 _ABSENT: Final = msgspec.Raw()
+Read = TypeVar("Read")
 
 _PROMPT_FIELDS: Final = sorted(frozenset[str]().union(*(one.fields for one in API_ROUTES.values())) - {"model"})
 """The fields that prompts are made of in any API."""
@@ -287,6 +291,11 @@ class Progress:
         if parts := self.answer_start.parts:
             fields |= {"first_token_seconds": sum(parts.values()), **named_seconds(parts)}
         return fields
+
+
+async def read_aside(body: bytes, read: Callable[[], Read]) -> Read:
+    """Return what `read` makes of a body: in a thread if that has many values, so that no stream must wait."""
+    return read() if count_marks(body) <= SOME_VALUES else await asyncio.to_thread(read)
 
 
 async def receive(

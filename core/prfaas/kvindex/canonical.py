@@ -88,6 +88,8 @@ class _Part(msgspec.Struct, frozen=True):
 _ESCAPE: Final = re.compile(rb"\\(?:u[0-9a-f]{4}|.)")
 COMPLETION_FIELDS: Final = frozenset(_Completion.__struct_fields__)
 """The fields of a completion's body that its canonical bytes depend on."""
+MAX_ITEMS: Final = 10_000
+"""Messages or items of a prompt: some tens of milliseconds. A prompt of more, as few contexts hold, matches nothing."""
 CHAT_FIELDS: Final = frozenset(_Chat.__struct_fields__)
 RESPONSE_FIELDS: Final = frozenset(_Response.__struct_fields__)
 MESSAGES_FIELDS: Final = frozenset(_Messages.__struct_fields__)
@@ -120,6 +122,8 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
         parsed = msgspec.convert(body, _Chat)
     except msgspec.ValidationError:
         return None
+    if len(parsed.messages) > MAX_ITEMS:
+        return None
     before = [
         parsed.tools or [],
         parsed.documents or [],
@@ -134,7 +138,8 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
         # The list stays open for the content, which comes last as in the prompt.
         head = _SORTED.encode([message.get("role"), others])[:-1] + b","
         content = _SORTED.encode(message.get("content"))
-        texts += _texts_in(message.get("content"), content, at + len(head))
+        if len(texts) < MAX_ITEMS:  # of the texts behind them the tokens are not known
+            texts += _texts_in(message.get("content"), content, at + len(head))
         lines += head, content, b"]\n"
         at += len(head) + len(content) + 2
     root = _root("chat", parsed.model, parsed.cache_salt)
@@ -171,7 +176,9 @@ def canonical_messages(body: Mapping[str, Any]) -> Canonical | None:
     return _in_lines(root, before, parsed.messages, is_salted=bool(parsed.cache_salt))
 
 
-def _in_lines(root: bytes, before: Any, items: Sequence[Any], *, is_salted: bool) -> Canonical:
+def _in_lines(root: bytes, before: Any, items: Sequence[Any], *, is_salted: bool) -> Canonical | None:
+    if len(items) > MAX_ITEMS:
+        return None
     data = b"\n".join(map(_SORTED.encode, (before, *items)))
     return Canonical(root, data, (), is_salted)
 
@@ -267,7 +274,7 @@ def _parts(content: Any) -> list[str]:
         parts = msgspec.convert(content or [], list[_Part])
     except msgspec.ValidationError:
         return []  # an unknown part: its bytes still count, its tokens do not
-    return [part.text for part in parts if part.text is not None]
+    return [part.text for part in parts[:MAX_ITEMS] if part.text is not None]
 
 
 def _root(kind: str, model: str, cache_salt: str | None) -> bytes:

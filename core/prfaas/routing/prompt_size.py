@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from prfaas.errors import UNREADABLE, RequestError
+from prfaas.util import count_marks
 
 
 class Unit(IntEnum):
@@ -239,7 +240,7 @@ def _has_too_many_values(field: bytes) -> bool:
     """Return whether a field is large and has a mark before a value in every few bytes, in its texts or beside them."""
     if len(field) <= LARGE_BYTES or field.startswith(b'"'):
         return False
-    return sum(map(field.count, (b",", b"[", b"{"))) > len(field) // BYTES_A_VALUE
+    return count_marks(field) > len(field) // BYTES_A_VALUE
 
 
 def _decoded(name: str, field: Any) -> Any:

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -34,7 +35,7 @@ from prfaas_gateway.kv.foreign_events import ForeignEventStream
 from prfaas_gateway.kv.mover_events import MoverEventStream
 from prfaas_gateway.kv.tokenizer import EngineTokenizer, PromptTokens, may_tokenize
 from prfaas_gateway.metrics import GatewayMetrics
-from prfaas_gateway.request import GatewayRequest, PromptFacts
+from prfaas_gateway.request import GatewayRequest, PromptFacts, read_aside
 from prfaas_gateway.state import GatewayState
 from prfaas_gateway.upstream import Upstream
 
@@ -107,7 +108,9 @@ class KvManager:
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return prompt
-        read = _read_prompt(request, values) if len(request.received) <= MAX_BODY_BYTES else None
+        if len(request.received) > MAX_BODY_BYTES:
+            return prompt
+        read = await read_aside(request.received, partial(_read_prompt, request, values))
         if read is None:
             return prompt
         body, canonical = read

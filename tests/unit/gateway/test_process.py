@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -15,7 +16,9 @@ import pytest
 from aiohttp import web
 from tests.waiting import PATIENCE_SECONDS, NotInTime, assert_prompt, eventually_async
 
+from prfaas_gateway import server
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.options import GatewayOptions
 from prfaas_gateway.server import KEPT_SECONDS
 
 pytestmark = pytest.mark.system
@@ -58,6 +61,28 @@ class Process:
             return False
 
         await eventually_async(is_refused, "the gateway takes no new connection", poll=0.05)
+
+
+class FrozenError(Exception):
+    """The search for garbage leaves out what is there from now on."""
+
+
+async def test_what_a_gateway_is_made_of_is_not_searched_for_garbage_while_it_serves(monkeypatch):
+    serves = []
+
+    @asynccontextmanager
+    async def serving(config):
+        serves.append(config)
+        yield
+
+    def freeze():
+        assert serves
+        raise FrozenError
+
+    monkeypatch.setattr(server, "serving", serving)
+    monkeypatch.setattr(server.gc, "freeze", freeze)
+    with pytest.raises(FrozenError):
+        await server.run(GatewayOptions())
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Proves that a received request never changes and that its body is read once; what becomes of it stands in the log."""
 
 import json
+import threading
 from contextlib import suppress
 from dataclasses import FrozenInstanceError, fields, replace
 from unittest.mock import Mock
@@ -10,10 +11,10 @@ import pytest
 from prfaas.errors import RequestError
 from prfaas.routing.prompt_size import LARGE_BYTES, Unit, prompt_size, prompt_values
 from prfaas.wire import headers
-from prfaas_gateway import request
+from prfaas_gateway import dispatch, request
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv import manager
-from prfaas_gateway.request import MAX_FIELDS, GatewayRequest, ReadingWay, read_fields, read_salted
+from prfaas_gateway.request import MAX_FIELDS, SOME_VALUES, GatewayRequest, ReadingWay, read_fields, read_salted
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
 
@@ -106,6 +107,28 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
             nested += manager._read_prompt(one, values) is not None
             assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)
     assert nested > 100
+
+
+async def test_a_body_of_many_values_is_read_in_a_thread_so_that_no_stream_must_wait(world, monkeypatch):
+    threads: dict[str, int] = {}
+
+    def note(module, name):
+        read = getattr(module, name)
+
+        def noted(*given):
+            threads[name] = threading.get_ident()
+            return read(*given)
+
+        monkeypatch.setattr(module, name, noted)
+
+    note(dispatch, "prompt_size")
+    note(manager, "_read_prompt")
+    await world.start("d0", "d1")
+    world.change_instances(engine="vllm-nixl")
+    for messages, is_aside in ((SOME_VALUES, True), (3, False)):
+        await world.post({"model": "m", "messages": [{}] * messages}, "/v1/chat/completions")
+        asides = {name: found != threading.get_ident() for name, found in threads.items()}
+        assert asides == {"prompt_size": is_aside, "_read_prompt": is_aside}
 
 
 async def test_the_log_names_a_request_whose_body_is_refused(world, caplog):

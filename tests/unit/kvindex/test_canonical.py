@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.kvindex.canonical import (
+    MAX_ITEMS,
     Canonical,
     canonical_chat,
     canonical_completion,
@@ -159,6 +160,26 @@ def test_tokens_next_to_the_cut_are_left_out():
     pieces = {0: b"", 1: b"abc", 2: b"de", 3: b"f"}
     claimed = tokens_before(canonical, [0, 3, 4, 5, 6], [0, 1, 2, 3], pieces.__getitem__)
     assert claimed == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("canonical_of", "field"),
+    [(canonical_chat, "messages"), (canonical_messages, "messages"), (canonical_response, "input")],
+)
+def test_a_prompt_of_more_items_than_contexts_hold_matches_nothing(canonical_of, field):
+    """Each costs microseconds, and a client may send a million of them in one body."""
+    assert canonical_of({"model": "m", field: [{}] * MAX_ITEMS}) is not None
+    assert canonical_of({"model": "m", field: [{}] * (MAX_ITEMS + 1)}) is None
+
+
+@pytest.mark.parametrize("messages", [1, 3])
+def test_of_more_parts_than_contexts_hold_the_tokens_are_not_known(messages):
+    parts = [{"type": "text", "text": "x"}] * (MAX_ITEMS + 1)
+    found = canonical_chat({"model": "m", "messages": [{"role": "user", "content": parts}] * messages})
+    assert found is not None
+    assert found.data.count(b'"text":"x"') == messages * (MAX_ITEMS + 1), "its bytes still count"
+    assert found.texts is not None
+    assert len(found.texts) == MAX_ITEMS
 
 
 def test_requests_of_other_apis_extend_their_earlier_turns():
