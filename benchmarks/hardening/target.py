@@ -151,9 +151,10 @@ async def rendered(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def gateway(folder: Path, name: str, url: str, engine: EngineName) -> AsyncIterator[int]:
-    """Serve a gateway before one engine; give its port."""
+    """Serve a gateway before an engine, known twice, since a prompt is looked for among several; give its port."""
     routes = folder / f"{name}.json"
-    routes.write_bytes(encode(make_table(make_instance("d0", url=url, engine=engine), mode="Fixed", tokens=100_000)))
+    instances = [make_instance(instance, url=url, engine=engine) for instance in ("d0", "d1")]
+    routes.write_bytes(encode(make_table(*instances, mode="Fixed", tokens=100_000)))
     options = GatewayOptions("127.0.0.1", 0, 0, routes_file=routes, limits=WITHOUT_EJECTIONS, drain_seconds=0.1)
     async with serving(options) as running:
         yield running.port

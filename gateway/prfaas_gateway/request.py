@@ -58,7 +58,7 @@ MAX_FIELDS: Final = 1000
 SOME_VALUES: Final = 5000
 """A body of more takes longer than a few milliseconds to read."""
 _ABSENT: Final = msgspec.Raw()
-Read = TypeVar("Read")
+_Read = TypeVar("_Read")
 
 _PROMPT_FIELDS: Final = sorted(frozenset[str]().union(*(one.fields for one in API_ROUTES.values())) - {"model"})
 """The fields that prompts are made of in any API."""
@@ -293,7 +293,7 @@ class Progress:
         return fields
 
 
-async def read_aside(body: bytes, read: Callable[[], Read]) -> Read:
+async def read_aside(body: bytes, read: Callable[[], _Read]) -> _Read:
     """Return what `read` makes of a body: in a thread if that has many values, so that no stream must wait."""
     return read() if count_marks(body) <= SOME_VALUES else await asyncio.to_thread(read)
 

@@ -12,19 +12,30 @@ openai_disagg_service.py). Its API refuses unknown ones, so `ctx_usage` goes onl
 """
 
 import secrets
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from prfaas.errors import UNREADABLE
 from prfaas_gateway.engines.shared import Attempt, Leg, LegFailedError, call, check_begun, with_fields
-from prfaas_gateway.request import GatewayRequest
+from prfaas_gateway.request import Fields, GatewayRequest
 from prfaas_gateway.upstream import Answer, Upstream
 
 GLOBAL_ID: Final = 1 << 62
 """Ids of its own requests are small, ids of an orchestrator large."""
-UNFINISHED: Final = ("length", "not_finished")
+UNFINISHED: Final = (b'"length"', b'"not_finished"')
+"""Reasons of an end that is none, as they are written."""
+_NULL: Final = b"null"
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_choices = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+
+
+class _Prefilled(NamedTuple):
+    """A prefill instance's answer, its choice, and the cache's place; members as they are written, of any nesting."""
+
+    document: Fields
+    choice: Fields
+    params: Fields
 
 
 class TensorRtLlmEngine:
@@ -43,19 +54,18 @@ class TensorRtLlmEngine:
         if answer.status >= 400:
             return answer  # the request is at fault, and would fail at the other instance too
         answer.close()
-        document = _read(prefill.name, answer)
-        choice = document["choices"][0]
-        if choice.get("finish_reason") not in UNFINISHED:
+        document, choice, params = _read(prefill.name, answer)
+        if bytes(choice.get("finish_reason", _NULL)) not in UNFINISHED:
             if bytes(fields.get("stream", b"")) == b"true":
                 return await self._decode(request, attempt, request.body)
             answer.body = _whole(document, choice)
             return answer
-        params = choice["disaggregated_params"] | context | {"request_type": "generation_only"}
+        added: dict[str, Any] = {"disaggregated_params": {**params, **context, "request_type": "generation_only"}}
         if "ctx_usage" in params:
-            params["ctx_usage"] = document.get("usage")
-        added = {"disaggregated_params": params}
-        if document.get("prompt_token_ids"):
-            added["prompt" if "prompt" in fields else "prompt_token_ids"] = document["prompt_token_ids"]
+            added["disaggregated_params"]["ctx_usage"] = document.get("usage")
+        token_ids = document.get("prompt_token_ids", _NULL)
+        if bytes(token_ids) not in (_NULL, b"[]"):
+            added["prompt" if "prompt" in fields else "prompt_token_ids"] = token_ids
         return await self._decode(request, attempt, with_fields(fields, added))
 
     async def _decode(self, request: GatewayRequest, attempt: Attempt, body: bytes) -> Answer:
@@ -63,20 +73,19 @@ class TensorRtLlmEngine:
         return check_begun(answer, with_prefill=attempt.route.prefill is not None)
 
 
-def _read(name: str, answer: Answer) -> dict[str, Any]:
+def _read(name: str, answer: Answer) -> _Prefilled:
     """Return a prefill instance's answer; raise LegFailedError if it does not tell the cache's place."""
     try:
-        document = msgspec.json.decode(answer.body or b"", type=dict[str, Any])
-        if isinstance(document["choices"][0]["disaggregated_params"], Mapping):
-            return document
-    except (*UNREADABLE, KeyError, IndexError, TypeError):
-        pass
-    message = f"{name} gave no disaggregated_params; does it run with a cache_transceiver_config?"
-    raise LegFailedError(message, leg="prefill", eject=True)
+        document = _fields.decode(answer.body or b"")
+        choice = _choices.decode(document["choices"])[0]
+        return _Prefilled(document, choice, _fields.decode(choice["disaggregated_params"]))
+    except (*UNREADABLE, LookupError) as error:
+        message = f"{name} gave no disaggregated_params; does it run with a cache_transceiver_config?"
+        raise LegFailedError(message, leg="prefill", eject=True) from error
 
 
-def _whole(document: dict[str, Any], choice: dict[str, Any]) -> bytes:
+def _whole(document: Fields, choice: Fields) -> bytes:
     """Return an answer that the prefill instance gave alone, without what concerns the hand-off."""
     rest = {name: value for name, value in choice.items() if name != "disaggregated_params"}
     kept = {name: value for name, value in document.items() if name != "prompt_token_ids"}
-    return msgspec.json.encode(kept | {"choices": [rest]})
+    return msgspec.json.encode({**kept, "choices": [rest]})

@@ -7,6 +7,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from unittest.mock import Mock
 
 import pytest
+from tests.waiting import eventually_async
 
 from prfaas.errors import RequestError
 from prfaas.routing.prompt_size import LARGE_BYTES, Unit, prompt_size, prompt_values
@@ -109,6 +110,7 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
     assert nested > 100
 
 
+@pytest.mark.system
 async def test_a_body_of_many_values_is_read_in_a_thread_so_that_no_stream_must_wait(world, monkeypatch):
     threads: dict[str, int] = {}
 
@@ -126,7 +128,13 @@ async def test_a_body_of_many_values_is_read_in_a_thread_so_that_no_stream_must_
     await world.start("d0", "d1")
     world.change_instances(engine="vllm-nixl")
     for messages, is_aside in ((SOME_VALUES, True), (3, False)):
-        await world.post({"model": "m", "messages": [{}] * messages}, "/v1/chat/completions")
+        threads.clear()
+
+        async def are_both_read(body={"model": "m", "messages": [{}] * messages}) -> bool:  # noqa: B006
+            await world.post(body, "/v1/chat/completions")
+            return len(threads) == 2
+
+        await eventually_async(are_both_read, "the gateway looks for the prompt at its instances")
         asides = {name: found != threading.get_ident() for name, found in threads.items()}
         assert asides == {"prompt_size": is_aside, "_read_prompt": is_aside}
 

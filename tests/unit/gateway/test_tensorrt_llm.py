@@ -150,6 +150,36 @@ async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, star
     assert engine.requests["d0"] == [REQUEST]
 
 
+async def test_an_answer_of_any_nesting_is_passed_on_or_has_failed(world, start):
+    """What can just be decoded may be too deep to be encoded again."""
+    await start()
+    body = b'{"choices":[{"finish_reason":"length","disaggregated_params":{"a":1}}],"usage":%b,"prompt_token_ids":%b}'
+    nested = b""
+
+    async def prefilled(_request: web.Request, _body: bytes) -> web.Response:
+        return web.Response(body=body % (nested, nested), content_type="application/json")
+
+    async def decoded(_request: web.Request, _body: bytes) -> web.Response:
+        return web.json_response(WHOLE)
+
+    world.workers["x0"].reply, world.workers["d0"].reply = prefilled, decoded
+
+    async def is_passed_on(levels: int) -> bool:
+        nonlocal nested
+        nested = b"[" * levels + b"]" * levels
+        world.state.ejections.succeeded("x0")
+        got = await post(world, prompt=f"{levels} " * 4000)
+        assert got.status == 200
+        return got.headers[headers.OUTCOME] == "ok"
+
+    deepest, too_deep = 1, 1200
+    while too_deep - deepest > 1:
+        levels = (deepest + too_deep) // 2
+        deepest, too_deep = (levels, too_deep) if await is_passed_on(levels) else (deepest, levels)
+    assert 100 < deepest < 1100
+    assert [await is_passed_on(deepest + more) for more in (-2, -1, 0, 1, 2)] == [True, True, True, False, False]
+
+
 async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
     engine = await start()
     serve = world.workers["d0"].reply
