@@ -16,7 +16,7 @@ from benchmarks.gateway.routers import started
 from benchmarks.hardening.operating import Told, pool_name
 from benchmarks.report import Figure, peak_mib, say
 from benchmarks.worker_memory import memory_mib
-from tests.attacks.hostile import Answer, lists_for_ever, page, redirected, text
+from tests.attacks.hostile import Answer, lists_for_ever, page, redirected, same, text
 from tests.memory_cluster import MemoryCluster
 from tests.serving import serving
 
@@ -96,12 +96,6 @@ class HostileServer:
             return page()
         self.calls += 1
         return self._answer(request)
-
-
-def same(answer: Answer) -> Answer:
-    """Return an answer that is made once: a packed one takes seconds."""
-    made = answer(None)  # pyright: ignore[reportArgumentType]  # it does not look at the request
-    return lambda _: web.Response(body=made.body, headers=dict(made.headers))
 
 
 def hostile_servers() -> dict[str, HostileServer]:

@@ -10,7 +10,17 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from tests.attacks.hostile import MEBIBYTE, Answer, lists_empty_pages, lists_for_ever, packed, page, redirected, text
+from tests.attacks.hostile import (
+    MEBIBYTE,
+    Answer,
+    lists_empty_pages,
+    lists_for_ever,
+    packed,
+    page,
+    redirected,
+    same,
+    text,
+)
 from tests.serving import serving
 from tests.waiting import eventually_async
 
@@ -70,13 +80,7 @@ async def prometheus(answer: Answer, credentials: str = "") -> AsyncIterator[Pro
 
 async def peak_bytes(answer: Answer, error: type[Exception] | None, calls: int = 1) -> int:
     """Return the most memory that listing pods took, by some calls at once, beside what the server itself holds."""
-    response = answer(None)  # pyright: ignore[reportArgumentType]  # packed before memory is measured
-    body, headers = response.body, dict(response.headers)
-
-    def again(_request: web.Request) -> web.Response:
-        return web.Response(body=body, headers=headers)
-
-    async with member(again) as client:
+    async with member(same(answer)) as client:  # packed before memory is measured
         tracemalloc.start()
         try:
             found = await asyncio.gather(*(client.list_all(POD) for _ in range(calls)), return_exceptions=True)
@@ -116,7 +120,7 @@ async def test_control_where_each_answer_counts_alone_they_take_the_memory_of_al
 
 async def test_control_a_higher_number_of_values_lets_objects_of_one_member_fill_it(monkeypatch):
     monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_VALUES", 2_000_000)
-    assert await peak_bytes(FORMER, None) > 300 * MEBIBYTE
+    assert await peak_bytes(FORMER, TooManyObjectsError) > 300 * MEBIBYTE
 
 
 async def test_control_without_a_number_of_values_small_ones_take_many_times_their_bytes(monkeypatch):
@@ -227,7 +231,7 @@ def elements(_request: web.Request) -> web.Response:
     ids=["400 MiB", "many elements"],
 )
 async def test_no_answer_of_prometheus_fills_the_schedulers_memory(answer, error):
-    async with prometheus(answer) as client:
+    async with prometheus(same(answer)) as client:
         with pytest.raises(error, match="answers"):
             await client.vector("up")
 

@@ -182,13 +182,16 @@ class KubeSession:
         ):
             pieces = unpacked(response)
             raw = await read_at_most(pieces, LONG_ANSWER_BYTES)
-            if len(raw) <= LONG_ANSWER_BYTES:
-                return _object(raw, what)
-            async with self._reads_long:
-                raw = await read_at_most(pieces, MAX_ANSWER_BYTES, raw)
-                if len(raw) > MAX_ANSWER_BYTES:
-                    raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
-                return _object(raw, what)
+            try:
+                if len(raw) <= LONG_ANSWER_BYTES:
+                    return _object(raw, what)
+                async with self._reads_long:
+                    await read_at_most(pieces, MAX_ANSWER_BYTES, raw)
+                    if len(raw) > MAX_ANSWER_BYTES:
+                        raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
+                    return _object(raw, what)
+            finally:
+                raw.clear()  # an error's traceback would hold it for as long as somebody keeps the error
 
     async def find(self, path: str, **sent: Any) -> Object | None:
         """Return the object at a path, None if there is none; raises as `call`."""

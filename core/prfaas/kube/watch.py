@@ -78,9 +78,10 @@ async def list_and_watch(
             version, pause_seconds = "", backoff.failed()
             # One expiry is usual; a server that never has the version is failing.
             is_usual = isinstance(error, ExpiredError) and backoff.failures == 1
-            await asyncio.sleep(pause_seconds if is_usual else failed(error, pause_seconds))
+            pause_seconds = pause_seconds if is_usual else failed(error, pause_seconds)
         else:
-            await asyncio.sleep(backoff_seconds(1, FIRST_PAUSE_SECONDS, 1.0))  # a server may end every watch at once
+            pause_seconds = backoff_seconds(1, FIRST_PAUSE_SECONDS, 1.0)  # a server may end every watch at once
+        await asyncio.sleep(pause_seconds)  # not above, where the error holds what was read
 
 
 async def watch_events(
