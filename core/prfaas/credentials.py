@@ -22,7 +22,7 @@ from typing import Annotated, Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from prfaas import identity
-from prfaas.errors import ConfigError, PrfaasError
+from prfaas.errors import UNREADABLE, ConfigError, PrfaasError
 from prfaas.names import TLS_CERT, TLS_KEY, TLS_REVOKED, TLS_SETTLE, TLS_TRUSTED
 from prfaas.util import LogOnce, WatchedFiles
 
@@ -172,7 +172,7 @@ class CredentialFiles(Generic[T]):
         text = self._bytes(TLS_SETTLE)
         try:
             return msgspec.json.decode(text, type=_Seconds)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ConfigError(f"{TLS_SETTLE} is {text[:20]!r}; want a number of seconds, as 180") from error
 
     def _bytes(self, name: str) -> bytes:

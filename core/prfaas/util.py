@@ -125,7 +125,7 @@ def check_values(document: bytes | bytearray, most: int, what: str) -> None:
         raise ProtocolError(f"{what} of more than {most} values")
 
 
-def count_marks(document: bytes) -> int:
+def count_marks(document: bytes | bytearray) -> int:
     """Return how many marks JSON has that stand before a value, in its texts, too: its values are hardly more."""
     return sum(map(document.count, (b",", b"[", b"{")))
 
