@@ -44,7 +44,7 @@ REACH_RECOVERY_SECONDS: Final = 10.0
 def body(_due_seconds: float) -> bytes:
     """Return a prompt that is cached nowhere."""
     messages = [{"role": "user", "content": f"{time.monotonic_ns()} {'x' * PROMPT_CHARACTERS}"}]
-    return msgspec.json.encode({"model": "tiny", "messages": messages, "max_tokens": 4})
+    return msgspec.json.encode({"model": "tiny", "messages": messages, "max_tokens": 4, "stream": True})
 
 
 def is_good(reply: Reply) -> bool:

@@ -39,7 +39,7 @@ from prfaas_gateway.openai import (
 )
 from prfaas_gateway.request import GatewayRequest, Progress
 from prfaas_gateway.state import GatewayState
-from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer
+from prfaas_gateway.stream import AnswerStream, BrokenOffError, begin_answer, is_stream
 from prfaas_gateway.upstream import Answer
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Attempts:
             finally:
                 progress.transfer_id = attempt.transfer_id or progress.transfer_id
             try:
-                load.prefill_done()
+                load.prefill_done(streams=is_stream(answer))
                 progress.note_transfer(answer)
                 is_noted = self._note_lost_prefill(request, progress, route, answer)
                 if progress.stream is None:

@@ -55,6 +55,7 @@ Fields = Mapping[str, msgspec.Raw]
 """A body's top level: each field with its original text."""
 MAX_FIELDS: Final = 1000
 """The most fields of a body, by far: each is kept until its answer ends, if engines of others need it."""
+COUNTED_BYTES: Final = 1 << 20
 SOME_VALUES: Final = 5000
 """A body of more takes longer than a few milliseconds to read."""
 _ABSENT: Final = msgspec.Raw()
@@ -294,8 +295,10 @@ class Progress:
 
 
 async def read_aside(body: bytes, read: Callable[[], _Read]) -> _Read:
-    """Return what `read` makes of a body: in a thread if that has many values, so that no stream must wait."""
-    return read() if count_marks(body) <= SOME_VALUES else await asyncio.to_thread(read)
+    """Return what `read` makes of a body: in a thread if that has many values, so that no stream must wait. Those of a
+    long one are not even counted here: of 16 MiB that takes 16 ms."""
+    is_quick = len(body) <= COUNTED_BYTES and count_marks(body) <= SOME_VALUES
+    return read() if is_quick else await asyncio.to_thread(read)
 
 
 async def receive(

@@ -269,24 +269,26 @@ class LegLoad:
         self._filling = _with_rank(route.prefill.name, self.ranks) if route.prefill else []
         self._held = [*decode, *self._filling]
         in_flight.update(self._held)
+        self._is_local = route.prefill is None
         self._queued = self._filling or decode, route.prefill_tokens
         for name in self._queued[0]:
             queued_tokens[name] += route.prefill_tokens
         if route.work is not None:
             backlog.add(self, (route.prefill or route.decode).name, route.work, clock())
 
-    def prefill_done(self) -> None:
-        """Release the prefill instance: the first token exists."""
-        self._computed()
+    def prefill_done(self, *, streams: bool) -> None:
+        """Release the prefill instance: the first token exists. In a stream it came just now, and without a prefill
+        instance straight from who computed it."""
+        self._computed(is_news=streams and self._is_local)
         self._release(self._filling[:])
 
     def done(self) -> None:
-        self._computed()
+        self._computed(is_news=False)
         # A copy, since `_release` takes from the list.
         self._release(self._held[:])
 
-    def _computed(self) -> None:
-        self._backlog.remove(self, self._clock())
+    def _computed(self, *, is_news: bool) -> None:
+        self._backlog.remove(self, self._clock() if is_news else None)
         names, tokens = self._queued
         self._queued = [], 0
         for name in names:

@@ -24,8 +24,9 @@ forgets what takes longer than estimated. The sum of what has not answered yet s
 only waits for the link. The smaller of the two is taken.
 
 A promise of a first token needs more care: under overload what is forgotten adds up. It is forgotten where an instance
-decodes besides, and where other gateways send requests, too. So there an answer is news: what was placed behind it has
-all to be computed yet, since instances compute in order of arrival.
+decodes besides, and where other gateways send requests, too. So there a first token that comes straight from who
+computed it is news: what was placed behind it has all to be computed yet, since instances compute in order of arrival.
+A whole answer is none, nor is one whose cache crossed a link: they come long after.
 """
 
 import math
@@ -70,8 +71,9 @@ class Backlog:
         if work.link:
             self._links.setdefault(work.link, _Queue()).add(work.bits, now_seconds, work.mbps * 1e6)
 
-    def remove(self, request: Hashable, now_seconds: float) -> None:
-        """Take a request away, if it is placed: its cache is where it should be, or it is over."""
+    def remove(self, request: Hashable, computed_seconds: float | None = None) -> None:
+        """Take a request away, if it is placed: its cache is where it should be, or it is over. `computed_seconds` is
+        the present time if its instance has computed it just now."""
         if request not in self._placed:
             return
         instance, work, end = self._placed.pop(request)
@@ -79,8 +81,8 @@ class Backlog:
             del self._instances[instance]
         if self._unanswered[instance].remove(work.seconds):
             del self._unanswered[instance]
-        else:
-            self._unanswered[instance].keep_behind(end, now_seconds, 1.0)
+        elif computed_seconds is not None:
+            self._unanswered[instance].keep_behind(end, computed_seconds, 1.0)
         if work.link and self._links[work.link].remove(work.bits):
             del self._links[work.link]
 
@@ -90,7 +92,7 @@ class Backlog:
         return queue.left(now_seconds, 1.0) if queue else 0.0
 
     def unanswered_seconds(self, instance: str, now_seconds: float) -> float:
-        """Return the same for a promise: no less than what was placed behind the last request that was answered."""
+        """Return the same for a promise: no less than what was placed behind the last one that it has computed."""
         queue = self._unanswered.get(instance)
         return queue.left(now_seconds, 1.0) if queue else 0.0
 

@@ -99,7 +99,7 @@ class Gateway:
 
     def prefilled(self, route: Route, request: Request) -> None:
         """Note that the hub has a request's cache, or that its route is over."""
-        self._backlog.remove(request, self._events.now)
+        self._backlog.remove(request, self._events.now if route.prefill is None else None)
         self._queued_tokens[(route.prefill or route.decode).name] -= request.queued_tokens
         request.queued_tokens = 0
         if route.prefill is not None:

@@ -109,6 +109,14 @@ def test_control_by_time_alone_the_wait_grows_as_long_as_the_overload_lasts(slow
     assert longest_wait(Backlog.waiting_seconds, takes=slowness * WORK.seconds, gateways=gateways) > 8.0
 
 
+@pytest.mark.parametrize(("is_news", "left_seconds"), [(False, 0.0), (True, 9.0)])
+def test_a_whole_answer_says_nothing_of_what_was_placed_behind_it(is_news: bool, left_seconds: float):
+    """It comes long after its first token. The control takes it for one, and so refuses others where nothing waits."""
+    backlog = of(*[Work(seconds=0.1)] * 91)
+    backlog.remove(0, 30.0 if is_news else None)
+    assert backlog.unanswered_seconds("a", 30.0) == pytest.approx(left_seconds)
+
+
 def test_a_short_request_that_overtakes_a_long_one_takes_back_nothing_of_what_that_has():
     backlog = of(Work(seconds=5.0), Work(seconds=0.1))
     backlog.remove(1, 4.0)

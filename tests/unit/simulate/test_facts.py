@@ -83,7 +83,7 @@ def test_both_place_every_request_alike_while_caches_and_queues_fill(mode):
                 its_leg.close()
             elif rng.random() < 0.5:
                 sim.prefilled(route, request)
-                load.prefill_done()
+                load.prefill_done(streams=True)
 
 
 def lone(decoding: int = 0, prefilling: int = 0, **more) -> Scenario:
