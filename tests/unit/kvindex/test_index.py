@@ -1,5 +1,5 @@
 """Proves what the index says of a prompt's bytes: of every instance what a naive reading of its events and map says,
-nothing of one instance for another's words, and never more memory than the shares.
+and never more memory than the shares. What a forger gains is in tests/attacks/test_hostile_events.py.
 """
 
 import hashlib
@@ -121,33 +121,6 @@ def test_judges_an_instance_that_sees_only_tokens_by_what_others_teach():
     teach(index["d"], TEXTS[0])
     assert index.match(chain_of(TEXTS[0]), ["d"], ["p"]) == {"p": CERTAIN_BLOCKS * BLOCK_TOKENS}
     assert index.match(chain_of(TEXTS[0]), ["d", "p"], []) == {}, "who is taught itself is judged by its own map"
-
-
-def forge(index: InstanceIndex, text: bytes, instead: bytes) -> None:
-    """Say that blocks of another text lie behind the bytes of this one, and hold them."""
-    keys = keys_of(instead)
-    index.bytes.learn(byte_hashes(b"root", text), [keys[-1]] * (len(text) // BYTE_BLOCK))
-    index.tree.store(keys, None, False, 0)
-
-
-def test_a_forged_map_changes_nothing_of_an_instance_that_teaches_itself():
-    index = made(d0=(30,), d1=(7,), evil=None)
-    before = index.match(chain_of(TEXTS[0]), ["d0", "d1"], [])
-    forge(index["evil"], TEXTS[0], TEXTS[1])
-    index["evil"].tree.remove(keys_of(TEXTS[0]), False, 0)
-    index["evil"].tree.store(keys_of(TEXTS[0]), keys_of(TEXTS[1])[-1], True, 0)
-    found = index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], [])
-    assert {name: found[name] for name in before} == before
-
-
-def test_a_forger_is_outvoted_about_instances_that_teach_nothing():
-    index = made(d0=None, d1=None, evil=None, p=None)
-    index["p"].tree.store(keys_of(TEXTS[0])[:10], None, False, 0)
-    index["p"].tree.store(keys_of(TEXTS[1])[10:], keys_of(TEXTS[1])[9], False, 0)
-    for name in ("d0", "d1"):
-        teach(index[name], TEXTS[0])
-    forge(index["evil"], TEXTS[0], TEXTS[1])
-    assert index.match(chain_of(TEXTS[0]), ["d0", "d1", "evil"], ["p"])["p"] == 10 * BLOCK_TOKENS
 
 
 def test_shares_shrink_as_instances_come_and_larger_ones_are_forgotten():
