@@ -43,6 +43,7 @@ WORKER = "tests/unit/worker/test_"
 TOGETHER = {
     "a sandbox": ("tests/sandbox/",),
     "transformers": ("tests/unit/qwen3_next/",),
+    "workers that are attacked": ("tests/attacks/workers/",),
     "a pair of workers": tuple(WORKER + name for name in ("api", "prefix", "resuming")),
 }
 

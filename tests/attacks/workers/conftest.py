@@ -47,7 +47,15 @@ OPEN_TO_ALL: Final = """
 from prfaas import rights
 rights.RIGHTS.update(dict.fromkeys(rights.RIGHTS, frozenset(rights.CallerKind)))
 """
-"""Takes the table away from a worker and its mover: Python runs it at the start of each process."""
+"""Takes the table away from a worker and its mover."""
+CREDULOUS: Final = """
+from prfaas import identity
+from prfaas_worker.cache.blocks import Blocks
+identity.read_revoked = lambda _: {}
+match = Blocks.match
+Blocks.match = lambda self, chain, max_blocks, places=None: match(self, chain, max_blocks)
+"""
+"""Takes away the list of revoked clusters, and the look at the places that a request allows."""
 
 
 class Installation:
@@ -78,11 +86,13 @@ class Target(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Workers of the hub and of the member eu, and one of eu that asks the table nothing."""
+    """Workers of the hub and of the member eu, and one of each without a defence: that of the hub asks the table
+    nothing, and that of eu is CREDULOUS."""
 
     hub: Target
     eu: Target
     undefended: Target
+    credulous: Target
 
 
 @pytest.fixture(scope="session")
@@ -96,11 +106,16 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     return Installation(tmp_path_factory.mktemp("certificates"), "theirs")
 
 
+def run_at_start(code: str, folder: Path) -> dict[str, str]:
+    """Return the environment in which each process of Python runs this code first."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory, installation: Installation) -> Iterator[Targets]:
     folder = tmp_path_factory.mktemp("targets")
-    (folder / "sitecustomize.py").write_text(OPEN_TO_ALL)
-    open_to_all = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     with launched(folder) as launch:
 
         def start(name: str, cluster: str) -> Target:
@@ -111,8 +126,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory, installation: Installation
             return Target(launch(name, *flags), cluster, mount)
 
         defended = start("hub", "hub"), start("eu", "eu")
-        with mock.patch.dict(os.environ, open_to_all):
-            found = Targets(*defended, start("undefended", "eu"))
+        with mock.patch.dict(os.environ, run_at_start(OPEN_TO_ALL, folder / "open")):
+            undefended = start("undefended", "hub")
+        with mock.patch.dict(os.environ, run_at_start(CREDULOUS, folder / "believing")):
+            found = Targets(*defended, undefended, start("credulous", "eu"))
         asyncio.run(_all_ready(found))
         yield found
 
@@ -136,6 +153,7 @@ def leg(role: str, **place: Any) -> dict[str, Any]:
 
 
 PROMPT: Final = {"model": "tiny", "prompt": "Patient: John", "max_tokens": 1}
+PATIENT: Final = PROMPT | {"prompt": "Patient: John Q. Public, diagnosis: confidential. " * 8}
 REQUESTS: Final[dict[str, Callable[[], tuple[str, str, Any]]]] = {
     "/v1/completions": lambda: ("POST", "/v1/completions", PROMPT),
     "/v1/chat/completions": lambda: (

@@ -1,7 +1,11 @@
-"""A member that was cut off has a certificate that is still valid, and calls real workers with it."""
+"""A member that was cut off has a certificate that is still valid, and calls real workers with it.
+
+The control is a worker that does not read the list of revoked clusters.
+"""
 
 import http.client
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -11,21 +15,26 @@ from prfaas.credentials import utc_now
 from prfaas.names import TLS_REVOKED, WORKER_API_PORT
 from prfaas.rights import TRANSFER, Identity
 
-from .conftest import DAYS, PROMPT, SECONDS, Installation, Target, Targets, call, gets_through
+from .conftest import DAYS, PROMPT, SECONDS, Answer, Installation, Target, Targets, call, gets_through
 
 pytestmark = pytest.mark.system
 
-EU = Identity("eu")
-
 
 @pytest.fixture
-def files(targets: Targets, installation: Installation) -> Iterator[dict[str, bytes]]:
-    """The files of a worker of the member, which are put back."""
+def cut_off(installation: Installation) -> Iterator[Callable[[Target], None]]:
+    """Give a worker of the member the list that revokes its cluster; afterwards it has none again."""
     pair = identity.issue(installation.authority, "eu", DAYS)
-    found = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": installation.authority.certificate}
-    yield found
-    (targets.eu.mount.path / TLS_REVOKED).unlink(missing_ok=True)
-    targets.eu.mount.put_files(found)
+    files = {"tls.crt": pair.certificate, "tls.key": pair.key, "ca.crt": installation.authority.certificate}
+    done: list[Target] = []
+
+    def give(target: Target) -> None:
+        done.append(target)
+        target.mount.put_files(files | {TLS_REVOKED: identity.write_revoked({"eu": utc_now()})})
+
+    yield give
+    for target in done:
+        (target.mount.path / TLS_REVOKED).unlink()
+        target.mount.put_files(files)
 
 
 def asks_on(target: Target, connection: http.client.HTTPSConnection) -> int:
@@ -35,20 +44,36 @@ def asks_on(target: Target, connection: http.client.HTTPSConnection) -> int:
     return answer.status
 
 
-def test_the_next_request_and_the_next_transfer_are_refused(
-    targets: Targets, installation: Installation, files: dict[str, bytes]
-):
-    """The control is the same certificate before, and the hub's gateways after."""
-    target, shown = targets.eu, installation.credentials(EU)
+def uses_after_the_cut(
+    target: Target, installation: Installation, cut_off: Callable[[Target], None]
+) -> tuple[int, Answer, bool]:
+    """Return what the member's certificate gets after the cut: on a connection of before, on a new one, as a transfer.
+
+    Before the cut it gets all three.
+    """
+    shown = installation.credentials(Identity("eu"))
     assert shown is not None
     kept = http.client.HTTPSConnection(target.worker.host, WORKER_API_PORT, timeout=SECONDS, context=shown.now().client)
-    assert asks_on(target, kept) == 200
-    assert gets_through(target, shown, TRANSFER)
-    target.mount.put_files(files | {TLS_REVOKED: identity.write_revoked({"eu": utc_now()})})
-    assert asks_on(target, kept) == 401, "on a kept connection"
-    answer = call(target, shown, "POST", "/v1/completions", PROMPT)
-    assert (answer.status, "revoked since" in answer.error["message"]) == (401, True)
-    assert not gets_through(target, shown, TRANSFER)
+    with closing(kept):
+        assert asks_on(target, kept) == 200
+        assert gets_through(target, shown, TRANSFER)
+        cut_off(target)
+        on_kept = asks_on(target, kept)
+        return on_kept, call(target, shown, "POST", "/v1/completions", PROMPT), gets_through(target, shown, TRANSFER)
+
+
+def test_the_next_request_and_the_next_transfer_are_refused(
+    targets: Targets, installation: Installation, cut_off: Callable[[Target], None]
+):
+    on_kept, answer, fetched = uses_after_the_cut(targets.eu, installation, cut_off)
+    assert (on_kept, answer.status, fetched) == (401, 401, False)
+    assert "revoked since" in answer.error["message"]
     gateway = installation.credentials(Identity("hub", "gateway"))
-    assert call(target, gateway, "POST", "/v1/completions", PROMPT).status == 200
-    kept.close()
+    assert call(targets.eu, gateway, "POST", "/v1/completions", PROMPT).status == 200
+
+
+def test_control_where_nobody_reads_the_list_they_are_served(
+    targets: Targets, installation: Installation, cut_off: Callable[[Target], None]
+):
+    on_kept, answer, fetched = uses_after_the_cut(targets.credulous, installation, cut_off)
+    assert (on_kept, answer.status, fetched) == (200, 200, True)
