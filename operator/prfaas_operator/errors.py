@@ -107,6 +107,12 @@ class ForbiddenSecretError(ConfigError):
     reason: ClassVar = "ForbiddenSecret"
 
 
+class ForbiddenTemplateError(ConfigError):
+    """A pool in the hub names a service account or a PriorityClass that the hub's owner did not list."""
+
+    reason: ClassVar = "ForbiddenTemplate"
+
+
 class ChildConflictError(ConfigError):
     """An object with the name of a child exists already and has another owner."""
 

@@ -60,9 +60,20 @@ class OperatorOptions(NamedTuple):
     gateway_pull_secrets: Annotated[
         str, typer.Option(help="Secrets for pulling the gateways' image, with commas between.")
     ] = ""
+    worker_service_accounts: Annotated[
+        str, typer.Option(help="Service accounts that pools in the hub may name beside `default`, with commas between.")
+    ] = ""
+    worker_priority_classes: Annotated[
+        str, typer.Option(help="PriorityClasses that pools in the hub may name, with commas between.")
+    ] = ""
     log_format: LogFormatOption = "text"
 
     def certificate_terms(self) -> Terms:
         """Return the terms of certificates. Raises ConfigError: the flags about certificates do not fit together."""
         durations = (self.certificate_hours, self.authority_hours, self.certificate_settle_seconds)
         return terms_of(self.certificates, self.certificate_issuer, *durations, self.trust_domain)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names of a list with commas between."""
+    return tuple(filter(None, text.split(",")))

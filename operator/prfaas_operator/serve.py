@@ -23,7 +23,8 @@ from prfaas_operator.controller.loop import Controller
 from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.election import Election, Shutdown
 from prfaas_operator.kopf import kopf
-from prfaas_operator.options import OperatorOptions
+from prfaas_operator.options import OperatorOptions, names_in
+from prfaas_operator.plan.pool_status import AllowedNames
 from prfaas_operator.reconcile.certificates import Certificates
 from prfaas_operator.reconcile.content import ContentCheck
 from prfaas_operator.reconcile.longloop import PolicyBalancer
@@ -68,10 +69,12 @@ def assemble(
     certificates = Certificates(view, members, options.certificate_terms())
     children = Children(view, lambda cluster: view.children if cluster is hub else members.children_of(cluster))
     secrets = SecretGuard(view)
+    contents, roles = ContentCheck(view), SharedRoles(view)
+    allowed = AllowedNames(names_in(options.worker_service_accounts), names_in(options.worker_priority_classes))
     pools = PoolReconciler(
-        view, members, certificates, children, secrets, ContentCheck(view), SharedRoles(view), options.connector_image
+        view, members, certificates, children, secrets, contents, roles, options.connector_image, allowed
     )
-    image = GatewayImage(options.gateway_image, tuple(filter(None, options.gateway_pull_secrets.split(","))))
+    image = GatewayImage(options.gateway_image, names_in(options.gateway_pull_secrets))
     policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), image)
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))
     reconciles = {

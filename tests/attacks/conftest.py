@@ -57,16 +57,15 @@ def member(secret_name: str) -> Object:
 
 
 class Hub:
-    """A hub with some objects, and the operator; `connected` are the members that it connected to."""
+    """A hub with some objects, and the operator with further `options`; `connected` are the members that it connected
+    to."""
 
-    def __init__(self, mode: CertificateMode, *objects: Object, trust_domain: str = ""):
+    def __init__(self, mode: CertificateMode, *objects: Object, **options: str):
         self.server = MemoryCluster(*objects)
         self.connected: list[str] = []
         issuer = "Issuer.cert-manager.io/ours" if mode is CertificateMode.ISSUER else ""
-        options = OperatorOptions(
-            "ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer, trust_domain=trust_domain
-        )
-        operator = assemble(self.server, self._connect, ReconcileQueue(), options, OFF)  # pyright: ignore[reportArgumentType]
+        flags = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer)._replace(**options)
+        operator = assemble(self.server, self._connect, ReconcileQueue(), flags, OFF)  # pyright: ignore[reportArgumentType]
         self.controller, self.certificates = operator.controller, operator.certificates
         for one in objects:
             if "apiVersion" in one and one["apiVersion"].startswith("prfaas.io/"):
@@ -103,8 +102,8 @@ class Hub:
 
 @pytest.fixture
 def plain_hub():
-    """Return a hub without certificates, by its objects."""
-    return lambda *objects: Hub(CertificateMode.DISABLED, *objects)
+    """Return a hub without certificates, by its objects and its operator's options."""
+    return lambda *objects, **options: Hub(CertificateMode.DISABLED, *objects, **options)
 
 
 @pytest.fixture

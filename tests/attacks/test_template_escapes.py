@@ -131,7 +131,7 @@ async def test_fields_of_a_pod_that_no_template_has_do_not_reach_it(plain_hub):
 
 
 async def test_control_a_field_that_a_template_has_reaches_it(plain_hub):
-    hub = plain_hub(pool(template={"serviceAccountName": "reader", "priorityClassName": "batch"}))
+    hub = plain_hub(pool(template={"runtimeClassName": "nvidia", "schedulerName": "gang"}))
     await hub.reconcile("DecodePool", "decode")
     spec = hub.pod("decode")["spec"]
-    assert (spec["serviceAccountName"], spec["priorityClassName"]) == ("reader", "batch")
+    assert (spec["runtimeClassName"], spec["schedulerName"]) == ("nvidia", "gang")

@@ -249,6 +249,14 @@ def test_pull_secrets_are_words_whatever_they_look_like(render, names, told):
     assert args[args.index("--gateway-pull-secrets") + 1] == told
 
 
+def test_pools_of_the_hub_may_name_what_the_values_list(render, hub):
+    options = read_options(OperatorOptions, "prfaas-operator", "", list(container(hub)["args"]))
+    assert (options.worker_service_accounts, options.worker_priority_classes) == ("", "")
+    chosen = container(render("prfaas", "--set", "workers.serviceAccounts={a,b},workers.priorityClasses={batch}"))
+    options = read_options(OperatorOptions, "prfaas-operator", "", list(chosen["args"]))
+    assert (options.worker_service_accounts, options.worker_priority_classes) == ("a,b", "batch")
+
+
 def rights_of_people(objects: list[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
     """Return what each ClusterRole of the chart gives, as (resource, verb)."""
     return {

@@ -5,8 +5,9 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
 from prfaas.api import DecodePool, MemberCluster, PrefillPool
+from prfaas.api.template import PodTemplate
 from prfaas.wire.routes import PoolRole
-from prfaas_operator.errors import AddressingRefusedError
+from prfaas_operator.errors import AddressingRefusedError, ForbiddenTemplateError
 from prfaas_operator.plan.conditions import ENGINE_PROVEN, ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 
@@ -15,6 +16,14 @@ INSTANCES_NOT_READY: Final = "InstancesNotReady"
 ROLLING_OUT: Final = "RollingOut"
 QUOTA_EXCEEDED: Final = "QuotaExceeded"
 PODS_REFUSED: Final = "PodsRefused"
+
+
+class AllowedNames(NamedTuple):
+    """What pools in the hub may name, as the hub's owner lists it. A member's owner has the API server check it."""
+
+    service_accounts: tuple[str, ...] = ()
+    """Beside `default`, which every pod has that names none."""
+    priority_classes: tuple[str, ...] = ()
 
 
 class Counts(NamedTuple):
@@ -56,6 +65,21 @@ def check_addressing(pool: PoolObject, member: MemberCluster | None) -> None:
         raise AddressingRefusedError(
             f"instances of {engine.name} announce their pods' addresses to each other, and MemberCluster "
             f"{member.metadata.name} has addressing HostIP: use addressing PodIP, or vllm with connector Prfaas"
+        )
+
+
+def check_names(template: PodTemplate, allowed: AllowedNames) -> None:
+    """Raise ForbiddenTemplateError for a service account or a PriorityClass that pools in the hub may not have."""
+    account, priority = template.service_account_name, template.priority_class_name
+    if account not in (None, "default", *allowed.service_accounts):
+        raise ForbiddenTemplateError(
+            f"pods of the hub's pools may not have the service account {account}: remove template.serviceAccountName, "
+            "or list the account in workers.serviceAccounts of the chart prfaas"
+        )
+    if priority not in (None, *allowed.priority_classes):
+        raise ForbiddenTemplateError(
+            f"pods of the hub's pools may not have the PriorityClass {priority}: remove template.priorityClassName, "
+            "or list the class in workers.priorityClasses of the chart prfaas"
         )
 
 

@@ -48,6 +48,7 @@ class PoolReconciler:
     contents: ContentCheck
     roles: SharedRoles
     connector_image: str
+    allowed: plan.AllowedNames
 
     async def reconcile_prefill(self, live: Object) -> ReconcileResult:
         return await self._reconcile(Ref(PREFILL_POOL, live["metadata"]["name"]), read(PrefillPool, live), live)
@@ -62,7 +63,9 @@ class PoolReconciler:
             return self.roles.reconcile_sharer(pool, live)
         check_secrets(pool.spec.template)
         member = self._member(pool)
-        if member and member.spec.revoked:
+        if member is None:
+            plan.check_names(pool.spec.template, self.allowed)
+        elif member.spec.revoked:
             name = member.metadata.name
             raise ClusterRevokedError(
                 f"MemberCluster {name} is revoked: its instances get no prompt, and nothing is changed there; delete "
