@@ -196,7 +196,11 @@ def test_notes_say_who_may_reach_the_members_workers(helm):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--kube-version", "1.30.0"), "An admission policy checks the hub's Deployments here"),
+        (
+            ("--kube-version", "1.30.0"),
+            r"checks the hub's Deployments here by the rules in `admission`.\nThe hub may run any image",
+        ),
+        (("--kube-version", "1.30.0", "--set", "admission.images={r.example/p/}"), r"in `admission`.\nTo revoke"),
         (("--kube-version", "1.29.9"), "because this is Kubernetes v1.29.9: 1.30 is needed"),
         (("--set", "admission.enabled=false"), "set admission.enabled=true for one"),
         (("--set", "admission=null"), "set admission.enabled=true for one"),
