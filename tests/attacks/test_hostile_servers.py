@@ -1,10 +1,9 @@
 """Servers that we call want our memory, our time, or our calls to go elsewhere: a member's API server, a Prometheus."""
 
 import asyncio
-import json
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -219,21 +218,47 @@ def vector(_request: web.Request) -> web.Response:
     return web.json_response({"status": "success", "data": {"resultType": "vector", "result": result}})
 
 
+def of_result(result: bytes) -> bytes:
+    return b'{"status":"success","data":{"resultType":"vector","result":[' + result + b"]}}"
+
+
+def spaces(_request: web.Request) -> web.Response:
+    """Answer with 64 MiB of spaces before the JSON, in 64 KiB."""
+    return packed(b" " * (64 * MEBIBYTE) + of_result(b""))
+
+
 def elements(_request: web.Request) -> web.Response:
-    element = json.dumps({"metric": {}, "value": [1, ""]}, separators=(",", ":")).encode()
-    result = b",".join([element] * 120_000)
-    return packed(b'{"status":"success","data":{"resultType":"vector","result":[' + result + b"]}}")
+    """Answer with elements that take many times the bytes that they are written in."""
+    return packed(of_result(b",".join([b'{"metric":{},"value":[1,"1"]}'] * 120_000)))
+
+
+async def query_peak_bytes(answer: Answer, refusal: str = "") -> int:
+    """Return the most memory that a query took. Its answer is refused with these words, or read if there are none."""
+    async with prometheus(same(answer)) as client:
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError, match=refusal) if refusal else nullcontext():
+                await client.vector("up")
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
-    [(lambda _: packed(b" " * (400 * MEBIBYTE)), ProtocolError), (elements, ProtocolError)],
-    ids=["400 MiB", "many elements"],
+    ("answer", "refusal"),
+    [(spaces, "answers more than"), (elements, "answers JSON of more than")],
+    ids=["64 MiB", "many elements"],
 )
-async def test_no_answer_of_prometheus_fills_the_schedulers_memory(answer, error):
-    async with prometheus(same(answer)) as client:
-        with pytest.raises(error, match="answers"):
-            await client.vector("up")
+async def test_no_answer_of_prometheus_fills_the_schedulers_memory(answer, refusal):
+    assert await query_peak_bytes(answer, refusal) < 16 * MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    ("answer", "bound"), [(spaces, "BYTES"), (elements, "VALUES")], ids=["64 MiB", "many elements"]
+)
+async def test_control_without_its_bound_an_answer_of_prometheus_is_read_and_fills_it(answer, bound, monkeypatch):
+    monkeypatch.setattr(f"prfaas_scheduler.prometheus.MAX_ANSWER_{bound}", 1 << 40)
+    assert await query_peak_bytes(answer) > 24 * MEBIBYTE
 
 
 async def test_a_redirect_of_prometheus_is_not_followed():
