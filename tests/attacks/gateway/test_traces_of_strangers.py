@@ -9,6 +9,8 @@ from typing import Final
 import pytest
 from tests.unit.gateway.conftest import World
 
+from prfaas.errors import ConfigError
+from prfaas_gateway import auth, dispatch
 from prfaas_gateway.auth import ApiClient, KeyRing
 
 KEY, OTHER, TRIED = "sk-0123456789abcdef", "sk-fedcba9876543210", "sk-guess-0123456789abcdef"
@@ -38,6 +40,19 @@ async def test_a_key_that_is_tried_leaves_its_address_and_a_digest(asked, caplog
     assert f" key_digest={DIGEST[:8]} " in found
     assert " status=401 " in found
     assert not any(secret in caplog.text for secret in (TRIED, DIGEST, DIGEST[:9]))
+
+
+async def test_control_where_a_refusal_does_not_know_the_key_no_digest_is_left(asked, caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "UnknownKeyError", ConfigError)
+    assert (await asked.post(HELLO, "/v1/completions", headers={"x-api-key": TRIED})).status == 401
+    (found,) = lines(caplog, "request")
+    assert "key_digest" not in found
+
+
+async def test_control_with_all_its_digits_the_log_has_the_whole_digest(asked, caplog, monkeypatch):
+    monkeypatch.setattr(auth, "KEY_DIGEST_DIGITS", 64)
+    assert (await asked.post(HELLO, "/v1/completions", headers={"x-api-key": TRIED})).status == 401
+    assert DIGEST in caplog.text
 
 
 async def test_without_a_key_the_address_is_left(asked, caplog):
