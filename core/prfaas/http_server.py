@@ -13,7 +13,8 @@ import asyncio
 import logging
 import resource
 from collections import OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from http import HTTPStatus
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, NamedTuple, cast
@@ -22,7 +23,7 @@ import msgspec
 from aiohttp import EMPTY_PAYLOAD, HttpVersion11, StreamReader, web
 from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
-from prfaas.errors import RequestError
+from prfaas.errors import ConfigError, RequestError
 from prfaas.telemetry.logs import line
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class ConnectionBounds(NamedTuple):
 
 
 DEFAULT_BOUNDS: Final = ConnectionBounds()
+PROBED_BOUNDS: Final = ConnectionBounds(most=100, spared_seconds=0.0)
+"""Of a port for probes and metrics alone: who takes all its connections keeps no probe out."""
 
 
 class PublicRunner(web.AppRunner):
@@ -111,6 +114,22 @@ class PublicRunner(web.AppRunner):
             handler_cancellation=made.handler_cancellation,
             bounds=self._bounds._replace(most=min(self._bounds.most, _open_files() // DESCRIPTORS)),
         )
+
+
+@asynccontextmanager
+async def serving_probes(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
+    """Serve probes or metrics while the block runs. Raises ConfigError if the port is not available."""
+    runner = PublicRunner(app, shutdown_timeout=1.0, bounds=PROBED_BOUNDS)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            message = f"the port for probes or metrics cannot listen on {host}:{port}: {error}"
+            raise ConfigError(message) from error
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def _open_files() -> int:

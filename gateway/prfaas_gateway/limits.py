@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple, Self
 
-from prfaas.http_server import DEFAULT_BOUNDS, ConnectionBounds
+from prfaas.http_server import DEFAULT_BOUNDS, PROBED_BOUNDS, ConnectionBounds
 from prfaas.memory import gateway_budgets
 from prfaas_gateway.openai import SaturatedError
 
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
     index_blocks: int = gateway_budgets(None).index_blocks
     """Blocks of tokens, and of bytes, in the prefix index."""
     connections: ConnectionBounds = DEFAULT_BOUNDS
-    admin_connections: ConnectionBounds = DEFAULT_BOUNDS._replace(most=100, spared_seconds=0.0)
+    admin_connections: ConnectionBounds = PROBED_BOUNDS
     """Of the other port: so clients that take all of theirs keep no probe out, nor does who takes these."""
     buffered_answer_bytes: int = 4 * 1024 * 1024
     """An answer of known length up to this is read whole before relaying, so that a worker's death costs nothing."""

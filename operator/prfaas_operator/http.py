@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 import prometheus_client
 from aiohttp import web
 
+from prfaas.http_server import serving_probes
 from prfaas_operator.options import OperatorOptions
 
-SHUTDOWN_SECONDS = 1.0
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
@@ -35,21 +35,11 @@ async def serving(options: OperatorOptions, health: Health) -> AsyncIterator[Non
     async def readyz(_: web.Request) -> web.Response:
         return web.Response(text="ok\n") if health.ready.is_set() else web.Response(text="starting\n", status=503)
 
+    scraped, probed = web.Application(), web.Application()
+    scraped.add_routes([web.get("/metrics", metrics)])
+    probed.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz)])
     async with (
-        _port(options.host, options.metrics_port, [web.get("/metrics", metrics)]),
-        _port(options.host, options.health_port, [web.get("/healthz", healthz), web.get("/readyz", readyz)]),
+        serving_probes(scraped, options.host, options.metrics_port),
+        serving_probes(probed, options.host, options.health_port),
     ):
         yield
-
-
-@contextlib.asynccontextmanager
-async def _port(host: str, port: int, routes: list[web.RouteDef]) -> AsyncIterator[None]:
-    app = web.Application()
-    app.add_routes(routes)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        yield
-    finally:
-        await runner.cleanup()

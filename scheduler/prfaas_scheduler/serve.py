@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import aiohttp
-from aiohttp import web
 
 from prfaas.errors import ConfigError
+from prfaas.http_server import serving_probes
 from prfaas.kube import KubeSession
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
@@ -26,7 +26,7 @@ async def serve(options: SchedulerOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     metrics = SchedulerMetrics()
     async with (
-        _metrics_port(metrics, options.host, options.metrics_port),
+        serving_probes(metrics.application(), options.host, options.metrics_port),
         GatewayClient(options.control_socket) as gateway,
         aiohttp.ClientSession(trust_env=False) as http,
         contextlib.AsyncExitStack() as stack,
@@ -62,17 +62,3 @@ async def _until(stop: asyncio.Event, parts: Sequence[asyncio.Task[None]]) -> No
         for task in (stopped, *parts):
             task.cancel()
         await asyncio.gather(stopped, *parts, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
-async def _metrics_port(metrics: SchedulerMetrics, host: str, port: int) -> AsyncIterator[None]:
-    runner = web.AppRunner(metrics.application(), access_log=None)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise ConfigError(f"the metrics port cannot listen on {host}:{port}: {error}") from error
-        yield
-    finally:
-        await runner.cleanup()

@@ -7,8 +7,10 @@ from unittest.mock import Mock
 import pytest
 from aiohttp import web
 
-from prfaas.http_server import ConnectionBounds, PublicRunner
-from prfaas_gateway.limits import Limits
+from prfaas.http_server import PROBED_BOUNDS, ConnectionBounds, PublicRunner
+from prfaas.ports import free_ports
+from prfaas_operator import http
+from prfaas_operator.options import OperatorOptions
 
 WHOLE: Final = b"GET /waits HTTP/1.1\r\nHost: g\r\n\r\n"
 HALF: Final = b"G"
@@ -89,5 +91,49 @@ async def test_control_one_that_has_just_come_is_spared():
 
 
 async def test_half_heads_keep_no_probe_out_of_the_port_of_operators():
-    bounds = Limits().admin_connections._replace(most=6)
+    bounds = PROBED_BOUNDS._replace(most=6)
     assert await closed_by_another(bounds, *[(host, HALF) for host, _ in ALL_BUSY], host="10.0.0.9") == [0]
+
+
+PROBE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
+STRANGERS: Final = PROBED_BOUNDS.most + 20
+Line = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def connected(port: int, address: str, sent: bytes) -> Line:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+    writer.write(sent)
+    return reader, writer
+
+
+async def is_answered(one: Line, sent: bytes = b"") -> bool:
+    """Send something and close the connection; return whether it was answered before."""
+    reader, writer = one
+    try:
+        writer.write(sent)
+        return (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+    except ConnectionError:
+        return False
+    finally:
+        writer.close()
+
+
+async def strangers_held() -> int:
+    """Return how many half heads the operator's port of probes still holds when it has answered a probe."""
+    ports = free_ports(2)
+    options = OperatorOptions("ns", "image", metrics_port=ports[0], health_port=ports[1])
+    async with http.serving(options, http.Health(lambda: "")):
+        held = [await connected(ports[1], f"127.0.0.{2 + one % 4}", PROBE[:1]) for one in range(STRANGERS)]
+        assert await is_answered(await connected(ports[1], "127.0.0.1", PROBE))
+        return sum([await is_answered(one, PROBE[1:]) for one in held])
+
+
+@pytest.mark.system
+async def test_the_operator_holds_few_connections_of_strangers_and_answers_probes():
+    assert await strangers_held() == PROBED_BOUNDS.most - 1
+
+
+@pytest.mark.system
+async def test_control_without_a_number_it_holds_all_of_them(monkeypatch):
+    monkeypatch.setattr("prfaas.http_server.PROBED_BOUNDS", ConnectionBounds())
+    assert await strangers_held() == STRANGERS

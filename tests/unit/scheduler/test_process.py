@@ -41,7 +41,7 @@ def test_a_port_that_is_taken_is_one_sentence(gateway):
         taken.listen()
         shown = run(*flags_for(gateway, taken.getsockname()[1]))
     assert shown.returncode == 1
-    assert "metrics port cannot listen on 127.0.0.1" in shown.stderr
+    assert "metrics cannot listen on 127.0.0.1" in shown.stderr
     assert "Traceback" not in shown.stderr
 
 
