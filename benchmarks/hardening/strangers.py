@@ -3,8 +3,9 @@
 Half-sent heads, bodies of a few KiB of gzip that unpack to 16 MiB, and plain ones of 16 MiB. Nobody sends the last
 bytes, so that what was sent is held for as long as it may be. Who is turned away comes again after some seconds: all
 together then send about 1 Gbit/s. Each comes at times of its own: a thousand that come at one moment would measure how
-fast one core opens a thousand connections, which is the machine's to say. All come from one address, which is not that
-of the good clients. They go on until this process is ended.
+fast one core opens a thousand connections, which is the machine's to say. They come from several addresses, none of
+which is that of the good clients: one address has half of a gateway's room, and would leave the other half free. They
+go on until this process is ended.
 """
 
 import asyncio
@@ -13,12 +14,13 @@ import json
 import random
 import sys
 from contextlib import suppress
+from itertools import cycle
 
 import uvloop
 
 HALF_HEADS, BOMBS, BODIES = 1000, 60, 40
 BODY_BYTES = (16 << 20) - 100
-ADDRESS = "127.0.0.2"
+ADDRESSES = tuple(f"127.0.0.{number}" for number in range(2, 10))
 START_SECONDS, PAUSE_SECONDS = 3.0, 5.0
 """All have come after the first; the second is the mean of the pauses."""
 HELD_BACK_BYTES = 9
@@ -34,12 +36,12 @@ def held_back(*, packed: bool) -> bytes:
     return (head.encode() + sent)[:-HELD_BACK_BYTES]
 
 
-async def insist(port: int, sent: bytes) -> None:
-    """Send some bytes and wait for what comes, again and again."""
+async def insist(port: int, address: str, sent: bytes) -> None:
+    """Send some bytes from an address and wait for what comes, again and again."""
     await asyncio.sleep(random.uniform(0, START_SECONDS))
     while True:
         with suppress(OSError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ADDRESS, 0))
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
             writer.write(sent)  # not drained: the answer may come before all is read
             with suppress(OSError):
                 await reader.read(1)
@@ -49,9 +51,8 @@ async def insist(port: int, sent: bytes) -> None:
 
 async def flood(port: int) -> None:
     bomb, body = held_back(packed=True), held_back(packed=False)
-    await asyncio.gather(
-        *(insist(port, sent) for sent in [HALF_A_HEAD] * HALF_HEADS + [bomb] * BOMBS + [body] * BODIES)
-    )
+    given = zip(cycle(ADDRESSES), [HALF_A_HEAD] * HALF_HEADS + [bomb] * BOMBS + [body] * BODIES, strict=False)
+    await asyncio.gather(*(insist(port, address, sent) for address, sent in given))
 
 
 if __name__ == "__main__":
