@@ -38,6 +38,8 @@ class Seen(msgspec.Struct):
     tracebacks: int = 0
     kinds: list[str] = []
     gap: Gap = Gap()
+    longest_step_seconds: float = 0.0
+    """CPU time of an engine's step loop."""
 
 
 class Outcome(NamedTuple):
@@ -162,3 +164,5 @@ def crashed(count: int = INPUTS) -> Iterator[Figure]:
     yield Figure(
         name="fuzz: longest gap of the event loop", value=1000 * found.seen.gap.seconds, unit="ms", reach=REACH_GAP_MS
     )
+    step_ms = 1000 * found.seen.longest_step_seconds
+    yield Figure(name="fuzz: longest step of an engine's loop, computing", value=step_ms, unit="ms", reach=REACH_GAP_MS)

@@ -18,7 +18,7 @@ from prfaas_worker.assets import model_directory
 from prfaas_worker.front.openai_bodies import ChatBody, CompletionBody
 
 Kind = Literal["template", "text", "body", "head", "stream"]
-Target = Literal["gateway", "drawn", "resumed", "bytes", "bpe", "templates"]
+Target = Literal["gateway", "drawn", "resumed", "bytes", "bpe", "emulated", "templates"]
 """Who gets it; see `target`."""
 WEIGHTS: Final[dict[Kind, int]] = {"template": 1, "text": 5, "body": 7, "head": 3, "stream": 4}
 MOST_EDITS: Final = 6
@@ -166,7 +166,7 @@ ODD_JSON: Final = [
 
 
 def body(number: int, rng: random.Random) -> Input:
-    target: Target = rng.choice(("gateway", "gateway", "bytes", "bpe"))
+    target: Target = rng.choice(("gateway", "gateway", "bytes", "bpe", "emulated"))
     path = rng.choice(list(API_ROUTES) if target == "gateway" else ["/v1/completions", "/v1/chat/completions"])
     return Input(number, "body", target, request(path, changed(rng, BODIES, ODD_JSON), JSON))
 

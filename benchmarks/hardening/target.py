@@ -1,29 +1,34 @@
 """What the fuzz is sent to, in one process: python -m benchmarks.hardening.target FOLDER ENGINE_URL
 
-Gateways: one before a front of ours, and two before ENGINE_URL, whose streams are the fuzz. Fronts of workers, one a
-kind of tokenizer, whose engine is played. And a port that renders the template of a request. It prints their ports, and
-when stdin ends what it saw: tracebacks in the log, and the longest time for which its event loop ran nothing else.
+Gateways: one before a front of ours, and two before ENGINE_URL, whose streams are the fuzz. Fronts of workers: one a
+kind of tokenizer, whose engine is played, and one whose engine is emulated in a process of its own. And a port that
+renders the template of a request. It prints their ports, and when stdin ends what it saw: tracebacks in the log, the
+longest time for which its event loop ran nothing else, and the longest step of the engine's loop.
 """
 
 import asyncio
 import gc
 import logging
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import uvloop
 from aiohttp import web
+from benchmarks.emulated import as_measured
+from benchmarks.hardening.engine import longest_step_file
 from benchmarks.hardening.gaps import Gaps
 from tests.serving import serving as serve_http
 from tests.tables import make_instance, make_table
 
 from prfaas.errors import ConfigError, RequestError
 from prfaas.http_server import PublicRunner
+from prfaas.ports import free_ports
 from prfaas.wire.engine import (
     LENGTH,
     Announced,
@@ -31,6 +36,7 @@ from prfaas.wire.engine import (
     Generate,
     GiveCache,
     Started,
+    StartFailed,
     Stats,
     ToEngine,
     ToFront,
@@ -39,6 +45,7 @@ from prfaas.wire.engine import (
     decode_for_engine,
     encode_batch,
 )
+from prfaas.wire.profile import Profile
 from prfaas.wire.routes import EngineName, encode
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.options import GatewayOptions
@@ -49,12 +56,16 @@ from prfaas_worker.front.openai_bodies import ChatBody
 from prfaas_worker.front.openai_in import conversation_tokens
 from prfaas_worker.front.server import build_app
 from prfaas_worker.front.serving import FrontState, ServedModel
-from prfaas_worker.options import parse
+from prfaas_worker.options import Options, parse
 from prfaas_worker.tokenizer import load_tokenizer
 from prfaas_worker.tokenizer.base import ByteTokenizer
 from prfaas_worker.tokenizer.chat_template import ChatTemplate, Special
 
 FRONTS: Final = {"bytes": "builtin:kimi-linear-tiny", "bpe": "builtin:qwen3-next-tiny"}
+# Steps so short that what they take is the loop's own work, and sequences so short that no answer lasts.
+PROFILE: Final = Profile(state_bytes=1 << 20, token_bytes=1024, fixed_seconds=1e-4, token_seconds=1e-7, samples=3)
+STEP_SECONDS, BATCH, CONTEXT = 1e-4, 8, 256
+READY_SECONDS: Final = 60.0
 SPECIALS: Final = {"<s>": Special(256), "<|user|>": Special(257)}
 # What breaks off is not waited for, and no instance is left alone: each input is to meet a gateway that serves.
 LIMITS: Final = Limits(idle_seconds=2.0, stall_seconds=1.0, recover_seconds=0.1, hold_seconds=0.05, poll_seconds=0.02)
@@ -107,25 +118,75 @@ def answers(message: ToEngine) -> list[ToFront]:
             return []
 
 
+RunEngine = Callable[[EngineClient, socket.socket, Options], AbstractAsyncContextManager[ServedModel]]
+"""Runs an engine for a client, at the other end of its socket; gives what it serves."""
+
+
 @asynccontextmanager
-async def front(source: str) -> AsyncIterator[int]:
+async def played(_client: EngineClient, sock: socket.socket, _options: Options) -> AsyncIterator[ServedModel]:
+    playing = asyncio.create_task(play(sock))
+    try:
+        yield ServedModel(model_name="m", fingerprint="f", vocab_size=264, max_context=100_000, max_choices=8)
+    finally:
+        playing.cancel()
+
+
+@asynccontextmanager
+async def emulated(client: EngineClient, sock: socket.socket, options: Options) -> AsyncIterator[ServedModel]:
+    arguments = ["-m", "benchmarks.hardening.engine", str(sock.fileno()), msgspec.json.encode(options).decode()]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
+    sock.close()
+    try:
+        async with asyncio.timeout(READY_SECONDS):
+            ready = await client.ready
+        if isinstance(ready, StartFailed):
+            raise ConfigError(ready.message)
+        yield ServedModel(
+            model_name="m",
+            fingerprint=ready.fingerprint,
+            vocab_size=ready.vocab_size,
+            max_context=ready.max_context,
+            max_choices=options.max_running,
+        )
+    finally:
+        with suppress(ProcessLookupError):  # it has ended
+            process.kill()
+        await process.wait()
+
+
+def options_of(source: str, *flags: str) -> Options:
+    return parse(["--model-source", source, "--model-name", "m", "--instance", "fuzzed", *flags])
+
+
+def emulated_options(folder: Path) -> Options:
+    profile = folder / "profile.json"
+    profile.write_bytes(msgspec.json.encode(as_measured(PROFILE, STEP_SECONDS, BATCH)))
+    counts = {"max-running": BATCH, "max-context": CONTEXT, "step-tokens": CONTEXT, "cache-mib": 64}
+    flags = (f"--{name}={count}" for name, count in {**counts, "data-port": free_ports(1)[0]}.items())
+    return options_of(FRONTS["bytes"], f"--emulate={profile}", *flags)
+
+
+@asynccontextmanager
+async def front(options: Options, engine: RunEngine = played) -> AsyncIterator[int]:
     """Serve a front of ours with a model's tokenizer; give its port."""
     ours, theirs = socket.socketpair()
     client = await EngineClient.connect(ours)
-    tasks = [asyncio.create_task(client.run()), asyncio.create_task(play(theirs))]
-    state = FrontState(parse(["--model-source", source, "--model-name", "m", "--instance", "fuzzed"]), client)
-    tokenizer = load_tokenizer(model_directory(source))
-    served = ServedModel(model_name="m", fingerprint="f", vocab_size=264, max_context=100_000, max_choices=8)
-    state.loaded(served, tokenizer)
-    runner = PublicRunner(build_app(state), shutdown_timeout=0.1)
-    await runner.setup()
+    running = asyncio.create_task(client.run())
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
+        async with engine(client, theirs, options) as served:
+            state = FrontState(options, client)
+            state.loaded(served, load_tokenizer(model_directory(options.model_source)))
+            runner = PublicRunner(build_app(state), shutdown_timeout=0.1)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, "127.0.0.1", 0).start()
+                yield runner.addresses[0][1]
+            finally:
+                await runner.cleanup()
     finally:
-        await runner.cleanup()
-        for task in tasks:
-            task.cancel()
+        running.cancel()
 
 
 class Templated(msgspec.Struct):
@@ -164,7 +225,9 @@ async def serve(folder: Path, engine_url: str) -> None:
     seen, gaps = Tracebacks(), Gaps()
     logging.getLogger().addHandler(seen)
     async with AsyncExitStack() as stack:
-        ports = {name: await stack.enter_async_context(front(source)) for name, source in FRONTS.items()}
+        ports = {name: await stack.enter_async_context(front(options_of(source))) for name, source in FRONTS.items()}
+        emulating = emulated_options(folder)
+        ports["emulated"] = await stack.enter_async_context(front(emulating, emulated))
         ports["templates"] = int((await stack.enter_async_context(serve_http(rendered))).rpartition(":")[2])
         fronted = f"http://127.0.0.1:{ports['bytes']}"
         # One engine's streams go on by the tokens that it drew, the other's by their ids.
@@ -179,7 +242,8 @@ async def serve(folder: Path, engine_url: str) -> None:
         watching = asyncio.create_task(gaps.watch())
         await asyncio.to_thread(sys.stdin.read)
         watching.cancel()
-    found = {"tracebacks": seen.count, "kinds": list(seen.kinds.values())}
+    longest_step_seconds = float(longest_step_file(emulating).read_text())
+    found = {"tracebacks": seen.count, "kinds": list(seen.kinds.values()), "longest_step_seconds": longest_step_seconds}
     print(msgspec.json.encode({**found, "gap": gaps.longest}).decode(), flush=True)
 
 

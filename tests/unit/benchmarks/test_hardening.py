@@ -6,8 +6,10 @@ import gc
 import gzip
 import logging
 import zlib
+from pathlib import Path
 
 import pytest
+from benchmarks.hardening.engine import watched
 from benchmarks.hardening.fuzz import fuzzed, judge
 from benchmarks.hardening.gaps import TICK_SECONDS, Gaps, Moment
 from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
@@ -73,6 +75,16 @@ def test_the_search_for_garbage_is_counted_beside_other_work():
     assert after.loop_seconds > before.loop_seconds
 
 
+def test_a_step_of_an_engine_that_is_the_longest_is_written_down(tmp_path: Path):
+    file = tmp_path / "seconds"
+    step = watched(lambda _loop, *, wait: bool(sum(range(200_000 if wait else 1))), file)
+    assert step(None, wait=True)
+    longest = file.read_text()
+    assert not step(None, wait=False)
+    assert float(longest) > 0
+    assert file.read_text() == longest
+
+
 def test_tracebacks_are_counted_and_one_of_a_kind_is_kept():
     seen = Tracebacks()
     logger = logging.Logger("fuzzed")
@@ -130,6 +142,7 @@ def test_no_input_crashes_gateway_or_worker():
     found = fuzzed(INPUTS)
     shown = [(one.number, one.kind, one.target, reason) for one, reason in found.crashes[:3]]
     assert (shown, found.seen.kinds, found.seen.tracebacks) == ([], [], 0)
+    assert found.seen.longest_step_seconds > 0, "the step loop of an engine is in the fuzz"
 
 
 @pytest.mark.system
