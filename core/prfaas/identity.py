@@ -19,6 +19,7 @@ All certificates and keys are PEM unless a name says DER.
 """
 
 import datetime
+import functools
 import ipaddress
 import re
 import secrets
@@ -249,13 +250,12 @@ def check(certificate: bytes, key: bytes, trusted: bytes, now: datetime.datetime
 def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers: PeerRules) -> Identity:
     """Return what a peer's certificate (DER) proves; with `trusted`, check its chain too. Raises IdentityError."""
     try:
-        leaf = x509.load_der_x509_certificate(der)
+        leaf, validity, domain, found = _read(der)
         # Where an expired one may count, it is judged as at its end.
-        moment = now if peers.ran_out is None else min(now, leaf.not_valid_after_utc)
-        _check_time(leaf, moment)
+        moment = now if peers.ran_out is None else min(now, validity.not_after)
+        _check_time(leaf, validity, moment)
         if trusted is not None:
             _check_chain(leaf, [], _load_all(trusted), moment)
-        domain, found = _named_by(leaf)
         if peers.ran_out is not None:
             _check_alone(leaf, found, peers.ran_out)
         if peers.domain not in ("", domain):
@@ -263,7 +263,7 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
                 f"{_describe(leaf)} is of another installation: its trust domain is {domain!r}, and ours is "
                 f"{peers.domain!r}"
             )
-        if is_revoked(found, validity_of(leaf), peers.revoked):
+        if is_revoked(found, validity, peers.revoked):
             again = "a new one" if found.is_buyer else f"`prfaas cluster join {found.cluster}`"
             raise IdentityError(
                 f"{_describe(leaf)} is revoked since {peers.revoked[found.cluster]:%F %R} UTC; {again} admits it again"
@@ -271,6 +271,23 @@ def check_peer(der: bytes, trusted: bytes | None, now: datetime.datetime, peers:
         return found
     except ValueError as error:
         raise IdentityError(f"the peer's certificate cannot be read: {error}") from error
+
+
+class _Peer(NamedTuple):
+    """What a peer's certificate says, whatever the time and our rules."""
+
+    certificate: x509.Certificate
+    validity: Validity
+    domain: str
+    identity: Identity
+
+
+@functools.lru_cache(maxsize=256)
+def _read(der: bytes) -> _Peer:
+    """Read a certificate (DER). Each request on a kept connection shows the same one. Raises IdentityError for one that
+    names no cluster, ValueError for what is none."""
+    leaf = x509.load_der_x509_certificate(der)
+    return _Peer(leaf, validity_of(leaf), *_named_by(leaf))
 
 
 def _check_alone(leaf: x509.Certificate, found: Identity, ours: RanOut) -> None:
@@ -342,10 +359,10 @@ def _check_chain(
     """Check the chain from issuer to issuer up to a trusted authority. OpenSSL checks more at the handshake."""
     current = leaf
     for _ in range(_MAX_DEPTH):
-        _check_time(current, now)
+        _check_time(current, validity_of(current), now)
         issuer = _issuer(current, trusted)
         if issuer is not None:
-            _check_time(issuer, now)
+            _check_time(issuer, validity_of(issuer), now)
             return issuer
         issuer = _issuer(current, intermediates)
         if issuer is None:
@@ -376,8 +393,7 @@ def _is_authority(certificate: x509.Certificate) -> bool:
         return False
 
 
-def _check_time(certificate: x509.Certificate, now: datetime.datetime) -> None:
-    validity = validity_of(certificate)
+def _check_time(certificate: x509.Certificate, validity: Validity, now: datetime.datetime) -> None:
     if now > validity.not_after:
         raise IdentityError(f"{_describe(certificate)} expired at {validity.not_after:%F %R} UTC; renew it")
     if now < validity.not_before:

@@ -274,6 +274,23 @@ def test_what_a_cluster_got_before_it_was_revoked_is_refused_and_what_it_gets_la
     assert identity.check_peer(der(other_one), authority.certificate, NOW, cut).cluster == "us"
 
 
+def test_a_certificate_is_read_once_and_judged_at_each_request(authority, monkeypatch: pytest.MonkeyPatch):
+    """The control is another certificate, which is read."""
+    kept, another = (der(identity.issue(authority, "eu", identity.valid_for(NOW, 1))) for _ in range(2))
+    load, read = x509.load_der_x509_certificate, []
+    monkeypatch.setattr(x509, "load_der_x509_certificate", lambda text: read.append(text) or load(text))
+    assert identity.check_peer(kept, None, NOW, EVERYBODY).cluster == "eu"
+    with pytest.raises(IdentityError, match="is revoked since"):
+        identity.check_peer(kept, None, NOW, identity.PeerRules({"eu": NOW}))
+    with pytest.raises(IdentityError, match="expired at"):
+        identity.check_peer(kept, None, NOW + 2 * DAY, EVERYBODY)
+    with pytest.raises(IdentityError, match="of another installation"):
+        identity.check_peer(kept, None, NOW, identity.PeerRules(domain="ours.prfaas.io"))
+    assert read == [kept]
+    assert identity.check_peer(another, None, NOW, EVERYBODY).cluster == "eu"
+    assert read == [kept, another]
+
+
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b"{", b'{"eu": 1}', b'{"eu": "soon"}', b'{"eu": "2026-01-01T00:00:00"}', b"\xff"]
 )
