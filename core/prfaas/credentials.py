@@ -1,8 +1,8 @@
 """Reloads the TLS files of a process when they change: those of one directory that `prfaas.names` lists.
 
-A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every use compares
-four file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the former
-files stay in use.
+A mounted Kubernetes TLS Secret is such a directory. Kubernetes may replace its files at any time. So every look
+compares four file stamps. Unusable files (half written, a key without its certificate, expired) are logged once; the
+former files stay in use.
 
 A certificate that nobody renews runs out. The process then goes on with its own cluster alone, whose certificates run
 out as well (`identity.RanOut`), and with a renewed one it waits until the others have theirs. Before that nothing is

@@ -10,6 +10,7 @@ import errno
 import io
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ LARGE_BODY_BYTES: Final = 1024 * 1024  # aiohttp wants larger ones as a file, an
 SMALL_ANSWER_BYTES: Final = 64 * 1024
 """Of an answer whose status alone counts. What is longer is cut off."""
 ALLOWED_MISSES: Final = 1
+LOOK_SECONDS: Final = 0.1
+"""Interval of looks at the credentials: each costs four stats of files, and a request needs several."""
 _VANISHED: Final = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 """How the connections to a node end that vanished. Those of an engine that dies are closed, by its own kernel."""
 
@@ -322,22 +325,30 @@ class _Known(NamedTuple):
 class GatewayCredentials:
     """The gateway's own certificate, and contexts that check a worker's cluster.
 
-    Certificates name clusters; addresses and host names prove nothing. A changed directory gives new contexts.
-    aiohttp's pool keeps connections apart by context, so no connection of an older context is reused. Raises
-    ConfigError for unusable files at the start.
+    Certificates name clusters; addresses and host names prove nothing. A changed directory gives new contexts, within
+    LOOK_SECONDS. aiohttp's pool keeps connections apart by context, so no connection of an older context is reused.
+    Raises ConfigError for unusable files at the start.
     """
 
-    def __init__(self, directory: Path):
-        self._known = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic):
+        self._files = CredentialFiles(directory, lambda files: _Known(files, {"": _context("", files)}))
+        self._clock = clock
+        self._known, self._looked_at = self._files.now(), clock()
+
+    def _now(self) -> _Known:
+        now = self._clock()
+        if now - self._looked_at >= LOOK_SECONDS:
+            self._known, self._looked_at = self._files.now(), now
+        return self._known
 
     @property
     def ran_out(self) -> bool:
         """Our certificate has run out: no other cluster takes it."""
-        return self._known.now().files.ran_out
+        return self._now().files.ran_out
 
     def context(self, cluster: str) -> ssl.SSLContext:
         """Return the context for workers of a cluster; it is the same until the files change."""
-        files, contexts = self._known.now()
+        files, contexts = self._now()
         cluster = home_of(files.cluster) if cluster == HUB else cluster
         if cluster not in contexts:
             contexts[cluster] = _context(cluster, files)

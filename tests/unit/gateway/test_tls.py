@@ -1,6 +1,7 @@
 """Proves that inside TLS the gateway speaks only with workers of the cluster that its routing table names."""
 
 import datetime
+import itertools
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from msgspec.structs import replace
+from tests.clocks import Clock
 
 from prfaas import identity
 from prfaas.credentials import FILES
@@ -102,10 +104,10 @@ async def test_without_credentials_the_gateway_calls_no_worker_inside_tls(serve)
             await ask(upstream, worker)
 
 
-async def test_new_files_are_used_by_the_next_request_and_bad_ones_change_nothing(serve, tmp_path):
+async def test_new_files_are_used_by_a_later_request_and_bad_ones_change_nothing(serve, tmp_path):
     worker = await serve("eu", FIRST, FIRST, SECOND)
     folder = put(tmp_path / "hub", "hub", FIRST)
-    credentials = GatewayCredentials(folder)
+    credentials = GatewayCredentials(folder, itertools.count().__next__)  # each look is a second later
     async with Upstream(Limits(), credentials) as upstream:
         first = await ask(upstream, worker)
         assert await ask(upstream, worker) == first
@@ -124,15 +126,20 @@ def test_a_directory_that_cannot_be_used_at_the_start_is_named(tmp_path):
 
 
 async def test_a_gateway_sends_no_request_to_a_worker_whose_cluster_was_revoked(serve: Callable, tmp_path: Path):
-    """It knows within the next request, with a certificate that is still valid. The control is the request before."""
-    worker, folder = await serve("eu", FIRST), put(tmp_path / "gateway", "hub", FIRST)
-    async with Upstream(Limits(), GatewayCredentials(folder)) as upstream:
-        assert (await upstream.post(worker, "/x", {}, b"")).status == 200
+    """Nor on a kept connection, a tenth of a second later, while its certificate is still valid. The controls are the
+    requests before."""
+    worker, folder, clock = await serve("eu", FIRST), put(tmp_path / "gateway", "hub", FIRST), Clock()
+    async with Upstream(Limits(), GatewayCredentials(folder, clock)) as upstream:
+        assert await ask(upstream, worker)
         (folder / TLS_REVOKED).write_bytes(identity.write_revoked({"eu": NOW}))
+        clock.seconds = 0.09
+        assert await ask(upstream, worker), "a request costs no look at the files"
+        clock.seconds = 0.11
         with pytest.raises(UnreachableError, match="revoked"):
-            await upstream.post(worker, "/x", {}, b"")
+            await ask(upstream, worker)
         (folder / TLS_REVOKED).unlink()
-        assert (await upstream.post(worker, "/x", {}, b"")).status == 200
+        clock.seconds = 0.22
+        assert await ask(upstream, worker)
 
 
 async def test_a_gateway_whose_certificate_ran_out_goes_on_with_its_own_cluster_alone(serve: Callable, tmp_path: Path):
