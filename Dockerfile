@@ -21,7 +21,7 @@ ENV UV_COMPILE_BYTECODE=1
 COPY requirements.lock.txt pyproject.toml ./
 
 FROM build AS wheel
-COPY README.md LICENSE ./
+COPY README.md LICENSE requirements-build.lock.txt ./
 COPY core core
 COPY operator operator
 COPY gateway gateway
@@ -29,7 +29,7 @@ COPY scheduler scheduler
 COPY transfer transfer
 COPY worker worker
 COPY connectors connectors
-RUN uv build -q --wheel --out-dir /dist
+RUN uv build -q --wheel --build-constraints requirements-build.lock.txt --require-hashes --out-dir /dist
 
 # The lock's versions and hashes bind whatever of it an extra needs.
 FROM build AS build-operator

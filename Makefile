@@ -120,6 +120,9 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 	for types in connectors/vllm/requirements-types-*.in; do \
 		uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
 			--no-emit-index-url --no-header $$types -o $${types%.in}.lock.txt || exit 1; done
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' | \
+		uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header - \
+		-o requirements-build.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt
 
 crds: $(STAMP) ## Generate crds/ and the chart's copies from the models

@@ -17,7 +17,7 @@ from prfaas_operator.render.common import USER_ID
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ("operator", "gateway", "worker", "vllm-connector")
-INSTALLS = re.compile(r"pip install (?!.*--no-deps /dist/)[^&|;\n]*")
+FETCHES = re.compile(r"(?:pip install (?!.*--no-deps /dist/)|uv build )[^&|;\n]*")
 
 
 class Stage(NamedTuple):
@@ -99,21 +99,27 @@ def test_an_image_says_what_it_is_and_keeps_no_secret(target):
 
 
 def test_nothing_is_fetched_but_by_the_lock():
-    """Every installation of packages names the lock, whose hashes uv checks; nothing is added from an address."""
+    """Every installation of packages names a lock, whose hashes uv checks, and so does the build of our wheel, which
+    installs its backend; nothing is added from an address."""
     instructions = [each for stage in STAGES.values() for each in stage.instructions]
     assert not [rest for word, rest in instructions if word == "ADD"]
     commands = [rest for word, rest in instructions if word == "RUN"]
     assert not [command for command in commands if re.search(r"\b(curl|wget|git clone)\b", command)]
-    installs = [found for command in commands for found in INSTALLS.findall(command)]
-    assert len(installs) >= 4
-    for install in installs:
-        assert "--require-hashes" in install or "--constraints requirements.lock.txt" in install, install
+    fetches = [found for command in commands for found in FETCHES.findall(command)]
+    assert len(fetches) >= 5
+    assert [fetch.split()[:2] for fetch in fetches].count(["uv", "build"]) == 1
+    for fetch in fetches:
+        assert "--require-hashes" in fetch or "--constraints requirements.lock.txt" in fetch, fetch
 
 
-def test_the_lock_binds_every_package_by_hash():
-    lines = (ROOT / "requirements.lock.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("lock", "fewest"),
+    [("requirements.lock.txt", 50), ("requirements-uv.lock.txt", 1), ("requirements-build.lock.txt", 4)],
+)
+def test_the_lock_binds_every_package_by_hash(lock: str, fewest: int):
+    lines = (ROOT / lock).read_text().splitlines()
     pinned = [number for number, line in enumerate(lines) if re.match(r"[a-z0-9][a-z0-9._-]*==", line)]
-    assert len(pinned) > 50
+    assert len(pinned) >= fewest
     assert all("--hash=sha256:" in lines[number + 1] for number in pinned)
 
 

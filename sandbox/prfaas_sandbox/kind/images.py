@@ -40,8 +40,8 @@ NODE_SOURCES = (
 )  # fmt: skip
 BASE_SOURCES = ("kind/base-image.sh", "kind/debian.sh", "kind/base.Dockerfile")
 PRODUCT_SOURCES = (
-    "Dockerfile", "pyproject.toml", "requirements.lock.txt", "requirements-uv.lock.txt", "README.md", "LICENSE",
-    "core", "operator", "gateway", "scheduler", "transfer", "worker", "connectors",
+    "Dockerfile", "pyproject.toml", "requirements.lock.txt", "requirements-uv.lock.txt", "requirements-build.lock.txt",
+    "README.md", "LICENSE", "core", "operator", "gateway", "scheduler", "transfer", "worker", "connectors",
 )  # fmt: skip
 REPOSITORIES = ("prfaas/kind-node", "prfaas/kind-base", "prfaas/kind-prometheus", "prfaas/kind-vllm")
 TARGETS = ("operator", "gateway", "worker", "vllm-connector")
