@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from prfaas.api import PrfaaSPolicy
 from prfaas.capacity.longloop import LongLoopDecision
-from prfaas_operator.plan.conditions import ENCRYPTED, PLACES_KNOWN, READY, ConditionState
+from prfaas_operator.plan.conditions import CALLERS_CHECKED, ENCRYPTED, PLACES_KNOWN, READY, ConditionState
 
 # They would add a series to each counter and histogram.
 prometheus_client.disable_created_metrics()
@@ -39,6 +39,9 @@ CONTACT_AGE = Gauge(
 OBJECT_READY = Gauge("prfaas_operator_object_ready", "1 while an object's condition Ready is True.", ("kind", "name"))
 OBJECT_ENCRYPTED = Gauge(
     "prfaas_operator_object_encrypted", "1 while an object's condition Encrypted is True.", ("kind", "name")
+)
+CALLERS_ARE_CHECKED = Gauge(
+    "prfaas_operator_policy_callers_checked", "1 while a policy's condition CallersChecked is True.", ("name",)
 )
 PLACES_ARE_KNOWN = Gauge(
     "prfaas_operator_policy_places_known", "1 while a policy's condition PlacesKnown is True.", ("name",)
@@ -105,6 +108,8 @@ def judged(kind: str, name: str, conditions: Mapping[str, ConditionState]) -> No
     if ENCRYPTED not in conditions:
         return
     OBJECT_ENCRYPTED.labels(kind, name).set(conditions[ENCRYPTED].good)
+    if CALLERS_CHECKED in conditions:
+        CALLERS_ARE_CHECKED.labels(name).set(conditions[CALLERS_CHECKED].good)
     if PLACES_KNOWN in conditions:
         PLACES_ARE_KNOWN.labels(name).set(conditions[PLACES_KNOWN].good)
     elif kind == PrfaaSPolicy.kind_name:
@@ -112,8 +117,9 @@ def judged(kind: str, name: str, conditions: Mapping[str, ConditionState]) -> No
 
 
 def forget_object(kind: str, name: str) -> None:
-    """Stop reporting an object that was deleted; only policies have loads and places."""
+    """Stop reporting an object that was deleted; only policies have loads, callers and places."""
     if kind == PrfaaSPolicy.kind_name:
+        CALLERS_ARE_CHECKED.remove(name)
         PLACES_ARE_KNOWN.remove(name)
         for stage in STAGES:
             LOAD_SHARE.remove(name, stage)

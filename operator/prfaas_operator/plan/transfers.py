@@ -1,31 +1,33 @@
 """Conditions of a policy and its pools about what crosses between clusters: whether it is encrypted, whether it is
-checked, whether the APIs there ask callers who they are, and whether the places where it may not go are known.
+checked, whether the APIs ask callers who they are, and whether the places where it may not go are known.
 
 They are read from the routing table and from pods, and so from what the instances are and not from what their pools
-want. What crosses inside the hub is left to the hub's network.
+want. What crosses inside the hub is left to the hub's network. APIs in the hub count: any pod there may reach them.
 """
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from prfaas.api import DecodePool, PrefillPool
 from prfaas.engines import ENGINES, EngineRecord
 from prfaas.names import HUB
 from prfaas.wire.preferences import unknown_places
 from prfaas.wire.routes import RoutingTable
-from prfaas_operator.plan.conditions import ENCRYPTED, PLACES_KNOWN, ConditionState, no, yes
+from prfaas_operator.plan.conditions import CALLERS_CHECKED, ENCRYPTED, PLACES_KNOWN, ConditionState, no, yes
 from prfaas_operator.plan.pod_facts import PodFacts
 from prfaas_operator.plan.pool_status import PoolObject
 
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
-CALLERS_CHECKED: Final = "CallersChecked"
+_KINDS: Final = {"decode": DecodePool.kind_name, "prefill": PrefillPool.kind_name}
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
 _NO_INSTANCE: Final = yes("NothingCrosses", "this pool has no instance")
 
 
-class _Crossing(NamedTuple):
-    """An instance in another cluster than the hub."""
+class _Server(NamedTuple):
+    """What these conditions ask of an instance."""
 
     pool: str
+    """Kind and name."""
     cluster: str
     record: EngineRecord
     in_tls: bool
@@ -37,8 +39,8 @@ def pool_conditions(pool: PoolObject, pods: Iterable[PodFacts]) -> dict[str, Con
     if not cluster:
         return {}
     crossing = [
-        _Crossing(
-            pool.metadata.name,
+        _Server(
+            f"{pool.kind_name} {pool.metadata.name}",
             cluster,
             ENGINES.get(pod.instance.engine, pool.spec.engine.record),
             pod.scheme == "https",
@@ -52,17 +54,15 @@ def pool_conditions(pool: PoolObject, pods: Iterable[PodFacts]) -> dict[str, Con
 def conditions(table: RoutingTable) -> dict[str, ConditionState]:
     """Return these conditions of a policy; PlacesKnown only of one that forbids a place."""
     places = {PLACES_KNOWN: _places(table)} if table.forbid_datacenters else {}
-    crossing = [
-        _Crossing(one.pool, one.cluster, one.record, one.url.startswith("https:"))
+    servers = [
+        _Server(f"{_KINDS[one.role]} {one.pool}", one.cluster, one.record, one.url.startswith("https:"))
         for one in table.instances
-        if one.cluster != HUB
     ]
-    if not crossing:
-        return {ENCRYPTED: _NOTHING, INTEGRITY_CHECKED: _NOTHING, CALLERS_CHECKED: _NOTHING, **places}
+    crossing = [one for one in servers if one.cluster != HUB]
     return {
-        ENCRYPTED: _encrypted(crossing),
-        INTEGRITY_CHECKED: _checked(crossing),
-        CALLERS_CHECKED: _callers(crossing),
+        ENCRYPTED: _encrypted(crossing) if crossing else _NOTHING,
+        INTEGRITY_CHECKED: _checked(crossing) if crossing else _NOTHING,
+        CALLERS_CHECKED: _callers(servers),
         **places,
     }
 
@@ -87,7 +87,7 @@ def _places(table: RoutingTable) -> ConditionState:
     return yes("AllKnown", "every cluster names its datacenter, and every forbidden name is one of theirs")
 
 
-def _encrypted(crossing: Iterable[_Crossing]) -> ConditionState:
+def _encrypted(crossing: Iterable[_Server]) -> ConditionState:
     for one in crossing:
         if not one.record.is_encrypted:
             return no(
@@ -104,8 +104,8 @@ def _encrypted(crossing: Iterable[_Crossing]) -> ConditionState:
     return yes("MutualTls", "requests, caches and cache events cross inside TLS with certificates of both ends")
 
 
-def _checked(crossing: Iterable[_Crossing]) -> ConditionState:
-    weaker: list[_Crossing] = []
+def _checked(crossing: Iterable[_Server]) -> ConditionState:
+    weaker: list[_Server] = []
     for one in crossing:
         if one.record.checked == "Request":
             weaker.append(one)
@@ -124,18 +124,18 @@ def _checked(crossing: Iterable[_Crossing]) -> ConditionState:
     return yes("DigestPerFrame", "each frame of a cache has a digest that its destination checks")
 
 
-def _callers(crossing: Iterable[_Crossing]) -> ConditionState:
-    for one in crossing:
+def _callers(servers: Iterable[_Server]) -> ConditionState:
+    for one in servers:
         if not (one.record.checks_callers and one.in_tls):
-            why = f"runs {one.record.name}" if one.in_tls else "has an instance without certificate"
+            why = "has an instance without certificate" if one.record.checks_callers else f"runs {one.record.name}"
             return no(
                 "ApiAsksNobody",
-                f"{_what(one)} {why}, so its API serves whoever reaches it, past the gateway's keys and limits: let "
-                "only the hub reach it, by networkPolicy.hubCidrs of the chart prfaas-member where NetworkPolicies are "
-                "enforced",
+                f"{_what(one)} {why}, so its API serves whoever reaches it, past the gateway's keys and limits: close "
+                "it by NetworkPolicies that are enforced, in the hub workers.networkPolicy of the chart prfaas, in a "
+                "member networkPolicy.hubCidrs of prfaas-member",
             )
-    return yes("ByCertificate", "the APIs in other clusters ask each caller for a certificate and its right")
+    return yes("ByCertificate", "every instance's API asks each caller for a certificate and its right")
 
 
-def _what(instance: _Crossing) -> str:
-    return f"PrefillPool {instance.pool} in {instance.cluster}"
+def _what(server: _Server) -> str:
+    return f"{server.pool} in {server.cluster}"

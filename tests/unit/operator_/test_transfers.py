@@ -5,15 +5,15 @@ from msgspec.structs import replace
 from prometheus_client import REGISTRY
 from tests.tables import make_table
 
-from prfaas.wire.routes import Cluster, Instance
+from prfaas.wire.routes import Cluster, Instance, PoolRole
 from prfaas_operator import metrics
 from prfaas_operator.plan.conditions import no
 from prfaas_operator.plan.transfers import conditions, pool_conditions
 
 
-def instance(engine: str, scheme: str = "http", cluster: str = "eu") -> Instance:
+def instance(engine: str, scheme: str = "http", cluster: str = "eu", role: PoolRole = "prefill") -> Instance:
     url = f"{scheme}://10.0.0.1:8000"
-    return Instance(name="p-1", pool="offload", cluster=cluster, role="prefill", url=url, engine=engine)
+    return Instance(name="p-1", pool="offload", cluster=cluster, role=role, url=url, engine=engine)
 
 
 def reasons(*instances: Instance) -> list[tuple[str, str]]:
@@ -50,16 +50,42 @@ def test_the_worst_instance_gives_the_reason(instances, encrypted, checked):
 @pytest.mark.parametrize(
     ("instances", "wanted"),
     [
-        ([instance("vllm-prfaas", cluster="hub")], ("True", "NothingCrosses")),
-        ([instance("prfaas", "https")], ("True", "ByCertificate")),
+        ([], ("True", "ByCertificate")),
+        ([instance("prfaas", "https", "hub"), instance("prfaas", "https")], ("True", "ByCertificate")),
+        ([instance("vllm-prfaas", "https", "hub"), instance("prfaas", "https")], ("False", "ApiAsksNobody")),
+        ([instance("prfaas", "http", "hub")], ("False", "ApiAsksNobody")),
         ([instance("prfaas", "https"), instance("vllm-prfaas", "https")], ("False", "ApiAsksNobody")),
         ([instance("prfaas")], ("False", "ApiAsksNobody")),
         ([instance("sglang")], ("False", "ApiAsksNobody")),
     ],
 )
-def test_a_policy_says_whether_apis_in_other_clusters_ask_who_calls(instances, wanted):
+def test_a_policy_says_whether_apis_ask_who_calls(instances, wanted):
     state = conditions(make_table(*instances))["CallersChecked"]
     assert (state.status, state.reason) == wanted
+
+
+@pytest.mark.parametrize(
+    ("asks_nobody", "said"),
+    [
+        (instance("vllm-prfaas", "https", "hub", "decode"), "DecodePool offload in hub runs vllm-prfaas"),
+        (instance("vllm-nixl"), "PrefillPool offload in eu runs vllm-nixl"),
+        (instance("prfaas"), "PrefillPool offload in eu has an instance without certificate"),
+    ],
+)
+def test_the_pool_whose_api_asks_nobody_is_named(asks_nobody, said):
+    state = conditions(make_table(instance("prfaas", "https", "hub"), asks_nobody))["CallersChecked"]
+    assert state.message.startswith(said)
+
+
+def test_an_api_that_asks_nobody_is_a_metric_of_its_policy_until_the_policy_is_gone():
+    def checked() -> float | None:
+        return REGISTRY.get_sample_value("prfaas_operator_policy_callers_checked", {"name": "kimi"})
+
+    for scheme, wanted in (("http", 0), ("https", 1)):
+        metrics.judged("PrfaaSPolicy", "kimi", conditions(make_table(instance("prfaas", scheme, "hub"))))
+        assert checked() == wanted
+    metrics.forget_object("PrfaaSPolicy", "kimi")
+    assert checked() is None
 
 
 def test_a_reason_names_the_pool_the_cluster_and_the_cure():
