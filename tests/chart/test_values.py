@@ -87,6 +87,15 @@ def test_an_authority_that_its_certificates_would_outlive_is_refused_in_a_senten
     render("prfaas", "--set", "certificates.authorityHours=6480")
 
 
+def test_a_certificate_that_may_end_before_every_pod_has_the_next_one_is_refused_in_a_sentence(render):
+    """The controls: a second less, and no certificates."""
+    short = "certificates.certificateHours=1,certificates.settleSeconds"
+    with pytest.raises(Exception, match="is more than a third of certificateHours"):
+        render("prfaas", "--set", f"{short}=1201")
+    render("prfaas", "--set", f"{short}=1201,certificates.mode=Disabled")
+    render("prfaas", "--set", f"{short}=1200")
+
+
 def test_chart_and_operator_count_three_lives_alike(render):
     render("prfaas", "--set-json", "certificates.certificateHours=1.1", "--set-json", "certificates.authorityHours=3.3")
     terms_of(CertificateMode.OPERATOR, "", 1.1, 3.3, 180)

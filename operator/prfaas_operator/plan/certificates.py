@@ -424,11 +424,18 @@ def terms_of(
             f"--authority-hours {authority_hours:g} is less than {LIVES} times --certificate-hours "
             f"{certificate_hours:g}: an authority could not be replaced before certificates of it run out"
         )
+    life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
+    settling, last_third = timedelta(seconds=settle_seconds), life * (1 - identity.RENEW_AFTER)
+    if mode is not CertificateMode.DISABLED and last_third < settling:
+        raise ConfigError(
+            f"the last third of --certificate-hours {certificate_hours:g} is {last_third.total_seconds():.0f} s, less "
+            f"than --certificate-settle-seconds {settle_seconds:g}: a certificate would end before every pod has read "
+            "the next one; raise the hours"
+        )
     if domain:
         identity.check_domain(domain)
-    life, authority_life = timedelta(hours=certificate_hours), timedelta(hours=authority_hours)
     reference = _reference(issuer) if issuer else None
-    return Terms(life, authority_life, timedelta(seconds=settle_seconds), mode, reference, domain)
+    return Terms(life, authority_life, settling, mode, reference, domain)
 
 
 def _reference(issuer: str) -> Issuer:

@@ -125,9 +125,9 @@ def accepts(one: dict[str, bytes], other: dict[str, bytes], now: datetime) -> bo
 async def test_in_an_hour_of_six_rotations_nobody_refuses_another_however_late_it_reads(
     hours: float, rotations: int, all_accept: bool
 ):
-    """The control: a third of four minutes is less than an instance may be late."""
+    """The control: a third of four minutes is less than an instance may be late, whatever the operator was given."""
     days, held = (
-        Days(certificate_hours=hours),
+        Days(certificate_hours=hours, certificate_settle_seconds=60),
         {secret: list[tuple[datetime, dict[str, bytes]]]() for secret in SECRETS},
     )
     await days.pass_at(START)

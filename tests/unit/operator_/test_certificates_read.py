@@ -143,6 +143,17 @@ def test_settings_that_do_not_fit_together_are_refused(mode, issuer, hours, auth
         terms_of(mode, issuer, hours, authority_hours, 60)
 
 
+@pytest.mark.parametrize(
+    ("mode", "issuer"), [(CertificateMode.OPERATOR, ""), (CertificateMode.ISSUER, "Issuer.cert-manager.io/x")]
+)
+def test_a_certificate_that_may_end_before_every_pod_has_the_next_one_is_refused(mode, issuer):
+    """The controls: a second less, and no certificates."""
+    with pytest.raises(ConfigError, match=r"the last third of --certificate-hours 0\.15 is 180 s, less than .* 181: "):
+        terms_of(mode, issuer, 0.15, 240, 181)
+    assert terms_of(mode, issuer, 0.15, 240, 180).settling == timedelta(minutes=3)
+    terms_of(CertificateMode.DISABLED, "", 0.15, 240, 181)
+
+
 def test_what_can_be_no_trust_domain_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="can be no trust domain"):
         terms_of(CertificateMode.OPERATOR, "", 24, 240, 60, "Example.com")
