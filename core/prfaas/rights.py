@@ -9,6 +9,9 @@ those of the instance's own cluster may use it: caches and answers go to the hub
 worker has no right at any other cluster. A buyer, who decodes on machines of its own, may have prompts prefilled, fetch
 the caches by tokens that it chose, and read what a prefill costs. At its own instances it may do everything, and nobody
 else anything. Whoever has no certificate gets probes and metrics.
+
+The hub and the instance's own cluster may have all that an instance serves at a time, since often nobody else asks. A
+buyer or another member has half of it at most, so that it keeps them from nothing.
 """
 
 from enum import Enum
@@ -102,6 +105,12 @@ def callers_of(identity: Identity | None, own_cluster: str) -> frozenset[CallerK
     if identity.cluster != HUB:  # gateways run in the hub: a member's part means nothing
         return frozenset({CallerKind.NEIGHBOUR if identity.cluster == own_cluster else CallerKind.OTHER_MEMBER})
     return {"": _HUB, GATEWAY: _GATEWAYS, WORKER: frozenset({CallerKind.HUB_WORKER})}[identity.part]
+
+
+def counted_as(identity: Identity, own_cluster: str) -> str:
+    """Return the name under which a caller's connections, bodies and prefills count together at an instance of
+    `own_cluster`; empty for the hub and the own cluster, who may have all."""
+    return "" if callers_of(identity, own_cluster) & _USERS else identity.cluster
 
 
 def home_of(own_cluster: str) -> str:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.http_server import client_of
+from prfaas.memory import BodyPlace, HeldBytes
 from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values
 from prfaas.telemetry.logs import line
@@ -21,7 +22,6 @@ from prfaas_gateway.api import API_ROUTES, read_answers
 from prfaas_gateway.attempts import Attempts, GatewayParts
 from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter, UnknownKeyError
 from prfaas_gateway.engines.shared import prompts, without_hand_off
-from prfaas_gateway.limits import BodyPlace, HeldBytes
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
 from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, read_aside, receive

@@ -22,9 +22,10 @@ import msgspec
 from aiohttp import web
 
 from prfaas.engines import ENGINES
-from prfaas.errors import UNREADABLE, BadInputError, RequestError
+from prfaas.errors import UNREADABLE, BadInputError, CapacityError, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
+from prfaas.memory import BodyPlace
 from prfaas.request_bounds import KNOWN_BYTES, check_fields
 from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
@@ -38,9 +39,9 @@ from prfaas.wire.routes import EngineName
 from prfaas.wire.trace import LegTimes, Parts, at_gateway, named_seconds, read_parts
 from prfaas_gateway.api import API_ROUTES, ApiRoute
 from prfaas_gateway.auth import Charge
-from prfaas_gateway.limits import BodyPlace, Limits
+from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import RequestOutcome
-from prfaas_gateway.openai import DeadlineError
+from prfaas_gateway.openai import DeadlineError, SaturatedError
 from prfaas_gateway.stream import AnswerStream, is_stream
 from prfaas_gateway.upstream import Answer
 
@@ -448,9 +449,9 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
     )
     if (http.content_length or 0) > limits.request_bytes:
         raise too_large
-    place.expect(http.content_length or 0)
     latest_seconds = asyncio.get_running_loop().time() + limits.idle_seconds
     try:
+        place.expect(http.content_length or 0)
         async with asyncio.timeout_at(min(latest_seconds, deadline_seconds or latest_seconds)):
             # aiohttp's own read() unpacks a compressed body in pieces as large as its limit.
             body = bytearray()
@@ -461,6 +462,8 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
                     raise too_large
             place.arrived()
             return bytes(body)
+    except CapacityError as error:
+        raise SaturatedError(str(error)) from error
     except UNREADABLE_BODY as error:
         raise unreadable_body(error) from error
     except TimeoutError as error:

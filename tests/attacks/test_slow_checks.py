@@ -14,11 +14,12 @@ from aiohttp.test_utils import make_mocked_request
 
 from prfaas import request_bounds
 from prfaas.errors import RequestError
+from prfaas.memory import HeldBytes
 from prfaas.request_bounds import KNOWN_BYTES, MAX_GUIDE_BYTES, MAX_VALUES, check_fields, check_grammar, check_pattern
 from prfaas.telemetry.tracing import OFF
 from prfaas.wire.trace import read_trace
 from prfaas_gateway import request
-from prfaas_gateway.limits import HeldBytes, Limits
+from prfaas_gateway.limits import Limits
 from prfaas_gateway.request import Progress, ReadingWay, receive
 
 SIZE: Final = MAX_GUIDE_BYTES

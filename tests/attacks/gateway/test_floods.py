@@ -12,10 +12,10 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
+from prfaas import memory
+from prfaas.errors import CapacityError
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
-from prfaas_gateway import limits
-from prfaas_gateway.limits import HeldBytes
-from prfaas_gateway.openai import SaturatedError
+from prfaas.memory import HeldBytes
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
@@ -239,7 +239,7 @@ async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, t
 
 @pytest.mark.parametrize("keys", ["keys", ""], ids=["by key", "by address"])
 async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch, keys):
-    monkeypatch.setattr(limits, "CLIENT_PART", 1)
+    monkeypatch.setattr(memory, "CLIENT_PART", 1)
     assert not await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
 
 
@@ -247,12 +247,12 @@ def test_the_only_body_of_a_client_may_have_all_the_room():
     held = HeldBytes(100)
     with held.place("a", PROXY) as one:
         one.take(90)
-        with held.place("b", PROXY) as another, pytest.raises(SaturatedError):
+        with held.place("b", PROXY) as another, pytest.raises(CapacityError):
             another.take(11)
     with held.place("a", PROXY) as one, held.place("a", PROXY) as another:
         one.take(30)
         one.arrived()
-        with pytest.raises(SaturatedError, match="of this client"):
+        with pytest.raises(CapacityError, match="of this client"):
             another.take(21)
     assert (held.left_bytes, held.by_client) == (100, {})
 
@@ -261,12 +261,20 @@ def test_without_keys_the_bodies_of_a_proxy_have_all_the_room_once_they_are_whol
     held = HeldBytes(100)
     with held.place("", PROXY) as one, held.place("", PROXY) as another:
         one.take(30)
-        with pytest.raises(SaturatedError, match="of this client"):
+        with pytest.raises(CapacityError, match="of this client"):
             another.take(70)
         one.arrived()
         another.take(70)
-        with held.place("", PROXY) as late, pytest.raises(SaturatedError, match="as many bytes of requests"):
+        with held.place("", PROXY) as late, pytest.raises(CapacityError, match="as many bytes of requests"):
             late.take(1)
+    assert (held.left_bytes, held.by_client) == (100, {})
+
+
+def test_who_has_neither_name_nor_address_counts_for_nobody():
+    held = HeldBytes(100)
+    with held.place("", "") as one, held.place("", "") as another:
+        one.take(60)
+        another.take(40)
     assert (held.left_bytes, held.by_client) == (100, {})
 
 

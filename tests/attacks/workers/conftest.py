@@ -29,7 +29,9 @@ from prfaas_transfer.send import receive_message
 from prfaas_transfer.tls import connect_tls
 
 from ...unit.tls.mounts import Mount
-from ...unit.worker.conftest import Worker, launched
+from ...unit.worker.conftest import Worker, front, launched
+
+__all__ = ["front"]
 
 SECONDS: Final = 20.0
 DAYS: Final = identity.valid_for(utc_now(), 30)

@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from prfaas_worker.front import serving
-from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
+from prfaas.memory import HeldBytes
+from prfaas_worker.front.serving import (
+    BYTES_BESIDE,
+    BYTES_PER_TOKEN,
+    LONG_BYTES,
+    MAX_BODY_BYTES,
+    MAX_UNREAD_BYTES,
+    ServedModel,
+)
 from prfaas_worker.tokenizer import load_tokenizer
 
 from ...waiting import eventually_async
@@ -59,7 +66,7 @@ async def test_a_body_of_unknown_length_ends_at_the_same_bound(client, loaded):
             yield b"x" * 50_000
 
     assert (await post(client, loaded, "/v1/completions", parts()))[0] == 413
-    assert loaded.serving.unread_bytes == 0
+    assert unread_bytes(loaded) == 0
 
 
 def test_the_bound_grows_with_the_context_up_to_a_cap():
@@ -80,19 +87,23 @@ async def test_a_body_in_another_encoding_than_it_says_is_a_400(client, loaded):
     packed = {"content-encoding": "gzip"}
     async with client.session.post(f"{loaded.url}/tokenize", data=b"abcde", headers=packed) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_request")
-    assert loaded.serving.unread_bytes == 0
+    assert unread_bytes(loaded) == 0
 
 
-async def test_more_than_fits_of_bodies_at_once_is_refused_and_counted_off(client, loaded, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_UNREAD_BYTES", 1000)
+async def test_more_than_fits_of_bodies_at_once_is_refused_and_counted_off(client, loaded):
+    loaded.serving.bodies = HeldBytes(1000)
     status, answer = await post(client, loaded, "/tokenize", text(1001))
     assert (status, answer["error"]["code"]) == (503, "overloaded")
     assert (await post(client, loaded, "/tokenize", text(1000)))[0] == 200
-    assert loaded.serving.unread_bytes == 0
+    assert loaded.serving.bodies.left_bytes == 1000
+
+
+def unread_bytes(front) -> int:
+    return MAX_UNREAD_BYTES - front.serving.bodies.left_bytes
 
 
 async def until_unread(front, wanted: int) -> None:
-    await eventually_async(lambda: front.serving.unread_bytes == wanted, lambda: f"last {front.serving.unread_bytes}")
+    await eventually_async(lambda: unread_bytes(front) == wanted, lambda: f"last {unread_bytes(front)}")
 
 
 async def test_a_client_that_leaves_within_its_body_counts_no_more(loaded):

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from prfaas.errors import ConfigError, IdentityError, InternalError, RequestError
 from prfaas.http_server import error_body
-from prfaas.rights import BY_BODY, PREFILLS, Identity, home_of, is_open, refusal
+from prfaas.rights import BY_BODY, PREFILLS, Identity, counted_as, home_of, is_open, refusal
 from prfaas.wire.headers import CODE_NO_CERTIFICATE, CODE_NOT_ALLOWED
 from prfaas_transfer.credentials import PeerCredentials, explain
 from prfaas_worker.options import Options
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS: Final = 5.0
 CLOSE_SECONDS: Final = 1.0
+COUNTED_AS: Final = web.RequestKey("counted_as", str)
+"""The name under which what a request's caller holds counts: see `prfaas.rights.counted_as`."""
 
 
 def credentials_of(options: Options) -> PeerCredentials | None:
@@ -52,9 +54,11 @@ def require_rights(credentials: PeerCredentials | None) -> Middleware:
         if credentials is not None and not is_open(request.path):
             try:
                 right = () if request.path not in BY_BODY else (PREFILLS,)  # the handler reads which it is
-                require_right(request, credentials, request.path, *right)
+                caller = require_right(request, credentials, request.path, *right)
             except RequestError as error:
                 return _refusal(f"{request.method} {error}", error)
+            if caller is not None:
+                request[COUNTED_AS] = counted_as(caller, credentials.cluster)
         return await handler(request)
 
     return check
@@ -62,9 +66,9 @@ def require_rights(credentials: PeerCredentials | None) -> Middleware:
 
 def require_right(
     request: web.Request, credentials: PeerCredentials, endpoint: str, *others: str, param: str | None = None
-) -> None:
-    """Raise RequestError, about the first, unless a request's caller may use one of these endpoints: paths, or what a
-    field of its body asks for."""
+) -> Identity | None:
+    """Return what a request's caller proves. Raises RequestError, about the first, unless it may use one of these
+    endpoints: paths, or what a field of its body asks for."""
     try:
         caller = _caller(request, credentials)
     except IdentityError as error:
@@ -73,6 +77,7 @@ def require_right(
     if reason and all(refusal(other, caller, credentials.cluster) for other in others):
         status, code = (401, CODE_NO_CERTIFICATE) if caller is None else (403, CODE_NOT_ALLOWED)
         raise RequestError(f"{endpoint}: {reason}", status=status, code=code, param=param)
+    return caller
 
 
 def _caller(request: web.Request, credentials: PeerCredentials) -> Identity | None:

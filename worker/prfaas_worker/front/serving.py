@@ -14,9 +14,12 @@ import msgspec
 from aiohttp import web
 
 from prfaas.errors import CapacityError, RequestError
+from prfaas.http_server import client_of
+from prfaas.memory import BodyPlace, HeldBytes
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_transfer.credentials import PeerCredentials
+from prfaas_worker.front.auth import COUNTED_AS
 from prfaas_worker.front.engine_client import EngineClient
 from prfaas_worker.front.metrics import WorkerMetrics
 from prfaas_worker.front.openai_bodies import MAX_NAME
@@ -28,7 +31,10 @@ READERS: Final = 2  # Threads that read requests: the engine computes on the sam
 LONG_BYTES: Final = 256 << 10
 """Longer bodies, whose tokens take a tenth of a second or more, wait for each other and for no other request."""
 INLINE_BYTES: Final = 2048  # Bodies up to this length are read at once: tokenising takes a millisecond at most.
-MAX_UNREAD_BYTES: Final = 256 << 20  # Limit for all bodies that arrive or wait for a thread.
+MAX_UNREAD_BYTES: Final = 256 << 20
+"""Limit for all bodies that arrive or wait for a thread. One caller may have half: a buyer, or without TLS an address
+whose bodies still arrive."""
+BODY_SECONDS: Final = 60.0  # In which a body has to arrive.
 BYTES_PER_TOKEN: Final = 16
 """A token's bytes in a body: text has 3 to 6, escaped characters and long runs of spaces up to 12."""
 BYTES_BESIDE: Final = 1 << 20  # A body's other bytes: roles, parameters, and so on.
@@ -70,7 +76,7 @@ class FrontState:
         engine.listeners.append(self.metrics)
         if tracing.is_on:
             engine.listeners.append(TransferSpans(tracing))
-        self.unread_bytes = 0  # Bytes of bodies that arrive or wait for a thread.
+        self.bodies = HeldBytes(MAX_UNREAD_BYTES)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="long-reader")
         self.draining = False
@@ -178,27 +184,33 @@ def read_places(request: web.Request) -> tuple[str, ...] | None:
 
 async def read_request(request: web.Request, read: Callable[[bytes, ServedModel, Tokenizer], Read]) -> tuple[int, Read]:
     """Return the length of a request's body, and the result of `read`. Raises CapacityError while the model loads or
-    too many arrive at once, RequestError if it is too long."""
+    too much arrives at once, of this caller or of all; RequestError if it is too long, or late."""
     state = request.app[STATE]
-    most = state.served.max_body_bytes
+    name, address = request.get(COUNTED_AS, ""), ""
+    if state.credentials is None and request.transport is not None:
+        address = client_of(request.transport)
+    with state.bodies.place(name, address) as place:
+        body = await _read_body(request, state.served, place)
+        return len(body), await in_thread(state, read, body)
+
+
+async def _read_body(request: web.Request, served: ServedModel, place: BodyPlace) -> bytes:
+    most = served.max_body_bytes
     if (length := request.content_length) is not None and length > most:
-        raise _too_long(f"{length} bytes", state.served)
+        raise _too_long(f"{length} bytes", served)
     parts: list[bytes] = []
-    size = 0
     try:
-        async for part in request.content.iter_any():
-            parts.append(part)
-            size += len(part)
-            state.unread_bytes += len(part)
-            if size > most:
-                raise _too_long(f"more than {most} bytes", state.served)
-            if state.unread_bytes > MAX_UNREAD_BYTES:
-                raise CapacityError("too many long requests at once; try another instance, or later")
-        body = b"".join(parts)
-        parts.clear()
-        return size, await in_thread(state, read, body)
-    finally:
-        state.unread_bytes -= size
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.content.iter_any():
+                place.take(len(part))
+                parts.append(part)
+                if place.taken_bytes > most:
+                    raise _too_long(f"more than {most} bytes", served)
+    except TimeoutError as error:
+        message = f"the request body did not arrive within {BODY_SECONDS:g} s"
+        raise RequestError(message, status=408, code="request_timeout") from error
+    place.arrived()
+    return b"".join(parts)
 
 
 async def in_thread(state: FrontState, read: Callable[[bytes, ServedModel, Tokenizer], Read], body: bytes) -> Read:
