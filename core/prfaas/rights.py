@@ -64,6 +64,9 @@ PREFILLS: Final = "/v1/prefills"
 BY_BODY: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths that serve PREFILLS and STEER, too: the body says which of the three it asks for."""
 
+COUNTED_PART: Final = 2
+"""Of what all may have, a caller that is `counted_as` somebody may have half."""
+
 _ANYBODY: Final = frozenset(CallerKind)
 _USERS: Final = frozenset({CallerKind.NEIGHBOUR, CallerKind.HUB_WORKER, CallerKind.HUB_GATEWAY})
 _READERS: Final = _USERS | {CallerKind.BUYER}

@@ -123,9 +123,10 @@ class Offer:
         return self._delivery.is_over or self.lease.is_over
 
 
-def too_many(capacity: int) -> CapacityError:
-    """Return the refusal of a further offer."""
-    return CapacityError(f"{capacity} prefills are queued or undelivered already; try another instance")
+def too_many(capacity: int, caller: str = "") -> CapacityError:
+    """Return the refusal of a further offer, in all or of a caller."""
+    of = f" of {caller}" if caller else ""
+    return CapacityError(f"{capacity} prefills{of} are queued or undelivered already; try another instance")
 
 
 class Offers:

@@ -83,6 +83,8 @@ class GiveCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
     cache_salt: str = ""
     trace: TraceContext = NO_TRACE
     places: tuple[str, ...] | None = None
+    caller: str = ""
+    """The buyer who asks, as `prfaas.rights.counted_as` names it; empty: the hub, the own cluster, or nobody knows."""
 
 
 class ResetCache(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -3,7 +3,7 @@
 import pytest
 
 from prfaas.names import HUB
-from prfaas.rights import BUYER, PREFILLS, RIGHTS, STEER, TRANSFER, Identity, is_open, refusal
+from prfaas.rights import BUYER, PREFILLS, RIGHTS, STEER, TRANSFER, Identity, counted_as, is_open, refusal
 from prfaas.wire.kvevents import EVENTS_PATH
 
 PROBES = {"/health", "/healthz", "/readyz", "/metrics"}
@@ -44,6 +44,24 @@ def test_a_buyers_own_instances_serve_it_and_nobody_else():
     assert may(Identity(own), own) == RIGHTS.keys()
     for other in (f"{BUYER}other", HUB, "acme"):
         assert may(Identity(other), own) == PROBES
+
+
+@pytest.mark.parametrize(
+    ("identity", "own_cluster", "name"),
+    [
+        (Identity(HUB), HUB, ""),
+        (Identity(HUB, "gateway"), "eu", ""),
+        (Identity(HUB, "worker"), "eu", ""),
+        (Identity("eu"), "eu", ""),
+        (Identity("us"), "eu", "us"),
+        (Identity("eu"), HUB, "eu"),
+        (Identity(f"{BUYER}acme"), "eu", f"{BUYER}acme"),
+        (Identity(f"{BUYER}acme"), f"{BUYER}acme", ""),
+        (Identity(HUB), f"{BUYER}acme", HUB),
+    ],
+)
+def test_all_but_the_hub_and_the_own_cluster_count_by_name(identity: Identity, own_cluster: str, name: str):
+    assert counted_as(identity, own_cluster) == name
 
 
 @pytest.mark.parametrize("part", ["gateway", "worker"])

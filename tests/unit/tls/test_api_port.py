@@ -22,7 +22,7 @@ import prfaas_worker.assets
 from prfaas import credentials as credentials_module
 from prfaas import identity
 from prfaas.ports import free_ports
-from prfaas.rights import RIGHTS, is_open
+from prfaas.rights import RIGHTS, STEER, is_open
 from prfaas.wire.engine import LENGTH, Announced, GiveCache, Started, decode_for_engine, encode_batch
 from prfaas.wire.prefill import PrefillOffer, new_transfer
 from prfaas_transfer.credentials import PeerCredentials
@@ -174,6 +174,14 @@ def test_a_caller_with_a_certificate_of_the_hub_may_buy_a_prefill(calls: Calls, 
     offer = PrefillOffer(data_port=8001, end_token=2)
     assert (status, msgspec.json.decode(body, type=PrefillOffer)) == (201, offer)
     assert [message.leg.token for message in calls.port.requests] == [LEG["token"]]
+
+
+def test_the_engine_knows_which_buyer_asks_and_takes_the_hub_for_nobody(calls: Calls, mount, hub: PeerCredentials):
+    buyer = PeerCredentials(mount("buyer/shop").path)
+    in_a_body = ("POST", "/v1/completions", {"model": "tiny", "prompt": "Patient: John", STEER: {"prfaas": LEG}})
+    asked = [calls.once(who, *prefill)[0] for who in (buyer, hub) for prefill in (PREFILL, in_a_body)]
+    assert asked == [201, 200, 201, 200]
+    assert [message.caller for message in calls.port.requests] == ["buyer/shop", "buyer/shop", "", ""]
 
 
 def test_a_member_may_buy_none_and_hears_who_may(calls: Calls, eu: PeerCredentials):

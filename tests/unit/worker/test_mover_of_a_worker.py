@@ -75,10 +75,12 @@ class Engine:
                 offer.put(frame)
         offer.finish_computing(0.5)
 
-    def announce(self, handle: int = BUSY, leg: LegParams | None = None) -> tuple[MovedOffer, LegParams]:
+    def announce(
+        self, handle: int = BUSY, leg: LegParams | None = None, caller: str = ""
+    ) -> tuple[MovedOffer, LegParams]:
         """Offer a cache, and return what its destination knows of the transfer."""
         leg = leg or LegParams(role="source", **new_transfer())
-        offer = self.transfers.announce(GiveCache(handle, "r", PROMPT, leg))
+        offer = self.transfers.announce(GiveCache(handle, "r", PROMPT, leg, caller=caller))
         return offer, msgspec.structs.replace(leg, role="destination", host="127.0.0.1", port=self.port)
 
     def prepare(self, leg: LegParams, handle: int = 7) -> MovedFetch:

@@ -112,6 +112,11 @@ class Sources(_Table[Source[T]], Generic[T]):
         with self._changed:
             self._entries[transfer_id] = Source(request_id, cache, set(keys))
 
+    def caches(self) -> list[T]:
+        """Return every cache that is offered, or was and is still sent."""
+        with self._changed:
+            return [source.cache for source in self._entries.values()]
+
     def cache_of(self, request_id: str) -> T | None:
         """Return the cache of a request that gives one, and has its memory."""
         with self._changed:

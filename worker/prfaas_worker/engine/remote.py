@@ -30,6 +30,7 @@ import msgspec
 
 from prfaas.errors import CapacityError, InternalError, PeerError, PrfaasError, RequestError, UnreachableError
 from prfaas.kvindex.blocks import BlockHash
+from prfaas.rights import COUNTED_PART
 from prfaas.wire.engine import Direction, Failed, Generate, GiveCache, ToFront, TransferEnded, TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND, UNKNOWN_PLACE, UNREACHABLE
@@ -194,10 +195,10 @@ class EngineTransfers:
         self.mover.events.append(topic, payload)
 
     def announce(self, message: GiveCache) -> MovedOffer:
-        """Offer the cache of a prompt to the destination that the gateway sends. Raises CapacityError if too many are
-        open, RequestError if this transfer is open already."""
+        """Offer the cache of a prompt to the destination that the gateway sends, or to the buyer who asks. Raises
+        CapacityError if too many are open, in all or of the caller, RequestError if this transfer is open already."""
         leg, goal = message.leg, goal_of(message.token_ids, message.leg)
-        subject = TransferSubject(message.handle, message.request_id, trace=message.trace)
+        subject = TransferSubject(message.handle, message.request_id, message.caller, message.trace)
         manifest = self._layout.manifest(Address(leg.transfer_id, leg.epoch), 0, goal)
         offer = MovedOffer(self.mover, subject, manifest)
         self._add_offer(offer)
@@ -211,8 +212,12 @@ class EngineTransfers:
         if not self.mover.is_running:
             raise CapacityError("the mover of this instance starts again; try another instance")
         with self._lock:
-            if len(self._sources) >= self._capacity:
+            peers = [one.subject.peer for one in self._sources.caches()]
+            if len(peers) >= self._capacity:
                 raise too_many(self._capacity)
+            part = self._capacity // COUNTED_PART
+            if subject.peer and peers.count(subject.peer) >= part:
+                raise too_many(part, subject.peer)
             if transfer_id in self._sources:
                 text = f"transfer {transfer_id} is open here, for another request: name each transfer once"
                 raise RequestError(text, status=409, code=CODE_TRANSFER_OPEN)

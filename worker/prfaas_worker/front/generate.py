@@ -31,7 +31,7 @@ from prfaas.wire.engine import Announced, Cancel, Generate, GiveCache, LearnByte
 from prfaas.wire.kvevents import ByteBlock, ByteMapBatch, encode_byte_map
 from prfaas.wire.prefill import is_whole_prefill, names_sources
 from prfaas.wire.trace import TraceContext, read_trace, split, write_parts
-from prfaas_worker.front.auth import require_right
+from prfaas_worker.front.auth import COUNTED_AS, require_right
 from prfaas_worker.front.engine_client import EngineAnswer, EngineCall, EngineError
 from prfaas_worker.front.openai_bodies import DetokenizeBody, TokenizeBody, read_body
 from prfaas_worker.front.openai_in import Job, RequestReader, conversation_tokens, refuse_unserved, refused_stream
@@ -246,6 +246,7 @@ async def _give_cache(
             cache_salt=prompt.cache_salt,
             trace=trace,
             places=read_places(request),
+            caller=request.get(COUNTED_AS, ""),
         )
         state.engine.send(message)
         await call.expect(Announced)

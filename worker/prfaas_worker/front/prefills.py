@@ -8,6 +8,7 @@ from aiohttp import web
 from prfaas.wire.engine import Announced, GiveCache, Started
 from prfaas.wire.prefill import PrefillOffer, PrefillRequest, is_whole_prefill
 from prfaas.wire.trace import read_trace
+from prfaas_worker.front.auth import COUNTED_AS
 from prfaas_worker.front.engine_client import EngineError
 from prfaas_worker.front.openai_bodies import read_body
 from prfaas_worker.front.serving import (
@@ -41,6 +42,7 @@ async def create(request: web.Request) -> web.StreamResponse:
             cache_salt=wanted.cache_salt,
             trace=read_trace(request.headers),
             places=read_places(request),
+            caller=request.get(COUNTED_AS, ""),
         )
         state.engine.send(message)
         offered = await call.expect(Announced)
