@@ -16,7 +16,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, NamedTuple, cast
 
 import msgspec
@@ -25,6 +24,7 @@ from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, L
 
 from prfaas.errors import ConfigError, RequestError
 from prfaas.telemetry.logs import line
+from prfaas.util import network_of
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +196,9 @@ class _Server(web.Server):
 
 
 def client_of(transport: asyncio.BaseTransport) -> str:
-    """Return the address that a connection comes from; of IPv6 the network, since a client has a whole one."""
+    """Return the address that a connection comes from, as `network_of`; empty if it has none."""
     name = transport.get_extra_info("peername")
-    if not isinstance(name, tuple):
-        return ""
-    host = cast(tuple[str, ...], name)[0]
-    address = ip_address(host.partition("%")[0])
-    return address.exploded[:19] if isinstance(address, IPv6Address) and address.ipv4_mapped is None else host
+    return network_of(cast(tuple[str, ...], name)[0]) if isinstance(name, tuple) else ""
 
 
 class _Connection(web.RequestHandler):

@@ -1,4 +1,5 @@
-"""Small mechanisms for every deployable: deadline, rate bucket, back-off, whole and watched files, logging once, JSON.
+"""Small mechanisms for every deployable: deadline, rate bucket, back-off, whole and watched files, logging once, JSON,
+and the networks of clients.
 
 None waits or decides: the caller does.
 """
@@ -9,6 +10,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterable
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -97,6 +99,12 @@ class Backoff:
 def retry_after_seconds(text: str | None) -> float:
     """Return the seconds of a Retry-After header, a million at most; one if it is missing or a date."""
     return min(float(text), 1e6) if text and text.isdecimal() else 1.0
+
+
+def network_of(host: str) -> str:
+    """Return the address of a client; of IPv6 the network, since a client has a whole one."""
+    address = ip_address(host.partition("%")[0])
+    return address.exploded[:19] if isinstance(address, IPv6Address) and address.ipv4_mapped is None else host
 
 
 def file_stamp(file: Path | os.DirEntry[str]) -> Stamp | None:

@@ -3,7 +3,7 @@
 A destination proves with its HELLO that it holds an open offer. Then frames leave as the engine puts them in, while
 later layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. A peer that is
 silent, gone or wrong costs one thread for a moment. A connection that begins with `GET` follows the engine's cache
-events, until it leaves.
+events, until it leaves. No buyer, and no address that proves nothing, has more than half of the connections.
 """
 
 import logging
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 
-from prfaas.errors import ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
-from prfaas.rights import TRANSFER
-from prfaas.util import Deadline
+from prfaas.errors import CapacityError, ConfigError, DamagedError, PeerError, ProtocolError, UnreachableError
+from prfaas.rights import COUNTED_PART, TRANSFER
+from prfaas.util import Deadline, network_of
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.kvevents import EVENTS_PATH
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
@@ -65,6 +65,36 @@ class LeaseClock:
         return self._unread.is_over
 
 
+class OpenConnections:
+    """The connections of a data port, at most so many, and the name that each counts under.
+
+    A connection counts for its address until it proves whose it is, by a certificate or, without TLS, by the token of
+    an offer. Then it counts for a buyer or another member by its name, or for nobody, whose name is empty: the hub and
+    the instance's own cluster may have all connections. Any thread may call.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self._lock = threading.Lock()
+        self._names: dict[object, str] = {}
+
+    def count(self, connection: object, name: str) -> None:
+        """Count a connection, a new one or an open one, under a name. Raises CapacityError, and changes nothing, if
+        there are too many others, in all or of this name."""
+        with self._lock:
+            others = [known for other, known in self._names.items() if other is not connection]
+            part = self._most // COUNTED_PART
+            if len(others) >= self._most:
+                raise CapacityError(f"{self._most} connections are open")
+            if name and others.count(name) >= part:
+                raise CapacityError(f"{part} connections of {name} are open")
+            self._names[connection] = name
+
+    def leave(self, connection: object) -> None:
+        with self._lock:
+            del self._names[connection]
+
+
 class DataPort:
     """Serves the data port from its own threads until the process ends. A destination may come `patience_seconds`
     before its transfer is announced. `catch_up` is called when it comes for an unknown one: then the engine hands over
@@ -85,7 +115,7 @@ class DataPort:
         self._offers = offers
         self._traffic = traffic
         self._followers = follow.Followers(events)
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._open = OpenConnections(MAX_CONNECTIONS)
         threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
     def _run(self) -> None:
@@ -101,8 +131,10 @@ class DataPort:
                 log.warning("data port: accepting failed: %s", error)
                 time.sleep(POLL_SECONDS)
                 continue
-            if not self._free.acquire(blocking=False):
-                log.warning("data port: %d connections are open, %s is refused", MAX_CONNECTIONS, address[0])
+            try:
+                self._open.count(sock, network_of(address[0]))
+            except CapacityError as error:
+                log.warning("data port: %s is refused: %s", address[0], error)
                 sock.close()
                 continue
             try:
@@ -110,11 +142,13 @@ class DataPort:
             except RuntimeError as error:  # no thread is left: this one must go on, which ends the leases
                 log.warning("data port: %s is refused: %s", address[0], error)
                 sock.close()
-                self._free.release()
+                self._open.leave(sock)
 
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
             with sock, closing(self._traffic.auth.accept(sock)) as stream:
+                if (name := self._traffic.auth.counted_as(stream)) is not None:
+                    self._open.count(sock, name)
                 patience, begun = patient(HELLO_SECONDS), bytearray(len(follow.GET))
                 stream.receive_into(begun, on_wait=patience)
                 if begun == follow.GET:
@@ -127,12 +161,14 @@ class DataPort:
             log.debug("data port: the connection of %s is over: %s", host, error)
         except PeerError as error:
             log.info("data port: transfer to %s ended: %s", host, error)
+        except CapacityError as error:
+            log.warning("data port: the connection of %s is closed: %s", host, error)
         except OSError as error:
             log.info("data port: connection of %s broke: %s", host, error)
         except Exception:  # a bug here must end this connection, and be seen
             log.exception("data port: connection of %s", host)
         finally:
-            self._free.release()
+            self._open.leave(sock)
 
     def _transfer(self, stream: DataStream, patience: OnWait, begun: bytes = b"") -> None:
         """Wait for a HELLO, or the rest of one, and serve the transfer to its end."""
@@ -153,6 +189,8 @@ class DataPort:
                 stream.send([message_frame(Kind.ABORT, address, Abort(str(error)))])
             raise
         try:
+            if stream.peer is None:
+                self._open.count(stream.socket, "")  # without TLS it can prove no more than this token
             self._deliver(stream, offer, hello)
         finally:
             self._offers.disconnect(offer, hello.connection)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from prfaas.errors import IdentityError, PrfaasError, ProtocolError
-from prfaas.rights import Identity, refusal
+from prfaas.rights import Identity, counted_as, refusal
 from prfaas.util import Deadline
 from prfaas_transfer.credentials import Contexts, PeerCredentials, explain
 from prfaas_transfer.net import DataStream, ProvenPeer, TlsChannel, TlsStream, plain, tune
@@ -121,6 +121,10 @@ class PeerAuth:
         """Check a connection, old or new. Raises IdentityError if its peer's certificate is no longer valid, or its
         peer may not use this endpoint."""
 
+    def counted_as(self, _stream: DataStream, /) -> str | None:
+        """Return the name under which a connection counts, as `prfaas.rights.counted_as`; None: it proved nothing."""
+        return None
+
     def is_reusable(self, _stream: DataStream, /) -> bool:
         """Return True if an older connection of ours may carry another transfer. After a change of our own credentials
         it may not: the peer may no longer trust the old ones."""
@@ -146,6 +150,9 @@ class TlsAuth(PeerAuth):
             reason := refusal(endpoint, self._prove(stream.peer), self._credentials.cluster)
         ):
             raise IdentityError(f"{endpoint}: {reason}")
+
+    def counted_as(self, stream: DataStream, /) -> str | None:
+        return None if stream.peer is None else counted_as(stream.peer.identity, self._credentials.cluster)
 
     def is_reusable(self, stream: DataStream, /) -> bool:
         if stream.peer is None or stream.peer.generation != self._credentials.now().files.generation:

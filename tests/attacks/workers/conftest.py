@@ -209,9 +209,12 @@ def call(
 
 def fetches(target: Target, shown: PeerCredentials | None) -> bool:
     """Ask for a cache that nobody offered, as a destination; return whether the answer is about the cache."""
-    if shown is None:
-        return False  # TLS has no handshake for it
-    connected = socket.create_connection((target.worker.host, WORKER_DATA_PORT), SECONDS)
+    # TLS has no handshake for who has no certificate.
+    return shown is not None and fetches_at((target.worker.host, WORKER_DATA_PORT), shown)
+
+
+def fetches_at(port: tuple[str, int], shown: PeerCredentials) -> bool:
+    connected = socket.create_connection(port, SECONDS)
     try:
         stream = connect_tls(connected, shown, SECONDS, "")
     except PeerError:

@@ -7,11 +7,21 @@ from contextlib import closing
 
 import pytest
 
+from prfaas.errors import CapacityError
 from prfaas.wire.engine import TransferSubject
 from prfaas.wire.frames import HEADER_BYTES, Address, Kind, parse_header
 from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, NO_PROGRESS_SECONDS, Abort, Hello, decode_message, message_frame
+from prfaas_transfer import data_port
 from prfaas_transfer.cache import CacheLayout
-from prfaas_transfer.data_port import LATE_SECONDS, POLL_SECONDS, DataPort, LeaseClock, await_announced, listen
+from prfaas_transfer.data_port import (
+    LATE_SECONDS,
+    POLL_SECONDS,
+    DataPort,
+    LeaseClock,
+    OpenConnections,
+    await_announced,
+    listen,
+)
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
 
@@ -139,6 +149,39 @@ def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(off
     assert "127.0.0.1 is refused: can't start new thread" in caplog.text
     announce(offers).lease.renew(0)
     eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease ends")
+
+
+def test_whoever_has_a_name_has_half_of_the_connections_and_who_has_none_all():
+    connections = OpenConnections(4)
+    connections.count(1, "buyer/a")
+    connections.count(2, "192.0.2.1")
+    connections.count(2, "buyer/a")  # it has proven who it is
+    connections.count(3, "192.0.2.1")
+    with pytest.raises(CapacityError, match="2 connections of buyer/a are open"):
+        connections.count(3, "buyer/a")
+    connections.leave(3)
+    connections.leave(1)
+    connections.count(2, "")
+    for number in (3, 4, 5):
+        connections.count(number, "")
+    with pytest.raises(CapacityError, match="4 connections are open"):
+        connections.count(6, "192.0.2.1")
+
+
+def test_without_tls_who_knows_a_token_leaves_the_part_of_its_address_to_others(offers, connect, monkeypatch):
+    """Many destinations may have the address of one gateway of their network."""
+    monkeypatch.setattr(data_port, "MAX_CONNECTIONS", 2)
+    announce(offers)
+    sock = connect(0.0)
+    sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
+    with sock.makefile("rb") as reader:
+        assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.WELCOME
+    with (
+        closing(socket.create_connection(sock.getpeername(), PATIENCE_SECONDS)) as other,
+        other.makefile("rb") as reader,
+    ):
+        other.sendall(message_frame(Kind.HELLO, Address("b" * 32, 7), Hello(token="token")))
+        assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.ABORT
 
 
 def test_after_a_late_round_no_lease_ends_until_signs_of_life_were_read():
