@@ -224,7 +224,8 @@ ODD_EVENT: Final = [
 def stream(number: int, rng: random.Random) -> Input:
     messages, choices, shows_ids = [{"role": "user", "content": "x"}], rng.choice((1, 1, 2)), rng.random() < 0.3
     asked = {"messages": messages, "n": choices, "stream": True, "max_tokens": 99, "return_token_ids": shows_ids}
-    sent = json.dumps({"model": "m", **asked}).encode()
+    # Each is another request: one whose stream broke twice is refused for a minute.
+    sent = json.dumps({"model": "m", "user": str(number), **asked}).encode()
     raw = request("/v1/chat/completions", sent, JSON, f"{headers.REQUEST_ID}: {REQUEST_ID}{number}")
     return Input(number, "stream", rng.choice(("drawn", "resumed")), raw, changed(rng, STREAMS, ODD_EVENT))
 

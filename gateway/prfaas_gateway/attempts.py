@@ -16,7 +16,7 @@ from aiohttp import web
 from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
-from prfaas.routing.quarantine import LOSSES
+from prfaas.routing.quarantine import LOSSES, PROBATION_SECONDS, QUARANTINE_SECONDS
 from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
@@ -32,6 +32,7 @@ from prfaas_gateway.openai import (
     LateError,
     QuarantinedError,
     SaturatedError,
+    error_event,
     model_not_found,
     read_error,
     read_usage,
@@ -142,6 +143,7 @@ class Attempts:
                 answer = await self._parts.engines.open(request, attempt)
             finally:
                 progress.transfer_id = attempt.transfer_id or progress.transfer_id
+            begun_seconds = self._state.clock()
             try:
                 load.prefill_done(streams=is_stream(answer))
                 progress.note_transfer(answer)
@@ -159,7 +161,10 @@ class Attempts:
                 await progress.stream.relay(answer, self._limits)
                 return progress.stream.response
             except BrokenOffError as error:
-                raise LegFailedError(str(error), leg="decode", eject=True) from error
+                is_early = self._state.clock() - begun_seconds < PROBATION_SECONDS
+                # After a failed prefill leg the gateway itself may have cut the answer off.
+                is_loss = error.is_closed and is_early and lost_prefill(answer) is None
+                raise LegFailedError(str(error), leg="decode", eject=True, is_loss=is_loss) from error
             finally:
                 if not is_noted:
                     self._note_lost_prefill(request, progress, route, answer)
@@ -199,7 +204,11 @@ class Attempts:
                 progress.outcome = "resumed"
                 return response
         progress.outcome, progress.reason = "failed", str(failure)
-        await stream.break_off(str(failure))
+        if len(progress.lost) >= LOSSES:
+            refused = QuarantinedError(QUARANTINE_SECONDS, of_client=False)
+            await stream.end_in_error(error_event(request.path, str(refused), refused.code))
+        else:
+            await stream.break_off(str(failure))
         return stream.response
 
     def _note_resumed(self, progress: Progress, stream: AnswerStream, route: Route, answer: Answer) -> None:

@@ -196,7 +196,7 @@ class Progress:
     refused: set[str] = field(default_factory=set[str])
     """Instances that cannot serve it, or refuse to resume its stream."""
     lost: list[str] = field(default_factory=list[str])
-    """Instances that got the request, and closed their connections without giving anything for it."""
+    """Instances that got the request, and closed their connections before its answer began or soon after."""
     had_last_resort: bool = False
     """Whether it was given an ejected instance since no other could serve it: once, and no wait follows."""
     stream: AnswerStream | None = None

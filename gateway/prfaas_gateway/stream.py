@@ -17,7 +17,7 @@ from prfaas.errors import BadInputError
 from prfaas.http_server import STREAM_HEADERS
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.openai import DONE, UsedTokens, error_event, find_usage, read_usage, relayed_headers
-from prfaas_gateway.upstream import Answer
+from prfaas_gateway.upstream import Answer, is_lost
 
 EVENT_STREAM: Final = "text/event-stream"
 EVENT_END: Final = b"\n\n"
@@ -35,7 +35,14 @@ class ClientGoneError(Exception):
 
 
 class BrokenOffError(Exception):
-    """The worker died in the middle of its answer; the client has no error yet."""
+    """The worker died in the middle of its answer; the client has no error yet.
+
+    `is_closed` is True if the worker ended it, False if it fell silent or wrote what nobody can read.
+    """
+
+    def __init__(self, message: str, *, is_closed: bool):
+        super().__init__(message)
+        self.is_closed = is_closed
 
 
 class ResumeLog(Protocol):
@@ -197,9 +204,11 @@ class AnswerStream:
                 raise
             if log is None or not log.is_whole:
                 reason = f"the worker's stream broke off: {type(error).__name__} {error}".rstrip()
-                raise BrokenOffError(reason) from error
+                is_closed = is_lost(error) and not isinstance(error, BadInputError)
+                raise BrokenOffError(reason, is_closed=is_closed) from error
         if log is not None and not log.is_whole:
-            raise BrokenOffError("the worker's stream ended before the answer was whole")
+            # Also by the error of a front whose engine died.
+            raise BrokenOffError("the worker's stream ended before the answer was whole", is_closed=True)
 
 
 STARTED: Final = web.RequestKey("started", AnswerStream)

@@ -121,7 +121,7 @@ class Upstream:
             # The class itself is our timer. aiohttp's own are subclasses: nobody answered the connection.
             if type(error) is TimeoutError:
                 raise TimeoutError(f"{url} did not answer within {self._limits.first_byte_seconds:g} s") from error
-            raise (LostError if _is_lost(error) else UnreachableError)(
+            raise (LostError if is_lost(error) else UnreachableError)(
                 f"{url}: {type(error).__name__}: {error}"
             ) from error
         finally:
@@ -209,9 +209,9 @@ def worker_socket(address: Any) -> socket.socket:
     return made
 
 
-def _is_lost(error: Exception) -> bool:
+def is_lost(error: Exception) -> bool:
     """Return whether a worker got the request and then closed its connection: it may have died of the request."""
-    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+    if isinstance(error, (aiohttp.ClientConnectorError, TimeoutError)):
         return False
     return not (isinstance(error, OSError) and error.errno in _VANISHED)
 

@@ -1,8 +1,12 @@
 """Keeps a request that may kill engines from the others: it is sent to no third one.
 
 An engine that dies takes the connections of all its requests with it, and a router that sends them again would kill one
-engine after the other, if one of them was the cause. One loss says nothing. A request that lost two connections before
-it got anything is refused, and for a minute so is each request with the same digest: clients repeat what failed.
+engine after the other, if one of them was the cause. One loss says nothing. A request that lost two connections is
+refused, and for a minute so is each request with the same digest: clients repeat what failed.
+
+A request may also kill by its second token. So a stream that its engine ended counts, too, if it was served there for
+less than PROBATION_SECONDS. Who was served for longer got what the engine is for: that two engines of a long stream die
+says nothing of it.
 
 A client can send the same again with one letter more. So a client of a key whose requests are refused at two times
 within a minute is refused as a whole for a minute. What it loses within five seconds is one loss: a node that fails
@@ -18,6 +22,9 @@ from typing import Any, Final
 
 LOSSES: Final = 2
 """Connections that one request may lose."""
+PROBATION_SECONDS: Final = 4.0
+"""For how long after an answer began its engine may have died of it. A connection to a node that fell silent ends
+later, and so never counts."""
 CLIENT_LOSSES: Final = 2
 """How often requests of one client may be refused within QUARANTINE_SECONDS."""
 SAME_LOSS_SECONDS: Final = 5.0

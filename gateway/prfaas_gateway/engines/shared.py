@@ -69,21 +69,32 @@ class _Tool(msgspec.Struct):
 class LegFailedError(PeerError):
     """A leg failed before any byte of the answer was relayed, so the request may be retried at another instance.
 
-    `eject` is False for an instance that is only full, `refuses` is True for one that would refuse the request again.
-    The client gets the worker's error `answer` if no other instance can serve.
+    `eject` is False for an instance that is only full, `refuses` is True for one that would refuse the request again,
+    `is_loss` for a stream of which its engine may have died. The client gets the worker's error `answer` if no other
+    instance can serve.
     """
 
-    def __init__(self, message: str, *, leg: LegName, eject: bool, answer: Answer | None = None, refuses: bool = False):
+    def __init__(
+        self,
+        message: str,
+        *,
+        leg: LegName,
+        eject: bool,
+        answer: Answer | None = None,
+        refuses: bool = False,
+        is_loss: bool = False,
+    ):
         super().__init__(message)
         self.leg: LegName = leg
         self.eject = eject
         self.answer = answer
         self.refuses = refuses
+        self._is_loss = is_loss
 
     @property
     def lost_connection(self) -> bool:
         """Whether the engine may have died of the request."""
-        return isinstance(self.__cause__, LostError)
+        return self._is_loss or isinstance(self.__cause__, LostError)
 
 
 @dataclass(slots=True)
@@ -277,7 +288,7 @@ def check_begun(answer: Answer, *, with_prefill: bool) -> Answer:
     answer.close()
     if with_prefill:
         raise LegFailedError("the decode instance could not use the cache", leg="prefill", eject=False, answer=answer)
-    raise LegFailedError("the instance's stream began with an error", leg="decode", eject=True)
+    raise LegFailedError("the instance's stream began with an error", leg="decode", eject=True, is_loss=True)
 
 
 def with_fields(fields: Fields, added: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -11,13 +12,15 @@ import pytest
 from aiohttp import web
 from tests.tables import make_instance
 from tests.unit.gateway.conftest import QUICK, Answered
+from tests.unit.gateway.speaker import BODY, WHOLE, Speaker, read, speak, stream_of
 
-from prfaas.errors import LostError, UnreachableError
+from prfaas.errors import BadInputError, LostError, UnreachableError
 from prfaas.routing import quarantine
-from prfaas.routing.quarantine import QUARANTINE_SECONDS, SAME_LOSS_SECONDS
+from prfaas.routing.quarantine import PROBATION_SECONDS, QUARANTINE_SECONDS, SAME_LOSS_SECONDS
 from prfaas.wire import headers
 from prfaas_gateway import attempts
 from prfaas_gateway.limits import Limits
+from prfaas_gateway.stream import AnswerStream, BrokenOffError
 from prfaas_gateway.upstream import Upstream
 
 ENGINES = ("d0", "d1", "d2", "d3")
@@ -26,6 +29,8 @@ KEY = "sk-mallory-0123456789abcdef"
 BEARER = {"Authorization": f"Bearer {KEY}"}
 NO_SECOND_TRY = QUICK._replace(eject_seconds=30, eject_max_seconds=30)
 """An engine that died is not tried again at once."""
+FAILED = b'data: {"error": {"message": "the engine ended", "type": "server_error", "code": "engine_failed"}}\n\n'
+"""The last words of a front whose engine died."""
 
 
 def body(word: str, **fields: Any) -> bytes:
@@ -166,3 +171,90 @@ async def test_control_without_the_quarantine_it_kills_them_all(world, monkeypat
     deaths = await start(world, at_once)
     await world.post(body(MARK))
     assert set(deaths) == set(ENGINES)
+
+
+# Of streams
+
+
+class Deadly(Speaker):
+    """All engines: so many of them die behind the first event of a stream, once each may."""
+
+    def __init__(self, *death: Any, deaths: int = 1000):
+        super().__init__(None, *death)
+        self.may_die = asyncio.Semaphore(1000)
+        self._left = deaths
+
+    async def __call__(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        self._left -= 1
+        self.dies_at = speak(stream_of(body)).index(b"\n\n") + 2 if self._left >= 0 else None
+        return await super().__call__(request, body)
+
+    async def _die(self, request: web.Request, response: web.StreamResponse) -> None:
+        await self.may_die.acquire()
+        await super()._die(request, response)
+
+
+async def start_streams(world, deadly: Deadly) -> None:
+    await world.start(*ENGINES, limits=NO_SECOND_TRY._replace(recover_seconds=0.3))
+    for worker in world.workers.values():
+        worker.reply = deadly
+
+
+def end_of(stream: bytes) -> str:
+    """Return the code of the error that a stream ends with."""
+    event = stream.removesuffix(b"\n\n").rpartition(b"\n\n")[2]
+    return json.loads(event.removeprefix(b"data: "))["error"]["code"]
+
+
+@pytest.mark.parametrize("death", [("resets",), ("ends", FAILED)], ids=["it closes", "its front says so"])
+async def test_what_kills_at_token_2_kills_two_and_no_third_one(world, death):
+    deadly = Deadly(*death)
+    await start_streams(world, deadly)
+    got = await world.post(BODY)
+    assert (got.status, end_of(got.body), len(deadly.streams)) == (200, "request_quarantined", 2)
+    again = await world.post(BODY)
+    assert (again.status, again.json["error"]["code"], len(deadly.streams)) == (503, "request_quarantined", 2)
+
+
+async def test_control_where_losses_of_streams_do_not_count_it_kills_them_all(world, monkeypatch):
+    monkeypatch.setattr(attempts, "PROBATION_SECONDS", 0.0)
+    deadly = Deadly("resets")
+    await start_streams(world, deadly)
+    assert end_of((await world.post(BODY)).body) == "stream_broken"
+    assert len(deadly.streams) == len(ENGINES)
+
+
+async def test_a_stream_that_was_served_for_long_survives_two_engines(world):
+    deadly = Deadly("resets", deaths=2)
+    deadly.may_die = asyncio.Semaphore(0)
+    await start_streams(world, deadly)
+    async with world.client.post(world.url + "/v1/chat/completions", data=BODY) as answer:
+        got, clock = b"", world.state.clock
+        for number in (1, 2):
+            sent = got.count(b"\n\n")
+            while got.count(b"\n\n") == sent:
+                got += await answer.content.readany()
+            world.state.clock = lambda number=number: clock() + number * PROBATION_SECONDS
+            deadly.may_die.release()
+        got += await answer.content.read()
+    assert (read(got), len(deadly.streams)) == (WHOLE, 3)
+
+
+@pytest.mark.parametrize(
+    ("ended", "is_closed"),
+    [
+        (TimeoutError("it fell silent"), False),
+        (BadInputError("no event"), False),
+        (aiohttp.ClientOSError(errno.ETIMEDOUT, "timed out"), False),
+        (ConnectionResetError(), True),
+        (aiohttp.ClientPayloadError("the response is not whole"), True),
+    ],
+)
+async def test_a_stream_that_fell_silent_or_is_nonsense_is_no_loss(ended, is_closed):
+    async def fail() -> bytes:
+        raise ended
+
+    stream = AnswerStream(SimpleNamespace(path="/v1/completions"), SimpleNamespace(write=None), None)
+    with pytest.raises(BrokenOffError) as found:
+        await stream.relay(SimpleNamespace(read=fail), Limits())
+    assert found.value.is_closed == is_closed

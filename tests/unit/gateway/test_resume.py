@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.wire import headers
-from prfaas_gateway import state
+from prfaas_gateway import attempts, state
 from prfaas_gateway.openai import DONE
 
 from .conftest import QUICK
@@ -20,6 +20,12 @@ PATIENT = QUICK._replace(recover_seconds=20)
 """For streams that continue: a machine that stands still for a moment breaks none."""
 SOON = QUICK._replace(recover_seconds=0.3)
 """For those that cannot."""
+
+
+@pytest.fixture
+def served_for_long(monkeypatch) -> None:
+    """Each worker served its streams for long before it died: none of them is taken for the cause."""
+    monkeypatch.setattr(attempts, "PROBATION_SECONDS", 0.0)
 
 
 async def begun_on(world, first: str, *others: str, limits=PATIENT) -> None:
@@ -136,6 +142,7 @@ async def test_a_worker_that_falls_silent_is_left_for_another(world):
     await world.workers["d0"].wait_aborted()
 
 
+@pytest.mark.usefixtures("served_for_long")
 async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_is_back(world):
     await begun_on(world, "d0", "d1")
     second = Speaker(LENGTH // 3)
@@ -236,6 +243,7 @@ async def test_the_client_sees_an_error_only_if_every_worker_would_have_it(world
         assert not world.workers["d1"].seen
 
 
+@pytest.mark.usefixtures("served_for_long")
 async def test_a_collapse_costs_no_more_retries_than_the_budget_has(world, monkeypatch):
     monkeypatch.setattr(state, "SAVED_RETRIES", 1.0)
     monkeypatch.setattr(state, "RETRIES_PER_SECOND", 0.0)

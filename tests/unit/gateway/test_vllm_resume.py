@@ -14,6 +14,7 @@ from aiohttp import web
 from tests.waiting import eventually_async
 
 from prfaas.errors import BadInputError
+from prfaas_gateway import attempts
 from prfaas_gateway.engines.token_log import DrawnLog, TokenLog, can_resume
 from prfaas_gateway.engines.vllm_resume import AnswerWriter, SentAnswer, stops_of
 from prfaas_gateway.openai import DONE
@@ -282,7 +283,8 @@ class Dying(Vllm):
 
 
 @pytest.mark.parametrize("name", ["completion", "stopped", "counted chat"])
-async def test_a_stream_continues_after_a_second_and_a_third_break(world, name):
+async def test_a_stream_continues_after_a_second_and_a_third_break(world, name, monkeypatch):
+    monkeypatch.setattr(attempts, "PROBATION_SECONDS", 0.0)  # as if each instance had served it for long
     await start(world)
     fields = REQUESTS[name]
     whole, _ = await undisturbed(world, fields)
