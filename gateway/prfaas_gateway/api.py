@@ -14,11 +14,20 @@ from prfaas.errors import UNREADABLE, RequestError
 from prfaas.kvindex import canonical
 from prfaas.kvindex.canonical import Canonical
 from prfaas.wire.routes import RoutingTable
+from prfaas_gateway.openai import RESPONSES_PATH
 
 USUAL_ANSWER_TOKENS: Final = 256
 """Of an answer whose request names no limit."""
 MAX_ANSWER_TOKENS: Final = 1 << 20
 """No model's context holds more, so more is no intention: such a debt would last for years."""
+TOKEN_BYTES: Final = 2048
+"""Of a token in an answer: some 300 with the event around it, twice as many with long names."""
+LOGPROB_BYTES: Final = 256
+"""Of each of its log probabilities: some 100."""
+PROMPT_BYTES: Final = 64
+"""Of a byte of the body: an answer may repeat the prompt, and each instance that continues it names the ids again."""
+FRAME_BYTES: Final = 1 << 20
+"""Of all events without a token: the first and last ones, and signs of life."""
 
 
 class ApiRoute(NamedTuple):
@@ -70,11 +79,27 @@ class Answers(NamedTuple):
 
 def read_answers(route: ApiRoute, fields: Mapping[str, msgspec.Raw], prompts: int) -> Answers:
     """Return the answers that the fields of a body ask for, to so many prompts; an engine refuses what is no number."""
-    each = max(_count(fields, "max_completion_tokens"), _count(fields, route.answer_limit)) or USUAL_ANSWER_TOKENS
-    each = min(each, MAX_ANSWER_TOKENS)
+    each = _limit_tokens(route, fields) or USUAL_ANSWER_TOKENS
     returned = prompts * (_count(fields, "n") or 1)
     computed = max(returned, prompts * (_count(fields, "best_of") or 1))
     return Answers(each * computed, computed, returned)
+
+
+def most_bytes(route: ApiRoute, fields: Mapping[str, msgspec.Raw], prompts: int, body_bytes: int) -> int:
+    """Return how many bytes an engine's answer may have: several times what all that the body asks for takes."""
+    # An answer of the Responses API has several turns where the server has tools, and the limit is that of each.
+    each = 0 if route.path == RESPONSES_PATH else _limit_tokens(route, fields)
+    answers = max(1, _count(fields, "n"), _count(fields, "best_of"))
+    logprobs = max(_count(fields, name) for name in ("logprobs", "top_logprobs", "prompt_logprobs"))
+    scores_bytes = logprobs * LOGPROB_BYTES
+    new_bytes = prompts * (each or MAX_ANSWER_TOKENS) * (TOKEN_BYTES + scores_bytes)
+    return FRAME_BYTES + answers * (new_bytes + body_bytes * (PROMPT_BYTES + scores_bytes))
+
+
+def _limit_tokens(route: ApiRoute, fields: Mapping[str, msgspec.Raw]) -> int:
+    """Return the most tokens of one answer; 0: the body does not limit it."""
+    named = max(_count(fields, "max_completion_tokens"), _count(fields, route.answer_limit))
+    return min(named, MAX_ANSWER_TOKENS)
 
 
 def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int:

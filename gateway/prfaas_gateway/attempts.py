@@ -21,10 +21,10 @@ from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas.wire.trace import write_parts
-from prfaas_gateway.api import not_served_by
+from prfaas_gateway.api import most_bytes, not_served_by
 from prfaas_gateway.auth import Auth
 from prfaas_gateway.dashboard import RequestHistory
-from prfaas_gateway.engines.shared import Attempt, EngineProtocol, LegFailedError, lost_prefill
+from prfaas_gateway.engines.shared import Attempt, EngineProtocol, LegFailedError, lost_prefill, prompts
 from prfaas_gateway.kv.manager import KvManager
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.metrics import GatewayMetrics, RequestOutcome
@@ -152,7 +152,8 @@ class Attempts:
                     self._learn(request, progress, attempt, answer)
                     progress.outcome = _outcome_of(answer.status, progress.fell_back)
                     added = _added_headers(progress, route, answer.status)
-                    begun = await begin_answer(http, answer, added, attempt.log)
+                    most = _most_bytes(request) if answer.body is None else 0
+                    begun = await begin_answer(http, answer, added, attempt.log, most)
                     if isinstance(begun, web.Response):
                         return begun
                     progress.stream = begun
@@ -351,6 +352,10 @@ def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None
     charge.settle(usage.prompt_tokens or 0)
     if usage.answer_tokens is not None:
         charge.settle_answers(usage.answer_tokens)
+
+
+def _most_bytes(request: GatewayRequest) -> int:
+    return most_bytes(request.api, request.fields, prompts(request.fields) or 1, len(request.received))
 
 
 def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:

@@ -7,7 +7,7 @@ keeps what another worker needs to continue.
 
 import asyncio
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, NoReturn, Protocol, Self
 
 import aiohttp
 from aiohttp import web
@@ -21,6 +21,8 @@ from prfaas_gateway.upstream import Answer, is_lost
 
 EVENT_STREAM: Final = "text/event-stream"
 EVENT_END: Final = b"\n\n"
+EVENT_BYTES: Final = 256
+"""What an event counts besides its bytes, so that many small ones are bounded, too."""
 CODE_BROKEN: Final = "stream_broken"
 MAX_LINE_BYTES: Final = 4 << 20
 """The longest line that is kept for what it may say of the usage."""
@@ -58,7 +60,7 @@ class ResumeLog(Protocol):
     error_event: bytes
     """The last error event that a worker ended with."""
     is_refused: bool
-    """True if the last dead worker ended with an error that every worker would answer."""
+    """True if the last dead worker ended with an error that every worker would answer, or sent too much."""
 
     def take(self, piece: bytes) -> bytes:
         """Add a piece from the worker; return the events to send to the client now. Raises BadInputError."""
@@ -106,15 +108,17 @@ class ResumeLog(Protocol):
 class AnswerStream:
     """The answer to one client while it is streamed.
 
-    `response` is prepared; `log` is None if no worker could resume the answer.
+    `response` is prepared; `log` is None if no worker could resume the answer. All its workers together may send
+    `most_bytes`.
     """
 
-    def __init__(self, http: web.Request, response: web.StreamResponse, log: "ResumeLog | None"):
+    def __init__(self, http: web.Request, response: web.StreamResponse, log: "ResumeLog | None", most_bytes: int):
         self.http = http
         self.response = response
         self.log = log
         self._tail = AnswerTail()
         self._events = 0
+        self._left_bytes = most_bytes
 
     @property
     def usage(self) -> UsedTokens:
@@ -185,6 +189,11 @@ class AnswerStream:
         try:
             async with StallTimer(stall_seconds) as timer:
                 while piece := await read():
+                    events = piece.count(EVENT_END)
+                    self._events += events
+                    self._left_bytes -= len(piece) + EVENT_BYTES * events
+                    if self._left_bytes < 0:
+                        self._refuse_more()
                     if log is not None and not (piece := log.take(piece)):
                         timer.moved(stall_seconds)
                         continue
@@ -192,7 +201,6 @@ class AnswerStream:
                     timer.moved(limits.idle_seconds)
                     # Before the write: a deadline may end it when the bytes are under way already.
                     self._tail.add(piece)
-                    self._events += piece.count(EVENT_END)
                     await write(piece)
                     awaiting_worker = True
                     timer.limit_seconds = stall_seconds
@@ -210,17 +218,24 @@ class AnswerStream:
             # Also by the error of a front whose engine died.
             raise BrokenOffError("the worker's stream ended before the answer was whole", is_closed=True)
 
+    def _refuse_more(self) -> NoReturn:
+        """Raise BadInputError for a worker that does not end. No other one continues what is too long already."""
+        if self.log is not None:
+            self.log.is_refused = True
+        raise BadInputError("the answer is several times longer than what was asked for")
+
 
 STARTED: Final = web.RequestKey("started", AnswerStream)
 """The streamed answer of a request, after its headers were sent."""
 
 
 async def begin_answer(
-    http: web.Request, answer: Answer, added: dict[str, str], log: ResumeLog | None
+    http: web.Request, answer: Answer, added: dict[str, str], log: ResumeLog | None, most_bytes: int
 ) -> AnswerStream | web.Response:
     """Start the client's answer with our headers `added` (lower-case names); return an answer that is already complete.
 
-    `log` is that of a stream that could continue. Raises ClientGoneError if the client left.
+    `log` is that of a stream that could continue, `most_bytes` bounds one that is not complete. Raises ClientGoneError
+    if the client left.
     """
     kept = relayed_headers(answer.headers, added)
     if answer.body is not None:
@@ -232,7 +247,7 @@ async def begin_answer(
     # So a client sees that an answer was cut: of an announced length, fewer bytes are an error.
     if length := answer.headers.get("Content-Length"):
         response.content_length = int(length)
-    stream = http[STARTED] = AnswerStream(http, response, log if streams else None)
+    stream = http[STARTED] = AnswerStream(http, response, log if streams else None, most_bytes)
     try:
         await response.prepare(http)
     except (OSError, aiohttp.ClientError) as error:

@@ -254,7 +254,7 @@ async def test_a_stream_that_fell_silent_or_is_nonsense_is_no_loss(ended, is_clo
     async def fail() -> bytes:
         raise ended
 
-    stream = AnswerStream(SimpleNamespace(path="/v1/completions"), SimpleNamespace(write=None), None)
+    stream = AnswerStream(SimpleNamespace(path="/v1/completions"), SimpleNamespace(write=None), None, 0)
     with pytest.raises(BrokenOffError) as found:
         await stream.relay(SimpleNamespace(read=fail), Limits())
     assert found.value.is_closed == is_closed

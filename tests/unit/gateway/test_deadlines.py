@@ -99,7 +99,7 @@ class Pieces:
 @pytest.mark.parametrize(("sent", "end"), [(b'data: {"half', b"\n\n"), (b"data: 1\n", b"\n"), (b"data: 1\n\n", b"")])
 async def test_an_event_that_the_deadline_cuts_in_its_write_gets_its_end(sent: bytes, end: bytes):
     response = UnreadResponse()
-    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=None), response, None)
+    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=None), response, None, 1000)
     relaying = asyncio.create_task(answer.relay(Pieces(sent), Limits()))
     await eventually_async(lambda: response.sent == sent, "the write has begun")
     relaying.cancel()
@@ -113,7 +113,7 @@ async def test_an_event_that_the_deadline_cuts_in_its_write_gets_its_end(sent: b
 async def test_a_client_that_does_not_read_the_end_is_given_up_with_its_connection(monkeypatch, way: str):
     monkeypatch.setattr(stream, "END_SECONDS", 0.05)
     response, connection = UnreadResponse(), Connection()
-    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=connection), response, None)
+    answer = AnswerStream(SimpleNamespace(path="/v1/completions", transport=connection), response, None, 1000)
     with pytest.raises(ClientGoneError):
         await (answer.relay(Pieces(b""), Limits()) if way == "relay" else answer.end_in_error(b"data: late\n\n"))
     assert connection.is_aborted

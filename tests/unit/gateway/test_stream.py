@@ -60,7 +60,7 @@ def test_a_count_of_zero_is_known_and_a_missing_one_is_not(path, events, wanted)
 @pytest.mark.parametrize("count", [0, 5, None])
 def test_a_stream_without_a_count_has_as_many_tokens_as_events(count):
     usage = {} if count is None else {"usage": {"completion_tokens": count}}
-    answer = AnswerStream(Mock(path="/v1/completions"), Mock(content_type=EVENT_STREAM), None)
+    answer = AnswerStream(Mock(path="/v1/completions"), Mock(content_type=EVENT_STREAM), None, 0)
     answer._tail.add(b"data: " + json.dumps(usage).encode() + b"\n\n")
     answer._events = 2
     assert answer.usage == UsedTokens(None, 2 if count is None else count)
