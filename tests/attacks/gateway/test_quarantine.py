@@ -79,6 +79,20 @@ async def test_it_kills_two_and_no_third_one(world, dies):
     assert (await world.post(body("harmless"))).status == 200
 
 
+async def in_its_first_event(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(FAILED)
+    return response
+
+
+async def test_what_kills_the_engine_behind_a_front_kills_two_and_no_third_one(world):
+    deaths = await start(world, in_its_first_event)
+    world.change_instances(engine="vllm-nixl")
+    got = await world.post(body(MARK))
+    assert (got.status, got.json["error"]["code"], len(deaths)) == (503, "request_quarantined", 2)
+
+
 async def test_it_may_come_back_after_a_minute(world):
     deaths = await start(world, at_once)
     await world.post(body(MARK))
