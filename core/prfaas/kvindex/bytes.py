@@ -9,7 +9,6 @@ on the hashes of `blocks`.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Final
 
 import xxhash
@@ -33,10 +32,14 @@ def chained(seed: int, data: bytes, block_bytes: int) -> list[int]:
     return hashes
 
 
-@cache
-def token_seed() -> int:
-    """Return the seed of chains over token ids of foreign engines, whose own names cannot be computed here."""
-    return xxhash.xxh3_64_intdigest(TOKEN_ROOT)
+def token_root(salt: str) -> bytes:
+    """Return the root of chains over token ids of foreign engines, whose own names cannot be computed here."""
+    return TOKEN_ROOT + salt.encode()
+
+
+def token_seed(salt: str) -> int:
+    """Return the seed of these chains."""
+    return xxhash.xxh3_64_intdigest(token_root(salt))
 
 
 def block_ends(hashes: Sequence[int]) -> range:

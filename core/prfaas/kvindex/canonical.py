@@ -39,7 +39,7 @@ class Canonical(NamedTuple):
     root: bytes
     data: bytes
     texts: tuple[Text, ...] | None
-    is_salted: bool = False
+    salt: str = ""
 
 
 class _Completion(msgspec.Struct, frozen=True):
@@ -108,12 +108,12 @@ def canonical_completion(body: Mapping[str, Any]) -> Canonical | None:
     if isinstance(prompt, str):
         data = prompt.encode()
         text = Text(0, data, b"")
-        return Canonical(_root("text", parsed.model, parsed.cache_salt), data, (text,), bool(parsed.cache_salt))
+        return Canonical(_root("text", parsed.model, parsed.cache_salt), data, (text,), parsed.cache_salt or "")
     try:
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in msgspec.convert(prompt, list[int]))
     except (msgspec.ValidationError, OverflowError):
         return None
-    return Canonical(_root("tokens", parsed.model, parsed.cache_salt), data, None, bool(parsed.cache_salt))
+    return Canonical(_root("tokens", parsed.model, parsed.cache_salt), data, None, parsed.cache_salt or "")
 
 
 def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
@@ -143,7 +143,7 @@ def canonical_chat(body: Mapping[str, Any]) -> Canonical | None:
         lines += head, content, b"]\n"
         at += len(head) + len(content) + 2
     root = _root("chat", parsed.model, parsed.cache_salt)
-    return Canonical(root, b"".join(lines), tuple(texts), bool(parsed.cache_salt))
+    return Canonical(root, b"".join(lines), tuple(texts), parsed.cache_salt or "")
 
 
 def canonical_response(body: Mapping[str, Any]) -> Canonical | None:
@@ -160,9 +160,8 @@ def canonical_response(body: Mapping[str, Any]) -> Canonical | None:
         parsed.previous_response_id,
     ]
     items = [parsed.input] if isinstance(parsed.input, str) else parsed.input
-    return _in_lines(
-        _root("response", parsed.model, parsed.cache_salt), before, items, is_salted=bool(parsed.cache_salt)
-    )
+    root = _root("response", parsed.model, parsed.cache_salt)
+    return _in_lines(root, before, items, parsed.cache_salt or "")
 
 
 def canonical_messages(body: Mapping[str, Any]) -> Canonical | None:
@@ -173,14 +172,14 @@ def canonical_messages(body: Mapping[str, Any]) -> Canonical | None:
         return None
     before = [parsed.tools, parsed.system, parsed.thinking, parsed.output_config, parsed.chat_template_kwargs]
     root = _root("messages", parsed.model, parsed.cache_salt)
-    return _in_lines(root, before, parsed.messages, is_salted=bool(parsed.cache_salt))
+    return _in_lines(root, before, parsed.messages, parsed.cache_salt or "")
 
 
-def _in_lines(root: bytes, before: Any, items: Sequence[Any], *, is_salted: bool) -> Canonical | None:
+def _in_lines(root: bytes, before: Any, items: Sequence[Any], salt: str) -> Canonical | None:
     if len(items) > MAX_ITEMS:
         return None
     data = b"\n".join(map(_SORTED.encode, (before, *items)))
-    return Canonical(root, data, (), is_salted)
+    return Canonical(root, data, (), salt)
 
 
 def tokens_before(

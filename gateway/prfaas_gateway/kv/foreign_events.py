@@ -240,8 +240,8 @@ class ForeignEvents(CacheEvents):
     A prompt of token ids is found by a chain over blocks of the engine's size. The chain is computed here once for each
     block and stored as the byte map.
 
-    Blocks with extra keys (a cache salt, images) or of an adapter are left out with their descendants: other prompts
-    with the same tokens cannot use them.
+    A chain begins with the prompt's salt. Blocks with other extra keys (images) or of an adapter are left out with
+    their descendants: other prompts with the same tokens cannot use them.
     """
 
     def __init__(self, index: InstanceIndex):
@@ -284,7 +284,8 @@ class ForeignEvents(CacheEvents):
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
         # Some engines send only the names of blocks in other mediums, which is enough for known blocks.
         has_tokens = len(event.token_ids) == size * len(event.block_hashes)
-        if not has_tokens or _is_apart(event) or (parent is not None and self._index.tree.find(parent) == NONE):
+        salt = _salt_of(event)
+        if not has_tokens or salt is None or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):
                 self._note(keys, medium, is_state=False)
                 yield
@@ -292,12 +293,12 @@ class ForeignEvents(CacheEvents):
         at = 0
         for keys in portions_of(event.block_hashes):
             self._index.tree.store(keys, parent, False, medium)
-            self._learn_tokens(keys, parent, event.token_ids[at * size : (at + len(keys)) * size])
+            self._learn_tokens(keys, parent, event.token_ids[at * size : (at + len(keys)) * size], salt)
             parent, at = keys[-1], at + len(keys)
             yield
 
-    def _learn_tokens(self, keys: list[int], parent: int | None, token_ids: list[int]) -> None:
-        """Map prompts of token ids to blocks that were stored behind `parent`."""
+    def _learn_tokens(self, keys: list[int], parent: int | None, token_ids: list[int], salt: str) -> None:
+        """Map prompts of token ids to blocks that were stored behind `parent`, the first ones under this salt."""
         find, chains = self._index.tree.find, self._chains
         behind = NONE if parent is None else find(parent)
         if parent is not None and behind == NONE:
@@ -307,7 +308,7 @@ class ForeignEvents(CacheEvents):
         except struct.error as error:
             raise ProtocolError(f"a stored block has an invalid token id: {error}") from error
         size = self._index.block_tokens
-        hashes = chained(token_seed() if parent is None else chains[behind], data, TOKEN_BYTES * size)
+        hashes = chained(token_seed(salt) if parent is None else chains[behind], data, TOKEN_BYTES * size)
         numbers = [find(key) for key in keys]
         room = numbers.index(NONE) if NONE in numbers else len(numbers)
         chains.extend([0] * (max(numbers[:room], default=0) + 1 - len(chains)))
@@ -335,7 +336,16 @@ class ForeignEvents(CacheEvents):
         self._index.tree.store(known, _NOWHERE, is_state, medium)
 
 
-def _is_apart(event: BlockStored) -> bool:
-    """Return whether the blocks depend on more than tokens."""
-    has_keys = event.extra_keys is not None and any(event.extra_keys)
-    return has_keys or event.lora_id is not None or event.lora_name is not None
+def _salt_of(event: BlockStored) -> str | None:
+    """Return the salt that a prompt's first block has, empty without one; None if blocks depend on more than it and
+    their tokens. vLLM names it once, as the one extra key of that block."""
+    first, *others = event.extra_keys or [None]
+    if event.lora_id is not None or event.lora_name is not None or any(others):
+        return None
+    match first:
+        case None | ():
+            return ""
+        case (str() as salt,) if event.parent_block_hash is None:
+            return salt
+        case _:
+            return None

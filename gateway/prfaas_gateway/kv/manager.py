@@ -22,7 +22,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, PrfaasError
 from prfaas.kvindex.byte_maps import SentPrompts
-from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.bytes import ByteChain, token_root
 from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical
 from prfaas.kvindex.index import PrefixIndex
 from prfaas.routing.facts import Route
@@ -120,7 +120,7 @@ class KvManager:
             total_tokens, is_exact = tokens.total_tokens, tokens.share == 1
         found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
-        by_tokens = self._by_tokens(tokens.data) if tokens is not None else {}
+        by_tokens = self._by_tokens(tokens.data, canonical.salt) if tokens is not None else {}
         for name, sent in self._sent.items():
             matched_tokens, is_all = by_tokens.get(name, (0, False))
             if not is_all:
@@ -145,7 +145,7 @@ class KvManager:
     ) -> PromptTokens | None:
         """Return a prompt's token ids for matching in foreign engines; None if they are unknown or match nothing."""
         # What the engine cuts has other tokens.
-        if canonical.is_salted or body.get("truncate_prompt_tokens") is not None:
+        if body.get("truncate_prompt_tokens") is not None:
             return None
         followed = [
             follower.instance
@@ -160,15 +160,15 @@ class KvManager:
         by_load = sorted(able.values(), key=lambda one: self._state.load(one.name))
         return await self._tokenizer.tokens_of(request, body, chain, by_load)
 
-    def _by_tokens(self, token_data: bytes) -> dict[str, tuple[int, bool]]:
-        """Return the matches of token ids in foreign engines, and whether they are complete."""
+    def _by_tokens(self, token_data: bytes, salt: str) -> dict[str, tuple[int, bool]]:
+        """Return the matches of token ids under a salt in foreign engines, and whether they are complete."""
         chains: dict[int, ByteChain] = {}
         matches: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
             if not follower.instance.record.maps_bytes and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
-                chain = chains.setdefault(size, ByteChain(TOKEN_ROOT, data, size))
+                chain = chains.setdefault(size, ByteChain(token_root(salt), data, size))
                 matches[name] = self.index[name].match_tokens(chain), follower.stream.is_whole
         return matches
 

@@ -142,7 +142,8 @@ class EngineTokenizer:
         question = question_of(request.path, request.every_field, body)
         if question is None:
             return None
-        key = xxhash.xxh3_128_digest(question)
+        # With the salt: a quick answer would show one client that another has sent the prompt.
+        key = xxhash.xxh3_128_digest(question + (body.get("cache_salt") or "").encode())
         if kept := self._kept.get(key):
             self._kept.move_to_end(key)
             return self._count("kept", PromptTokens(kept.data))

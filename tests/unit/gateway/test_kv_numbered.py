@@ -5,7 +5,7 @@ says, and where that is not to be had, nothing of before.
 import pytest
 
 from prfaas.errors import ProtocolError
-from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.bytes import ByteChain, token_root
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
 from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents, NumberedBatch
@@ -51,9 +51,9 @@ class Peer:
                     pass
         return self.reading.log_ended()
 
-    def match(self, tokens: list[int]) -> int:
+    def match(self, tokens: list[int], salt: str = "") -> int:
         data = b"".join(token.to_bytes(4, "little") for token in tokens)
-        return self.index.match_tokens(ByteChain(TOKEN_ROOT, data, TOKEN_BYTES * self.index.block_tokens))
+        return self.index.match_tokens(ByteChain(token_root(salt), data, TOKEN_BYTES * self.index.block_tokens))
 
 
 @pytest.fixture(params=ENGINES)
@@ -162,7 +162,8 @@ def test_numbers_that_go_back_end_the_connection(peer):
 
 def test_blocks_for_other_prompts_than_their_tokens_say_are_left_out():
     apart = [
-        {"extra_keys": [["salt"]] + [None] * 9},
+        {"extra_keys": [["salt", ["image", 0]]] + [None] * 9},
+        {"extra_keys": [[["image", 0]]] + [None] * 9},
         {"lora_name": "a"},
         {"lora_id": 3},
         {"extra_keys": [None, ["image"]]},
@@ -173,12 +174,28 @@ def test_blocks_for_other_prompts_than_their_tokens_say_are_left_out():
             peer.does(*engine.stored(PROMPT[:80], **more))
             peer.does(*engine.stored(PROMPT, first=5))
             assert (peer.match(PROMPT), len(peer.index.tree), peer.reading.is_whole) == (0, 0, False)
+            assert peer.match(PROMPT, "salt") == 0
     salted = Peer(SglangMaps())
     salted.does(*salted.engine.stored(PROMPT, cache_salt="s"))
     assert salted.match(PROMPT) == 0
+    later = Peer()
+    later.does(*later.engine.stored(PROMPT[:80]), *later.engine.stored(PROMPT, first=5, extra_keys=[["image"]]))
+    assert later.match(PROMPT) == 80, "only a prompt's first block names a salt"
     harmless = Peer()
     harmless.does(*harmless.engine.stored(PROMPT, extra_keys=[None] * 10))
     assert harmless.match(PROMPT) == 160
+
+
+@pytest.mark.parametrize("engine", [Vllm, VllmMaps])
+def test_salted_blocks_are_matched_under_their_salt_alone(engine):
+    """vLLM names the salt with the first block of a prompt."""
+    peer = Peer(engine())
+    peer.does(*peer.engine.stored(PROMPT[:80], extra_keys=[["s"], *[None] * 4]))
+    peer.does(*peer.engine.stored(PROMPT, first=5, extra_keys=[None] * 5))
+    assert [peer.match(PROMPT, salt) for salt in ("s", "t", "")] == [160, 0, 0]
+    assert peer.reading.is_whole
+    peer.does(*peer.engine.stored(OTHER))
+    assert [peer.match(OTHER, salt) for salt in ("s", "")] == [0, 160], "control: without a salt"
 
 
 def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_any_order_of_events():

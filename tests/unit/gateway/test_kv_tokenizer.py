@@ -125,6 +125,9 @@ async def test_a_text_is_tokenized_once_and_kept(vllms):
     assert (await vllms.answers("asked"), await vllms.answers("kept")) == (1, 5)
     seen = [one for name in ("d0", "d1") for one in vllms.world.workers[name].seen if one.path == step["path"]]
     assert json.loads(seen[0].body) == step["body"] | {"max_tokens": 1}, "the engine gets what the client wrote"
+    for _ in range(2):
+        await vllms.serve(step["path"], step["body"] | {"cache_salt": "s"})
+    assert await vllms.answers("asked") == 2, "whoever has another salt does not learn by the time that it is kept"
 
 
 async def test_the_next_turn_of_a_chat_is_matched_by_its_last_one_without_waiting(vllms, monkeypatch):
@@ -204,13 +207,12 @@ async def test_a_prompt_of_too_many_tokens_does_not_silence_an_engine_for_others
     assert await vllms.answers("asked") == 1
 
 
-async def test_short_salted_and_other_prompts_are_never_tokenized(vllms, monkeypatch):
+async def test_short_and_other_prompts_are_never_tokenized(vllms, monkeypatch):
     await vllms.begin()
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     chat = [{"role": "user", "content": [{"type": "text", "text": "x" * 3000}, image]}]
     for path, more in (
         ("/v1/completions", {"prompt": "y" * 900}),
-        ("/v1/completions", {"prompt": "y" * 3000, "cache_salt": "s"}),
         ("/v1/completions", {"prompt": "y" * 3000, "truncate_prompt_tokens": 7}),
         ("/v1/completions", {"prompt": list(range(3000))}),
         ("/v1/chat/completions", {"messages": chat}),
