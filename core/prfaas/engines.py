@@ -154,6 +154,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An object in a body whose `cache_salt` wins over the body's own: there the gateway writes it, too."""
     unsalted_apis: frozenset[str] = frozenset()
     """Paths of the APIs whose requests have no `cache_salt`: not served while each client has a cache of its own."""
+    knows_origins: bool = False
+    """Whether it knows of each cached block whose bytes it stands on. For others the salt says whose these may be."""
 
     @property
     def needs_pod_ip(self) -> bool:
@@ -166,10 +168,16 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.roles in {"Both", "Assigned"}
 
     @property
+    def needs_place_salt(self) -> bool:
+        """Whether it would serve what another cluster gave it to every request with the same salt."""
+        return bool(self.hand_offs) and not self.knows_origins
+
+    @property
     def needs_every_field(self) -> bool:
-        """Whether the gateway reads every field of a body: some are refused, or decide whether a hand-off takes it."""
+        """Whether the gateway reads every field of a body: some are refused, written anew, or decide whether a hand-off
+        takes it."""
         is_one = self.is_one_sequence or self.is_one_prompt
-        return bool(self.steering_fields or self.steering_objects or is_one)
+        return bool(self.steering_fields or self.steering_objects or is_one or self.needs_place_salt)
 
     @property
     def all_ports(self) -> tuple[PortRange, ...]:
@@ -216,6 +224,7 @@ _PRFAAS: Final = EngineRecord(
     is_encrypted=True,
     checks_callers=True,
     steering_fields=frozenset({"kv_transfer_params", STREAM_FIELD}),
+    knows_origins=True,
 )
 _EMULATED: Final = replace(
     _PRFAAS,

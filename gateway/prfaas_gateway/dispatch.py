@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,15 @@ from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values
 from prfaas.telemetry.logs import line
 from prfaas.wire import headers
+from prfaas.wire.preferences import Preferences
 from prfaas.wire.trace import read_trace
-from prfaas_gateway.api import API_ROUTES, read_answers
+from prfaas_gateway.api import API_ROUTES, ApiRoute, read_answers
 from prfaas_gateway.attempts import Attempts, GatewayParts
-from prfaas_gateway.auth import NO_ANSWERS, Charge, Meter, UnknownKeyError
+from prfaas_gateway.auth import NO_ANSWERS, ApiClient, Charge, Meter, UnknownKeyError
 from prfaas_gateway.engines.shared import prompts, without_hand_off
 from prfaas_gateway.metrics import RequestOutcome
 from prfaas_gateway.openai import CODE_DEADLINE, DeadlineError, LimitError, error_event, error_response
-from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, read_aside, receive
+from prfaas_gateway.request import GatewayRequest, Progress, PromptFacts, ReadingWay, place_salt, read_aside, receive
 from prfaas_gateway.stream import STARTED, ClientGoneError
 
 log = logging.getLogger(__name__)
@@ -89,17 +89,8 @@ class Dispatcher:
         """Receive a request; estimate its prompt, find where it is cached, and charge it."""
         parts = self._parts
         auth = parts.auth
-        has_salt = auth.isolates and API_ROUTES[http.path].prefills
-        salt_of = meter.client.cache_salt if has_salt else None  # the index looks under the same salt
-
-        def find_way() -> ReadingWay:
-            return ReadingWay(auth.asks or parts.state.reads_whole_bodies, salt_of, parts.state.salt_objects)
-
+        find_way = partial(self._find_way, API_ROUTES[http.path], meter.client)
         request, fields = await receive(http, progress, parts.limits, place, find_way)
-        if parts.state.table is not None:
-            check_places(request.preferences, parts.state.table)
-            places = parts.state.places(request.preferences)
-            request = replace(request, headers={**request.headers, headers.PLACES: places})
         no_hand_off = without_hand_off(request)
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
@@ -112,6 +103,27 @@ class Dispatcher:
         if prompt.is_exact:
             progress.charge.settle(prompt.total_tokens)
         return request
+
+    def _find_way(self, api: ApiRoute, client: ApiClient, preferences: Preferences) -> ReadingWay:
+        """Return how to read a request's body. The index looks for its prompt under the same salt.
+
+        Raises RequestError if it forbids a place that is not known.
+        """
+        auth, state = self._parts.auth, self._parts.state
+        if state.table is not None:
+            check_places(preferences, state.table)
+        places = state.places(preferences)
+        salt_of = client.cache_salt if auth.isolates else None
+        # Without such a salt only what the hub itself computed is cached.
+        if state.needs_place_salt and set(places) - {headers.UNKNOWN_PLACE}:
+            salt_of = _of_places(places, salt_of)
+        return ReadingWay(
+            every_field=auth.asks or state.reads_whole_bodies,
+            salt_of=salt_of if api.prefills else None,
+            salt_objects=state.salt_objects,
+            places=places,
+            has_place_salt=state.needs_place_salt,
+        )
 
     async def _serve_in_time(
         self, http: web.Request, request: GatewayRequest, progress: Progress
@@ -130,6 +142,12 @@ class Dispatcher:
                 raise DeadlineError(progress.reason) from error
             await stream.end_in_error(error_event(http.path, progress.reason, CODE_DEADLINE))
             return stream.response
+
+
+def _of_places(places: tuple[str, ...], salt_of: Callable[[str], str] | None) -> Callable[[str], str]:
+    """Return what makes the salt of a prompt that these places may have given bytes of; `salt_of` makes the client's of
+    the one that it sent."""
+    return lambda sent: place_salt(places, salt_of(sent) if salt_of else sent)
 
 
 def _measured(fields: Mapping[str, Any], names: Set[str]) -> tuple[dict[str, Any], PromptSize]:

@@ -3,7 +3,7 @@
 A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
 gateway relays the body's original bytes and parses them once. One pass finds the top level's fields, and reads the
 values of those that make prompts: no request keeps them after they are measured and matched. A rewrite, for a foreign
-engine or with a client's salt, keeps the text of every field.
+engine or with another salt, keeps the text of every field.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,7 +97,11 @@ class GatewayRequest:
     """All fields of the body if `has_every_field`, else none."""
     has_every_field: bool = False
     is_salted: bool = False
-    """Whether `fields` have the salt of its client, which `received` has not."""
+    """Whether `fields` have another salt than `received`."""
+    places: tuple[str, ...] = ()
+    """The other clusters whose cached bytes may serve it, as they were when it was read: no others give it any."""
+    has_place_salt: bool = False
+    """Whether it was read for engines whose caches are divided by these places."""
     headers: Mapping[str, str]
     """Headers for the worker."""
     preferences: Preferences = NO_PREFERENCES
@@ -134,6 +138,9 @@ class ReadingWay(NamedTuple):
     """Makes the salt of its cached prompts of the one that it has, and needs every field. None: the client's own."""
     salt_objects: Set[str] = frozenset()
     """Objects of the body that get it, too."""
+    places: tuple[str, ...] = ()
+    has_place_salt: bool = False
+    """As of the request."""
 
 
 class PromptFacts(NamedTuple):
@@ -303,7 +310,11 @@ async def read_aside(body: bytes, read: Callable[[], _Read]) -> _Read:
 
 
 async def receive(
-    http: web.Request, progress: Progress, limits: Limits, place: BodyPlace, find_way: Callable[[], ReadingWay]
+    http: web.Request,
+    progress: Progress,
+    limits: Limits,
+    place: BodyPlace,
+    find_way: Callable[[Preferences], ReadingWay],
 ) -> tuple[GatewayRequest, Mapping[str, Any]]:
     """Read and check a request's headers and body; return also its fields, as `read_fields` does.
 
@@ -317,14 +328,14 @@ async def receive(
     received = await _read_body(http, limits, place, deadline_seconds)
     client_id = http.headers.get(headers.REQUEST_ID, "")
     request_id = progress.request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
-    way = find_way()
+    way = find_way(preferences)
     if way.every_field and len(received) > KNOWN_BYTES:
         # Of a large body each value is checked: other streams must not wait.
         model, fields = await asyncio.to_thread(read_salted, received, way)
     else:
         model, fields = read_salted(received, way)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
-    sent[headers.REQUEST_ID] = request_id
+    sent |= {headers.REQUEST_ID: request_id, headers.PLACES: " ".join(way.places)}
     # A span of ours; without tracing, the context that came.
     sent.update(progress.span.context.headers())
     request = GatewayRequest(
@@ -335,6 +346,8 @@ async def receive(
         fields=fields if way.every_field else {},
         has_every_field=way.every_field,
         is_salted=way.salt_of is not None,
+        places=way.places,
+        has_place_salt=way.has_place_salt,
         headers=sent,
         preferences=preferences,
         deadline_seconds=deadline_seconds,
@@ -363,6 +376,13 @@ def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     except UNREADABLE as error:
         raise RequestError(f"the request body is not JSON: {error}", code="invalid_json") from error
     return known.model, {name: value for name in _PROMPT_FIELDS if (value := getattr(known, name)) is not _ABSENT}
+
+
+def place_salt(places: Collection[str], salt: str) -> str:
+    """Return the salt of prompts whose cached bytes these places may have given, 64 hexadecimal digits; `salt` is the
+    client's, empty for none."""
+    given = sorted(set(places) - {headers.UNKNOWN_PLACE})
+    return hashlib.sha256(msgspec.json.encode((given, salt))).hexdigest()
 
 
 def read_salted(body: bytes, way: ReadingWay) -> tuple[str, Mapping[str, Any]]:

@@ -50,11 +50,13 @@ class GatewayState:
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.table: RoutingTable | None = None
-        self._places = ""
+        self._places: tuple[str, ...] = ()
         self.reads_whole_bodies = False
         """Whether the table has an engine that clients could steer by fields of a body."""
         self.salt_objects: Set[str] = frozenset()
         """The objects of a body where engines of the table look for a salt first."""
+        self.needs_place_salt = False
+        """Whether the table has an engine that does not know whose bytes it has cached."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
         self.saturation = Saturation()
         self.retry_budget = RetryBudget(clock())
@@ -78,18 +80,19 @@ class GatewayState:
     def set_table(self, table: RoutingTable) -> None:
         old = {(one.name, one.url) for one in self.table.instances} if self.table else set()
         self.table = table
-        self._places = " ".join(usable_places(table, NO_PREFERENCES))
+        self._places = tuple(usable_places(table, NO_PREFERENCES))
         self.reads_whole_bodies = any(one.record.needs_every_field for one in table.instances)
         self.salt_objects = {one.record.salt_object for one in table.instances} - {""}
+        self.needs_place_salt = any(one.record.needs_place_salt for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})
         self._learn()
 
-    def places(self, preferences: Preferences) -> str:
-        """Return the header PLACES of a request: that of all requests, unless its preferences narrow it."""
+    def places(self, preferences: Preferences) -> tuple[str, ...]:
+        """Return the usable places of a request: those of all requests, unless its preferences narrow them."""
         if self.table is None or not (preferences.forbid or preferences.offload == "never"):
             return self._places
-        return " ".join(usable_places(self.table, preferences))
+        return tuple(usable_places(self.table, preferences))
 
     def place_of(self, cluster: str) -> str:
         """Return what the cached bytes of a cluster are known by."""
@@ -134,6 +137,7 @@ class GatewayState:
         if full:
             self._check_room(full, now_seconds)
         rule, table = narrow(rule, self.table, request.preferences)
+        rule = self._within_places(rule, table, request)
         return RoutingFacts(
             now_seconds=now_seconds,
             request_id=request.request_id,
@@ -151,6 +155,13 @@ class GatewayState:
             tried=tried | full if full else tried,
             no_hand_off=prompt.no_hand_off,
         )
+
+    def _within_places(self, rule: RoutingRule, table: RoutingTable, request: GatewayRequest) -> RoutingRule:
+        """Return the rule for the places that a request had when it was read: what a cluster gave it that was admitted
+        later would be found under a salt that excludes that cluster."""
+        places = request.places if request.has_place_salt or not self.needs_place_salt else ()
+        clusters = frozenset(name for name in rule.offload_clusters if table.place_of(name) in places)
+        return rule if clusters == rule.offload_clusters else replace(rule, offload_clusters=clusters)
 
     def _check_room(self, full: Set[str], now_seconds: float) -> None:
         """Raise SaturatedError if every living decode instance is full."""

@@ -126,7 +126,7 @@ async def read_in(body: bytes, monkeypatch: pytest.MonkeyPatch) -> threading.Thr
     monkeypatch.setattr(request, "check_fields", lambda _: threads.append(threading.current_thread()))
     progress = Progress(OFF.start("request", read_trace({})))
     with HeldBytes(SIZE).place("a", "") as place:
-        got, fields = await receive(posted(body), progress, Limits(), place, lambda: ReadingWay(True, salt_of))
+        got, fields = await receive(posted(body), progress, Limits(), place, lambda _: ReadingWay(True, salt_of))
     assert (got.model, bytes(fields["model"]), got.has_every_field) == ("m", b'"m"', True)
     assert json.loads(got.body) == json.loads(body) | {"cache_salt": "s of a"}
     assert got.fields == fields == msgspec.json.decode(got.body, type=dict[str, msgspec.Raw])

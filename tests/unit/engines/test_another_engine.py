@@ -41,7 +41,8 @@ def test_a_request_is_served_by_its_calls(made_up):
     requests = made_up["requests"]
     assert made_up["table"]
     assert (requests["prefill"]["made_up_note"], requests["prefill"]["max_tokens"]) == ("keep", 1)
-    assert requests["decode"] == {"model": "m", "prompt": "x" * 40_000, "made_up_note": "here"}
+    salt = requests["prefill"]["cache_salt"]
+    assert requests["decode"] == {"model": "m", "prompt": "x" * 40_000, "made_up_note": "here", "cache_salt": salt}
     assert requests["client"] == {"text": "served"}
 
 

@@ -126,6 +126,12 @@ def test_what_crosses_between_clusters_is_checked_and_encrypted_by_our_transfer_
     assert {name for name, one in ENGINES.items() if one.steering_fields or one.steering_objects} == ENGINES.keys()
 
 
+def test_no_engine_serves_what_another_cluster_gave_it_without_a_word_whose_it_is():
+    """Likewise."""
+    assert {name for name, one in ENGINES.items() if one.knows_origins} == {"prfaas", "emulated"}
+    assert {name for name, one in ENGINES.items() if not (one.knows_origins or one.needs_place_salt)} == {"dynamo"}
+
+
 def test_a_table_with_an_engine_that_is_not_known_is_refused():
     table = make_table(make_instance("d0", engine="vllm-nixl"))
     assert decode(encode(table)) == table

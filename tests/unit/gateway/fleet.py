@@ -34,7 +34,8 @@ class Fleet:
                 ports = names.KV_EVENTS_PORT + rank, names.KV_EVENTS_PORT + ranks + rank
                 key = f"{name}/{rank}" if rank else name
                 self.publishers[key] = Publisher(worker.host, ports=ports, **publisher)
-        await self.world.start(instances=tuple(instances), tokens=100_000)
+        # Alone, as the events of most tests have no salt.
+        await self.world.start(instances=tuple(instances), tokens=100_000, clusters=())
 
     async def until(self, metric: str, value: float) -> None:
         await until_metric(self.world, metric, value)

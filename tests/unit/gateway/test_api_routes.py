@@ -42,7 +42,7 @@ async def _answer(request: web.Request, _body: bytes) -> web.StreamResponse:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_an_engine_that_serves_an_api_gets_its_requests_as_they_are(world, path):
-    await start(world, "vllm-nixl", "d0", tokens=100_000)
+    await start(world, "vllm-nixl", "d0", tokens=100_000, clusters=())
     raw = json.dumps(BODIES[path], indent=1).encode()
     got = await world.post(raw, path)
     assert (got.status, got.json["id"], got.headers[headers.DECISION]) == (200, "1", "local")
@@ -59,6 +59,7 @@ async def test_vllm_sends_caches_of_every_api(world, engine, path, limit):
     assert (filled.pop(limit), filled.pop("stream")) == (1, False)
     assert filled.pop("kv_transfer_params")["do_remote_decode"] is True, "vLLM checks no thinking budget then"
     assert decoded.pop("kv_transfer_params")
+    assert decoded.pop("cache_salt") == filled.pop("cache_salt"), "of the places that may give caches"
     assert decoded == BODIES[path] | {"stream": False}
     assert filled == {name: value for name, value in BODIES[path].items() if name != limit}, (
         "and no field of another API"

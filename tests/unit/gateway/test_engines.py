@@ -142,7 +142,7 @@ VLLM = ["vllm-mooncake", "vllm-nixl"]
 
 @pytest.mark.parametrize("engine", VLLM)
 async def test_a_short_prompt_is_one_leg_and_unchanged(world, start, engine, short):
-    pair = await start(engine)
+    pair = await start(engine, clusters=())
     pair.decode.reply = _plain
     assert (await world.post(short)).status == 200
     assert (pair.decode.seen[0].body, pair.prefill.seen) == (short, [])

@@ -14,6 +14,7 @@ from tests.waiting import eventually_async
 
 from prfaas.names import HUB
 from prfaas.wire.kvevents import EventBatch, encode_events
+from prfaas_gateway.request import place_salt
 
 from .caches import (
     CONTENT_TYPE,
@@ -46,11 +47,11 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_and_others_spread(wor
     assert await served_by(world, new) == {"d0", "d1", "d2"}
 
 
-async def test_vllm_with_a_mover_is_matched_by_token_ids(world):
-    engine = Vllm()
+async def test_vllm_with_a_mover_is_matched_by_token_ids_under_the_salt_of_its_places(world):
+    engine, salts = Vllm(), [[place_salt({"eu"}, "")], *[None] * 59]
     mine, theirs = ([n * step % 50_000 for n in range(960)] for step in (7, 11))
     caches = {
-        name: telling(hello() + frame("kv", 0, engine.batch(*engine.stored(tokens))))
+        name: telling(hello() + frame("kv", 0, engine.batch(*engine.stored(tokens, extra_keys=salts))))
         for name, tokens in (("d0", mine), ("d1", theirs))
     }
     await start(world, caches, tokens=100_000, engine="vllm-prfaas")

@@ -11,8 +11,10 @@ from aiohttp import web
 
 from prfaas.names import HUB
 from prfaas.wire import headers
+from prfaas_gateway.request import place_salt
 
 REQUEST = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "temperature": 0.25}
+SALTED = REQUEST | {"cache_salt": place_salt({"eu"}, "")}
 PARAMS = {
     "request_type",
     "first_gen_tokens",
@@ -95,8 +97,8 @@ async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cach
     assert (got.status, got.json, got.headers[headers.DECISION]) == (200, WHOLE, "offload")
     assert engine.held == {}
     (context,), (generation,) = engine.requests["x0"], engine.requests["d0"]
-    assert {**context, "disaggregated_params": 0, "stream": 0} == REQUEST | {"disaggregated_params": 0, "stream": 0}
-    assert {**generation, "disaggregated_params": 0} == REQUEST | {"disaggregated_params": 0, "prompt": IDS}
+    assert {**context, "disaggregated_params": 0, "stream": 0} == SALTED | {"disaggregated_params": 0, "stream": 0}
+    assert {**generation, "disaggregated_params": 0} == SALTED | {"disaggregated_params": 0, "prompt": IDS}
     assert "ctx_usage" not in generation["disaggregated_params"], "this version does not know it"
 
 
@@ -133,9 +135,8 @@ async def test_an_answer_that_ends_with_its_first_token_needs_no_generation_leg(
 
 async def test_such_an_answer_as_a_stream_is_the_decode_instances_own(world, start):
     engine = await start(finish_reason="stop")
-    request = REQUEST | {"stream": True}
-    assert (await world.post(request, "/v1/completions")).json == WHOLE
-    assert engine.requests["d0"] == [request]
+    assert (await post(world, stream=True)).json == WHOLE
+    assert engine.requests["d0"] == [SALTED | {"stream": True}]
 
 
 async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, start):
@@ -147,7 +148,7 @@ async def test_without_the_place_of_the_cache_the_prefill_has_failed(world, star
     world.workers["x0"].reply = aggregated
     got = await post(world)
     assert (got.status, got.headers[headers.OUTCOME], got.headers[headers.PREFILL_CLUSTER]) == (200, "fallback", HUB)
-    assert engine.requests["d0"] == [REQUEST]
+    assert engine.requests["d0"] == [SALTED]
 
 
 async def test_an_answer_of_any_nesting_is_passed_on_or_has_failed(world, start):
@@ -190,7 +191,7 @@ async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
     world.workers["d0"].reply = fail
     got = await post(world)
     assert (got.status, got.json, got.headers[headers.OUTCOME]) == (200, WHOLE, "fallback")
-    assert engine.requests["d0"] == [REQUEST]
+    assert engine.requests["d0"] == [SALTED]
 
 
 @pytest.mark.parametrize("more", [{"prompt": ["x" * 8000, "y"]}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}])

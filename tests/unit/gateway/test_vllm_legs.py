@@ -18,6 +18,7 @@ from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
 from prfaas.wire import headers
 from prfaas.wire.routes import EngineName
 from prfaas_gateway import attempts
+from prfaas_gateway.request import place_salt
 
 from .conftest import QUICK, answer
 
@@ -413,7 +414,8 @@ async def test_what_one_transfer_cannot_carry_is_prefilled_where_it_is_decoded(w
     await start(world, engine)
     got = await post(world, **fields)
     assert (got.status, got.headers[headers.DECISION], world.workers["x0"].seen) == (200, "local", [])
-    assert json.loads(world.workers["d0"].seen[0].body) == REQUEST | fields
+    salt = {"cache_salt": place_salt({"eu"}, "")}
+    assert json.loads(world.workers["d0"].seen[0].body) == REQUEST | fields | salt
     assert "why=NoHandOff" in caplog.text
 
 

@@ -295,7 +295,7 @@ async def test_a_stream_continues_after_a_second_and_a_third_break(world, name, 
 
 
 async def test_the_next_instance_gets_the_ids_and_what_is_left_of_the_limits(world):
-    await start(world)
+    await start(world, clusters=())
     fields = COMPLETION | {"max_tokens": 60, "min_tokens": 50, "seed": 7, "top_p": 0.9, "stop": ["END"]}
     fields |= {"frequency_penalty": 0.5, "presence_penalty": 1.0, "logit_bias": {"195": 3.0, "65": 1.0}}
     reply = both(world, Pair(1200))

@@ -16,6 +16,7 @@ from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.run import Faults
 from prfaas.simulate.scenario import Failure, LinkShape, Scenario
 from prfaas.wire.control import ThresholdUpdate
+from prfaas.wire.preferences import NO_PREFERENCES
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.limits import Limits
 from prfaas_gateway.request import GatewayRequest, PromptFacts
@@ -45,6 +46,7 @@ class Live:
             received=b"",
             fields={},
             headers={},
+            places=self.state.places(NO_PREFERENCES),
         )
         cached_on = self.process.caches.found(request)
         prompt = PromptFacts(request.total_tokens, cached_on=cached_on, profiles=profiles)
