@@ -50,7 +50,8 @@ def cached_after(events: Iterable[KvEvent]) -> dict[tuple[Any, ...], tuple[Any, 
                 rest = (size, event.lora_name, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
                 for at, one in enumerate(event.block_hashes):
                     extra = event.extra_keys[at] if event.extra_keys else None
-                    tokens = event.token_ids[at * size : (at + 1) * size]
+                    unit = 8 if isinstance(event.token_ids, bytes) else size  # of digests
+                    tokens = event.token_ids[at * unit : (at + 1) * unit]
                     found[event.group_idx, event.medium, one] = (parent, tokens, extra, *rest)
                     parent = one
     return found

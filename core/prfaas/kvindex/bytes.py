@@ -6,16 +6,25 @@ kind, model and salt (see `canonical`). Only full blocks have names.
 
 xxh3 is fast and not safe against an adversary. A collision costs a detour, never a wrong answer, because workers decide
 on the hashes of `blocks`.
+
+Engines of others report blocks of token ids. Their chains are over digests of these blocks, because no token id of a
+prompt leaves a cluster in events.
 """
 
+import struct
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Final
 
 import xxhash
 
+from prfaas.errors import ProtocolError
+
 BYTE_BLOCK: Final = 256
 TOKEN_ROOT: Final = b"token ids"
 """No root of canonical bytes: those are msgpack arrays."""
+DIGEST_BYTES: Final = 8
+"""Bytes of a digest of a block's token ids."""
 
 
 def byte_hashes(root: bytes, data: bytes) -> list[int]:
@@ -33,13 +42,28 @@ def chained(seed: int, data: bytes, block_bytes: int) -> list[int]:
 
 
 def token_root(salt: str) -> bytes:
-    """Return the root of chains over token ids of foreign engines, whose own names cannot be computed here."""
+    """Return the root of chains of foreign engines, whose own names cannot be computed here."""
     return TOKEN_ROOT + salt.encode()
 
 
 def token_seed(salt: str) -> int:
     """Return the seed of these chains."""
     return xxhash.xxh3_64_intdigest(token_root(salt))
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as 32-bit integers, little-endian. Raises ProtocolError for an id that is none."""
+    try:
+        return struct.pack(f"<{len(token_ids)}I", *token_ids)
+    except struct.error as error:
+        raise ProtocolError(f"a stored block has an invalid token id: {error}") from error
+
+
+def token_digests(data: bytes, block_bytes: int) -> bytes:
+    """Return the digests of the full blocks of packed token ids, one behind the other. No token is read from one, but
+    who guesses a whole block can compare."""
+    ends = range(block_bytes, len(data) + 1, block_bytes)
+    return b"".join(blake2b(data[end - block_bytes : end], digest_size=DIGEST_BYTES).digest() for end in ends)
 
 
 def block_ends(hashes: Sequence[int]) -> range:
@@ -63,10 +87,23 @@ class ByteChain:
         hashes, size = self._hashes, self._block_bytes
         if block >= len(hashes):
             data = self.data[len(hashes) * size : (block + 1) * size]
-            hashes += chained(hashes[-1] if hashes else self._seed, data, size)
+            hashes += self._chained(hashes[-1] if hashes else self._seed, data)
         return hashes[block]
 
     def all(self) -> list[int]:
         if len(self):
             _ = self[len(self) - 1]
         return self._hashes
+
+    def _chained(self, seed: int, data: bytes) -> list[int]:
+        return chained(seed, data, self._block_bytes)
+
+
+class TokenChain(ByteChain):
+    """The hashes of blocks of packed token ids, under a salt."""
+
+    def __init__(self, salt: str, data: bytes, block_bytes: int):
+        super().__init__(token_root(salt), data, block_bytes)
+
+    def _chained(self, seed: int, data: bytes) -> list[int]:
+        return chained(seed, token_digests(data, self._block_bytes), DIGEST_BYTES)

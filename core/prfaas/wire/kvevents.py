@@ -41,11 +41,13 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
     """Blocks that can be matched from now on, in chain order after `parent_block_hash` (None: the beginning).
 
     A state checkpoint lists its last block only, because the state exists at that block's end and nowhere else.
+
+    In place of token ids a mover tells a digest for each block (`kvindex.bytes.token_digests`), as bytes.
     """
 
     block_hashes: list[EventHash]
     parent_block_hash: EventHash | None
-    token_ids: list[int]
+    token_ids: list[int] | bytes
     block_size: int
     lora_id: int | None = None
     medium: str | None = None

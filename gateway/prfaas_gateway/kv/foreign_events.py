@@ -12,7 +12,6 @@ one and lost messages. A ROUTER also drops messages in the middle of an answer; 
 """
 
 import asyncio
-import struct
 from array import array
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 
 from prfaas import names
 from prfaas.errors import ProtocolError, UnreachableError
-from prfaas.kvindex.bytes import chained, token_seed
+from prfaas.kvindex.bytes import DIGEST_BYTES, chained, pack_tokens, token_digests, token_seed
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
 from prfaas.kvindex.keys import NONE, key_of
@@ -235,7 +234,7 @@ class ForeignEventReader:
 
 
 class ForeignEvents(CacheEvents):
-    """Applies the events of a foreign engine, which reports token ids instead of a byte map.
+    """Applies the events of a foreign engine, which reports token ids or their digests instead of a byte map.
 
     A prompt of token ids is found by a chain over blocks of the engine's size. The chain is computed here once for each
     block and stored as the byte map.
@@ -282,8 +281,9 @@ class ForeignEvents(CacheEvents):
             return
         size = event.block_size
         parent = None if event.parent_block_hash is None else key_of(event.parent_block_hash)
+        unit = DIGEST_BYTES if isinstance(event.token_ids, bytes) else size
         # Some engines send only the names of blocks in other mediums, which is enough for known blocks.
-        has_tokens = len(event.token_ids) == size * len(event.block_hashes)
+        has_tokens = len(event.token_ids) == unit * len(event.block_hashes)
         salt = _salt_of(event)
         if not has_tokens or salt is None or (parent is not None and self._index.tree.find(parent) == NONE):
             for keys in portions_of(event.block_hashes):
@@ -293,22 +293,20 @@ class ForeignEvents(CacheEvents):
         at = 0
         for keys in portions_of(event.block_hashes):
             self._index.tree.store(keys, parent, False, medium)
-            self._learn_tokens(keys, parent, event.token_ids[at * size : (at + len(keys)) * size], salt)
+            tokens = event.token_ids[at * unit : (at + len(keys)) * unit]
+            digests = tokens if isinstance(tokens, bytes) else token_digests(pack_tokens(tokens), TOKEN_BYTES * size)
+            self._learn_tokens(keys, parent, digests, salt)
             parent, at = keys[-1], at + len(keys)
             yield
 
-    def _learn_tokens(self, keys: list[int], parent: int | None, token_ids: list[int], salt: str) -> None:
-        """Map prompts of token ids to blocks that were stored behind `parent`, the first ones under this salt."""
+    def _learn_tokens(self, keys: list[int], parent: int | None, digests: bytes, salt: str) -> None:
+        """Map prompts of token ids with these digests to blocks that were stored behind `parent`, the first ones under
+        this salt."""
         find, chains = self._index.tree.find, self._chains
         behind = NONE if parent is None else find(parent)
         if parent is not None and behind == NONE:
             return  # it found no room, and neither do these
-        try:
-            data = struct.pack(f"<{len(token_ids)}I", *token_ids)
-        except struct.error as error:
-            raise ProtocolError(f"a stored block has an invalid token id: {error}") from error
-        size = self._index.block_tokens
-        hashes = chained(token_seed(salt) if parent is None else chains[behind], data, TOKEN_BYTES * size)
+        hashes = chained(token_seed(salt) if parent is None else chains[behind], digests, DIGEST_BYTES)
         numbers = [find(key) for key in keys]
         room = numbers.index(NONE) if NONE in numbers else len(numbers)
         chains.extend([0] * (max(numbers[:room], default=0) + 1 - len(chains)))

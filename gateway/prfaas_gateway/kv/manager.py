@@ -22,7 +22,7 @@ import msgspec
 
 from prfaas.errors import UNREADABLE, PrfaasError
 from prfaas.kvindex.byte_maps import SentPrompts
-from prfaas.kvindex.bytes import ByteChain, token_root
+from prfaas.kvindex.bytes import ByteChain, TokenChain
 from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical
 from prfaas.kvindex.index import PrefixIndex
 from prfaas.routing.facts import Route
@@ -162,13 +162,13 @@ class KvManager:
 
     def _by_tokens(self, token_data: bytes, salt: str) -> dict[str, tuple[int, bool]]:
         """Return the matches of token ids under a salt in foreign engines, and whether they are complete."""
-        chains: dict[int, ByteChain] = {}
+        chains: dict[int, TokenChain] = {}
         matches: dict[str, tuple[int, bool]] = {}
         for name, (follower, _) in self._followers.items():
             if not follower.instance.record.maps_bytes and follower.state == "followed":
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
-                chain = chains.setdefault(size, ByteChain(token_root(salt), data, size))
+                chain = chains.setdefault(size, TokenChain(salt, data, size))
                 matches[name] = self.index[name].match_tokens(chain), follower.stream.is_whole
         return matches
 

@@ -4,7 +4,7 @@
     topics     hello, then either the requested batches, or a snapshot and later batches
 
 MoverEventStream holds the connection; MoverEventReader applies its frames to the index. Our workers' events carry a
-byte map. vLLM's carry token ids, and are applied as those of an engine without a mover.
+byte map. vLLM's carry digests of token ids, and are applied as those of an engine without a mover.
 """
 
 import asyncio

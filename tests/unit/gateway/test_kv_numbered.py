@@ -5,7 +5,7 @@ says, and where that is not to be had, nothing of before.
 import pytest
 
 from prfaas.errors import ProtocolError
-from prfaas.kvindex.bytes import ByteChain, token_root
+from prfaas.kvindex.bytes import TokenChain, pack_tokens, token_digests
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
 from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents, NumberedBatch
@@ -53,7 +53,7 @@ class Peer:
 
     def match(self, tokens: list[int], salt: str = "") -> int:
         data = b"".join(token.to_bytes(4, "little") for token in tokens)
-        return self.index.match_tokens(ByteChain(token_root(salt), data, TOKEN_BYTES * self.index.block_tokens))
+        return self.index.match_tokens(TokenChain(salt, data, TOKEN_BYTES * self.index.block_tokens))
 
 
 @pytest.fixture(params=ENGINES)
@@ -196,6 +196,22 @@ def test_salted_blocks_are_matched_under_their_salt_alone(engine):
     assert peer.reading.is_whole
     peer.does(*peer.engine.stored(OTHER))
     assert [peer.match(OTHER, salt) for salt in ("s", "")] == [0, 160], "control: without a salt"
+
+
+@pytest.mark.parametrize("engine", [Vllm, VllmMaps])
+def test_digests_of_tokens_which_movers_tell_are_as_good_as_the_tokens(engine):
+    peer = Peer(engine())
+    size = peer.engine.block_size
+
+    def digests(tokens: list[int]) -> bytes:
+        return token_digests(pack_tokens(tokens), TOKEN_BYTES * size)
+
+    peer.does(*peer.engine.stored(PROMPT[:80], token_ids=digests(PROMPT[:80])))
+    peer.does(*peer.engine.stored(PROMPT, first=80 // size))
+    assert (peer.match(PROMPT), peer.match([*PROMPT[:100], 9, *PROMPT[101:]]), peer.match(OTHER)) == (160, 96, 0)
+    assert peer.reading.is_whole
+    peer.does(*peer.engine.stored(OTHER, token_ids=digests(OTHER)[:-1]))
+    assert (peer.match(OTHER), peer.reading.is_whole) == (0, False), "control: not of all its blocks"
 
 
 def test_of_a_hybrid_model_a_state_has_to_stand_at_the_match_in_any_order_of_events():

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.kvindex.bytes import TOKEN_ROOT, ByteChain
+from prfaas.kvindex.bytes import TokenChain
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
 from prfaas.kvindex.tree import BlockTree
@@ -36,7 +36,7 @@ def matches(steps: list[dict[str, Any]]) -> list[int]:
     events, found = ForeignEvents(index), list[int]()
     for step in steps:
         data = b"".join(token.to_bytes(TOKEN_BYTES, "little") for token in json.loads(unpacked(step["token_ids"])))
-        found.append(index.match_tokens(ByteChain(TOKEN_ROOT, data, TOKEN_BYTES * index.block_tokens)))
+        found.append(index.match_tokens(TokenChain("", data, TOKEN_BYTES * index.block_tokens)))
         for batch in step["batches"]:
             for _ in events.take(unpacked(batch)):
                 pass

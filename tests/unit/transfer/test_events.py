@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from prfaas.errors import RequestError
+from prfaas.kvindex.bytes import pack_tokens, token_digests
 from prfaas.wire.kvevents import (
     MEDIUM_DEVICE,
     BlockRemoved,
@@ -165,14 +166,22 @@ def test_a_batch_that_cannot_be_read_is_as_good_as_lost(caplog: pytest.LogCaptur
     assert "cannot be read" in caplog.text
 
 
-def test_events_of_vllm_are_kept_as_it_writes_them():
-    named = {"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [1, 2]}
-    payload = msgspec.msgpack.encode([0.0, [named | {"block_size": 2, "medium": "GPU", "locality": "LOCAL"}], 0])
+def test_of_vllms_events_followers_get_digests_and_no_token_of_a_prompt():
+    named = {"type": "BlockStored", "block_hashes": [5, 6], "parent_block_hash": None, "token_ids": [70_001, 2, 3, 4]}
+    named |= {"block_size": 2, "medium": "GPU", "locality": "LOCAL"}
+    of_state = named | {"block_hashes": [6], "group_idx": 1, "kv_cache_spec_kind": "mamba"}
+    payload, token = msgspec.msgpack.encode([0.0, [named, of_state], 0]), msgspec.msgpack.encode(70_001)
     log = EventLog()
     log.add(LoggedBatch("kv", 0, payload))
-    assert list(frames(log))[1] == ("kv", 0, payload)
+    _, now = frames(log)
     *_, late = frames(log, Wanted(9))
-    assert list(read_events(late[2])) == [BlockStored([5], None, [1, 2], 2, medium="GPU")]
+    assert [token in one for one in (payload, now[2], late[2])] == [True, False, False]
+    digests = token_digests(pack_tokens([70_001, 2, 3, 4]), 8)
+    rows = BlockStored([5, 6], None, digests, 2, medium="GPU")
+    state = BlockStored([6], None, b"", 2, medium="GPU", group_idx=1, kv_cache_spec_kind="mamba")
+    assert list(read_events(now[2])) == [rows, state]
+    each = [BlockStored([5], None, digests[:8], 2, medium="GPU"), BlockStored([6], 5, digests[8:], 2, medium="GPU")]
+    assert list(read_events(late[2])) == [*each, state]
 
 
 @pytest.mark.parametrize("query", ["from=-1", "from=x", "from=1.5", "from=" + "9" * 30, "from=\u0663"])

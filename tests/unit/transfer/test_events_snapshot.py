@@ -44,7 +44,7 @@ def salted(first: int, last: int) -> BlockStored:
     return BlockStored(
         [key(n) for n in range(first, last)],
         key(first - 1) if first else None,
-        list(range(2 * first, 2 * last)),
+        bytes(n for n in range(first, last) for _ in range(8)),
         2,
         medium=MEDIUM_HOST,
         lora_name="adapter",
@@ -95,5 +95,5 @@ def test_states_come_last_whatever_their_groups_number():
 
 def test_a_name_without_tokens_comes_behind_the_block_that_has_them():
     bare = BlockStored([key(0)], None, [], 2, medium=MEDIUM_HOST, group_idx=0, kv_cache_spec_kind="mla_attention")
-    whole = replace(bare, token_ids=[0, 1], medium=MEDIUM_DEVICE)
+    whole = replace(bare, token_ids=b"a digest", medium=MEDIUM_DEVICE)
     assert take_snapshot([bare, whole]) == [whole, bare]

@@ -118,8 +118,8 @@ def test_a_follower_that_takes_nothing_is_given_up(connect: Connect, monkeypatch
 
 
 def large(number: int) -> BlockStored:
-    """A block of another engine, which names its tokens."""
-    return BlockStored([key(number)], None, [2**31] * 20_000, 20_000, group_idx=0)
+    """A block that depends on much more than its tokens."""
+    return BlockStored([key(number)], None, [], 2, extra_keys=[("x" * 100_000,)], group_idx=0)
 
 
 def test_a_snapshot_of_long_blocks_is_sent_in_parts():

@@ -5,6 +5,8 @@ The engine numbers its batches from 0, and its mover keeps these numbers. A batc
 of `bytes` what a request taught about bytes and tokens (`prfaas.wire.kvevents`). A follower keeps its position and is
 served at its own pace: nothing is kept for it, and no other waits for it. One whose position is not in the log begins
 with a snapshot: batches that lead to what is known now, all under the number of the last batch that they comprise.
+
+An engine of others names the token ids of its blocks. No follower gets them: a mover tells digests in their place.
 """
 
 import logging
@@ -19,6 +21,8 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas.errors import ProtocolError
+from prfaas.kvindex.bytes import DIGEST_BYTES, pack_tokens, token_digests
+from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.wire.engine import with_length
 from prfaas.wire.kvevents import (
     MAX_EVENTS_FRAME_BYTES,
@@ -163,14 +167,14 @@ class CachedBlocks:
         return found
 
     def _store(self, event: BlockStored) -> None:
-        parent, size, medium = event.parent_block_hash, event.block_size, event.medium or MEDIUM_DEVICE
+        parent, medium = event.parent_block_hash, event.medium or MEDIUM_DEVICE
         is_state = event.kv_cache_spec_kind == STATE_SPEC_KIND
         for number, key in enumerate(event.block_hashes):
             one = replace(
                 event,
                 block_hashes=[key],
                 parent_block_hash=parent,
-                token_ids=event.token_ids[number * size : (number + 1) * size],
+                token_ids=event.token_ids[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES],
                 extra_keys=(event.extra_keys or [])[number : number + 1] or None,
             )
             self._blocks[event.group_idx, medium, key] = CachedBlock(parent, is_state, encode_event(one))
@@ -232,13 +236,14 @@ class EventLog(BatchLog):
         self._is_whole, self._cached = False, CachedBlocks()
 
     def _apply(self, batch: LoggedBatch) -> bytes:
-        """Note what a batch says; return its payload without what followers can still find in the log. Raises
-        ProtocolError for one that is unreadable, or too long for a follower."""
+        """Note what a batch says; return its payload without token ids, and without what followers can still find in
+        the log. Raises ProtocolError for one that is unreadable, or too long for a follower."""
         if len(batch.payload) > MAX_BATCH_BYTES:
             raise ProtocolError(f"{len(batch.payload)} bytes; followers take {MAX_BATCH_BYTES} at most")
         if batch.topic == "kv":
-            self._cached.apply(read_events(batch.payload))
-            return batch.payload
+            events = list(map(_without_tokens, read_events(batch.payload)))
+            self._cached.apply(events)
+            return join_events(time.time(), list(map(encode_event, events)))
         learned = decode_byte_map(batch.payload)
         new = [block for block in learned.blocks if self._known.get(block.byte_hash, _NEVER)[0] < self.first_seq]
         for block in new:
@@ -247,6 +252,16 @@ class EventLog(BatchLog):
         while len(self._known) > KNOWN_BYTE_BLOCKS:
             self._known.popitem(last=False)
         return encode_byte_map(ByteMapBatch(learned.ts, new))
+
+
+def _without_tokens(event: KvEvent) -> KvEvent:
+    """Return an event with digests in place of token ids, or with nothing if these are not just those of its blocks.
+    Raises ProtocolError for an invalid id."""
+    if not isinstance(event, BlockStored) or isinstance(event.token_ids, bytes) or not event.token_ids:
+        return event
+    token_ids, size = event.token_ids, event.block_size
+    is_all = len(token_ids) == size * len(event.block_hashes)
+    return replace(event, token_ids=token_digests(pack_tokens(token_ids), TOKEN_BYTES * size) if is_all else b"")
 
 
 def _parts(items: list[_Item], most: int, size: Callable[[_Item], int] = lambda _item: 0) -> list[list[_Item]]:
