@@ -13,6 +13,7 @@ from typing import Final, Literal
 import msgspec
 
 from prfaas.errors import UNREADABLE, ConfigError
+from prfaas.measure.emulated import FEWEST_STEPS, StepTiming, why_too_slow
 from prfaas.simulate.scenario import PolicyName
 from prfaas.wire.trace import Parts
 
@@ -23,6 +24,8 @@ VERSION: Final = 3
 _ALIKE: Final = ("software", "hardware", "instances", "link_mbps")
 """What the runs of one load have to share: figures of one load are of one system."""
 _SAME_RATE: Final = 1e-3
+_MOST_SENT_LATE: Final = 0.02
+"""Of all times to a first token."""
 
 
 class RunKey(msgspec.Struct, frozen=True, order=True):
@@ -81,18 +84,16 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     egress_mbps: float | None = None
 
 
-MOST_LATE: Final = 0.02
-"""Of the emulated time, in the mean: a few late steps are as good as none, and many make every figure too large."""
-
-
 class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Whether emulated time kept up during the run. None: nobody knows, because the metrics of all instances were not
-    read, or because not all of them ran all the time."""
+    read, or because not all of them ran all the time, or had steps enough."""
 
     mean_late: float | None
     """How late a step ended in the mean, as a share of its own time; of the worst instance and kind of step."""
+    late_share: float | None = None
+    """Of the steps of the worst instance and kind, how many were late. None in older records, too."""
     p99_late: float | None
-    """The share of its own time by which a step ended late, at most, in 99 of 100 cases."""
+    """The share of its own time by which a step ended late, at most, in 99 of 100 cases. None beyond all bounds."""
     busy_share: float | None
     """Of the machine's cores."""
 
@@ -102,12 +103,10 @@ class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
         if self.mean_late is None:
             return (
                 "nobody knows whether the machine kept the time: "
-                "an instance's metrics were not read, or it was restarted or replaced"
+                f"an instance's metrics were not read, or it was restarted or replaced, or made no {FEWEST_STEPS} steps"
             )
-        if self.mean_late <= MOST_LATE:
-            return ""
-        busy = "" if self.busy_share is None else f", and {self.busy_share:.0%} of it was busy"
-        return f"the machine was too slow: steps ended {self.mean_late:.1%} of their time late in the mean{busy}"
+        why = why_too_slow([StepTiming(self.mean_late, self.late_share or 0.0)], self.busy_share)
+        return f"the machine was too slow: {why}" if why else ""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +164,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             return self.machine.why_invalid
         sent_late = math.fsum(one.sent_late_seconds for one in self.answers)
         waited = math.fsum(one.ttft_seconds or 0.0 for one in self.answers)
-        if sent_late > MOST_LATE * waited:
+        if sent_late > _MOST_SENT_LATE * waited:
             return f"requests were sent {sent_late / len(self.answers):.2f} s late in the mean: the driver was too slow"
         return ""
 

@@ -1,22 +1,21 @@
 """What Prometheus knows of a run: threshold and link over time, and whether emulated time kept up.
 
-How late a step ends does not add up, for the next one is timed from when it should have ended. So a few late steps
-change no figure. What makes every figure too large is lateness in the mean: a prefill that comes after another one
-begins when that one has really ended. It is judged by the worst instance, and by prefills and decodes for themselves.
-An instance with few steps of a kind is judged with the others: one late step of three says little. An instance that
-Prometheus does not know is no instance that kept its time, nor is one that was restarted or replaced.
+The time is judged by the worst instance, and by prefills and decodes for themselves. An instance with few steps of a
+kind is judged with the others: one late step of three says little. An instance that Prometheus does not know is no
+instance that kept its time, nor is one that was restarted or replaced.
 """
 
 import asyncio
 import math
 import time
+from collections.abc import Set
 from typing import Any, Final, NamedTuple
 
 import httpx
 
 from prfaas.errors import PeerError
 from prfaas.evaluate.record import MachineTiming, Reading
-from prfaas.measure.emulated import late_p99
+from prfaas.measure.emulated import StepTiming, late_p99, step_timing
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate.objects import CaseScale, utilisation_query
 
@@ -27,8 +26,6 @@ _COUNTERS: Final = (
     *(f"prfaas_emulation_{state}_seconds_total" for state in ("busy", "idle")),
 )
 _KINDS: Final = ("prefill", "decode")
-_FEWEST_STEPS: Final = 30
-"""Of an instance and a kind, for a mean of its own."""
 _MOST_POINTS: Final = 2000
 _TIMEOUT_SECONDS: Final = 30.0
 _SCRAPE_SECONDS: Final = 1.0
@@ -124,31 +121,37 @@ def machine_timing(before: _Counts, now: _Counts, instances: int, was_restarted:
     """Return whether so many instances kept their time between two readings of their counters."""
     since = {counter: count - before.get(counter, 0.0) for counter, count in now.items()}
     pods = {one.pod for one in now}
-    has_steps = any(count for one, count in since.items() if one.name == f"{_LATE}count")
+    timings = [one for kind in _KINDS for one in _timings(since, kind)]
     is_another_there = not pods <= {one.pod for one in before}
-    if was_restarted or is_another_there or len(pods) < instances or not has_steps:
+    if was_restarted or is_another_there or len(pods) < instances or not timings:
         return MachineTiming(mean_late=None, p99_late=None, busy_share=None)
-    late = [one for kind in _KINDS for one in _means_late(since, kind)]
-    p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind))) is not None]
-    return MachineTiming(mean_late=max(late), p99_late=max(p99, default=None), busy_share=_busy_share(since))
+    p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind, pods))) is not None]
+    return MachineTiming(
+        mean_late=max(one.mean_late for one in timings),
+        late_share=max(one.late_share for one in timings),
+        p99_late=max(p99, default=None),
+        busy_share=_busy_share(since),
+    )
 
 
-def _means_late(counts: _Counts, kind: str) -> list[float]:
-    """Return the mean lateness of each instance with many steps of this kind, and that of all instances together."""
-    both = [
-        (counts[Counter(f"{_LATE}sum", one.pod, kind)], steps)
-        for one, steps in counts.items()
-        if (one.name, one.step) == (f"{_LATE}count", kind) and steps > 0
-    ]
-    own = [late / steps for late, steps in both if steps >= _FEWEST_STEPS]
-    return [*own, sum(late for late, _ in both) / sum(steps for _, steps in both)] if both else []
+def _timings(counts: _Counts, kind: str) -> list[StepTiming]:
+    """Return how late the steps of this kind were of each instance that has enough, and of all instances together."""
+    pods = {one.pod for one in counts}
+    groups = [*({pod} for pod in pods), pods]
+    found = [step_timing(_bounds(counts, kind, some), _late(counts, kind, some)) for some in groups]
+    return [one for one in found if one is not None]
 
 
-def _bounds(counts: _Counts, kind: str) -> dict[float, float]:
-    """Return how many of all instances' steps of this kind do not exceed each bound of lateness."""
+def _late(counts: _Counts, kind: str, pods: Set[str]) -> float:
+    """Return the sum of the lateness of some instances' steps of this kind."""
+    return sum(counts.get(Counter(f"{_LATE}sum", pod, kind), 0.0) for pod in pods)
+
+
+def _bounds(counts: _Counts, kind: str, pods: Set[str]) -> dict[float, float]:
+    """Return how many of some instances' steps of this kind do not exceed each bound of lateness."""
     bounds: dict[float, float] = {}
     for one, count in counts.items():
-        if one.name == f"{_LATE}bucket" and one.step == kind:
+        if one.name == f"{_LATE}bucket" and one.step == kind and one.pod in pods:
             bounds[float(one.le)] = bounds.get(float(one.le), 0.0) + count
     return bounds
 

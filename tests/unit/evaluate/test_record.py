@@ -115,9 +115,26 @@ def test_a_driver_that_sends_too_late_makes_a_run_invalid(share, counts):
     assert (not why) if counts else "the driver was too slow" in why
 
 
-@pytest.mark.parametrize(("mean_late", "counts"), [(0.0, True), (0.02, True), (0.021, False)])
-def test_a_machine_that_was_too_slow_in_the_mean_is_said(mean_late, counts):
-    """A few late steps are forgiven."""
-    machine = MachineTiming(mean_late=mean_late, p99_late=0.5, busy_share=0.7)
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"mean_late": 0.02, "late_share": 0.05, "busy_share": 0.9}, ""),
+        ({"mean_late": 0.021}, "the machine was too slow: steps ended 2.1% of their time late in the mean"),
+        ({"late_share": 0.06}, "the machine was too slow: 6% of the steps ended later than by 5% of their time"),
+        ({"busy_share": 0.91}, "the machine was too slow: its cores were busy for 91% of the time"),
+        ({"busy_share": None}, ""),
+    ],
+)
+def test_a_machine_that_was_too_slow_is_said(changed, says):
+    """Single late steps are forgiven, however late."""
+    timing = MachineTiming(mean_late=0.0, late_share=0.0, p99_late=0.5, busy_share=0.7)
 
-    assert (not machine.why_invalid) == counts
+    assert msgspec.structs.replace(timing, **changed).why_invalid == says
+
+
+def test_a_record_without_the_share_of_late_steps_counts_by_its_mean():
+    old = msgspec.json.decode(b'{"mean_late": 0.02, "p99_late": 0.1, "busy_share": 0.4}', type=MachineTiming)
+    late = msgspec.structs.replace(old, mean_late=0.03)
+
+    assert not old.why_invalid
+    assert late.why_invalid

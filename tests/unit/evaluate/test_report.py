@@ -13,12 +13,13 @@ from prfaas.cli.evaluation.content import (
     certainty,
     headline_table,
     limit_table,
+    made_table,
     off_by,
     run_table,
 )
 from prfaas.cli.evaluation.document import document_files, evaluation_markdown
 from prfaas.cli.evaluation.report import evaluation_page
-from prfaas.evaluate.record import ExcludedRun, Run, RunKey
+from prfaas.evaluate.record import ExcludedRun, MachineTiming, Run, RunKey
 from prfaas.evaluate.summary import summarise
 
 from .cases import CASE, LIMIT_SECONDS, invalid, keys, live, simulated
@@ -213,6 +214,15 @@ def test_a_limit_that_nothing_keeps_is_said():
     made = summarise(CASE.file, [live(RunKey("threshold", 0.5, 1))], simulated, 0.1)
 
     assert "it serves less than 1.63 a second" in answer(made)
+
+
+@pytest.mark.parametrize(("p99", "says"), [(0.1, "at most 10%"), (None, "more than 500%")])
+def test_the_page_says_how_late_steps_ended_in_the_worst_run(p99, says):
+    timings = [MachineTiming(mean_late=0.01, p99_late=one, busy_share=0.5) for one in (0.05, p99)]
+    runs = [msgspec.structs.replace(live(RunKey("threshold", 0.5, 1)), machine=one) for one in timings]
+    (late,) = (text for name, text in made_table(CASE, runs, COMMAND).rows if name == "late")
+
+    assert late.startswith(f"steps ended at most 1.0% of their time late in the mean of a run, with a P99 of {says};")
 
 
 def test_no_runs_are_a_page_too():

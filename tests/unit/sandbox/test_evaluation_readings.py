@@ -25,7 +25,7 @@ def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readings, "_READ_SECONDS", 0.0)
 
 
-A_AND_B = lateness("a", "prefill", 50, 0.0) | lateness("b", "decode", 50, 0.0)
+A_AND_B = lateness("a", "prefill", 100, 0.0) | lateness("b", "decode", 100, 0.0)
 
 
 async def truth(before: dict[Any, float], after: dict[Any, float], instances: int, restarts: int = 0):
@@ -53,6 +53,7 @@ async def test_lateness_is_that_of_the_worst_instance_since_the_run_began():
     )
     found = await truth(before, after, 2)
     assert found.mean_late == pytest.approx(0.015)
+    assert found.late_share == pytest.approx(0.02)
     assert found.p99_late == math.inf, "2 of 100 prefills ended later than by any bound"
     assert found.busy_share == pytest.approx(0.75)
     assert not found.why_invalid, "single late steps do not add up"
@@ -67,6 +68,15 @@ async def test_one_slow_instance_among_many_makes_a_run_invalid():
     assert "too slow" in found.why_invalid
 
 
+async def test_many_late_steps_of_one_instance_among_many_make_a_run_invalid():
+    after = lateness("slow", "prefill", 100, 1.0, 94)
+    for n in range(9):
+        after |= lateness(f"q{n}", "prefill", 1000, 1.0)
+    found = await truth(at_rest(after), after, 10)
+    assert found.late_share == pytest.approx(0.06)
+    assert "too slow" in found.why_invalid
+
+
 async def test_one_late_step_of_an_instance_that_has_three_says_nothing():
     """The negative control is the slow instance above, which has enough of them."""
     after = lateness("rare", "prefill", 3, 0.09) | lateness("often", "prefill", 1000, 1.0)
@@ -78,12 +88,13 @@ async def test_one_late_step_of_an_instance_that_has_three_says_nothing():
     ("before", "after", "restarts"),
     [
         ({}, {}, 0),
-        (at_rest(lateness("a", "prefill", 9, 0.0)), lateness("a", "prefill", 10, 0.0), 0),
+        (at_rest(lateness("a", "prefill", 9, 0.0)), lateness("a", "prefill", 100, 0.0), 0),
         (at_rest(A_AND_B), at_rest(A_AND_B), 0),
-        (at_rest(A_AND_B), lateness("a", "prefill", 50, 0.0) | lateness("c", "decode", 50, 0.0), 0),
+        (at_rest(A_AND_B), lateness("a", "prefill", 99, 0.0) | lateness("b", "decode", 99, 0.0), 0),
+        (at_rest(A_AND_B), lateness("a", "prefill", 100, 0.0) | lateness("c", "decode", 100, 0.0), 0),
         (at_rest(A_AND_B), A_AND_B, 1),
     ],
-    ids=["nothing scraped", "an instance not scraped", "no step", "an instance replaced", "an instance restarted"],
+    ids=["nothing scraped", "an instance not scraped", "no step", "few", "an instance replaced", "restarted"],
 )
 async def test_what_nobody_measured_is_invalid_and_not_in_time(
     before: dict[Any, float], after: dict[Any, float], restarts: int

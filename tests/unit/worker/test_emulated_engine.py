@@ -10,6 +10,7 @@ import pytest
 from prfaas.capacity.builtin import DecodeStep, all_builtins
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.measure.curve import Point, PrefillTimes
+from prfaas.measure.emulated import FEWEST_STEPS
 from prfaas.measure.steps import StepChunk, StepTimes
 from prfaas.wire.engine import Sampling, Stats, Tokens
 from prfaas.wire.profile import Profile
@@ -258,12 +259,12 @@ def test_the_mover_maps_the_places_that_the_engine_names():
 
 def test_metrics_say_that_an_engine_is_emulated_and_how_late_it_is():
     engine = Emulated(SlowClock(0.002))
-    engine.answer(prompt_of(50), max_tokens=3)
+    engine.answer(prompt_of(50), max_tokens=1 + FEWEST_STEPS)
     stats = Stats(emulation=engine.engine.runner.emulation())
     text = WorkerMetrics().render(stats).decode()
     assert f'prfaas_emulated{{profile="{NAME}"}} 1.0' in text
     assert "prfaas_emulation_cache_scale 1024.0" in text
-    assert 'prfaas_emulation_late_ratio_count{step="decode"} 2.0' in text
+    assert 'prfaas_emulation_late_ratio_count{step="decode"} 100.0' in text
     assert "prfaas_emulation_busy_seconds_total" in text
     assert "prfaas_emulation_too_slow 1.0" in text
     assert "prfaas_emulat" not in WorkerMetrics().render(Stats()).decode()

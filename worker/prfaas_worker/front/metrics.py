@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
-from prfaas.measure.emulated import why_too_slow
+from prfaas.measure.emulated import why_engine_too_slow
 from prfaas.wire.engine import (
     ALL_CHOICES,
     Cancel,
@@ -223,7 +223,7 @@ class WorkerMetrics(Collector):
         text = "How late emulated steps ended, as a share of their time."
         yield ours.histogram("prfaas_emulation_late_ratio", text, late, "step")
         text = "1 where the machine is too slow for this emulated engine: then its figures do not count."
-        yield ours.gauge("prfaas_emulation_too_slow", text, int(bool(why_too_slow(emulation))))
+        yield ours.gauge("prfaas_emulation_too_slow", text, int(bool(why_engine_too_slow(emulation))))
 
     def _of_profile(self, profile: Profile) -> Iterator[Metric]:
         ours = self._ours
