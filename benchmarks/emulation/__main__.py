@@ -11,6 +11,9 @@ A machine that others share is not always equally quick. So runs of both are mad
 them, and the emulated worker's times are stretched by it. A pair in which the reference moved does not count, nor one
 in which the machine kept an engine from running, or an emulated step from ending in time. Pairs are made again while
 too few count, and the engine is measured anew where it is far off its profile.
+
+Whoever emulates an engine by its profile has no deeper model, and a profile with the front's time in it. Both are
+printed at the end of the table.
 """
 
 import itertools
@@ -24,9 +27,9 @@ from typing import Annotated, Final
 import msgspec
 import typer
 from benchmarks.emulation.engines import KINDS, Engine, Kind, worker
-from benchmarks.emulation.load import MIXES, Mix, Outcome, capacity, drawn, met, reference_seconds
+from benchmarks.emulation.load import MIXES, Mix, Outcome, Waits, capacity, drawn, met, reference_seconds
 from benchmarks.emulation.pairs import MOST_MOVED, Pair, Runs, compared, two_pairs
-from benchmarks.emulation.profile import TRIES, measured, own_times, simulated_seconds, without
+from benchmarks.emulation.profile import TRIES, measured, own_times, simulated_waits, without
 from benchmarks.report import Figure, run, say
 
 from prfaas.errors import CapacityError, ConfigError
@@ -66,6 +69,9 @@ def figures(engine: Chosen = "worker", seconds: Seconds = 20.0) -> Iterator[Figu
             missing += not pairs
     yield Figure(name=f"pairs left out: the reference moved by {MOST_MOVED:.0%}, or no core", value=left_out, unit="")
     yield Figure(name="loads without a pair that counts", value=missing, unit="", reach=0)
+    yield Figure(name="here alone: layers, as a factor of the model's", value=kind.depth, unit="")
+    front_ms = 1000 * bench.own_seconds
+    yield Figure(name="here alone: the front's own time is taken off the profile", value=front_ms, unit="ms")
 
 
 class Bench:
@@ -77,6 +83,11 @@ class Bench:
         self._measure()
         self._own = own_times(path, self._found, kind.flags)
         say(f"the worker's own front takes {', '.join(f'{1000 * one.seconds:.1f}' for one in self._own.points)} ms")
+
+    @property
+    def own_seconds(self) -> float:
+        """What the emulated worker's front adds to a time to the first token, in the mean of the lengths."""
+        return statistics.mean(one.seconds for one in self._own.points)
 
     def pairs(self, mix: Mix, load: float, seconds: float) -> list[Pair | None]:
         """Make the runs of two pairs."""
@@ -97,14 +108,14 @@ class Bench:
         real = partial(met, self._real, arrivals, seed)
         return Runs(real, partial(self._emulated, arrivals, seed), self._pace)
 
-    def _emulated(self, arrivals: list[Arrival], seed: int, pace: float) -> tuple[Outcome, float] | None:
+    def _emulated(self, arrivals: list[Arrival], seed: int, pace: float) -> tuple[Outcome, Waits] | None:
         bare = without(self._found, self._own)
         self._path.write_bytes(msgspec.json.encode(bare))
         with worker("--emulate", str(self._path), "--stretch", f"{pace:.4f}", *self._kind.flags) as emulated:
             seen = met(emulated, arrivals, seed)
         if seen is None:
             return None
-        return seen, simulated_seconds(bare, self._own, pace, self._kind, arrivals)
+        return seen, simulated_waits(bare, self._own, pace, self._kind, arrivals)
 
     def _pace(self) -> float:
         """Return how long the reference takes, as a factor of what it took at the measurement."""

@@ -33,10 +33,11 @@ class Engine(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """An engine to emulate. `cache` has the sizes that decide where the emulated worker cuts prompts to keep a state,
-    and `flags` go to it alone."""
+    """An engine to emulate, whose model has `depth` times its layers. `cache` has the sizes that decide where the
+    emulated worker cuts prompts to keep a state, and `flags` go to it alone."""
 
     start: Callable[[Path], AbstractContextManager[Engine]]
+    depth: int
     in_order: bool
     reach_percent: float
     cache: CacheBytes
@@ -72,7 +73,7 @@ def vllm(folder: Path) -> Iterator[Engine]:
 
 
 KINDS: Final = {
-    "worker": Kind(our_worker, False, 5.0, CacheBytes(62_976, 256, "the tiny model")),
+    "worker": Kind(our_worker, WORKER_DEPTH, False, 5.0, CacheBytes(62_976, 256, "the tiny model")),
     # A state larger than any prompt's rows is not kept, so the emulated worker cuts no prompts.
-    "vllm": Kind(vllm, True, 10.0, CacheBytes(1 << 20, 1, "nothing"), ("--cache-mib", "16")),
+    "vllm": Kind(vllm, VLLM_DEPTH, True, 10.0, CacheBytes(1 << 20, 1, "nothing"), ("--cache-mib", "16")),
 }

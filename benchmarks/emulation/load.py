@@ -51,6 +51,13 @@ class Outcome(NamedTuple):
     tokens_per_second: float
 
 
+class Waits(NamedTuple):
+    """Times to the first token by the simulator."""
+
+    mean_seconds: float
+    p90_seconds: float
+
+
 class Task(NamedTuple):
     """How long a thread had a core, and how long it was ready and had none."""
 

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from benchmarks.emulation.load import Outcome
+from benchmarks.emulation.load import Outcome, Waits
 from benchmarks.report import Figure
 
 MOST_MOVED: Final = 0.03
@@ -18,20 +18,19 @@ REACH_SIMULATED_PERCENT: Final = 5.0
 
 
 class Pair(NamedTuple):
-    """The same requests, served by the engine and by an emulated one; and the simulator's mean time to the first
-    token."""
+    """The same requests, served by the engine and by an emulated one; and the simulator's times to the first token."""
 
     real: Outcome
     emulated: Outcome
-    simulated_seconds: float
+    simulated: Waits
 
 
 class Runs(NamedTuple):
     """How the runs are made. `emulated` gets the pace, as a factor of the profile's times; it returns the simulator's
-    mean, too. Runs that do not count return None. `reference` returns the reference's pace."""
+    times, too. Runs that do not count return None. `reference` returns the reference's pace."""
 
     real: Callable[[], Outcome | None]
-    emulated: Callable[[float], tuple[Outcome, float] | None]
+    emulated: Callable[[float], tuple[Outcome, Waits] | None]
     reference: Callable[[], float]
 
 
@@ -52,7 +51,7 @@ def two_pairs(first: Runs, second: Runs) -> list[Pair | None]:
     return [*made, paired(real, emulated, paces)]
 
 
-def paired(real: Outcome | None, emulated: tuple[Outcome, float] | None, paces: Sequence[float]) -> Pair | None:
+def paired(real: Outcome | None, emulated: tuple[Outcome, Waits] | None, paces: Sequence[float]) -> Pair | None:
     """Return a pair, or None if it does not count."""
     if real is None or emulated is None or max(paces) / min(paces) - 1 > MOST_MOVED:
         return None
@@ -66,7 +65,8 @@ def mean_of(pairs: Sequence[Pair]) -> Pair:
         return Outcome(*(statistics.mean(values) for values in zip(*outcomes, strict=True)))
 
     real, emulated = mean([one.real for one in pairs]), mean([one.emulated for one in pairs])
-    return Pair(real, emulated, statistics.mean(one.simulated_seconds for one in pairs))
+    simulated = Waits(*(statistics.mean(values) for values in zip(*(one.simulated for one in pairs), strict=True)))
+    return Pair(real, emulated, simulated)
 
 
 def compared(name: str, pairs: Sequence[Pair], reach_percent: float) -> Iterator[Figure]:
@@ -80,7 +80,11 @@ def compared(name: str, pairs: Sequence[Pair], reach_percent: float) -> Iterator
         rival = {"rival": "the real engine", "rival_value": factor * theirs}
         yield Figure(name=f"{name}: {what}", value=factor * ours, unit=unit, better=better, **rival)
         yield Figure(name=f"{name}: {what} off by", value=100 * abs(ours / theirs - 1), unit="%", reach=reach_percent)
-    off = 100 * abs(simulated / emulated.mean_seconds - 1)
-    yield Figure(
-        name=f"{name}: simulated mean TTFT off the emulated by", value=off, unit="%", reach=REACH_SIMULATED_PERCENT
-    )
+    for what, ours, theirs in (
+        ("mean TTFT", simulated.mean_seconds, emulated.mean_seconds),
+        ("P90 of TTFT", simulated.p90_seconds, emulated.p90_seconds),
+    ):
+        off = 100 * abs(ours / theirs - 1)
+        yield Figure(
+            name=f"{name}: simulated {what} off the emulated by", value=off, unit="%", reach=REACH_SIMULATED_PERCENT
+        )

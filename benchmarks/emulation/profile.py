@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 from benchmarks.emulation.engines import BATCH, ROLE, STEP_TOKENS, Engine, Kind, worker
-from benchmarks.emulation.load import new_prompt
-from benchmarks.report import say
+from benchmarks.emulation.load import Waits, new_prompt
+from benchmarks.report import percentile, say
 
 from prfaas.cli.measured_server import HttpServer
 from prfaas.errors import CapacityError
@@ -84,11 +84,11 @@ def without(found: Measurement, own: PrefillTimes) -> Measurement:
     return msgspec.structs.replace(found, lengths=tuple(lengths), least_prompt_seconds=least)
 
 
-def simulated_seconds(
+def simulated_waits(
     found: Measurement, own: PrefillTimes, stretch: float, kind: Kind, arrivals: Sequence[Arrival]
-) -> float:
-    """Return the mean time to the first token by the simulator's instance, whose times are `stretch` times as long, and
-    by the front, whose are not."""
+) -> Waits:
+    """Return the times to the first token by the simulator's instance, whose times are `stretch` times as long, and by
+    the front, whose are not."""
     events, waits = EventQueue(), list[float]()
 
     def first(request: Request) -> None:
@@ -103,4 +103,4 @@ def simulated_seconds(
         events.at(arrival.at_seconds / stretch, lambda request, sizes=sizes: one.serve(request, 0, *sizes), request)
     while events.step():
         pass
-    return statistics.mean(waits)
+    return Waits(statistics.mean(waits), percentile(waits, 0.9))

@@ -11,6 +11,7 @@ from benchmarks.emulation.load import (
     Mix,
     Outcome,
     Task,
+    Waits,
     capacity,
     drawn,
     outcome,
@@ -19,7 +20,7 @@ from benchmarks.emulation.load import (
 )
 from benchmarks.emulation.models import deepened, source_layer
 from benchmarks.emulation.pairs import Pair, Runs, compared, two_pairs
-from benchmarks.emulation.profile import LENGTHS, simulated_seconds, without
+from benchmarks.emulation.profile import LENGTHS, simulated_waits, without
 
 from prfaas.capacity.builtin import DecodeStep
 from prfaas.capacity.profile import Sample, prefill_seconds
@@ -114,23 +115,26 @@ def test_the_simulator_gets_the_same_requests_with_the_times_of_the_emulated_wor
     bare = without(FOUND, OWN)
     apart, together = ([Arrival(1.0, 512, 1), Arrival(at, 512, 1)] for at in (3.0, 1.0))
     alone, own = FOUND.lengths[0].seconds, OWN.prompt_seconds(512)
-    assert simulated_seconds(bare, OWN, 1.0, KINDS["worker"], apart) == pytest.approx(alone)
-    stretched = simulated_seconds(bare, OWN, 2.0, KINDS["worker"], apart)
-    assert stretched == pytest.approx(2 * (alone - own) + own), "the front is as quick as ever"
-    assert simulated_seconds(bare, OWN, 1.0, KINDS["worker"], together) > 1.4 * alone, "one waits"
+    assert simulated_waits(bare, OWN, 1.0, KINDS["worker"], apart) == pytest.approx((alone, alone))
+    stretched = simulated_waits(bare, OWN, 2.0, KINDS["worker"], apart)
+    assert stretched.mean_seconds == pytest.approx(2 * (alone - own) + own), "the front is as quick as ever"
+    waits = simulated_waits(bare, OWN, 1.0, KINDS["worker"], together)
+    assert waits.mean_seconds > 1.4 * alone, "one waits"
+    assert waits.p90_seconds > waits.mean_seconds, "the one that waits"
 
 
 def test_each_figure_stands_beside_that_of_the_real_engine_and_by_how_much_it_is_off():
     pairs = [
-        Pair(Outcome(0.08, 0.25, 40.0), Outcome(0.104, 0.18, 50.0), 0.1),
-        Pair(Outcome(0.12, 0.15, 60.0), Outcome(0.104, 0.18, 50.0), 0.1184),
+        Pair(Outcome(0.08, 0.25, 40.0), Outcome(0.104, 0.18, 50.0), Waits(0.1, 0.16)),
+        Pair(Outcome(0.12, 0.15, 60.0), Outcome(0.104, 0.18, 50.0), Waits(0.1184, 0.164)),
     ]
     made = list(compared("short", pairs, 10.0))
     assert [one.value for one in made[:6:2]] == pytest.approx([104, 180, 50])
     assert [one.rival_value for one in made[:6:2]] == pytest.approx([100, 200, 50])
-    assert [one.value for one in made[1::2]] == pytest.approx([4, 10, 0])
-    assert {one.reach for one in made[1::2]} == {10.0}
-    assert (made[6].value, made[6].reach) == (pytest.approx(5), 5.0), "the simulator is off the emulated worker"
+    assert [one.value for one in made[1:6:2]] == pytest.approx([4, 10, 0])
+    assert {one.reach for one in made[1:6:2]} == {10.0}
+    assert [one.value for one in made[6:]] == pytest.approx([5, 10]), "the simulator is off the emulated worker"
+    assert {one.reach for one in made[6:]} == {5.0}
 
 
 class Machine:
@@ -147,9 +151,9 @@ class Machine:
         seen = self.pace(self.now + 5)
         return self.run(f"real {name}", seen)
 
-    def emulated(self, name: str, pace: float) -> tuple[Outcome, float] | None:
+    def emulated(self, name: str, pace: float) -> tuple[Outcome, Waits] | None:
         seen = self.run(f"emulated {name}", pace)
-        return None if seen is None else (seen, pace)
+        return None if seen is None else (seen, Waits(pace, pace))
 
     def run(self, name: str, seconds: float) -> Outcome | None:
         self.now += 10
