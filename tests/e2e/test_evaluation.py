@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session")]
 
 FILE = repository_root() / "examples/evaluation.yaml"
 STRETCH = 2.0
+CLIENT_SECONDS = 0.05 / STRETCH
+"""Between client and gateway, through a forwarded port, which the gateway's parts do not hold."""
 OFFLOADING, AT_HOME = RunKey("static", 0.7, 1), RunKey("homogeneous", 0.7, 1)
 
 
@@ -43,7 +45,8 @@ async def test_two_systems_answer_all_requests_in_the_time_of_their_profiles(
         assert [one.prompt_tokens for one in run.answers] == [1 + one.input_tokens for one in asked]  # it begins a text
         for one in run.answers:
             assert one.ttft_seconds is not None
-            assert sum(one.parts.values()) == pytest.approx(one.ttft_seconds, rel=0.05, abs=0.1)
+            waited = one.ttft_seconds - one.sent_late_seconds  # the gateway does not know when it should have come
+            assert sum(one.parts.values()) == pytest.approx(waited, rel=0.05, abs=CLIENT_SECONDS)
         assert not run.why_invalid, f"{key.name}, tried twice: {run.why_invalid}; {run.machine}"
     away = [one.offloaded for one in runs[OFFLOADING].answers]
     assert any(away)
