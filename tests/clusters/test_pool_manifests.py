@@ -22,7 +22,9 @@ pytestmark = pytest.mark.clusters
 
 NAMESPACE = "default"
 FOLDER_OF_EXAMPLES = Path(__file__).parents[2] / "examples"
-EXAMPLES_OF_OBJECTS = sorted([*FOLDER_OF_EXAMPLES.glob("engines/*.yaml"), *FOLDER_OF_EXAMPLES.glob("*-pools.yaml")])
+EXAMPLES_OF_OBJECTS = sorted(
+    path for form in ("engines/*.yaml", "*-pools.yaml", "rehearsal.yaml") for path in FOLDER_OF_EXAMPLES.glob(form)
+)
 EXAMPLES = 300
 LEAST_TAKEN = 60
 EU = MemberCluster.model_validate(

@@ -19,7 +19,7 @@ from prfaas_worker.options import Options
 
 from .examples import FOLDER, ROOT, read
 
-OF_ENGINES = sorted((FOLDER / "engines").glob("*.yaml"))
+OF_ENGINES = [FOLDER / "rehearsal.yaml", *sorted((FOLDER / "engines").glob("*.yaml"))]
 EXAMPLES = [*OF_ENGINES, *sorted(FOLDER.glob("*-pools.yaml"))]
 KNOWN = json.loads((Path(__file__).parent / "engine_arguments.json").read_text())
 PAGE = (ROOT / "docs" / "use" / "engines.md").read_text()
