@@ -3,6 +3,7 @@ the tokens before them alone, and what cannot be emulated is refused."""
 
 import hashlib
 from bisect import bisect_left
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from prfaas.capacity.profile import prefill_seconds
 from prfaas.measure.curve import Point, PrefillTimes
 from prfaas.measure.emulated import FEWEST_STEPS
 from prfaas.measure.steps import StepChunk, StepTimes
-from prfaas.wire.engine import Sampling, Stats, Tokens
+from prfaas.wire.engine import Measured, Sampling, Stats, Tokens
 from prfaas.wire.profile import Profile
 from prfaas.wire.receive_ledger import LayerRows, LayerState
 from prfaas.wire.stats import LATE_BOUNDS
 from prfaas_transfer.cache import CacheLayout, MappedMemory, SharedPlace
 from prfaas_worker.cache.transfer_frames import layer_groups
 from prfaas_worker.cache_spec import CacheGeometry
+from prfaas_worker.emulated import assembly
 from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.memory import EmulatedMemory
 from prfaas_worker.emulated.profile import read_profile
@@ -268,6 +270,22 @@ def test_metrics_say_that_an_engine_is_emulated_and_how_late_it_is():
     assert "prfaas_emulation_busy_seconds_total" in text
     assert "prfaas_emulation_too_slow 1.0" in text
     assert "prfaas_emulat" not in WorkerMetrics().render(Stats()).decode()
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [(["--load-seconds", "90"], 90.0), (["--load-seconds", "90", "--stretch", "2"], 180.0), ([], 0.0)],
+)
+def test_an_engine_loads_for_its_stretched_time_before_it_says_anything(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], seconds: float
+):
+    events = list[object]()
+    monkeypatch.setattr(assembly, "time", SimpleNamespace(sleep=events.append))
+    outbox: Any = SimpleNamespace(put=events.extend)
+    size = ["--cache-scale", "1024", "--cache-mib", "64", "--max-context", "8192"]
+    assembly.load_and_assemble(parse([*NEEDED, "--emulate", NAME, *size, *flags]), outbox)
+    assert events[0] == seconds
+    assert {type(one) for one in events[1:]} == {Measured}, "what makes it ready comes later"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
