@@ -96,10 +96,17 @@ class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
     """The share of its own time by which a step ended late, at most, in 99 of 100 cases. None beyond all bounds."""
     busy_share: float | None
     """Of the machine's cores."""
+    clock_off_seconds: float = 0.0
+    """Between the clocks of the driver and of Prometheus, where that is more than an interval of its readings."""
 
     @property
     def why_invalid(self) -> str:
         """Why no figure of the run counts; empty if all do."""
+        if self.clock_off_seconds:
+            return (
+                f"Prometheus' clock was {self.clock_off_seconds:.1f} s off the driver's, more than an interval "
+                "of its readings: set both by one time server"
+            )
         if self.mean_late is None:
             return (
                 "nobody knows whether the machine kept the time: "

@@ -3,6 +3,9 @@
 The time is judged by the worst instance, and by prefills and decodes for themselves. An instance with few steps of a
 kind is judged with the others: one late step of three says little. An instance that Prometheus does not know is no
 instance that kept its time, nor is one that was restarted or replaced.
+
+Prometheus gives its readings the times of its own clock, and a run begins and ends by the driver's. So both are
+compared at either end.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ from collections.abc import Set
 from typing import Any, Final, NamedTuple
 
 import httpx
+import msgspec
 
 from prfaas.errors import PeerError
 from prfaas.evaluate.record import MachineTiming, Reading
@@ -33,7 +37,8 @@ _SCRAPE_SECONDS: Final = 1.0
 _READ_SECONDS: Final = 1.5
 """How long it may take for that."""
 
-_Vector = list[dict[str, Any]]
+_Result = list[Any]
+"""A sample each, or the time and the value of a scalar."""
 
 
 class Counter(NamedTuple):
@@ -61,21 +66,25 @@ class RunMetrics:
         }
         self._before: _Counts = {}
         self._began = 0.0
+        self._clock_off_seconds = 0.0
 
     async def close(self) -> None:
         await self._http.aclose()
 
     async def begin(self) -> None:
         self._before = await self._fresh_counts()
+        await self._compare_clocks()
         self._began = time.time()
 
     async def machine(self, instances: int) -> MachineTiming:
         """Return whether so many instances kept their time since `begin`."""
         now = await self._fresh_counts()
+        await self._compare_clocks()
         seconds = math.ceil(time.time() - self._began) + self._scale.whole_seconds(_SCRAPE_SECONDS)
         asked = {"query": f"sum(resets({_LATE}count[{max(1, seconds)}s]))"}
         was_restarted = any(float(one["value"][1]) > 0 for one in await self._get("/api/v1/query", asked))
-        return machine_timing(self._before, now, instances, was_restarted)
+        found = machine_timing(self._before, now, instances, was_restarted)
+        return msgspec.structs.replace(found, clock_off_seconds=self._clock_off_seconds)
 
     async def readings(self) -> tuple[Reading, ...]:
         """Return what metrics said since `begin`, each time that they were read, or at fewer even times."""
@@ -91,6 +100,14 @@ class RunMetrics:
             if at in points
         }
         return Reading(at_seconds=(at - self._began) / self._scale.stretch, **values)
+
+    async def _compare_clocks(self) -> None:
+        """Note by how much Prometheus' clock is off this one, if it is more than before."""
+        sent_at = time.time()
+        _, theirs = await self._get("/api/v1/query", {"query": "time()"})
+        allowed_seconds = self._scale.whole_seconds(_SCRAPE_SECONDS)
+        off_seconds = clock_off_seconds(sent_at, float(theirs), time.time(), allowed_seconds)
+        self._clock_off_seconds = max(self._clock_off_seconds, off_seconds)
 
     async def _fresh_counts(self) -> _Counts:
         """Return all counters once they have been scraped anew."""
@@ -109,12 +126,18 @@ class RunMetrics:
         points = found[0]["values"] if found else []
         return {float(at): float(value) for at, value in points if value not in {"NaN", "+Inf", "-Inf"}}
 
-    async def _get(self, path: str, asked: dict[str, str]) -> _Vector:
+    async def _get(self, path: str, asked: dict[str, str]) -> _Result:
         try:
             answer = await self._http.get(path, params=asked)
             return answer.raise_for_status().json()["data"]["result"]
         except (httpx.HTTPError, ValueError, KeyError) as error:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
+
+
+def clock_off_seconds(sent_at: float, theirs: float, answered_at: float, allowed_seconds: float) -> float:
+    """Return by how much a clock is off ours that was read between these moments; 0 where no more than is allowed."""
+    off_seconds = max(sent_at - theirs, theirs - answered_at)
+    return off_seconds if off_seconds > allowed_seconds else 0.0
 
 
 def machine_timing(before: _Counts, now: _Counts, instances: int, was_restarted: bool) -> MachineTiming:

@@ -1,6 +1,7 @@
 """What an evaluation runs on, small and known: a gateway, a Prometheus, and two clusters that only note commands."""
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ class World:
         self.url = ""
         self.counters: Counters = {}
         self.restarts = 0
+        self.clock_ahead_seconds = 0.0
+        """Prometheus' clock, of this one."""
         self.ranges: list[dict[str, str]] = []
         self.prompts: list[dict[str, Any]] = []
         self.refuses = ""
@@ -56,6 +59,9 @@ class World:
     async def answer(self, request: web.Request) -> web.Response:
         if request.path == "/v1/completions":
             return self._complete(json.loads(await request.read()))
+        if request.path == "/api/v1/query" and request.query["query"] == "time()":
+            now = time.time() + self.clock_ahead_seconds
+            return _result([now, repr(now)])
         if request.path == "/api/v1/query" and "resets(" in request.query["query"]:
             return _result([{"metric": {}, "value": [0.0, str(self.restarts)]}])
         if request.path == "/api/v1/query":
@@ -79,7 +85,7 @@ class World:
         return {"metric": {key: text for key, text in labels.items() if text}, "value": [0.0, repr(value)]}
 
 
-def _result(found: list[dict[str, Any]]) -> web.Response:
+def _result(found: list[Any]) -> web.Response:
     return web.json_response({"status": "success", "data": {"result": found}})
 
 

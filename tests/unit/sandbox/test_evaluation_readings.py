@@ -11,7 +11,7 @@ from prfaas.errors import PeerError
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate import readings
 from prfaas_sandbox.evaluate.objects import CaseScale
-from prfaas_sandbox.evaluate.readings import RunMetrics
+from prfaas_sandbox.evaluate.readings import RunMetrics, clock_off_seconds
 
 from .evaluated import World, lateness
 
@@ -108,6 +108,24 @@ async def test_what_nobody_measured_is_invalid_and_not_in_time(
 async def test_instances_that_ran_all_the_time_are_measured():
     """The negative control of those above."""
     assert not (await truth(at_rest(A_AND_B), A_AND_B, 2)).why_invalid
+
+
+@pytest.mark.parametrize(("at_begin", "at_end", "off"), [(-40.0, 0.0, 40.0), (0.0, 40.0, 40.0), (0.0, 0.0, 0.0)])
+async def test_a_run_in_which_prometheus_had_another_time_is_invalid(at_begin: float, at_end: float, off: float):
+    async with World.serving() as world:
+        metrics = RunMetrics(world.url, SCALE)
+        world.counters, world.clock_ahead_seconds = at_rest(A_AND_B), at_begin
+        await metrics.begin()
+        world.counters, world.clock_ahead_seconds = A_AND_B, at_end
+        found = await metrics.machine(2)
+        await metrics.close()
+    assert found.clock_off_seconds == pytest.approx(off, abs=10.0)
+    assert ("Prometheus' clock was" in found.why_invalid) == bool(off)
+
+
+@pytest.mark.parametrize(("theirs", "off"), [(10.5, 0.0), (6.1, 0.0), (14.9, 0.0), (5.9, 4.1), (15.1, 4.1)])
+def test_a_clock_may_be_off_by_an_interval_beside_the_time_of_the_answer(theirs: float, off: float):
+    assert clock_off_seconds(10.0, theirs, 11.0, 4.0) == pytest.approx(off)
 
 
 async def test_readings_are_in_the_times_and_rates_of_the_case():
