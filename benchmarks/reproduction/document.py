@@ -11,7 +11,8 @@ HEAD = """# Published figures and ours
 
 This page compares the paper's figures (arXiv:2604.15039) with ours. It has every figure that a model or a simulator can
 compute. *Model* applies the equations of [capacity](capacity.md) to published profiles. *Simulated* serves requests one
-by one in [the simulator](simulation.md), which uses no equation. Nothing here was measured on H200 or H20.
+by one in [the simulator](simulation.md), which uses no equation. Its instances run the schedule of our own worker, not
+that of the paper's engine. Nothing here was measured on H200 or H20.
 """
 
 PLAINLY = """## Figures that do not reproduce

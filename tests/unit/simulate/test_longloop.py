@@ -1,5 +1,6 @@
 """Proves the long loop closed over simulated requests: when what comes needs another split of the hub, it converts
 instances towards the planner's, with the delays of a real conversion, and more is served sooner; else it rests.
+With `pytest -s` it prints the figures of benchmarks/log/measurements.md.
 """
 
 from itertools import pairwise
@@ -46,11 +47,20 @@ def splits(result: Result) -> list[tuple[float, int]]:
     return [(0.0, result.timeline[0].hub_prefills), *changes]
 
 
+def described(result: Result) -> str:
+    waits = result.ttft_seconds
+    return (
+        f"{splits(result)[-1][1]} instances prefill at the end, {result.requests_per_second:.2f} requests/s, "
+        f"TTFT {waits.p90:.1f} s P90, {waits.mean:.1f} s mean"
+    )
+
+
 def test_a_shift_of_the_workload_converts_instances_and_serves_more_and_sooner():
     arrivals = shifting()
     still, moving = served(decode_heavy(None), arrivals), served(decode_heavy(ConversionPolicy()), arrivals)
     assert [count for _, count in splits(still)] == [1]
     counts = [count for _, count in splits(moving)]
+    print(f"\nwith conversion: {described(moving)}\nwithout: {described(still)}")
     assert counts[-1] > 2, splits(moving)
     assert all(at >= SHIFT_SECONDS for at, _ in splits(moving)[1:]), "before, it rests"
     assert moving.completed == still.completed == len(arrivals)
