@@ -52,9 +52,6 @@ CASES = {
     "PrfaasNotEncrypted": by_leader(
         'prfaas_operator_object_encrypted{{kind="PrfaaSPolicy",name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
     ),
-    "PrfaasCallersNotChecked": by_leader(
-        'prfaas_operator_policy_callers_checked{{name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
-    ),
     "PrfaasPlacesNotKnown": by_leader(
         'prfaas_operator_policy_places_known{{name="kimi",instance="{}"}}', "0x30", "1 0x3 1x30"
     ),
