@@ -13,7 +13,7 @@ import asyncio
 import logging
 import resource
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple, cast
@@ -117,7 +117,7 @@ class PublicRunner(web.AppRunner):
 
 
 @asynccontextmanager
-async def serving_probes(app: web.Application, host: str, port: int) -> AsyncIterator[None]:
+async def serving_probes(app: web.Application, host: str, port: int) -> AsyncGenerator[None]:
     """Serve probes or metrics while the block runs. Raises ConfigError if the port is not available."""
     runner = PublicRunner(app, shutdown_timeout=1.0, bounds=PROBED_BOUNDS)
     await runner.setup()

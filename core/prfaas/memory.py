@@ -6,7 +6,7 @@ budgets. Gateways and workers bound the bodies that they hold in the same way, i
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -68,7 +68,7 @@ class HeldBytes:
         self.by_client: Counter[str] = Counter()
 
     @contextmanager
-    def place(self, name: str, address: str) -> Iterator["BodyPlace"]:
+    def place(self, name: str, address: str) -> Generator["BodyPlace"]:
         """Give a request its place for its body; what it took comes back when the block ends."""
         place = BodyPlace(self, name, address)
         try:
@@ -79,6 +79,8 @@ class HeldBytes:
 
 
 class BodyPlace:
+    """The room that one request has for its body, and whom it counts for."""
+
     def __init__(self, held: HeldBytes, name: str, address: str):
         self._held = held
         self._is_named = bool(name)

@@ -203,4 +203,4 @@ async def test_every_leg_gets_a_history_with_calls_as_the_client_wrote_it(world,
         (leg,) = [json.loads(one.body) for one in world.workers[name].seen]
         wanted = body if name == "d0" else body | {"stream": False, "max_tokens": 1}
         assert {field: leg[field] for field in wanted} == wanted
-        assert set(leg) - set(body) <= {"kv_transfer_params", "return_token_ids", "stream"}
+        assert set(leg) - set(body) <= {"cache_salt", "kv_transfer_params", "return_token_ids", "stream"}
