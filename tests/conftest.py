@@ -53,6 +53,7 @@ LONGEST = (
     *WAITING,
     "tests/contract/",
     "tests/verify/",
+    "tests/attacks/workers/",
     "tests/unit/worker/",
     "tests/unit/qwen3_next/",
     "tests/faults/",

@@ -79,10 +79,12 @@ class ConnectionBounds(NamedTuple):
     """From a connection's start, or from the first byte of a later head, to the end of the head."""
     idle_seconds: float = 650.0
     """Longer than proxies keep a connection, which would send a request into a closing one: Google's keep it 600 s."""
+    lingering_seconds: float = 10.0
+    """For the rest of a body that nobody reads, after its answer."""
 
 
 DEFAULT_BOUNDS: Final = ConnectionBounds()
-PROBED_BOUNDS: Final = ConnectionBounds(most=100, spared_seconds=0.0)
+PROBED_BOUNDS: Final = ConnectionBounds(most=100, spared_seconds=0.0, lingering_seconds=0.0)
 """Of a port for probes and metrics alone: who takes all its connections keeps no probe out."""
 
 
@@ -216,6 +218,7 @@ class _Connection(web.RequestHandler):
             server,
             loop=loop,
             keepalive_timeout=server.bounds.idle_seconds,
+            lingering_time=server.bounds.lingering_seconds,
             access_log=None,  # pyright: ignore[reportArgumentType]
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,

@@ -5,6 +5,7 @@ Its ratio is printed, and not a promise: a run of a minute has no steady state.
 
 from pathlib import Path
 from random import Random
+from statistics import median
 
 import msgspec
 import pytest
@@ -43,10 +44,13 @@ async def test_two_systems_answer_all_requests_in_the_time_of_their_profiles(
         asked = list(arrivals_of(case, key, Random))
         assert not run.lost
         assert [one.prompt_tokens for one in run.answers] == [1 + one.input_tokens for one in asked]  # it begins a text
+        off = list[float]()
         for one in run.answers:
             assert one.ttft_seconds is not None
             waited = one.ttft_seconds - one.sent_late_seconds  # the gateway does not know when it should have come
-            assert sum(one.parts.values()) == pytest.approx(waited, rel=0.05, abs=CLIENT_SECONDS)
+            off.append(abs(sum(one.parts.values()) - waited) / max(waited, CLIENT_SECONDS / 0.05))
+            assert sum(one.parts.values()) == pytest.approx(waited, rel=0.05, abs=4 * CLIENT_SECONDS), "one may be late"
+        assert median(off) <= 0.05
         assert not run.why_invalid, f"{key.name}, tried twice: {run.why_invalid}; {run.machine}"
     away = [one.offloaded for one in runs[OFFLOADING].answers]
     assert any(away)

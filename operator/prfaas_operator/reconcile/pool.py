@@ -16,7 +16,13 @@ from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, ReconcileResult
-from prfaas_operator.errors import ClusterNotFoundError, ClusterRevokedError, ForbiddenError, reason_of
+from prfaas_operator.errors import (
+    ClusterNotFoundError,
+    ClusterRevokedError,
+    ForbiddenError,
+    ForbiddenTemplateError,
+    reason_of,
+)
 from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
@@ -56,6 +62,12 @@ class PoolReconciler:
     async def reconcile_decode(self, live: Object) -> ReconcileResult:
         return await self._reconcile(Ref(DECODE_POOL, live["metadata"]["name"]), read(DecodePool, live), live)
 
+    async def _give_roles(self, pool: plan.PoolObject, live: Object) -> None:
+        """Give the pods of a pool in the hub their roles, and nothing else: a replaced one would wait for ever."""
+        shared, deployed = self.roles.shared(pool), await self.hub.client.get(DEPLOYMENT, pool.metadata.name)
+        if shared and deployed and render.is_shared(deployed):
+            await self.roles.give_out(shared, deployed, live)
+
     async def _reconcile(self, ref: Ref, pool: plan.PoolObject, live: Object) -> ReconcileResult:
         if pool.metadata.deletion_timestamp:
             return await self._remove(pool, live)
@@ -64,7 +76,11 @@ class PoolReconciler:
         check_secrets(pool.spec.template)
         member = self._member(pool)
         if member is None:
-            plan.check_names(pool.spec.template, self.allowed)
+            try:
+                plan.check_names(pool.spec.template, self.allowed)
+            except ForbiddenTemplateError:
+                await self._give_roles(pool, live)
+                raise
         elif member.spec.revoked:
             name = member.metadata.name
             raise ClusterRevokedError(

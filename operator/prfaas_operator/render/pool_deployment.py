@@ -249,6 +249,11 @@ def shared_deployment(unshared: Object) -> Object:
     return shared
 
 
+def is_shared(deployment: Object) -> bool:
+    """Return whether a Deployment has the form that both roles share."""
+    return TEMPLATE_ANNOTATION in deployment["spec"]["template"]["metadata"].get("annotations", {})
+
+
 def template_of(shared: Object) -> str:
     """Return the template digest that pods of a shared Deployment carry."""
     return shared["spec"]["template"]["metadata"]["annotations"][TEMPLATE_ANNOTATION]
