@@ -11,7 +11,7 @@ the caches by tokens that it chose, and read what a prefill costs. At its own in
 else anything. Whoever has no certificate gets probes and metrics.
 
 The hub and the instance's own cluster may have all that an instance serves at a time, since often nobody else asks. A
-buyer or another member has half of it at most, so that it keeps them from nothing.
+buyer has half of it at most, and another member half of the connections, so that neither keeps them from anything.
 """
 
 from enum import Enum

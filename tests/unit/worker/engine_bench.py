@@ -132,9 +132,12 @@ class Bench:
         self.engine.inbox.put(Generate(handle=handle, request_id="r", token_ids=list(prompt), **(known | fields)))
         return handle
 
-    def give(self, prompt: bytes, handle: int = 500, places: tuple[str, ...] | None = None, **leg: Any) -> OfferInReach:
+    def give(
+        self, prompt: bytes, handle: int = 500, places: tuple[str, ...] | None = None, caller: str = "", **leg: Any
+    ) -> OfferInReach:
         """Have the engine give the cache of a prompt to a destination."""
-        message = GiveCache(handle, "r", list(prompt), LegParams(role="source", **NAMED | leg), places=places)
+        named = LegParams(role="source", **NAMED | leg)
+        message = GiveCache(handle, "r", list(prompt), named, places=places, caller=caller)
         goal = goal_of(prompt, message.leg)
         manifest = self.layout.manifest(Address(message.leg.transfer_id, 7), 0, goal)
         offer = self.offers.announce(TransferSubject(handle, "r"), manifest, "secret")

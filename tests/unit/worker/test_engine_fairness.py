@@ -6,6 +6,7 @@ import pytest
 
 from prfaas.wire.engine import Sampling
 from prfaas.wire.prefill import LegParams
+from prfaas_worker.engine import sequences
 from prfaas_worker.models.base import Model
 
 from .engine_bench import NAMED, Bench, Parrot, prefix_fetched
@@ -103,3 +104,32 @@ def test_a_stored_prompt_gives_way_when_pages_are_short(model: Model, slots: int
     requests = [(b"import os\n" * 6, 3), (b"class A:\n    pass\n" * 5, 2)]
     expected = answers(Bench(model), requests, 150)
     assert answers(Bench(model, max_running=slots, num_pages=pages), requests, 150) == expected
+
+
+slots_or_pages = pytest.mark.parametrize(("slots", "pages"), [(4, 256), (16, 16)])
+"""Which of the two a buyer's prefills would use up: each has a slot and three pages."""
+
+
+def answer_beside_a_buyer(model: Model, slots: int, pages: int) -> list[int]:
+    """Return what the hub gets after a buyer asked for prefills that it does not fetch."""
+    bench = Bench(model, max_running=slots, max_waiting=20, num_pages=pages)
+    for number in range(8):
+        prompt, transfer_id = bytes([97 + number]) * 190, f"{number:032x}"
+        bench.give(prompt, 500 + number, caller="buyer/shop", transfer_id=transfer_id)
+    bench.run()
+    handle = bench.ask(b"i" * 100, max_tokens=3, ignore_eos=True)
+    bench.run()
+    return bench.tokens(handle)
+
+
+@slots_or_pages
+def test_a_buyer_that_fetches_nothing_leaves_half_of_the_memory_to_the_hub(model: Model, slots: int, pages: int):
+    assert len(answer_beside_a_buyer(model, slots, pages)) == 3
+
+
+@slots_or_pages
+def test_control_a_buyer_that_may_have_all_memory_keeps_the_hub_waiting(
+    model: Model, monkeypatch: pytest.MonkeyPatch, slots: int, pages: int
+):
+    monkeypatch.setattr(sequences, "COUNTED_PART", 1)
+    assert not answer_beside_a_buyer(model, slots, pages)

@@ -58,6 +58,10 @@ class HybridCache:
         return self._blocks.free_pages
 
     @property
+    def num_pages(self) -> int:
+        return self._memory.num_pages
+
+    @property
     def num_slots(self) -> int:
         return self._memory.num_slots
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from prfaas.errors import InternalError, PrfaasError, RequestError
 from prfaas.kvindex.blocks import BlockChain
+from prfaas.rights import COUNTED_PART
 from prfaas.schedule import RunningSequence, ScheduleFacts, WaitingSequence, most_further_slots
 from prfaas.wire.engine import Cancel, Generate, GiveCache, ResetCache, Sampling, SetRole
 from prfaas.wire.prefill import LegParams
@@ -251,6 +252,11 @@ class EngineRequest:
         self.prompt_tokens = len(self.message.token_ids)
 
     @property
+    def caller(self) -> str:
+        """The buyer who has its prompt prefilled; empty for all others."""
+        return self.message.caller if isinstance(self.message, GiveCache) else ""
+
+    @property
     def is_generation(self) -> bool:
         return isinstance(self.message, Generate)
 
@@ -364,7 +370,7 @@ class Requests(dict[int, EngineRequest]):
         the request of a caller takes next. They may be kept for as long as a destination's queue is."""
         further = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
         given = [one for request in self.values() if request.gives_prefix for one in request.sequences]
-        waiting = sum(one.phase is Phase.WAITING for one in self.sequences() if one not in given)
+        waiting = sum(one not in given for one, _ in self._admissible(cache))
         free_slots = cache.free_slots - waiting - max(0, min(further, self.further_slots(cache)))
         return min(free_slots, max(1, cache.num_slots // 4) - sum(one.lease is not None for one in given))
 
@@ -376,12 +382,32 @@ class Requests(dict[int, EngineRequest]):
         return bool(storing)
 
     def _waiting(self, cache: HybridCache) -> Iterator[WaitingSequence[Sequence]]:
+        for sequence, further in self._admissible(cache):
+            yield WaitingSequence(sequence, _pages_wanted(sequence, cache), further)
+
+    def _admissible(self, cache: HybridCache) -> Iterator[tuple[Sequence, bool]]:
+        """Yield what waits and may have memory, and whether it is a further choice. A buyer's prefills keep theirs
+        until they are fetched: where one more would exceed its part of slots or pages, others pass. It may have one in
+        any case."""
+        slots, pages = Counter[str](), Counter[str]()
+        for one in self.sequences():
+            if one.lease is not None:
+                slots[one.request.caller] += 1
+                pages[one.request.caller] += len(one.lease.pages)
         for request in self.values():
-            further = request.held_slots > 0
+            caller, further = request.caller, request.held_slots > 0
             for sequence in request.sequences:
-                if sequence.phase is Phase.WAITING:
-                    yield WaitingSequence(sequence, _pages_wanted(sequence, cache), further)
-                    further = True
+                if sequence.phase is not Phase.WAITING:
+                    continue
+                if caller:
+                    wanted = cache.pages_for(len(sequence.token_ids))
+                    most_slots, most_pages = cache.num_slots // COUNTED_PART, cache.num_pages // COUNTED_PART
+                    if slots[caller] and (slots[caller] >= most_slots or pages[caller] + wanted > most_pages):
+                        continue
+                    slots[caller] += 1
+                    pages[caller] += wanted
+                yield sequence, further
+                further = True
 
 
 def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
