@@ -4,6 +4,7 @@ A destination proves with its HELLO that it holds an open offer. Then frames lea
 later layers and chunks still compute. When a transfer is over its connections wait for the next HELLO. A peer that is
 silent, gone or wrong costs one thread for a moment. A connection that begins with `GET` follows the engine's cache
 events, until it leaves. No buyer, and no address that proves nothing, has more than half of the connections.
+Those that carry nothing make room for new ones.
 """
 
 import logging
@@ -37,6 +38,8 @@ POLL_SECONDS = 0.5
 LATE_SECONDS = 2 * POLL_SECONDS
 """A round of the data port that took so long had no CPU."""
 MAX_CONNECTIONS = 512
+WARN_SECONDS = 60.0
+"""Between two warnings that there was no room for a connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -66,33 +69,60 @@ class LeaseClock:
 
 
 class OpenConnections:
-    """The connections of a data port, at most so many, and the name that each counts under.
+    """The connections of a data port, at most so many, and the names that each counts under.
 
     A connection counts for its address until it proves whose it is, by a certificate or, without TLS, by the token of
-    an offer. Then it counts for a buyer or another member by its name, or for nobody, whose name is empty: the hub and
-    the instance's own cluster may have all connections. Any thread may call.
+    an offer. Then it counts for a buyer or another member by its name, and still for its address; or for nobody, and
+    has no names: the hub and the instance's own cluster may have all connections. One that waits for the end of its
+    handshake, or for another transfer, makes room for a new one. Any thread may call.
     """
 
     def __init__(self, most: int):
         self._most = most
         self._lock = threading.Lock()
-        self._names: dict[object, str] = {}
+        self._names: dict[socket.socket, tuple[str, ...]] = {}
+        self._waiting: dict[socket.socket, None] = {}  # the one that has waited longest is first
 
-    def count(self, connection: object, name: str) -> None:
-        """Count a connection, a new one or an open one, under a name. Raises CapacityError, and changes nothing, if
-        there are too many others, in all or of this name."""
+    def count(self, connection: socket.socket, *names: str, waits: bool = False) -> None:
+        """Count a connection, a new one or an open one, under names. If there are too many others, in all or of a
+        name, shut down the one of them that has waited longest. Raises CapacityError if none waits."""
         with self._lock:
-            others = [known for other, known in self._names.items() if other is not connection]
-            part = self._most // COUNTED_PART
-            if len(others) >= self._most:
-                raise CapacityError(f"{self._most} connections are open")
-            if name and others.count(name) >= part:
-                raise CapacityError(f"{part} connections of {name} are open")
-            self._names[connection] = name
+            for name in names:
+                self._make_room(connection, self._most // COUNTED_PART, name)
+            self._make_room(connection, self._most)
+            self._names[connection] = names
+            self._waiting.pop(connection, None)
+            if waits:
+                self._waiting[connection] = None
 
-    def leave(self, connection: object) -> None:
+    def begin_wait(self, connection: socket.socket) -> None:
+        """Note that a connection carries nothing until its next transfer."""
         with self._lock:
-            del self._names[connection]
+            if connection in self._names:  # else it made room
+                self._waiting[connection] = None
+
+    def end_wait(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._waiting.pop(connection, None)
+
+    def leave(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._forget(connection)
+
+    def _make_room(self, connection: socket.socket, most: int, name: str = "") -> None:
+        others = {one for one, names in self._names.items() if one is not connection and (not name or name in names)}
+        if len(others) < most:
+            return
+        oldest = next((one for one in self._waiting if one in others and self._names[one]), None)
+        if oldest is None:
+            raise CapacityError(f"{most} connections{name and f' of {name}'} are open")
+        self._forget(oldest)
+        with suppress(OSError):  # it is disconnected already
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._names.pop(connection, None)
+        self._waiting.pop(connection, None)
 
 
 class DataPort:
@@ -116,6 +146,7 @@ class DataPort:
         self._traffic = traffic
         self._followers = follow.Followers(events)
         self._open = OpenConnections(MAX_CONNECTIONS)
+        self._next_warning = Deadline(0.0)
         threading.Thread(target=self._run, name="data-port", daemon=True).start()
 
     def _run(self) -> None:
@@ -132,9 +163,9 @@ class DataPort:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                self._open.count(sock, network_of(address[0]))
+                self._open.count(sock, network_of(address[0]), waits=True)
             except CapacityError as error:
-                log.warning("data port: %s is refused: %s", address[0], error)
+                self._warn(address[0], error)
                 sock.close()
                 continue
             try:
@@ -147,8 +178,8 @@ class DataPort:
     def _serve(self, sock: socket.socket, host: str) -> None:
         try:
             with sock, closing(self._traffic.auth.accept(sock)) as stream:
-                if (name := self._traffic.auth.counted_as(stream)) is not None:
-                    self._open.count(sock, name)
+                name = self._traffic.auth.counted_as(stream)
+                self._open.count(sock, *(() if name == "" else filter(None, (name, network_of(host)))))
                 patience, begun = patient(HELLO_SECONDS), bytearray(len(follow.GET))
                 stream.receive_into(begun, on_wait=patience)
                 if begun == follow.GET:
@@ -156,13 +187,14 @@ class DataPort:
                     return
                 self._transfer(stream, patience, bytes(begun))
                 while True:
+                    self._open.begin_wait(sock)
                     self._transfer(stream, patient(IDLE_SECONDS))
         except UnreachableError as error:
             log.debug("data port: the connection of %s is over: %s", host, error)
         except PeerError as error:
             log.info("data port: transfer to %s ended: %s", host, error)
         except CapacityError as error:
-            log.warning("data port: the connection of %s is closed: %s", host, error)
+            self._warn(host, error)
         except OSError as error:
             log.info("data port: connection of %s broke: %s", host, error)
         except Exception:  # a bug here must end this connection, and be seen
@@ -170,9 +202,16 @@ class DataPort:
         finally:
             self._open.leave(sock)
 
+    def _warn(self, host: str, error: CapacityError) -> None:
+        """Log that a connection found no room, now and then: who is refused may come again at once."""
+        if self._next_warning.is_over:
+            self._next_warning.renew(WARN_SECONDS)
+            log.warning("data port: a connection of %s is refused, and maybe others: %s", host, error)
+
     def _transfer(self, stream: DataStream, patience: OnWait, begun: bytes = b"") -> None:
         """Wait for a HELLO, or the rest of one, and serve the transfer to its end."""
         address, hello = _await_hello(stream, patience, begun)
+        self._open.end_wait(stream.socket)
         try:
             if VERSION not in hello.versions:
                 raise ProtocolError(
@@ -190,7 +229,7 @@ class DataPort:
             raise
         try:
             if stream.peer is None:
-                self._open.count(stream.socket, "")  # without TLS it can prove no more than this token
+                self._open.count(stream.socket)  # without TLS it can prove no more than this token
             self._deliver(stream, offer, hello)
         finally:
             self._offers.disconnect(offer, hello.connection)

@@ -7,10 +7,10 @@ from typing import Final
 
 import pytest
 
-from prfaas.errors import PeerError
+from prfaas.errors import CapacityError, PeerError
 from prfaas_transfer import data_port, tls
 from prfaas_transfer.credentials import PeerCredentials
-from prfaas_transfer.data_port import DataPort, listen
+from prfaas_transfer.data_port import DataPort, OpenConnections, listen
 from prfaas_transfer.leases import Offers
 from prfaas_transfer.limits import unlimited
 from prfaas_transfer.net import DataStream
@@ -46,13 +46,20 @@ def port(installation: Installation, monkeypatch: pytest.MonkeyPatch) -> Port:
     return listener.getsockname()
 
 
+def make_no_room(connections: OpenConnections, connection: socket.socket, most: int, name: str = "") -> None:
+    """Refuse where the port would shut down a connection that waits."""
+    counted = [names for one, names in connections._names.items() if one is not connection]
+    if len([names for names in counted if not name or name in names]) >= most:
+        raise CapacityError("all are open")
+
+
 @contextmanager
-def flood(port: Port, shown: PeerCredentials | None) -> Iterator[Sequence[DataStream]]:
+def flood(port: Port, shown: PeerCredentials | None, host: str = ATTACKER) -> Iterator[Sequence[DataStream]]:
     """Open as many connections as the port has, which then say nothing; yield those that got so far."""
     opened: list[DataStream] = []
     try:
         for _ in range(MOST):
-            sock = socket.create_connection(port, SECONDS, source_address=(ATTACKER, 0))
+            sock = socket.create_connection(port, SECONDS, source_address=(host, 0))
             with suppress(PeerError):
                 opened.append(DataStream(sock) if shown is None else connect_tls(sock, shown, SECONDS, ""))
         yield opened
@@ -73,11 +80,30 @@ def test_the_hub_is_served_beside_who_takes_all_it_can_get(port: Port, installat
         eventually(lambda: fetches_at(port, hub), "the hub is served")
 
 
+def test_the_hub_is_served_beside_a_buyer_that_also_begins_handshakes(port: Port, installation: Installation):
+    with flood(port, installation.credentials(CALLERS["a buyer"])), flood(port, None):
+        assert fetches_at(port, shown_by(installation, "a worker of the hub"))
+
+
+def test_the_hub_is_served_beside_a_stranger_at_its_own_address(port: Port, installation: Installation):
+    with flood(port, None, "127.0.0.1"):
+        assert fetches_at(port, shown_by(installation, "a worker of the hub"))
+
+
+def test_control_silent_handshakes_that_make_no_room_keep_out_the_hub_at_their_address(
+    port: Port, installation: Installation, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(OpenConnections, "_make_room", make_no_room)
+    with flood(port, None, "127.0.0.1"):
+        assert not fetches_at(port, shown_by(installation, "a worker of the hub"))
+
+
 @attackers
 def test_control_who_may_have_all_connections_keeps_the_hub_out(
     port: Port, installation: Installation, monkeypatch: pytest.MonkeyPatch, who: str
 ):
     monkeypatch.setattr(data_port, "COUNTED_PART", 1)
+    monkeypatch.setattr(OpenConnections, "_make_room", make_no_room)
     with flood(port, installation.credentials(CALLERS[who])) as opened:
         assert not fetches_at(port, shown_by(installation, "a worker of the hub"))
         assert still_open(opened) == MOST

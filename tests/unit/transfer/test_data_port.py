@@ -151,21 +151,61 @@ def test_a_machine_without_a_thread_to_spare_costs_a_connection_and_no_lease(off
     eventually(lambda: not offers.is_open(ADDRESS.transfer_id, 0), "the lease ends")
 
 
-def test_whoever_has_a_name_has_half_of_the_connections_and_who_has_none_all():
+@pytest.fixture
+def sockets() -> Iterator[list[socket.socket]]:
+    opened = [one for _ in range(4) for one in socket.socketpair()]
+    yield opened
+    for one in opened:
+        one.close()
+
+
+def test_whoever_has_a_name_has_half_of_the_connections_and_who_has_none_all(sockets: list[socket.socket]):
     connections = OpenConnections(4)
-    connections.count(1, "buyer/a")
-    connections.count(2, "192.0.2.1")
-    connections.count(2, "buyer/a")  # it has proven who it is
-    connections.count(3, "192.0.2.1")
-    with pytest.raises(CapacityError, match="2 connections of buyer/a are open"):
-        connections.count(3, "buyer/a")
-    connections.leave(3)
-    connections.leave(1)
-    connections.count(2, "")
+    connections.count(sockets[1], "buyer/a")
+    connections.count(sockets[2], "192.0.2.1")
+    connections.count(sockets[2], "buyer/a", "192.0.2.1")  # it has proven who it is
+    connections.count(sockets[3], "192.0.2.1")
+    with pytest.raises(CapacityError, match=r"2 connections of buyer/a are open"):
+        connections.count(sockets[3], "buyer/a", "192.0.2.1")
+    with pytest.raises(CapacityError, match=r"2 connections of 192\.0\.2\.1 are open"):
+        connections.count(sockets[4], "192.0.2.1")
+    connections.leave(sockets[3])
+    connections.leave(sockets[1])
+    connections.count(sockets[2])
     for number in (3, 4, 5):
-        connections.count(number, "")
+        connections.count(sockets[number])
     with pytest.raises(CapacityError, match="4 connections are open"):
-        connections.count(6, "192.0.2.1")
+        connections.count(sockets[6], "192.0.2.1")
+
+
+def test_a_connection_that_carries_nothing_makes_room_for_another_of_its_name(sockets: list[socket.socket]):
+    idle, idle_peer, busy, _, shaking, shaking_peer, new, _ = sockets
+    connections = OpenConnections(4)
+    connections.count(busy, "buyer/a")
+    connections.count(idle, "buyer/a")
+    connections.count(shaking, "192.0.2.1", waits=True)
+    with pytest.raises(CapacityError):
+        connections.count(new, "buyer/a")  # control: none waits
+    connections.begin_wait(idle)
+    connections.count(new, "buyer/a")
+    assert idle_peer.recv(1) == b"", "it was shut down"
+    connections.begin_wait(idle)  # its thread does not know yet
+    connections.leave(idle)
+    shaking_peer.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        shaking_peer.recv(1)
+
+
+def test_what_is_nobodys_makes_no_room_where_all_connections_are_open(sockets: list[socket.socket]):
+    hub, _, shaking, shaking_peer, new, _, another, _ = sockets
+    connections = OpenConnections(2)
+    connections.count(hub)
+    connections.begin_wait(hub)
+    connections.count(shaking, "192.0.2.1", waits=True)
+    connections.count(new)
+    assert shaking_peer.recv(1) == b""
+    with pytest.raises(CapacityError, match="2 connections are open"):
+        connections.count(another)
 
 
 def test_without_tls_who_knows_a_token_leaves_the_part_of_its_address_to_others(offers, connect, monkeypatch):
