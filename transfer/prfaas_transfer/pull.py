@@ -45,6 +45,8 @@ NEAR_STRIPES, NEAR_TLS_STRIPES, FAR_STRIPES = 1, 2, 4
 while the other encrypts: a single one left 1 Gbit/s a quarter empty on a busy machine. Far, windows limit."""
 STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connection.
 MAX_BREAKS = 16  # Breaks that one transfer survives.
+REFUSED_SECONDS = 0.25
+"""Before a connection is tried again for which the source has no room; twice as long each further time."""
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
 """A source that was silent for this long, on a new connection too, counts as gone."""
 
@@ -142,6 +144,10 @@ def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -
     return min(most, 1 + nbytes // STRIPE_BYTES)
 
 
+class _UnwelcomeError(UnreachableError):
+    """A connection broke before the source answered its HELLO."""
+
+
 class FetchContext(NamedTuple):
     """Objects that all fetches of an instance share."""
 
@@ -213,11 +219,14 @@ class Pull:
             self._start_thread()
 
     def _carry(self) -> None:
-        connected = False
+        connected, pause_seconds = False, REFUSED_SECONDS
         while not self._has_ended:
             try:
                 stream = self._connections.take(self._source) or self._connections.open(self._source)
             except PeerError as error:
+                if connected and self._welcomed and isinstance(error, UnreachableError):
+                    pause_seconds = self._pause(pause_seconds)
+                    continue
                 # Without this stripe the others do, unless something was lost on it that only a HELLO brings back.
                 if connected or self._is_unconnected or not isinstance(error, UnreachableError):
                     self._fail(error)
@@ -228,12 +237,25 @@ class Pull:
             connected = True
             try:
                 self._receive(stream)
+            except _UnwelcomeError as error:
+                if self._welcomed:
+                    pause_seconds = self._pause(pause_seconds)
+                else:
+                    self._broke(error)
             except (UnreachableError, DamagedError) as error:
                 self._broke(error)
             except Exception as error:  # a bug here must end this transfer, never leave it waiting
                 self._fail(explained(error))
             else:
                 return
+
+    def _pause(self, seconds: float) -> float:
+        """Wait beside connections that carry bytes: the source may have no room for another. Return how long to wait
+        the next time: the numbers of a transfer's connections are few. Try again in any case: if the source did read
+        the HELLO, only another one brings back what it sent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended, seconds)
+        return 2 * seconds
 
     def _receive(self, stream: DataStream) -> None:
         well, late_before = False, stream.late_seconds
@@ -243,7 +265,10 @@ class Pull:
         try:
             info = partial(read_tcp_info, stream.socket)
             with self._shared.traffic.monitor.watch(info, lambda: 0, self._source.cluster):
-                self._greet(stream, number)
+                try:
+                    self._greet(stream, number)
+                except UnreachableError as error:
+                    raise _UnwelcomeError(str(error)) from error
                 self._widen(stream)
                 with self._changed:
                     self._welcomed[number] = stream

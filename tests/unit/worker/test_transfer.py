@@ -12,6 +12,7 @@ import pytest
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.transfer import VERSION, Abort, message_frame
 from prfaas_transfer import data_port as data_port_module
+from prfaas_transfer import pull as pull_module
 from prfaas_transfer.pull import Connections
 from prfaas_transfer.tls import PeerAuth
 
@@ -84,6 +85,22 @@ def test_a_large_cache_is_striped_over_four_connections_and_freed_once():
     assert_same_bits(LARGE, taking.place, cache)
     assert port.ends()
     assert taking.close() == 4, "all four wait for the next transfer"
+    port.assert_ended_once(delivered=1)
+
+
+def test_a_source_without_room_for_more_connections_gives_all_over_those_it_has(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data_port_module, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(pull_module, "REFUSED_SECONDS", 0.001)
+    port = Port(LARGE)
+    offer, leg = port.announce()
+    cache = LARGE.filled()
+    taking = port.take(leg)
+    eventually(lambda: taking.pull._numbers > 2 + pull_module.MAX_BREAKS, "more are refused than it survives breaks")
+    compute(LARGE, offer, cache, step=64)
+    taking.whole()
+    assert_same_bits(LARGE, taking.place, cache)
+    assert port.ends()
+    port.settle()
     port.assert_ended_once(delivered=1)
 
 
