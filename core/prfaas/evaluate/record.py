@@ -91,7 +91,8 @@ class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
     mean_late: float | None
     """How late a step ended in the mean, as a share of its own time; of the worst instance and kind of step."""
     late_share: float | None = None
-    """Of the steps of the worst instance and kind, how many were late. None in older records, too."""
+    """Of the steps of the worst instance and kind, how many were late. None where none made enough, and in older
+    records, too."""
     p99_late: float | None
     """The share of its own time by which a step ended late, at most, in 99 of 100 cases. None beyond all bounds."""
     busy_share: float | None
@@ -112,7 +113,7 @@ class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):
                 "nobody knows whether the machine kept the time: "
                 f"an instance's metrics were not read, or it was restarted or replaced, or made no {FEWEST_STEPS} steps"
             )
-        why = why_too_slow([StepTiming(self.mean_late, self.late_share or 0.0)], self.busy_share)
+        why = why_too_slow([StepTiming(self.mean_late, self.late_share)], self.busy_share)
         return f"the machine was too slow: {why}" if why else ""
 
 

@@ -22,13 +22,16 @@ MOST_BUSY: Final = 0.9
 """Of the cores' time."""
 FEWEST_STEPS: Final = 100
 """Of a kind, to judge it: the mean of fewer hangs on a single one."""
+FEWEST_SHARED_STEPS: Final = 400
+"""Of a kind, to judge how many were late: of fewer, one more or less would decide."""
 
 
 class StepTiming(NamedTuple):
-    """How late steps of one kind ended: in the mean, as a share of their time, and the share of them that was late."""
+    """How late steps of one kind ended: in the mean, as a share of their time, and the share of them that was late.
+    The share is None of fewer than FEWEST_SHARED_STEPS."""
 
     mean_late: float
-    late_share: float
+    late_share: float | None
 
 
 def step_timing(counts: Mapping[float, float], total_late: float) -> StepTiming | None:
@@ -37,7 +40,8 @@ def step_timing(counts: Mapping[float, float], total_late: float) -> StepTiming 
     steps = counts.get(math.inf, 0.0)
     if steps < FEWEST_STEPS:
         return None
-    return StepTiming(total_late / steps, (steps - counts[LATE]) / steps)
+    late_share = (steps - counts[LATE]) / steps if steps >= FEWEST_SHARED_STEPS else None
+    return StepTiming(total_late / steps, late_share)
 
 
 def why_too_slow(timings: Iterable[StepTiming], busy_share: float | None) -> str:
@@ -46,7 +50,7 @@ def why_too_slow(timings: Iterable[StepTiming], busy_share: float | None) -> str
     for one in timings:
         if one.mean_late > MOST_LATE:
             return f"steps ended {one.mean_late:.1%} of their time late in the mean"
-        if one.late_share > MOST_LATE_SHARE:
+        if one.late_share is not None and one.late_share > MOST_LATE_SHARE:
             return f"{one.late_share:.0%} of the steps ended later than by {LATE:.0%} of their time"
     if busy_share is not None and busy_share > MOST_BUSY:
         return f"its cores were busy for {busy_share:.0%} of the time"

@@ -151,7 +151,7 @@ def machine_timing(before: _Counts, now: _Counts, instances: int, was_restarted:
     p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind, pods))) is not None]
     return MachineTiming(
         mean_late=max(one.mean_late for one in timings),
-        late_share=max(one.late_share for one in timings),
+        late_share=max((one.late_share for one in timings if one.late_share is not None), default=None),
         p99_late=max(p99, default=None),
         busy_share=_busy_share(since),
     )

@@ -47,14 +47,14 @@ def at_rest(after: dict[Any, float]) -> dict[Any, float]:
 async def test_lateness_is_that_of_the_worst_instance_since_the_run_began():
     before = lateness("a", "prefill", 10, 9.0, 0) | lateness("b", "decode", 0, 0.0) | {(BUSY, "a", "", ""): 5.0}
     after = (
-        lateness("a", "prefill", 110, 10.0, 98)
+        lateness("a", "prefill", 410, 13.0, 392)
         | lateness("b", "decode", 1000, 15.0)
         | {(BUSY, "a", "", ""): 65.0, (IDLE, "a", "", ""): 20.0}
     )
     found = await truth(before, after, 2)
     assert found.mean_late == pytest.approx(0.015)
     assert found.late_share == pytest.approx(0.02)
-    assert found.p99_late == math.inf, "2 of 100 prefills ended later than by any bound"
+    assert found.p99_late == math.inf, "8 of 400 prefills ended later than by any bound"
     assert found.busy_share == pytest.approx(0.75)
     assert not found.why_invalid, "single late steps do not add up"
 
@@ -69,12 +69,19 @@ async def test_one_slow_instance_among_many_makes_a_run_invalid():
 
 
 async def test_many_late_steps_of_one_instance_among_many_make_a_run_invalid():
-    after = lateness("slow", "prefill", 100, 1.0, 94)
+    after = lateness("slow", "prefill", 400, 4.0, 376)
     for n in range(9):
         after |= lateness(f"q{n}", "prefill", 1000, 1.0)
     found = await truth(at_rest(after), after, 10)
     assert found.late_share == pytest.approx(0.06)
     assert "too slow" in found.why_invalid
+
+
+async def test_late_steps_of_an_instance_that_has_few_are_judged_by_their_mean():
+    after = lateness("few", "prefill", 100, 1.0, 94)
+    found = await truth(at_rest(after), after, 1)
+    assert found.late_share is None
+    assert not found.why_invalid
 
 
 async def test_one_late_step_of_an_instance_that_has_three_says_nothing():
