@@ -90,7 +90,9 @@ def most_bytes(route: ApiRoute, fields: Mapping[str, msgspec.Raw], prompts: int,
     # An answer of the Responses API has several turns where the server has tools, and the limit is that of each.
     each = 0 if route.path == RESPONSES_PATH else _limit_tokens(route, fields)
     answers = max(1, _count(fields, "n"), _count(fields, "best_of"))
-    logprobs = max(_count(fields, name) for name in ("logprobs", "top_logprobs", "prompt_logprobs"))
+    # vLLM gives those of tokens that a list names, for each token of the answer.
+    named = bytes(fields.get("logprob_token_ids", b"")).count(b",")
+    logprobs = max(named, *(_count(fields, name) for name in ("logprobs", "top_logprobs", "prompt_logprobs")))
     scores_bytes = logprobs * LOGPROB_BYTES
     new_bytes = prompts * (each or MAX_ANSWER_TOKENS) * (TOKEN_BYTES + scores_bytes)
     return FRAME_BYTES + answers * (new_bytes + body_bytes * (PROMPT_BYTES + scores_bytes))

@@ -165,7 +165,8 @@ class Attempts:
                 is_early = self._state.clock() - begun_seconds < PROBATION_SECONDS
                 # After a failed prefill leg the gateway itself may have cut the answer off.
                 is_loss = error.is_closed and is_early and lost_prefill(answer) is None
-                raise LegFailedError(str(error), leg="decode", eject=True, is_loss=is_loss) from error
+                eject = not error.is_too_long
+                raise LegFailedError(str(error), leg="decode", eject=eject, is_loss=is_loss) from error
             finally:
                 if not is_noted:
                     self._note_lost_prefill(request, progress, route, answer)

@@ -40,11 +40,13 @@ class BrokenOffError(Exception):
     """The worker died in the middle of its answer; the client has no error yet.
 
     `is_closed` is True if the worker ended it, False if it fell silent or wrote what nobody can read.
+    `is_too_long` is True if the gateway cut it off: a request may have asked for what is not counted.
     """
 
-    def __init__(self, message: str, *, is_closed: bool):
+    def __init__(self, message: str, *, is_closed: bool, is_too_long: bool = False):
         super().__init__(message)
         self.is_closed = is_closed
+        self.is_too_long = is_too_long
 
 
 class ResumeLog(Protocol):
@@ -189,9 +191,7 @@ class AnswerStream:
         try:
             async with StallTimer(stall_seconds) as timer:
                 while piece := await read():
-                    events = piece.count(EVENT_END)
-                    self._events += events
-                    self._left_bytes -= len(piece) + EVENT_BYTES * events
+                    self._left_bytes -= len(piece) + EVENT_BYTES * piece.count(EVENT_END)
                     if self._left_bytes < 0:
                         self._refuse_more()
                     if log is not None and not (piece := log.take(piece)):
@@ -201,6 +201,7 @@ class AnswerStream:
                     timer.moved(limits.idle_seconds)
                     # Before the write: a deadline may end it when the bytes are under way already.
                     self._tail.add(piece)
+                    self._events += piece.count(EVENT_END)
                     await write(piece)
                     awaiting_worker = True
                     timer.limit_seconds = stall_seconds
@@ -213,7 +214,7 @@ class AnswerStream:
             if log is None or not log.is_whole:
                 reason = f"the worker's stream broke off: {type(error).__name__} {error}".rstrip()
                 is_closed = is_lost(error) and not isinstance(error, BadInputError)
-                raise BrokenOffError(reason, is_closed=is_closed) from error
+                raise BrokenOffError(reason, is_closed=is_closed, is_too_long=self._left_bytes < 0) from error
         if log is not None and not log.is_whole:
             # Also by the error of a front whose engine died.
             raise BrokenOffError("the worker's stream ended before the answer was whole", is_closed=True)
