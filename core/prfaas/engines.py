@@ -153,7 +153,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     salt_object: str = ""
     """An object in a body whose `cache_salt` wins over the body's own: there the gateway writes it, too."""
     unsalted_apis: frozenset[str] = frozenset()
-    """Paths of the APIs whose requests have no `cache_salt`: not served while each client has a cache of its own."""
+    """Paths of the APIs whose requests have no `cache_salt`: never handed off, and not served while each client has a
+    cache of its own."""
     knows_origins: bool = False
     """Whether it knows of each cached block whose bytes it stands on. For others the salt says whose these may be."""
 
@@ -367,14 +368,14 @@ _TENSORRT_LLM: Final = EngineRecord(
     uses_shared_memory=True,
     chosen_ports=_BY_UCX,
     apis=_COMPLETIONS | _RESPONSES,
-    hand_offs=_COMPLETIONS,
+    hand_offs=frozenset({"/v1/chat/completions"}),
     calls="context first, then generation",
     is_one_sequence=True,
     metrics="tensorrt-llm",
     metrics_path="/prometheus/metrics",
     steering_fields=frozenset({"disaggregated_params"}),
-    # Their type ignores fields that it does not know.
-    unsalted_apis=_RESPONSES,
+    # The type of the first ignores fields that it does not know, that of the second refuses them.
+    unsalted_apis=_RESPONSES | {"/v1/completions"},
 )
 _DYNAMO: Final = EngineRecord(
     name="dynamo",

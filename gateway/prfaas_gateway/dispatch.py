@@ -119,7 +119,7 @@ class Dispatcher:
             salt_of = _of_places(places, salt_of)
         return ReadingWay(
             every_field=auth.asks or state.reads_whole_bodies,
-            salt_of=salt_of if api.prefills else None,
+            salt_of=salt_of if api.prefills and api.path not in state.unsalted_apis else None,
             salt_objects=state.salt_objects,
             places=places,
             has_place_salt=state.needs_place_salt,

@@ -55,6 +55,8 @@ class GatewayState:
         """Whether the table has an engine that clients could steer by fields of a body."""
         self.salt_objects: Set[str] = frozenset()
         """The objects of a body where engines of the table look for a salt first."""
+        self.unsalted_apis: Set[str] = frozenset()
+        """Paths of the APIs whose requests get no salt, and so are not handed off."""
         self.needs_place_salt = False
         """Whether the table has an engine that does not know whose bytes it has cached."""
         self.ejections = Ejections(limits.eject_seconds, limits.eject_max_seconds)
@@ -83,6 +85,7 @@ class GatewayState:
         self._places = tuple(usable_places(table, NO_PREFERENCES))
         self.reads_whole_bodies = any(one.record.needs_every_field for one in table.instances)
         self.salt_objects = {one.record.salt_object for one in table.instances} - {""}
+        self.unsalted_apis = {path for one in table.instances for path in one.record.unsalted_apis}
         self.needs_place_salt = any(one.record.needs_place_salt for one in table.instances)
         # At another address a name is another pod.
         self.ejections.keep_only({one.name for one in table.instances if (one.name, one.url) in old})

@@ -65,7 +65,7 @@ class TensorRtLlmEngine:
             added["disaggregated_params"]["ctx_usage"] = document.get("usage")
         token_ids = document.get("prompt_token_ids", _NULL)
         if bytes(token_ids) not in (_NULL, b"[]"):
-            added["prompt" if "prompt" in fields else "prompt_token_ids"] = token_ids
+            added["prompt_token_ids"] = token_ids
         return await self._decode(request, attempt, with_fields(fields, added))
 
     async def _decode(self, request: GatewayRequest, attempt: Attempt, body: bytes) -> Answer:

@@ -13,7 +13,12 @@ from prfaas.names import HUB
 from prfaas.wire import headers
 from prfaas_gateway.request import place_salt
 
-REQUEST = {"model": "m", "prompt": "x" * 8000, "max_tokens": 64, "temperature": 0.25}
+
+def chat(text: str) -> dict:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+REQUEST = {"model": "m", **chat("x" * 8000), "max_tokens": 64, "temperature": 0.25}
 SALTED = REQUEST | {"cache_salt": place_salt({"eu"}, "")}
 PARAMS = {
     "request_type",
@@ -30,6 +35,7 @@ PARAMS = {
 IDS = [11, 12, 13]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 WHOLE = {"id": "cmpl-2", "choices": [{"index": 0, "text": "whole"}]}
+REFUSAL = {"object": "error", "message": "extra inputs are not permitted"}
 
 
 class Trtllm:
@@ -48,8 +54,10 @@ class Trtllm:
             request_body = json.loads(body)
             self.requests[name].append(request_body)
             params = request_body.get("disaggregated_params")
+            if "prompt" in request_body and "cache_salt" in request_body:
+                return web.json_response(REFUSAL, status=400)
             if params is not None and not set(params) <= self.known:
-                return web.json_response({"object": "error", "message": "extra inputs are not permitted"}, status=400)
+                return web.json_response(REFUSAL, status=400)
             if params is None:
                 return web.json_response(WHOLE)
             return self._context(request_body, params) if name == "x0" else self._generation(request_body, params)
@@ -73,7 +81,7 @@ class Trtllm:
         assert (params["first_gen_tokens"], params["encoded_opaque_state"]) == ([7], "b3BhcXVl")
         assert params["ctx_request_id"] == params["disagg_request_id"]
         del self.held[params["disagg_request_id"]]
-        assert (request["prompt"] if "prompt" in request else request["prompt_token_ids"]) == IDS
+        assert request["prompt_token_ids"] == IDS
         return web.json_response(WHOLE)
 
 
@@ -88,7 +96,7 @@ def start(world):
 
 
 async def post(world, **more):
-    return await world.post(REQUEST | more, "/v1/completions")
+    return await world.post(REQUEST | more)
 
 
 async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cache(world, start):
@@ -98,7 +106,7 @@ async def test_the_context_leg_comes_first_and_the_generation_leg_takes_its_cach
     assert engine.held == {}
     (context,), (generation,) = engine.requests["x0"], engine.requests["d0"]
     assert {**context, "disaggregated_params": 0, "stream": 0} == SALTED | {"disaggregated_params": 0, "stream": 0}
-    assert {**generation, "disaggregated_params": 0} == SALTED | {"disaggregated_params": 0, "prompt": IDS}
+    assert {**generation, "disaggregated_params": 0} == SALTED | {"disaggregated_params": 0, "prompt_token_ids": IDS}
     assert "ctx_usage" not in generation["disaggregated_params"], "this version does not know it"
 
 
@@ -121,7 +129,7 @@ async def test_a_version_that_counts_usage_of_both_legs_gets_the_first_ones(worl
 async def test_every_request_has_its_own_id(world, start):
     engine = await start()
     for letter in "abc":
-        await post(world, prompt=letter * 8000)
+        await post(world, **chat(letter * 8000))
     ids = [one["disaggregated_params"]["disagg_request_id"] for one in engine.requests["x0"]]
     assert len(set(ids)) == 3
 
@@ -169,7 +177,7 @@ async def test_an_answer_of_any_nesting_is_passed_on_or_has_failed(world, start)
         nonlocal nested
         nested = b"[" * levels + b"]" * levels
         world.state.ejections.succeeded("x0")
-        got = await post(world, prompt=f"{levels} " * 4000)
+        got = await post(world, **chat(f"{levels} " * 4000))
         assert got.status == 200
         return got.headers[headers.OUTCOME] == "ok"
 
@@ -194,8 +202,18 @@ async def test_a_cache_that_does_not_arrive_falls_back_to_the_hub(world, start):
     assert engine.requests["d0"] == [SALTED]
 
 
-@pytest.mark.parametrize("more", [{"prompt": ["x" * 8000, "y"]}, {"n": 2}, {"best_of": 2}, {"use_beam_search": True}])
+@pytest.mark.parametrize("more", [{"n": 2}, {"best_of": 2}, {"use_beam_search": True}])
 async def test_its_orchestrator_splits_only_single_prompts_and_so_do_we(world, start, more):
     engine = await start()
     got = await post(world, **copy.deepcopy(more))
     assert (got.status, got.headers[headers.DECISION], engine.requests["x0"]) == (200, "local", [])
+
+
+async def test_a_completion_has_no_salt_and_its_prompt_stays_in_the_hub(world, start):
+    """Its type of a completion has no `cache_salt`, and refuses what it does not know."""
+    engine = await start()
+    completion = {"model": "m", "prompt": "x" * 8000}
+    got = await world.post(completion, "/v1/completions")
+    assert (got.status, got.json, got.headers[headers.DECISION]) == (200, WHOLE, "local")
+    assert engine.requests == {"x0": [], "d0": [completion]}
+    assert (await world.post(completion | {"cache_salt": "s"}, "/v1/completions")).status == 400, "control"
