@@ -127,6 +127,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its cache events say which bytes of a prompt are which tokens."""
     tokenizes: bool = False
     """Whether `POST /tokenize` gives the token ids that its cache events name."""
+    names_salts: bool = False
+    """Whether its cache events name the salts of prompts. Under a salt those of others prove nothing."""
     has_profile: bool = False
     """Whether it measures its own prefill times and cache sizes (`GET /v1/profile`)."""
     metrics: str
@@ -279,6 +281,7 @@ _VLLM: Final = EngineRecord(
     resumed_by="TokenIds",
     events="Mover",
     tokenizes=True,
+    names_salts=True,
     metrics="vllm",
     running_limit_flag="--max-num-seqs",
     link_port="link-metrics",

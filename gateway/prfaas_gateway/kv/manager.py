@@ -169,7 +169,9 @@ class KvManager:
                 size = TOKEN_BYTES * self.index[name].block_tokens
                 data = token_data[: MAX_TOKEN_BLOCKS * size]
                 chain = chains.setdefault(size, TokenChain(salt, data, size))
-                matches[name] = self.index[name].match_tokens(chain), follower.stream.is_whole
+                # Under a salt an engine that names none has told nothing.
+                is_told = follower.stream.is_whole and (not salt or follower.instance.record.names_salts)
+                matches[name] = self.index[name].match_tokens(chain), is_told
         return matches
 
     def note_placed(self, prompt: PromptFacts, route: Route, ranks: Mapping[str, int]) -> None:

@@ -14,6 +14,7 @@ from tests.waiting import PATIENCE_SECONDS, eventually_async
 
 from prfaas import names
 from prfaas.errors import ProtocolError, UnreachableError
+from prfaas.wire import headers
 from prfaas_gateway.kv import zmtp
 
 from .fleet import Fleet
@@ -110,6 +111,20 @@ async def test_text_goes_where_this_gateway_sent_it_until_the_engine_clears_its_
     fleet.publishers[first].publish(Vllm().batch(CLEARED, *Vllm().stored(MINE)))
     await fleet.until(BATCHES, 2)
     assert await fleet.ask(text, other) != first
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "instances"), [("sglang", Sglang(), 1), ("vllm-nixl", Vllm(), 2)], ids=["sglang", "control"]
+)
+async def test_under_a_salt_that_no_event_names_the_record_counts(fleet, name, engine: Engine, instances):
+    """Of vLLM, which names salts, it is known that nobody has the prompt."""
+    await fleet.start(name)
+    for publisher in fleet.publishers.values():
+        publisher.publish(engine.batch(*engine.stored(THEIRS)))
+    await fleet.until(BATCHES, 2)
+    salted = {"model": "m", "prompt": MINE, "cache_salt": "s"}
+    served = {(await fleet.post(salted, number)).headers[headers.DECODE_INSTANCE] for number in range(12)}
+    assert len(served) == instances
 
 
 GARBAGE: dict[str, list[bytes]] = {
