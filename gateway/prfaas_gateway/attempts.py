@@ -16,7 +16,7 @@ from aiohttp import web
 from prfaas.errors import CapacityError
 from prfaas.routing.decide import Overload, decide, decide_again, decide_at_last, find_overload
 from prfaas.routing.facts import Decision, Refusal, Route, RoutingFacts
-from prfaas.routing.quarantine import LOSSES, PROBATION_SECONDS, QUARANTINE_SECONDS
+from prfaas.routing.quarantine import LOSSES, PROBATION_SECONDS
 from prfaas.telemetry.logs import line
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
@@ -163,6 +163,8 @@ class Attempts:
                 return progress.stream.response
             except BrokenOffError as error:
                 is_early = self._state.clock() - begun_seconds < PROBATION_SECONDS
+                if not is_early:
+                    progress.lost.clear()  # what served it for long did not die of it
                 # After a failed prefill leg the gateway itself may have cut the answer off.
                 is_loss = error.is_closed and is_early and lost_prefill(answer) is None
                 eject = not error.is_too_long
@@ -181,6 +183,7 @@ class Attempts:
         while True:
             progress.forget_tried()
             self._note_failure(request, progress, route, failure)
+            deadly_seconds = self._deadly_seconds(request, progress, failure)
             if log is None:
                 break
             log.worker_died()
@@ -189,7 +192,7 @@ class Attempts:
                 return stream.response
             if log.pieces > pieces:  # the stream moved on, so another recovery gets the full time
                 pieces, until_seconds = log.pieces, self._state.clock() + self._limits.recover_seconds
-            if not log.can_go_on or log.is_refused or len(progress.lost) >= LOSSES or not self._may_retry():
+            if not log.can_go_on or log.is_refused or deadly_seconds or not self._may_retry():
                 break
             decision = await self._decide_again(request, progress, route, failure, until_seconds)
             if isinstance(decision, Refusal):
@@ -206,8 +209,8 @@ class Attempts:
                 progress.outcome = "resumed"
                 return response
         progress.outcome, progress.reason = "failed", str(failure)
-        if len(progress.lost) >= LOSSES:
-            refused = QuarantinedError(QUARANTINE_SECONDS, of_client=False)
+        if deadly_seconds:
+            refused = QuarantinedError(deadly_seconds, of_client=False)
             await stream.end_in_error(error_event(request.path, str(refused), refused.code))
         else:
             await stream.break_off(str(failure))
@@ -240,6 +243,13 @@ class Attempts:
         for refused in (request.digest, progress.client):
             if left_seconds := quarantine.left_seconds(refused, now_seconds):
                 raise QuarantinedError(left_seconds, of_client=refused is not request.digest)
+
+    def _deadly_seconds(self, request: GatewayRequest, progress: Progress, failure: LegFailedError) -> float:
+        """Return for how long a request that lost its engine is refused, maybe by what another with the same digest
+        lost; 0: it is not."""
+        if not failure.lost_connection and len(progress.lost) < LOSSES:
+            return 0.0
+        return self._state.quarantine.left_seconds(request.digest, self._state.clock())
 
     def _note_loss(self, request: GatewayRequest, progress: Progress, instance: str) -> None:
         progress.lost.append(instance)

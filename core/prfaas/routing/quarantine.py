@@ -6,7 +6,8 @@ refused, and for a minute so is each request with the same digest: clients repea
 
 A request may also kill by its second token. So a stream that its engine ended counts, too, if it was served there for
 less than PROBATION_SECONDS. Who was served for longer got what the engine is for: that two engines of a long stream die
-says nothing of it.
+says nothing of it, and the count begins anew. Of streams that run at once with the same digest each ends with its first
+loss once the digest is refused.
 
 A client can send the same again with one letter more. So a client of a key whose requests are refused at two times
 within a minute is refused as a whole for a minute. What it loses within five seconds is one loss: a node that fails

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,20 +239,41 @@ async def test_control_where_losses_of_streams_do_not_count_it_kills_them_all(wo
     assert len(deadly.streams) == len(ENGINES)
 
 
-async def test_a_stream_that_was_served_for_long_survives_two_engines(world):
-    deadly = Deadly("resets", deaths=2)
+@pytest.mark.parametrize("times", [(1, 1), (0, 1, 0)], ids=["twice", "between two early losses"])
+async def test_a_stream_that_was_served_for_long_survives_two_engines(world, times):
+    """So many PROBATION_SECONDS each engine serves it before it dies."""
+    deadly = Deadly("resets", deaths=len(times))
     deadly.may_die = asyncio.Semaphore(0)
     await start_streams(world, deadly)
     async with world.client.post(world.url + "/v1/chat/completions", data=BODY) as answer:
         got, clock = b"", world.state.clock
-        for number in (1, 2):
+        for number in range(len(times)):
             sent = got.count(b"\n\n")
             while got.count(b"\n\n") == sent:
                 got += await answer.content.readany()
-            world.state.clock = lambda number=number: clock() + number * PROBATION_SECONDS
+            passed_seconds = sum(times[: number + 1]) * PROBATION_SECONDS
+            world.state.clock = lambda passed_seconds=passed_seconds: clock() + passed_seconds
             deadly.may_die.release()
         got += await answer.content.read()
-    assert (read(got), len(deadly.streams)) == (WHOLE, 3)
+    assert (read(got), len(deadly.streams)) == (WHOLE, len(times) + 1)
+
+
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "control"])
+async def test_a_begun_stream_kills_no_second_engine_once_its_like_is_refused(world, is_refused):
+    path, deadly = "/v1/chat/completions", Deadly("resets", deaths=1)
+    deadly.may_die = asyncio.Semaphore(0)
+    await start_streams(world, deadly)
+    async with world.client.post(world.url + path, data=BODY) as answer:
+        got = await answer.content.readany()
+        if is_refused:
+            digest = hashlib.sha256(f"{path}\n".encode() + BODY).digest()
+            world.state.quarantine.add(digest, "", world.state.clock())
+        deadly.may_die.release()
+        got += await answer.content.read()
+    if is_refused:
+        assert (end_of(got), len(deadly.streams)) == ("request_quarantined", 1)
+    else:
+        assert (read(got), len(deadly.streams)) == (WHOLE, 2)
 
 
 @pytest.mark.parametrize(
