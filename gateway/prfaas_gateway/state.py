@@ -162,8 +162,8 @@ class GatewayState:
     def _within_places(self, rule: RoutingRule, table: RoutingTable, request: GatewayRequest) -> RoutingRule:
         """Return the rule for the places that a request had when it was read: what a cluster gave it that was admitted
         later would be found under a salt that excludes that cluster."""
-        places = request.places if request.has_place_salt or not self.needs_place_salt else ()
-        clusters = frozenset(name for name in rule.offload_clusters if table.place_of(name) in places)
+        places = set(request.places) if request.has_place_salt or not self.needs_place_salt else set[str]()
+        clusters = rule.offload_clusters & {one.name for one in table.clusters if one.known_by in places}
         return rule if clusters == rule.offload_clusters else replace(rule, offload_clusters=clusters)
 
     def _check_room(self, full: Set[str], now_seconds: float) -> None:

@@ -162,7 +162,7 @@ def usable_places(table: RoutingTable, preferences: Preferences) -> list[str]:
         return []
     anywhere = [] if table.forbid_datacenters or preferences.forbid else [UNKNOWN_PLACE]
     permitted = (one for one in table.permitted_clusters if not forbids(preferences.forbid, one.datacenter))
-    return anywhere + [table.place_of(one.name) for one in permitted]
+    return anywhere + [one.known_by for one in permitted]
 
 
 def check_places(preferences: Preferences, table: RoutingTable) -> None:

@@ -81,14 +81,19 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     """Of its instances there; empty: not known."""
     place: str = ""
-    """What its cached bytes are known by; empty: its name. It gets another one each time that it is admitted, so that
-    no bytes from before a revocation serve again."""
+    """The name of its cached bytes; empty: its own. It gets another one each time that it is admitted, so that no bytes
+    from before a revocation serve again."""
     datacenter: str = ""
     reachable: bool = True
     capacity_mbps: int
     utilisation_query: str
     """PromQL whose single value is the link's present traffic toward the hub in Mbit/s."""
     round_trip_millis: int = 0
+
+    @property
+    def known_by(self) -> str:
+        """What its cached bytes are known by."""
+        return self.place or self.name
 
 
 class Threshold(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +159,7 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # the
 
     def place_of(self, cluster: str) -> str:
         """Return what the cached bytes of a cluster are known by; the hub's by its name."""
-        return next((one.place for one in self.clusters if one.name == cluster and one.place), cluster)
+        return next((one.known_by for one in self.clusters if one.name == cluster), cluster)
 
 
 def measured_as(table: RoutingTable, instance: Instance) -> tuple[str, str]:
