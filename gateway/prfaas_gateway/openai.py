@@ -96,9 +96,9 @@ class QuarantinedError(CapacityError):
     status, code = 503, "request_quarantined"
 
     def __init__(self, retry_after_seconds: float, *, of_client: bool):
-        lost = f"{LOSSES} engines were lost while they computed this request, so no other one gets it: change it, or"
+        lost = f"{LOSSES} engines failed or were lost with this request, so no other one gets it: change it, or"
         if of_client:
-            lost = "engines were lost to requests of this key again and again, so none gets another one:"
+            lost = "engines failed or were lost with requests of this key again and again, so none gets another one:"
         super().__init__(f"{lost} send it again in {retry_after_seconds:.0f} s")
         self.retry_after_seconds = retry_after_seconds
 
