@@ -74,6 +74,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
     return Scheduler(config, log)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are named by their argument. gzip writes the second into what it packs, and processes of pytest-xdist that
+    collect in two seconds would not agree on the tests' names.
+    """
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--stage", choices=stages.STAGES, help="run only the tests of one stage (tests/stages.py)")
 

@@ -1,6 +1,7 @@
 """A test of `gate` is pure, and a failure is late only if something did not come in time."""
 
 import asyncio
+import gzip
 import re
 import subprocess
 import time
@@ -56,6 +57,11 @@ def test_files_that_wait_alternate_with_files_that_compute_and_the_longest_begin
     assert sorted(computing, key=order.__getitem__)[-1] == "tests/unit/api/test_e.py"
     assert [order[file] for file in waiting] == [1, 0]
     assert sorted(order.values()) == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("packed", [gzip.compress(b"{}", mtime=1), gzip.compress(b"{}", mtime=2)])
+def test_processes_that_collect_in_two_seconds_name_a_test_alike(packed: bytes, request: pytest.FixtureRequest):
+    assert request.node.name.removeprefix(request.node.originalname) in ("[packed0]", "[packed1]")
 
 
 @pytest.mark.system
