@@ -174,8 +174,8 @@ class AnswerStream:
 
         Raises ClientGoneError if the client left.
         """
-        self.response.force_close()
         if self.response.content_type != EVENT_STREAM:
+            self.response.force_close()
             if self.http.transport is not None:
                 self.http.transport.close()
             return
