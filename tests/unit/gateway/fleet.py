@@ -44,7 +44,7 @@ class Fleet:
         """Send a request; among equal instances its number decides."""
         request_id = hashlib.sha256(bytes([number])).hexdigest()
         got = await self.world.post(json.dumps(body).encode(), path, headers={headers.REQUEST_ID: request_id})
-        assert got.status == 200
+        assert got.status == 200, got.body
         return got
 
     async def ask(self, prompt: list[int] | str, number: int = 0) -> str:
