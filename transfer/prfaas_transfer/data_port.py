@@ -84,16 +84,20 @@ class OpenConnections:
         self._waiting: dict[socket.socket, None] = {}  # the one that has waited longest is first
 
     def count(self, connection: socket.socket, *names: str, waits: bool = False) -> None:
-        """Count a connection, a new one or an open one, under names. If there are too many others, in all or of a
-        name, shut down the one of them that has waited longest. Raises CapacityError if none waits."""
+        """Count a new connection under names. If there are too many others, in all or of a name, shut down the one of
+        them that has waited longest. Raises CapacityError if none waits."""
         with self._lock:
-            for name in names:
-                self._make_room(connection, self._most // COUNTED_PART, name)
-            self._make_room(connection, self._most)
-            self._names[connection] = names
-            self._waiting.pop(connection, None)
+            self._place(connection, names)
             if waits:
                 self._waiting[connection] = None
+
+    def prove(self, connection: socket.socket, *names: str) -> None:
+        """Count an open connection, from now on under the names that it has proven. Raises CapacityError also if it
+        made room for another: it is shut down, and takes nobody's place."""
+        with self._lock:
+            if connection not in self._names:
+                raise CapacityError("it made room for another one")
+            self._place(connection, names)
 
     def begin_wait(self, connection: socket.socket) -> None:
         """Note that a connection carries nothing until its next transfer."""
@@ -108,6 +112,13 @@ class OpenConnections:
     def leave(self, connection: socket.socket) -> None:
         with self._lock:
             self._forget(connection)
+
+    def _place(self, connection: socket.socket, names: tuple[str, ...]) -> None:
+        for name in names:
+            self._make_room(connection, self._most // COUNTED_PART, name)
+        self._make_room(connection, self._most)
+        self._names[connection] = names
+        self._waiting.pop(connection, None)
 
     def _make_room(self, connection: socket.socket, most: int, name: str = "") -> None:
         others = {one for one, names in self._names.items() if one is not connection and (not name or name in names)}
@@ -179,7 +190,7 @@ class DataPort:
         try:
             with sock, closing(self._traffic.auth.accept(sock)) as stream:
                 name = self._traffic.auth.counted_as(stream)
-                self._open.count(sock, *(() if name == "" else filter(None, (name, network_of(host)))))
+                self._open.prove(sock, *(() if name == "" else filter(None, (name, network_of(host)))))
                 patience, begun = patient(HELLO_SECONDS), bytearray(len(follow.GET))
                 stream.receive_into(begun, on_wait=patience)
                 if begun == follow.GET:
@@ -229,7 +240,7 @@ class DataPort:
             raise
         try:
             if stream.peer is None:
-                self._open.count(stream.socket)  # without TLS it can prove no more than this token
+                self._open.prove(stream.socket)  # without TLS it can prove no more than this token
             self._deliver(stream, offer, hello)
         finally:
             self._offers.disconnect(offer, hello.connection)

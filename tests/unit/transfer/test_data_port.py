@@ -163,15 +163,15 @@ def test_whoever_has_a_name_has_half_of_the_connections_and_who_has_none_all(soc
     connections = OpenConnections(4)
     connections.count(sockets[1], "buyer/a")
     connections.count(sockets[2], "192.0.2.1")
-    connections.count(sockets[2], "buyer/a", "192.0.2.1")  # it has proven who it is
+    connections.prove(sockets[2], "buyer/a", "192.0.2.1")
     connections.count(sockets[3], "192.0.2.1")
     with pytest.raises(CapacityError, match=r"2 connections of buyer/a are open"):
-        connections.count(sockets[3], "buyer/a", "192.0.2.1")
+        connections.prove(sockets[3], "buyer/a", "192.0.2.1")
     with pytest.raises(CapacityError, match=r"2 connections of 192\.0\.2\.1 are open"):
         connections.count(sockets[4], "192.0.2.1")
     connections.leave(sockets[3])
     connections.leave(sockets[1])
-    connections.count(sockets[2])
+    connections.prove(sockets[2])
     for number in (3, 4, 5):
         connections.count(sockets[number])
     with pytest.raises(CapacityError, match="4 connections are open"):
@@ -194,6 +194,20 @@ def test_a_connection_that_carries_nothing_makes_room_for_another_of_its_name(so
     shaking_peer.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         shaking_peer.recv(1)
+
+
+def test_a_connection_that_made_room_takes_no_other_ones_place(sockets: list[socket.socket]):
+    """Its handshake may have ended just then."""
+    shaking, _, other, other_peer, *_ = sockets
+    connections = OpenConnections(2)
+    connections.count(shaking, "192.0.2.1", waits=True)
+    connections.count(other, "192.0.2.1", waits=True)
+    with pytest.raises(CapacityError, match="it made room for another one"):
+        connections.prove(shaking, "buyer/a", "192.0.2.1")
+    other_peer.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        other_peer.recv(1)
+    connections.prove(other, "buyer/a", "192.0.2.1")  # control
 
 
 def test_what_is_nobodys_makes_no_room_where_all_connections_are_open(sockets: list[socket.socket]):
