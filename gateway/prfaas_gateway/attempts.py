@@ -366,7 +366,7 @@ def _settle(request: GatewayRequest, progress: Progress, answer: Answer) -> None
 
 
 def _most_bytes(request: GatewayRequest) -> int:
-    return most_bytes(request.api, request.fields, prompts(request.fields) or 1, len(request.received))
+    return most_bytes(request.api, request.fields, prompts(request.fields) or 1, len(request.body))
 
 
 def _outcome_of(status: int, fell_back: bool) -> RequestOutcome:

@@ -2,8 +2,9 @@
 
 A GatewayRequest never changes. Progress is the only record that does, from the first byte to the access log line. The
 gateway relays the body's original bytes and parses them once. One pass finds the top level's fields, and reads the
-values of those that make prompts: no request keeps them after they are measured and matched. A rewrite, for a foreign
-engine or with another salt, keeps the text of every field.
+values of those that make prompts: no request keeps them after they are measured and matched. A body that gets another
+salt is written anew at once, and what came is dropped: each request holds one body. A rewrite, for that or for a
+foreign engine, keeps the text of every field.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -91,13 +93,11 @@ class GatewayRequest:
     api: ApiRoute
     request_id: str
     model: str
-    received: bytes
-    """The body as it came."""
+    body: bytes
+    """The body for an engine: as it came, or written anew with the salt."""
     fields: Fields
     """All fields of the body if `has_every_field`, else none."""
     has_every_field: bool = False
-    is_salted: bool = False
-    """Whether `fields` have another salt than `received`."""
     places: tuple[str, ...] = ()
     """The other clusters whose cached bytes may serve it, as they were when it was read: no others give it any."""
     has_place_salt: bool = False
@@ -112,14 +112,11 @@ class GatewayRequest:
     def path(self) -> str:
         return self.api.path
 
-    @property
-    def body(self) -> bytes:
-        """The body for an engine: as it came, or written anew with the salt."""
-        return msgspec.json.encode(self.fields) if self.is_salted else self.received
-
     @cached_property
     def digest(self) -> bytes:
-        return hashlib.sha256(f"{self.path}\n".encode() + self.body).digest()
+        found = hashlib.sha256(f"{self.path}\n".encode())
+        found.update(self.body)
+        return found.digest()
 
     @cached_property
     def every_field(self) -> Fields:
@@ -127,7 +124,7 @@ class GatewayRequest:
         if self.has_every_field:
             return self.fields
         # The table got its first engine of others after the body was read.
-        return read_fields(self.received, every=True)[1]
+        return read_fields(self.body, every=True)[1]
 
 
 class ReadingWay(NamedTuple):
@@ -331,9 +328,9 @@ async def receive(
     way = find_way(preferences)
     if way.every_field and len(received) > KNOWN_BYTES:
         # Of a large body each value is checked: other streams must not wait.
-        model, fields = await asyncio.to_thread(read_salted, received, way)
+        model, fields, body = await asyncio.to_thread(read_salted, received, way)
     else:
-        model, fields = read_salted(received, way)
+        model, fields, body = read_salted(received, way)
     sent = {name: http.headers[name] for name in FORWARDED_HEADERS if name in http.headers}
     sent |= {headers.REQUEST_ID: request_id, headers.PLACES: " ".join(way.places)}
     # A span of ours; without tracing, the context that came.
@@ -342,10 +339,9 @@ async def receive(
         api=API_ROUTES[http.path],
         request_id=request_id,
         model=model,
-        received=received,
+        body=body,
         fields=fields if way.every_field else {},
         has_every_field=way.every_field,
-        is_salted=way.salt_of is not None,
         places=way.places,
         has_place_salt=way.has_place_salt,
         headers=sent,
@@ -355,7 +351,7 @@ async def receive(
     return request, fields
 
 
-def read_fields(body: bytes, *, every: bool) -> tuple[str, Mapping[str, Any]]:
+def read_fields(body: bytes | bytearray, *, every: bool) -> tuple[str, Mapping[str, Any]]:
     """Return a body's model and its fields: all as they are written if `every`, else the values of those of prompts.
 
     Raises RequestError with 400 if the body is not a JSON object with a model.
@@ -385,12 +381,22 @@ def place_salt(places: Collection[str], salt: str) -> str:
     return hashlib.sha256(msgspec.json.encode((given, salt))).hexdigest()
 
 
-def read_salted(body: bytes, way: ReadingWay) -> tuple[str, Mapping[str, Any]]:
-    """Return a body's model and its fields, with its salt."""
-    model, fields = read_fields(body, every=way.every_field)
-    if way.salt_of is not None:
-        fields = _with_cache_salt(fields, way.salt_of, way.salt_objects)
-    return model, fields
+def read_salted(received: bytes | bytearray, way: ReadingWay) -> tuple[str, Mapping[str, Any], bytes]:
+    """Return the model and the fields of what came, with their salt, and the body for an engine."""
+    if way.salt_of is None:
+        body = bytes(received)
+        return *read_fields(body, every=way.every_field), body
+    model, fields = read_fields(received, every=way.every_field)
+    return model, *_write(_with_cache_salt(fields, way.salt_of, way.salt_objects))
+
+
+def _write(fields: Fields) -> tuple[Fields, bytes]:
+    """Return the body of these fields, behind the same fields as parts of it, which keep no other body in memory."""
+    pieces = [piece for name, field in fields.items() for piece in (b",", msgspec.json.encode(name), b":", field)]
+    body = b"".join((b"{", *pieces[1:], b"}"))
+    view, ends = memoryview(body), list(accumulate(map(len, pieces)))[3::4]
+    parts = zip(fields.items(), ends, strict=True)
+    return {name: msgspec.Raw(view[end - len(field) : end]) for (name, field), end in parts}, body
 
 
 def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set[str]) -> Fields:
@@ -413,7 +419,7 @@ def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set
     return salted
 
 
-def _read_known(body: bytes) -> Any:
+def _read_known(body: bytes | bytearray) -> Any:
     """Return the known fields; as they are written if the body is large, or has a value that is not readable here."""
     if len(body) <= LARGE_BYTES:
         with suppress(*UNREADABLE, ValueError):  # the latter for numbers of thousands of digits
@@ -461,7 +467,7 @@ def _read_deadline(http: web.Request) -> float | None:
     return None if text is None else asyncio.get_running_loop().time() + read_deadline_seconds(text)
 
 
-async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadline_seconds: float | None) -> bytes:
+async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadline_seconds: float | None) -> bytearray:
     too_large = RequestError(
         f"the request body exceeds {limits.request_bytes} bytes; send a shorter prompt",
         status=413,
@@ -481,7 +487,7 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
                 if len(body) > limits.request_bytes:
                     raise too_large
             place.arrived()
-            return bytes(body)
+            return body
     except CapacityError as error:
         raise SaturatedError(str(error)) from error
     except UNREADABLE_BODY as error:

@@ -108,9 +108,9 @@ class KvManager:
         # A single instance leaves no choice, and so does an empty index.
         if table is None or len(table.instances) < 2 or not (self._sent or self.index.pairs):
             return prompt
-        if len(request.received) > MAX_BODY_BYTES:
+        if len(request.body) > MAX_BODY_BYTES:
             return prompt
-        read = await read_aside(request.received, partial(_read_prompt, request, values))
+        read = await read_aside(request.body, partial(_read_prompt, request, values))
         if read is None:
             return prompt
         body, canonical = read

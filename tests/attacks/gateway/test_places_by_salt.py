@@ -111,7 +111,7 @@ def test_a_request_goes_to_no_member_that_is_not_in_its_salt(places, has_place_s
         api=API_ROUTES["/v1/completions"],
         request_id="r",
         model="m",
-        received=b"",
+        body=b"",
         fields={},
         headers={},
         places=places,

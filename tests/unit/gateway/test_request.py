@@ -1,9 +1,10 @@
 """Proves that a received request never changes and that its body is read once; what becomes of it stands in the log."""
 
+import asyncio
 import json
 import threading
 from contextlib import suppress
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, fields
 from unittest.mock import Mock
 
 import pytest
@@ -16,8 +17,10 @@ from prfaas_gateway import dispatch, request
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv import manager
 from prfaas_gateway.request import MAX_FIELDS, SOME_VALUES, GatewayRequest, ReadingWay, read_fields, read_salted
+from prfaas_gateway.upstream import Upstream
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
+KEY = "sk-alice-0123456789abcdef"
 
 
 def received(body: bytes = BODY, *, every: bool = False) -> GatewayRequest:
@@ -25,7 +28,7 @@ def received(body: bytes = BODY, *, every: bool = False) -> GatewayRequest:
     found = found if every else {}
     api = API_ROUTES["/v1/completions"]
     return GatewayRequest(
-        api=api, request_id="r", model=model, received=body, fields=found, has_every_field=every, headers={}
+        api=api, request_id="r", model=model, body=body, fields=found, has_every_field=every, headers={}
     )
 
 
@@ -55,13 +58,45 @@ def test_an_engine_that_comes_later_has_the_body_read_once_more_and_not_at_each_
         pytest.param(None, BODY, id="control: without a salt"),
     ],
 )
-def test_a_body_is_read_once_also_with_a_salt_and_written_only_for_an_engine(monkeypatch, salt_of, sent):
+def test_a_body_is_read_once_also_with_a_salt_and_kept_once(monkeypatch, salt_of, sent):
     read, decoder = [], request._every_field
     monkeypatch.setattr(request, "_every_field", Mock(decode=lambda given: read.append(given) or decoder.decode(given)))
-    found = read_salted(BODY, ReadingWay(True, salt_of))[1]
-    one = replace(received(), fields=found, has_every_field=True, is_salted=salt_of is not None)
-    assert (one.received, one.body, one.every_field) == (BODY, sent, found)
+    came = bytearray(BODY)
+    _, found, body = read_salted(came, ReadingWay(True, salt_of))
+    assert (body, found) == (sent, decoder.decode(sent))
     assert [given for given in read if given != b"{}"] == [BODY]
+    came.clear()  # it raises where a field is still a part of what came
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b', "caf\xc3\xa9" : "caf\\u00e9"', b',"cache_salt":"own", "a\\"b":[1,\n2], "model":"x"']
+)
+def test_the_fields_of_a_salted_body_are_parts_of_it(rest):
+    came = b'{"model": "m"' + rest + b" }"
+    _, found, body = read_salted(came, ReadingWay(True, lambda own: f"{own} of a"))
+    assert list(found.items()) == list(request._every_field.decode(body).items())
+    own = json.loads(came).get("cache_salt", "")
+    assert json.loads(body) == json.loads(came) | {"cache_salt": f"{own} of a"}
+
+
+async def test_a_salted_body_is_written_once_for_all_legs_and_its_digest(world, monkeypatch, tmp_path):
+    (keys := tmp_path / "keys").mkdir()
+    (keys / "alice").write_text(KEY)
+    written, sent, write, post = [], [], request._write, Upstream.post
+    monkeypatch.setattr(request, "_write", lambda fields: written.append(fields) or write(fields))
+    monkeypatch.setattr(Upstream, "post", lambda *given, **how: sent.append(given[4]) or post(*given, **how))
+    await world.start("d0", "d1", keys_dir=keys)
+
+    async def die(http, _body):
+        http.transport.abort()
+        await asyncio.Event().wait()
+
+    for worker in world.workers.values():
+        worker.reply = die
+    got = await world.post(BODY, "/v1/completions", headers={"Authorization": f"Bearer {KEY}"})
+    assert got.json["error"]["code"] == "request_quarantined"
+    assert (len(written), len(sent)) == (1, 2)
+    assert sent[0] is sent[1]
 
 
 def test_a_field_that_steers_caches_is_refused_also_then():
@@ -104,7 +139,7 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
         with suppress(RequestError):
             found = read_fields(body, every=False)[1]
             values = prompt_values(found, api.fields)
-            one = GatewayRequest(api=api, request_id="r", model="m", received=body, fields={}, headers={})
+            one = GatewayRequest(api=api, request_id="r", model="m", body=body, fields={}, headers={})
             nested += manager._read_prompt(one, values) is not None
             assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)
     assert nested > 100

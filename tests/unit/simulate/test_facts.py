@@ -43,7 +43,7 @@ class Live:
             api=API_ROUTES["/v1/completions"],
             request_id=str(request.index),
             model="",
-            received=b"",
+            body=b"",
             fields={},
             headers={},
             places=self.state.places(NO_PREFERENCES),

@@ -119,7 +119,7 @@ async def known(manager: KvManager, prompt: str) -> PromptFacts:
     body = json.dumps({"model": "tiny", "prompt": prompt}).encode()
     model, fields = read_fields(body, every=False)
     api = API_ROUTES["/v1/completions"]
-    request = GatewayRequest(api=api, request_id="", model=model, received=body, fields={}, headers={})
+    request = GatewayRequest(api=api, request_id="", model=model, body=body, fields={}, headers={})
     return await manager.find(request, prompt_values(fields, api.fields), PromptFacts(len(prompt)))
 
 
