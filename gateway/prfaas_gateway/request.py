@@ -59,6 +59,7 @@ Fields = Mapping[str, msgspec.Raw]
 MAX_FIELDS: Final = 1000
 """The most fields of a body, by far: each is kept until its answer ends, if engines of others need it."""
 COUNTED_BYTES: Final = 1 << 20
+"""A larger body is read aside in any case: its values are not counted."""
 SOME_VALUES: Final = 5000
 """A body of more takes longer than a few milliseconds to read."""
 _ABSENT: Final = msgspec.Raw()
