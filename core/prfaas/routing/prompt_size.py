@@ -236,22 +236,21 @@ def _holds_token_ids(name: str, field: bytes) -> bool:
     return name == "prompt" and _TOKEN_IDS.match(field) is not None
 
 
-def _has_too_many_values(field: bytes) -> bool:
+def _has_too_many_values(field: msgspec.Raw) -> bool:
     """Return whether a field is large and has a mark before a value in every few bytes, in its texts or beside them."""
-    if len(field) <= LARGE_BYTES or field.startswith(b'"'):
+    if len(field) <= LARGE_BYTES or memoryview(field)[:1] == b'"':
         return False
-    return count_marks(field) > len(field) // BYTES_A_VALUE
+    return count_marks(bytes(field)) > len(field) // BYTES_A_VALUE
 
 
 def _decoded(name: str, field: Any) -> Any:
     """Return a field's value; the field itself if it was decoded before, or is to stay as it is written."""
     if not isinstance(field, msgspec.Raw):
         return field
-    written = bytes(field)
-    if _holds_token_ids(name, written) or _has_too_many_values(written):
+    if _holds_token_ids(name, field) or _has_too_many_values(field):
         return field
     try:
-        return _value.decode(written)
+        return _value.decode(field)
     except msgspec.ValidationError:  # a number out of range
         return field
     except UNREADABLE as error:
