@@ -7,7 +7,8 @@ gateways. Clients stream answers, drawn and greedy, near and offloaded, and comp
 worker nothing happens to gave before. A greedy answer that differs does so after a near-tie if the undisturbed
 worker's two likeliest tokens lay closer than 1e-3 there (0.25 in vLLM's bf16); a drawn one may differ wherever its
 random number lies near a boundary. All differences are counted and listed. One of two alike is killed at a time, with
-no care for what it does, and comes back. In the end no instance may hold cache for a request.
+no care for what it does, and comes back. A decode worker dies PROBATION_SECONDS after that at the earliest: what loses
+two instances sooner is refused as their likely killer. In the end no instance may hold cache for a request.
 
 What a kill costs a request that is under way is its time, less the median of the same request's times before the
 first kill, under the same load.
@@ -40,6 +41,7 @@ from benchmarks.report import Figure, run
 from prometheus_client.parser import text_string_to_metric_families
 from tests.vllm.engines import EngineHost
 
+from prfaas.routing.quarantine import PROBATION_SECONDS
 from prfaas_sandbox.progress import progress
 from prfaas_sandbox.vllm import ensure_vllm
 from prfaas_worker.assets import model_directory
@@ -235,6 +237,8 @@ async def kill_at_random(stage: Stage, counts: Counts, chance: random.Random, ki
         at = chance.randrange(2)
         victim = pairs[kind][at]
         await asyncio.sleep(chance.uniform(0.0, MAX_PAUSE_SECONDS))
+        if kind == "decode":
+            await asyncio.sleep(PROBATION_SECONDS)
         if kind == "gateway":
             await read_metrics(stage, at, counts)
         counts.killed_at.append(time.monotonic())
