@@ -160,6 +160,7 @@ async def test_a_stream_continues_when_the_second_worker_dies_too_and_the_first_
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("served_for_long")
 async def test_a_stream_waits_for_an_instance_that_comes_back(world):
     await begun_on(world, "d0")
     worker, port = world.workers["d0"], world.workers["d0"].port
