@@ -4,7 +4,8 @@
 
 Blocks come in chains of 200, as events bring them, half of a chain an event, into the trees of ten instances; memory is
 what the process grew by. A look-up asks one instance for a prompt of 200 byte blocks, that are hashed already, with
-attention rows in all and a state at the end; the rival is a dict of sets that is probed block by block.
+attention rows in all and a state at the end; the rival is a dict of sets that is probed block by block. For engines of
+others the blocks of a prompt of 256k token ids are hashed, 16 a block; the rival hashes the same bytes as a text's.
 
 Of the published conversation trace every prompt is placed by `prfaas.routing` on one of eight instances, each with a
 cache of 64 GB at the 48B model's sizes and 10,000 tokens a second of prefill. The figure is the tokens that those
@@ -29,7 +30,8 @@ import typer
 from benchmarks.report import Figure, run
 
 from prfaas.kvindex.byte_maps import NO_BLOCK
-from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain
+from prfaas.kvindex.bytes import BYTE_BLOCK, ByteChain, TokenChain
+from prfaas.kvindex.canonical import TOKEN_BYTES as ID_BYTES
 from prfaas.kvindex.index import InstanceIndex, PrefixIndex
 from prfaas.kvindex.keys import key_of, keys_of
 from prfaas.names import HUB
@@ -42,6 +44,7 @@ from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold
 TREES = 10
 CHAIN, EVENT = 200, 100
 LOOK_UPS = 2000
+IDS, BLOCK_IDS, PROMPTS = 1 << 18, 16, 20
 INSTANCES = 8
 CACHE_BYTES = 64 * 10**9
 TOKEN_BYTES, STATE_BYTES = 8_064, 43_417_600
@@ -102,6 +105,14 @@ def look_up_us(index: InstanceIndex) -> tuple[float, float]:
 
     ours = per(LOOK_UPS, lambda: [index.match(chain, index.bytes) for _ in range(LOOK_UPS)])
     return ours, per(LOOK_UPS, lambda: [linear() for _ in range(LOOK_UPS)])
+
+
+def hash_us() -> tuple[float, float]:
+    """Return what a block of token ids takes to be hashed, and one of as many bytes of text."""
+    data, size = os.urandom(ID_BYTES * IDS), ID_BYTES * BLOCK_IDS
+    blocks = PROMPTS * IDS // BLOCK_IDS
+    ours = per(blocks, lambda: [TokenChain("salt", data, size).all() for _ in range(PROMPTS)])
+    return ours, per(blocks, lambda: [ByteChain(b"root", data, size).all() for _ in range(PROMPTS)])
 
 
 class Cache:
@@ -283,6 +294,10 @@ def figures(blocks: Annotated[int, typer.Option(help="Blocks in the index.")] = 
     ours, linear = look_up_us(trees[0])
     yield Figure(
         name="look-up of 200 blocks", value=ours, unit="us", reach=20.0, rival="dict of sets", rival_value=linear
+    )
+    ours, text = hash_us()
+    yield Figure(
+        name="hashes of 256k token ids", value=ours, unit="us a block", reach=1.0, rival="of text", rival_value=text
     )
     trees.clear()
     arrivals = load_trace()

@@ -24,7 +24,7 @@ from prfaas.errors import UNREADABLE, PrfaasError
 from prfaas.kvindex.byte_maps import SentPrompts
 from prfaas.kvindex.bytes import ByteChain, TokenChain
 from prfaas.kvindex.canonical import TOKEN_BYTES, Canonical
-from prfaas.kvindex.index import PrefixIndex
+from prfaas.kvindex.index import InstanceIndex, PrefixIndex
 from prfaas.routing.facts import Route
 from prfaas.util import Backoff, backoff_seconds
 from prfaas.wire.profile import PATH as PROFILE_PATH
@@ -54,6 +54,8 @@ MAX_BODY_BYTES: Final = 4 << 20
 """About a million tokens. Larger bodies are not matched: hashing would delay other requests."""
 MAX_TOKEN_BLOCKS: Final = 1 << 14
 """The most blocks of a prompt of token ids to match: a million tokens in blocks of 64."""
+SOME_BLOCKS: Final = 2000
+"""To hash more of them takes longer than a millisecond or two."""
 _value = msgspec.json.Decoder()
 StreamState = Literal["followed", "silent", "lost"]
 
@@ -120,7 +122,7 @@ class KvManager:
             total_tokens, is_exact = tokens.total_tokens, tokens.share == 1
         found = self.index.match(chain, *_by_role(table))
         now_seconds = self._state.clock()
-        by_tokens = self._by_tokens(tokens.data, canonical.salt) if tokens is not None else {}
+        by_tokens = await self._by_tokens(tokens.data, canonical.salt) if tokens is not None else {}
         for name, sent in self._sent.items():
             matched_tokens, is_all = by_tokens.get(name, (0, False))
             if not is_all:
@@ -160,19 +162,29 @@ class KvManager:
         by_load = sorted(able.values(), key=lambda one: self._state.load(one.name))
         return await self._tokenizer.tokens_of(request, body, chain, by_load)
 
-    def _by_tokens(self, token_data: bytes, salt: str) -> dict[str, tuple[int, bool]]:
-        """Return the matches of token ids under a salt in foreign engines, and whether they are complete."""
-        chains: dict[int, TokenChain] = {}
+    async def _by_tokens(self, token_data: bytes, salt: str) -> dict[str, tuple[int, bool]]:
+        """Return the matches of token ids under a salt in foreign engines, and whether they are complete. The blocks of
+        long prompts are hashed in a thread, so that no stream must wait."""
+        sizes = {TOKEN_BYTES * index.block_tokens for _, index in self._followed_by_tokens()}
+        chains = {size: TokenChain(salt, token_data[: MAX_TOKEN_BLOCKS * size], size) for size in sizes}
+        for chain in chains.values():
+            if len(chain) > SOME_BLOCKS:
+                await asyncio.to_thread(chain.all)
         matches: dict[str, tuple[int, bool]] = {}
+        for follower, index in self._followed_by_tokens():
+            chain = chains.get(TOKEN_BYTES * index.block_tokens)
+            if chain is None:  # it came meanwhile, or told its first blocks
+                continue
+            # Under a salt an engine that names none has told nothing.
+            is_told = follower.stream.is_whole and (not salt or follower.instance.record.names_salts)
+            matches[follower.part.name] = index.match_tokens(chain), is_told
+        return matches
+
+    def _followed_by_tokens(self) -> Iterator[tuple["Follower", InstanceIndex]]:
+        """Yield the followers of foreign engines that are followed now, and what these have told."""
         for name, (follower, _) in self._followers.items():
             if not follower.instance.record.maps_bytes and follower.state == "followed":
-                size = TOKEN_BYTES * self.index[name].block_tokens
-                data = token_data[: MAX_TOKEN_BLOCKS * size]
-                chain = chains.setdefault(size, TokenChain(salt, data, size))
-                # Under a salt an engine that names none has told nothing.
-                is_told = follower.stream.is_whole and (not salt or follower.instance.record.names_salts)
-                matches[name] = self.index[name].match_tokens(chain), is_told
-        return matches
+                yield follower, self.index[name]
 
     def note_placed(self, prompt: PromptFacts, route: Route, ranks: Mapping[str, int]) -> None:
         """Record where a prompt is cached from now on; `ranks` are the chosen ones of the route's instances."""

@@ -2,13 +2,23 @@
 says, and where that is not to be had, nothing of before.
 """
 
+import threading
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
+from tests.tables import make_instance
 
 from prfaas.errors import ProtocolError
+from prfaas.kvindex import bytes as byte_chains
 from prfaas.kvindex.bytes import TokenChain, pack_tokens, token_digests
 from prfaas.kvindex.canonical import TOKEN_BYTES
 from prfaas.kvindex.index import InstanceIndex
+from prfaas_gateway.kv import manager
 from prfaas_gateway.kv.foreign_events import ForeignEventReader, ForeignEvents, NumberedBatch
+from prfaas_gateway.limits import Limits
+from prfaas_gateway.metrics import GatewayMetrics
+from prfaas_gateway.state import GatewayState
 
 from .publisher import CLEARED, Engine, Sglang, SglangMaps, Vllm, VllmMaps
 
@@ -270,3 +280,24 @@ def test_recycled_places_do_not_keep_old_tokens():
         assert (peer.match(PROMPT), peer.match(OTHER)) == (0, 160)
         peer.does(peer.engine.removed([*OTHER[:32], *PROMPT], first=2), peer.engine.removed(OTHER))
     assert len(peer.index.tree) == 0
+
+
+@pytest.mark.parametrize("some_blocks", [9, 10])
+async def test_the_blocks_of_a_long_prompt_are_hashed_in_a_thread(monkeypatch, some_blocks):
+    threads: set[int] = set()
+
+    def noted(data: bytes, block_bytes: int) -> bytes:
+        threads.add(threading.get_ident())
+        return token_digests(data, block_bytes)
+
+    caches = manager.KvManager(GatewayState(Limits()), Mock(), GatewayMetrics(), 1000)
+    caches.index.set_instances(["d0"])
+    peer = Peer(index=caches.index["d0"])
+    peer.does(*peer.engine.stored(PROMPT))
+    part = manager.InstancePart(make_instance("d0", engine="vllm-nixl"), 0)
+    stream = SimpleNamespace(is_whole=True)
+    caches._followers["d0"] = SimpleNamespace(part=part, instance=part.instance, stream=stream, state="followed"), None
+    monkeypatch.setattr(manager, "SOME_BLOCKS", some_blocks)
+    monkeypatch.setattr(byte_chains, "token_digests", noted)
+    assert await caches._by_tokens(pack_tokens(PROMPT), "") == {"d0": (160, True)}
+    assert (threads == {threading.get_ident()}) == (some_blocks == 10)
