@@ -95,7 +95,7 @@ class Dispatcher:
         if not request.api.prefills:
             progress.prompt = PromptFacts(no_hand_off=no_hand_off)
             return request
-        values, size = await read_aside(request.body, partial(_measured, fields, request.api.fields))
+        values, size = await read_aside(request, partial(_measured, fields, request.api.fields))
         progress.prompt = PromptFacts(meter.estimator.tokens(size), no_hand_off)
         prompt = progress.prompt = await parts.kv.find(request, values, progress.prompt)
         answers = read_answers(request.api, request.fields, prompts(request.fields) or 1) if auth.asks else NO_ANSWERS

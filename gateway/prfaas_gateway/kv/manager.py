@@ -112,7 +112,7 @@ class KvManager:
             return prompt
         if len(request.body) > MAX_BODY_BYTES:
             return prompt
-        read = await read_aside(request.body, partial(_read_prompt, request, values))
+        read = await read_aside(request, partial(_read_prompt, request, values))
         if read is None:
             return prompt
         body, canonical = read

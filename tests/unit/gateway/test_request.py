@@ -16,7 +16,15 @@ from prfaas.wire import headers
 from prfaas_gateway import dispatch, request
 from prfaas_gateway.api import API_ROUTES
 from prfaas_gateway.kv import manager
-from prfaas_gateway.request import MAX_FIELDS, SOME_VALUES, GatewayRequest, ReadingWay, read_fields, read_salted
+from prfaas_gateway.request import (
+    MAX_FIELDS,
+    SOME_VALUES,
+    GatewayRequest,
+    ReadingWay,
+    read_aside,
+    read_fields,
+    read_salted,
+)
 from prfaas_gateway.upstream import Upstream
 
 BODY = b'{"model": "m", "prompt": "x", "seed": 7}'
@@ -143,6 +151,13 @@ def test_no_depth_of_nesting_is_an_error_of_the_gateway():
             nested += manager._read_prompt(one, values) is not None
             assert prompt_size(values).counts[Unit.MESSAGE] in (0, 2)
     assert nested > 100
+
+
+async def test_the_values_of_a_body_are_counted_once_for_all_that_is_read_of_it(monkeypatch):
+    counted, one = [], received()
+    monkeypatch.setattr(request, "count_marks", lambda body: counted.append(body) or 0)
+    assert [await read_aside(one, lambda number=number: number) for number in range(2)] == [0, 1]
+    assert counted == [BODY]
 
 
 @pytest.mark.system
