@@ -28,7 +28,8 @@ MAX_PAGES: Final = 250
 MAX_OBJECTS: Final = 10_000
 """Of all kinds in one member: 5,000 pods, as many as Kubernetes lets a cluster have nodes, and as many other children.
 
-A hostile server must not list for ever; the hub's own may list what it has.
+A hostile server must not list for ever; the hub's own may list what it has. Pods that have ended do not count, since
+they are not asked for: Kubernetes keeps up to 12,500 of them.
 """
 MAX_LOG_BYTES: Final = 1 << 20
 TRIES: Final = 3
@@ -134,12 +135,15 @@ class ClusterClient:
         except _NotFoundError:
             return None
 
-    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
-        """Yield the objects that a label selector chooses page by page, each with the version of the whole list.
+    async def pages(
+        self, kind: ObjectKind, *, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[tuple[list[Object], str]]:
+        """Yield the objects that selectors of labels and of fields choose page by page, each with the version of the
+        whole list.
 
         All pages are of one moment.
         """
-        query = {"labelSelector": selector, "limit": PAGE_LIMIT, "continue": ""}
+        query = {"labelSelector": selector, "fieldSelector": fields, "limit": PAGE_LIMIT, "continue": ""}
         objects = 0
         for _ in itertools.count() if math.isinf(self._max_objects) else range(MAX_PAGES):
             answer = await self._call("GET", kind.path(self.namespace), kind.plural, query=query)
@@ -223,9 +227,14 @@ class ClusterClient:
                 async with self.session.stream("GET", path, timeout_seconds=CALL_SECONDS, on_answer=note) as response:
                     return (await read_answer(response, MAX_LOG_BYTES)).decode(errors="replace")
 
-    async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
-        """Yield changes after resource version `since` for a window of time; ExpiredError when that is too old."""
-        path, query = kind.path(self.namespace), {"labelSelector": selector}
+    async def watch(
+        self, kind: ObjectKind, *, selector: str, since: str, fields: str = ""
+    ) -> AsyncIterator[WatchEvent]:
+        """Yield changes after resource version `since` for a window of time; ExpiredError when that is too old.
+
+        An object that the selectors choose no longer is DELETED.
+        """
+        path, query = kind.path(self.namespace), {"labelSelector": selector, "fieldSelector": fields}
         await self._throttle.turn()
         with self._exchange("watch", f"watch of {kind.plural}") as note:
             async for event in watch_events(self.session, path, query, since, note):

@@ -39,6 +39,7 @@ class Informer(Generic[T]):
         cluster, kind, selector: the objects to list and watch.
         project: returns the part of an object to keep; must not keep the object.
         on_change: called with the projection of each object that appeared, changed or went.
+        fields: a field selector; an object that it chooses no longer has gone.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class Informer(Generic[T]):
         selector: str,
         project: Callable[[Object], T],
         on_change: Callable[[T], None],
+        *,
+        fields: str = "",
     ):
         self.items: dict[str, T] = {}
         self.synced = asyncio.Event()
@@ -55,7 +58,7 @@ class Informer(Generic[T]):
         """True while the items are listed and watched; false while the API server is not reached."""
         self._cluster = cluster
         self._kind = kind
-        self._selector = selector
+        self._selectors = {"selector": selector, "fields": fields}
         self._project = project
         self._on_change = on_change
         self._versions: dict[str, int] = {}
@@ -67,7 +70,7 @@ class Informer(Generic[T]):
             try:
                 async for change in list_and_watch(
                     self._list,
-                    lambda since: self._cluster.watch(self._kind, selector=self._selector, since=since),
+                    lambda since: self._cluster.watch(self._kind, **self._selectors, since=since),
                     self._failed,
                 ):
                     if not isinstance(change, WatchEvent):
@@ -102,7 +105,7 @@ class Informer(Generic[T]):
         versions: dict[str, int] = {}
         since = ""
         try:
-            async for found, whole_version in self._cluster.pages(self._kind, selector=self._selector):
+            async for found, whole_version in self._cluster.pages(self._kind, **self._selectors):
                 items |= {one["metadata"]["name"]: self._small(one) for one in found}
                 versions |= {one["metadata"]["name"]: _version(one) for one in found}
                 self._note_kept(max(len(items), len(self.items)))

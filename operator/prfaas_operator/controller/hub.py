@@ -17,7 +17,7 @@ from prfaas_operator.clusters.kinds import BY_NAME, DECODE_POOL, MEMBER_CLUSTER,
 from prfaas_operator.controller.child_cache import ChildCache, ChildFacts
 from prfaas_operator.controller.queue import ReconcileQueue, Ref
 from prfaas_operator.plan.conditions import READY
-from prfaas_operator.plan.pod_facts import PodFacts, project_pod
+from prfaas_operator.plan.pod_facts import NOT_ENDED, PodFacts, project_pod
 from prfaas_operator.plan.policy import ObservedCluster
 from prfaas_operator.plan.reading import read
 from prfaas_operator.plan.roles import Sharer, project_sharer
@@ -38,7 +38,7 @@ class HubView:
     def __init__(self, client: ClusterClient, queue: ReconcileQueue):
         self.client = client
         self.queue = queue
-        self.pods = Informer(client, POD, GROUP_MANAGED, project_pod, self._pod_changed)
+        self.pods = Informer(client, POD, GROUP_MANAGED, project_pod, self._pod_changed, fields=NOT_ENDED)
         self.children = ChildCache(client, GROUP_MANAGED, self._child_changed)
         self.sharers: dict[str, Sharer] = {}
         """The hub's PrefillPools, reduced to the part that others depend on, by name."""

@@ -14,6 +14,9 @@ from prfaas.routing.drafts import draft_layers
 
 DATA_RANKS_FLAG: Final = "--data-parallel-size"
 """Of vLLM and SGLang, before what a pool's owner adds."""
+NOT_ENDED: Final = "status.phase!=Failed,status.phase!=Succeeded"
+"""Field selector of the pods to follow. An ended pod, such as an evicted one, stays for long beside its successor, and
+says nothing about what runs."""
 ROLE_GATE: Final = f"{names.GROUP}/role-assigned"
 TEMPLATE_ANNOTATION: Final = f"{names.GROUP}/template"
 """Digest of a pod's template: distinguishes a rollout's new pods from its old ones."""

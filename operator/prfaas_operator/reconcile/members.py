@@ -27,7 +27,7 @@ from prfaas_operator.errors import ClusterUnreachableError, SecretNotFoundError,
 from prfaas_operator.plan import credentials
 from prfaas_operator.plan.credentials import Access, TokenFacts
 from prfaas_operator.plan.member import Contact, check_given
-from prfaas_operator.plan.pod_facts import PodFacts, project_pod
+from prfaas_operator.plan.pod_facts import NOT_ENDED, PodFacts, project_pod
 from prfaas_operator.plan.policy import ObservedCluster
 from prfaas_operator.render.common import LABEL_CLUSTER_UID, selector_text
 
@@ -52,7 +52,7 @@ class MemberConnection:
         mine = {names.LABEL_MANAGED_BY: names.MANAGED_BY, LABEL_CLUSTER_UID: member.metadata.uid}
         self.selector = selector_text(mine)
         self._queue = queue
-        self.pods = Informer(cluster, POD, self.selector, project_pod, self._pod_changed)
+        self.pods = Informer(cluster, POD, self.selector, project_pod, self._pod_changed, fields=NOT_ENDED)
         self.children = ChildCache(cluster, self.selector, lambda child: queue.wake_uid(child.pool_uid))
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -154,10 +154,10 @@ class Namespace:
         what = f"{kind} {name} has reason {reason}"
         return eventually(reached, what, timeout_seconds, lambda: json.dumps(self.get(kind, name).get("status")))
 
-    def set_pod(self, name: str, *, address: str, ready: bool = True) -> None:
+    def set_pod(self, name: str, *, address: str, ready: bool = True, phase: str = "Running") -> None:
         """Write a pod's status the way a kubelet does."""
         status = {
-            "phase": "Running",
+            "phase": phase,
             "podIP": address,
             "podIPs": [{"ip": address}],
             "hostIP": "192.168.7.7",

@@ -86,6 +86,20 @@ def test_an_instance_that_ends_is_draining_until_it_is_removed(served):
     served.eventually(lambda: url not in states(served), "it leaves the table")
 
 
+def test_a_pod_that_has_ended_leaves_the_table_whatever_its_conditions_say(served):
+    """As one that was evicted: it is not even listed, since Kubernetes keeps thousands of them."""
+    for place, pool in ((served.hub, "decode"), (served.member, "offload")):
+        addresses = {one: place.get("pod", one)["status"].get("podIP") for one in place.pods(pool)}
+        name, address = next((one, address) for one, address in addresses.items() if address)
+        url = f"https://{address}:8000"
+        assert states(served)[url][3] == "Ready"
+        place.set_pod(name, address=address, phase="Failed")
+        served.eventually(lambda url=url: url not in states(served), "it leaves the table")
+        place.delete("pod", name)
+    served.hub.ready_up("decode", "10.1.1")
+    served.eventually(lambda: "https://10.1.1.1:8000" in states(served), "its successor serves")
+
+
 def test_the_table_is_written_at_most_once_a_second(served):
     name = served.hub.pods("decode")[0]
     seen = set()

@@ -12,8 +12,13 @@ import pytest
 from prfaas.kube.session import ObjectKind
 from prfaas.kube.watch import ExpiredError, WatchEvent
 from prfaas_operator.clusters.informer import Informer
-from prfaas_operator.clusters.kinds import POD, Object
+from prfaas_operator.clusters.kinds import DEPLOYMENT, POD, Object
+from prfaas_operator.controller.hub import HubView
+from prfaas_operator.controller.queue import ReconcileQueue
 from prfaas_operator.errors import ClusterUnreachableError, ConflictError
+from prfaas_operator.plan.credentials import Access
+from prfaas_operator.plan.pod_facts import NOT_ENDED
+from prfaas_operator.reconcile.members import MemberConnection
 
 
 class Script:
@@ -26,18 +31,26 @@ class Script:
         self.kept: Counter[ObjectKind] = Counter()
         self.counted: list[int] = []
         """What it had counted before each page."""
+        self.fields: list[str] = []
+        """The field selector of each list and watch."""
 
     def room(self, kind: ObjectKind) -> float:
         return math.inf
 
-    async def pages(self, kind: ObjectKind, *, selector: str = "") -> AsyncIterator[tuple[list[Object], str]]:
+    async def pages(
+        self, kind: ObjectKind, *, selector: str = "", fields: str = ""
+    ) -> AsyncIterator[tuple[list[Object], str]]:
+        self.fields.append(fields)
         for page in next(self._lists):
             self.counted.append(self.kept[kind])
             if isinstance(page, Exception):
                 raise page
             yield page
 
-    async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+    async def watch(
+        self, kind: ObjectKind, *, selector: str, since: str, fields: str = ""
+    ) -> AsyncIterator[WatchEvent]:
+        self.fields.append(fields)
         step = next(self._watches, None)
         if step is None:
             self.done.set()
@@ -137,9 +150,9 @@ async def test_knows_what_was_written_before_the_watch_does_and_reports_it_once(
 
 async def test_news_older_than_what_was_written_changes_nothing():
     class Late(Script):
-        async def watch(self, kind: ObjectKind, *, selector: str, since: str) -> AsyncIterator[WatchEvent]:
+        async def watch(self, kind: ObjectKind, **asked: str) -> AsyncIterator[WatchEvent]:
             informer.learn(thing("a", "12"))
-            async for event in super().watch(kind, selector=selector, since=since):
+            async for event in super().watch(kind, **asked):
                 yield event
 
     script = Late([[([thing("a", "9")], "9")]], [[WatchEvent("MODIFIED", thing("a", "11"))]])
@@ -161,3 +174,18 @@ async def test_an_object_that_cannot_be_read_ends_no_informer(monkeypatch: pytes
     items, reported = await run(script)
     assert items == {"a": "a@5"}
     assert reported == ["a@1", "a@5"]
+
+
+@pytest.mark.parametrize("where", ["hub", "member"])
+async def test_pods_that_have_ended_are_neither_listed_nor_watched(make: Any, where: str):
+    """Kubernetes keeps more of them than a member may list. The control are children, which end only by removal."""
+    for kind, fields in ((POD, NOT_ENDED), (DEPLOYMENT, "")):
+        script, queue = Script([[([], "1")]], []), ReconcileQueue()
+        server: Any = script
+        member = MemberConnection(make.member(), Access("", ""), server, queue)
+        view = HubView(server, queue) if where == "hub" else member
+        task = asyncio.create_task((view.pods if kind == POD else view.children.followed[kind]).run())
+        await asyncio.wait_for(script.done.wait(), 30)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert script.fields == [fields, fields]
