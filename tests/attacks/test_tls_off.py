@@ -1,4 +1,4 @@
-"""A pod wants the operator to take instances out of TLS: a dead one, a strange one, one that claims to be a gateway."""
+"""A pod wants the operator to take instances out of TLS: a strange one, an old one, one that claims to be a gateway."""
 
 from typing import Any
 
@@ -10,20 +10,19 @@ from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.plan.pod_facts import PodFacts, project_pod
 
 
-def pod(name: str, phase: str = "Running", scheme: str = "http", **labels: str) -> PodFacts:
+def pod(name: str, scheme: str = "http", **labels: str) -> PodFacts:
     metadata = {
         "name": name,
         "labels": {LABEL_MANAGED_BY: MANAGED_BY, **labels},
         "annotations": {"prfaas.io/scheme": scheme},
     }
-    return project_pod({"metadata": metadata, "spec": {}, "status": {"phase": phase}})
+    return project_pod({"metadata": metadata, "spec": {}, "status": {"phase": "Running"}})
 
 
 GATEWAY = {LABEL_POLICY_UID: "uid-kimi"}
 GOOD = pod("gateway", scheme="https", **GATEWAY)
 HOSTILE = {
     "no pod at all": [],
-    "an evicted gateway of before TLS": [GOOD, pod("evicted", "Failed", **GATEWAY)],
     "a pod with the operator's label": [GOOD, pod("toolbox")],
     "a plain pod that says it is a gateway": [GOOD, pod("liar", **GATEWAY)],
     "the old gateway of a paused policy": [pod("old", **GATEWAY)],

@@ -136,9 +136,8 @@ class HubView:
         return ObservedCluster(tuple(self.pods.items.values()) if self.pods.synced.is_set() else None, reachable=True)
 
     def gateway_pods(self) -> list[PodFacts]:
-        """Return the gateways' pods that live: one that was evicted, or is somebody else's, says nothing about them."""
-        pods = self.pods.items.values()
-        return [pod for pod in pods if pod.policy_uid and not pod.terminating and not pod.shared.over]
+        """Return the gateways' pods that live: one that ends, or is somebody else's, says nothing about them."""
+        return [pod for pod in self.pods.items.values() if pod.policy_uid and not pod.terminating]
 
     def _wake(self, ref: Ref, *, changed: bool) -> None:
         self.queue.wake(ref)

@@ -321,7 +321,7 @@ def _is_due(leaf: Leaf, terms: Terms, now: datetime) -> bool:
 
 def old_gateways(pods: Iterable[PodFacts]) -> list[str]:
     """Return the gateways' pods that mount the certificate of the hub's instances, as those of older operators do."""
-    return sorted(pod.name for pod in pods if pod.policy_uid and TLS_SECRET in pod.secrets and not pod.shared.over)
+    return sorted(pod.name for pod in pods if pod.policy_uid and TLS_SECRET in pod.secrets)
 
 
 def separation(pods: Iterable[PodFacts], *, is_apart: bool) -> dict[str, ConditionState]:

@@ -28,8 +28,7 @@ CHEAP: Final = "-1"
 class SharedPodFacts(NamedTuple):
     """Facts of a pod in a Deployment that two pools share.
 
-    `template` is empty for a pod of an unshared Deployment. A pod that is `over` has ended for good, and its ReplicaSet
-    does not count it any more.
+    `template` is empty for a pod of an unshared Deployment.
     """
 
     uid: str = ""
@@ -38,7 +37,6 @@ class SharedPodFacts(NamedTuple):
     gated: bool = False
     gate_open: bool = False
     cheap: bool = False
-    over: bool = False
 
 
 def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodFacts:
@@ -53,7 +51,6 @@ def _shared_facts(pod: dict[str, Any], conditions: dict[str, Any]) -> SharedPodF
         gated=any(gate["conditionType"] == ROLE_GATE for gate in gates),
         gate_open=conditions.get(ROLE_GATE, {}).get("status") == "True",
         cheap=annotations.get(DELETION_COST) == CHEAP,
-        over=(pod.get("status") or {}).get("phase") in {"Failed", "Succeeded"},
     )
 
 

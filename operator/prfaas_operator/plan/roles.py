@@ -69,7 +69,7 @@ def assign(pods: Iterable[PodFacts], wanted: RoleCounts, template: str) -> tuple
         wanted: by both pools.
         template: digest of the present pod template; pods of another one are being replaced.
     """
-    alive = sorted((pod for pod in pods if not pod.terminating and not pod.shared.over), key=_worth)
+    alive = sorted((pod for pod in pods if not pod.terminating), key=_worth)
     present = [pod for pod in alive if pod.shared.template == template]
     older = [pod for pod in alive if pod.shared.template != template]
     going = set() if older else _first_to_go(present, len(present) - wanted.total)
@@ -292,7 +292,7 @@ class Side(NamedTuple):
 
 def side(role: PoolRole, wanted_: RoleCounts, pods: Iterable[PodFacts]) -> Side:
     """Return one side of a shared Deployment; `pods` are all of its pods."""
-    mine = tuple(pod for pod in pods if pod.role == role and not pod.terminating and not pod.shared.over)
+    mine = tuple(pod for pod in pods if pod.role == role and not pod.terminating)
     return Side(role, wanted_.of(role), mine)
 
 

@@ -46,7 +46,6 @@ def pool_conditions(pool: PoolObject, pods: Iterable[PodFacts]) -> dict[str, Con
             pod.scheme == "https",
         )
         for pod in pods
-        if not pod.shared.over
     ]
     return {ENCRYPTED: _encrypted(crossing) if crossing else _NO_INSTANCE}
 

@@ -22,7 +22,7 @@ def pod(name: str, role: str = "", *, ready: bool = True, template: str = "t1", 
     """Return a pod; the digit in its name is its age, 1 the oldest."""
     seat = SharedPodFacts(
         uid=f"uid-{name}", created=f"2026-01-01T00:00:{int(name[1:]):02}Z", template=template, gated=True,
-        gate_open=bool(role), cheap=more.pop("cheap", False), over=more.pop("over", False),
+        gate_open=bool(role), cheap=more.pop("cheap", False),
     )  # fmt: skip
     facts = {"pool_uid": "u", "pod_ip": "", "host_ip": "", "terminating": False, "problem": "", **more}
     return PodFacts(name=name, role=role, ready=ready, shared=seat, **facts)
@@ -82,8 +82,8 @@ def test_assigns_roles(before, prefill, decode, after):
     assert roles(assign(pods(before), RoleCounts(prefill, decode), "t1")) == expected
 
 
-def test_pods_that_end_or_have_ended_count_for_nothing():
-    ending = [pod("d1", "decode", terminating=True), pod("d2", "decode", over=True, ready=False), pod("p3", "prefill")]
+def test_pods_that_end_count_for_nothing():
+    ending = [pod("d1", "decode", terminating=True), pod("p3", "prefill")]
     assert roles(assign([*ending, pod("n4", ready=False)], RoleCounts(1, 1), "t1")) == {"p3": "d", "n4": "p"}
 
 
