@@ -20,7 +20,7 @@ from prfaas_operator.plan.pool_status import PoolObject
 INTEGRITY_CHECKED: Final = "IntegrityChecked"
 _KINDS: Final = {"decode": DecodePool.kind_name, "prefill": PrefillPool.kind_name}
 _NOTHING: Final = yes("NothingCrosses", "no instance of this policy runs in another cluster")
-_NO_INSTANCE: Final = yes("NothingCrosses", "this pool has no instance")
+_NO_INSTANCE: Final = yes("NothingCrosses", "there is no instance")
 
 
 class _Server(NamedTuple):
@@ -61,7 +61,7 @@ def conditions(table: RoutingTable) -> dict[str, ConditionState]:
     return {
         ENCRYPTED: _encrypted(crossing) if crossing else _NOTHING,
         INTEGRITY_CHECKED: _checked(crossing) if crossing else _NOTHING,
-        CALLERS_CHECKED: _callers(servers),
+        CALLERS_CHECKED: _callers(servers) if servers else _NO_INSTANCE,
         **places,
     }
 

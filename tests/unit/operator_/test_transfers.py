@@ -50,7 +50,8 @@ def test_the_worst_instance_gives_the_reason(instances, encrypted, checked):
 @pytest.mark.parametrize(
     ("instances", "wanted"),
     [
-        ([], ("True", "ByCertificate")),
+        ([], ("True", "NothingCrosses")),
+        ([instance("prfaas", "https", "hub")], ("True", "ByCertificate")),
         ([instance("prfaas", "https", "hub"), instance("prfaas", "https")], ("True", "ByCertificate")),
         ([instance("vllm-prfaas", "https", "hub"), instance("prfaas", "https")], ("False", "ApiAsksNobody")),
         ([instance("prfaas", "http", "hub")], ("False", "ApiAsksNobody")),
