@@ -3,6 +3,8 @@
 # ruff: noqa: ARG002  # it takes what the Protocol passes
 import copy
 import itertools
+import math
+from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +21,7 @@ class MemoryCluster:
     def __init__(self, *objects: Object):
         self.objects = {(one["kind"], one["metadata"]["name"]): one for one in objects}
         self._versions = itertools.count(1)
+        self.kept: Counter[ObjectKind] = Counter()
         self.applied: list[Object] = []
         self.tried: list[str] = []
         self.refuses = ""
@@ -27,6 +30,9 @@ class MemoryCluster:
 
     def now(self) -> datetime:
         return self.clock()
+
+    def room(self, kind: ObjectKind) -> float:
+        return math.inf
 
     async def get(self, kind: ObjectKind, name: str) -> Object | None:
         if self.failure:

@@ -1,7 +1,13 @@
 """An author of pools wants the rights of a service account in a cloud, or to preempt what else runs in the hub."""
 
+from unittest.mock import AsyncMock
+
 import pytest
-from tests.attacks.conftest import MODEL, OPENS, member, pool, resource, secret
+from tests.attacks.conftest import MODEL, OPENS, Hub, member, pool, resource, secret
+
+from prfaas.names import LABEL_ROLE
+from prfaas_operator.plan.pod_facts import ROLE_GATE, project_pod
+from prfaas_operator.reconcile.pool import PoolReconciler
 
 WANTED = {"serviceAccountName": "cloud-admin", "priorityClassName": "most-urgent"}
 LISTED = {"worker_service_accounts": "reader,writer", "worker_priority_classes": "batch"}
@@ -27,6 +33,37 @@ async def test_a_running_pool_gets_none_by_an_edit(plain_hub, field):
     await hub.reconcile("DecodePool", "decode")
     assert hub.images("decode"), "it still runs"
     assert field not in hub.pod("decode")["spec"]
+
+
+async def replace_a_pod(hub: Hub, field: str) -> str:
+    """Have a pool that two share name what it may not, then a pod replaced; return the role of the one that is new."""
+    await hub.reconcile("DecodePool", "decode")
+    hub.server.objects["DecodePool", "decode"]["spec"]["template"] = {field: WANTED[field]}
+    template = hub.pod("decode")
+    metadata = {**template["metadata"], "name": "new", "uid": "uid-new", "resourceVersion": "1"}
+    new = hub.server.objects["Pod", "new"] = {"kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+    facts = hub.controller.hub.pods.items["new"] = project_pod(new)
+    assert (facts.shared.gated, facts.shared.gate_open, facts.role) == (True, False, "")
+    hub.server.applied.clear()
+    await hub.reconcile("DecodePool", "decode")
+    assert hub.ready("DecodePool", "decode")["reason"] == "ForbiddenTemplate"
+    assert "Deployment" not in {one["kind"] for one in hub.server.applied}
+    opened = {one["type"]: one["status"] for one in new.get("status", {}).get("conditions", ())} == {ROLE_GATE: "True"}
+    return new["metadata"]["labels"][LABEL_ROLE] if opened else ""
+
+
+@each_field
+async def test_a_refused_pool_that_two_share_gives_a_new_pod_its_role_and_no_more(plain_hub, field):
+    """Without one it would never be ready, and a pool that ran before an upgrade would lose its pods one by one."""
+    hub = plain_hub(pool(), resource("PrefillPool", "local", shareWith="decode"))
+    assert await replace_a_pod(hub, field) == "decode"
+
+
+@each_field
+async def test_control_where_it_gives_none_a_new_pod_waits_for_ever(plain_hub, monkeypatch, field):
+    monkeypatch.setattr(PoolReconciler, "_give_roles", AsyncMock())
+    hub = plain_hub(pool(), resource("PrefillPool", "local", shareWith="decode"))
+    assert await replace_a_pod(hub, field) == ""
 
 
 @each_field
