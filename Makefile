@@ -1,5 +1,5 @@
 # The two commands to know: `make demo` and `make test`. Everything else is a part of them.
-# Each installs what it needs first: a virtual environment from the hashed lock file, and the Kubernetes tools from Go modules.
+# Each installs what it needs first: a virtual environment from hashed lock files, and the Kubernetes tools from Go modules.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -19,13 +19,14 @@ help: ## Show this list
 
 setup: $(STAMP) ## Create .venv and install the locked dependencies
 
-$(STAMP): requirements.lock.txt pyproject.toml sandbox/pyproject.toml
+$(STAMP): requirements.lock.txt requirements-build.lock.txt pyproject.toml sandbox/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "prfaas needs Python 3.11 or newer; set PYTHON=python3.12 or so")'
 	@test -x $(BIN)/python || { echo "Creating .venv"; $(PYTHON) -m venv .venv; }
 	@test -x $(BIN)/uv || { echo "Installing uv"; $(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements-uv.lock.txt; }
 	@echo "Installing locked dependencies (torch is large: the first time takes about a minute)"
 	@$(BIN)/uv pip sync --python $(BIN)/python --require-hashes requirements.lock.txt
-	@$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --editable . --editable sandbox
+	@$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --build-constraints requirements-build.lock.txt \
+		--require-build-hashes --editable . --editable sandbox
 	@touch $@
 
 tools: $(STAMP) ## Build etcd, Kubernetes, Helm and Prometheus from their Go modules (cached)
@@ -120,7 +121,7 @@ lock: $(STAMP) ## Pin every dependency with hashes; names no index
 	for types in connectors/vllm/requirements-types-*.in; do \
 		uv pip compile --quiet --no-deps --generate-hashes --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
 			--no-emit-index-url --no-header $$types -o $${types%.in}.lock.txt || exit 1; done
-	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' | \
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "editables", sep="\n")' | \
 		uv pip compile --quiet --universal --generate-hashes --python-version 3.11 --no-emit-index-url --no-header - \
 		-o requirements-build.lock.txt
 	grep -A 100 '^uv==' requirements.lock.txt | awk 'NR > 1 && !/^ / {exit} {print}' > requirements-uv.lock.txt

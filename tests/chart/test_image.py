@@ -112,6 +112,15 @@ def test_nothing_is_fetched_but_by_the_lock():
         assert "--require-hashes" in fetch or "--constraints requirements.lock.txt" in fetch, fetch
 
 
+def test_a_contributors_environment_is_made_by_the_locks_alone():
+    """What builds our own packages was once the newest in the index."""
+    recipe = (ROOT / "Makefile").read_text().replace("\\\n", " ").partition("$(STAMP): ")[2].partition("\n\n")[0]
+    fetches = [line for line in recipe.splitlines() if re.search("pip (install|sync) ", line)]
+    assert ["--editable" in line for line in fetches] == [False, False, True]
+    assert all("--require-hashes" in line for line in fetches[:2])
+    assert "--build-constraints requirements-build.lock.txt --require-build-hashes" in " ".join(fetches[2].split())
+
+
 @pytest.mark.parametrize(
     ("lock", "fewest"),
     [("requirements.lock.txt", 50), ("requirements-uv.lock.txt", 1), ("requirements-build.lock.txt", 4)],
