@@ -85,7 +85,8 @@ class ConnectionBounds(NamedTuple):
 
 DEFAULT_BOUNDS: Final = ConnectionBounds()
 PROBED_BOUNDS: Final = ConnectionBounds(most=100, spared_seconds=0.0, lingering_seconds=0.0)
-"""Of a port for probes and metrics alone: who takes all its connections keeps no probe out."""
+"""Of a port for probes and metrics alone: who takes all its connections with requests that do not end keeps no probe
+out."""
 
 
 class PublicRunner(web.AppRunner):

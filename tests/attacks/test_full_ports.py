@@ -1,6 +1,8 @@
 """A client wants all connections of a port. Those without a whole request make room, whoever has them."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 from unittest.mock import Mock
 
@@ -118,14 +120,29 @@ async def is_answered(one: Line, sent: bytes = b"") -> bool:
         writer.close()
 
 
-async def strangers_held() -> int:
-    """Return how many half heads the operator's port of probes still holds when it has answered a probe."""
+@asynccontextmanager
+async def strangers_at_the_operators_port(sent: bytes) -> AsyncIterator[tuple[list[Line], Line]]:
+    """Yield connections to its port of probes that sent this, and one with a probe that came later."""
     ports = free_ports(2)
     options = OperatorOptions("ns", "image", metrics_port=ports[0], health_port=ports[1])
     async with http.serving(options, http.Health(lambda: "")):
-        held = [await connected(ports[1], f"127.0.0.{2 + one % 4}", PROBE[:1]) for one in range(STRANGERS)]
-        assert await is_answered(await connected(ports[1], "127.0.0.1", PROBE))
+        held = [await connected(ports[1], f"127.0.0.{2 + one % 4}", sent) for one in range(STRANGERS)]
+        yield held, await connected(ports[1], "127.0.0.1", PROBE)
+
+
+async def strangers_held() -> int:
+    """Return how many half heads the operator's port of probes still holds when it has answered a probe."""
+    async with strangers_at_the_operators_port(PROBE[:1]) as (held, probe):
+        assert await is_answered(probe)
         return sum([await is_answered(one, PROBE[1:]) for one in held])
+
+
+async def is_probe_answered_beside_bodies_that_do_not_come() -> bool:
+    async with strangers_at_the_operators_port(PROBE[:-2] + b"Content-Length: 9\r\n\r\n") as (held, probe):
+        answered = await is_answered(probe)
+        for _, writer in held:
+            writer.close()
+        return answered
 
 
 @pytest.mark.system
@@ -137,3 +154,14 @@ async def test_the_operator_holds_few_connections_of_strangers_and_answers_probe
 async def test_control_without_a_number_it_holds_all_of_them(monkeypatch):
     monkeypatch.setattr("prfaas.http_server.PROBED_BOUNDS", ConnectionBounds())
     assert await strangers_held() == STRANGERS
+
+
+@pytest.mark.system
+async def test_bodies_that_do_not_come_keep_no_probe_out():
+    assert await is_probe_answered_beside_bodies_that_do_not_come()
+
+
+@pytest.mark.system
+async def test_control_where_they_are_awaited_after_the_answer_they_do(monkeypatch):
+    monkeypatch.setattr("prfaas.http_server.PROBED_BOUNDS", PROBED_BOUNDS._replace(lingering_seconds=10.0))
+    assert not await is_probe_answered_beside_bodies_that_do_not_come()
