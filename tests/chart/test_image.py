@@ -132,6 +132,16 @@ def test_the_lock_binds_every_package_by_hash(lock: str, fewest: int):
     assert all("--hash=sha256:" in lines[number + 1] for number in pinned)
 
 
+def test_the_lock_names_all_that_images_ask_for():
+    """As a constraint it lets in, without a hash, what it does not name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(re.findall(r"--extra (\w+)", (ROOT / "Dockerfile").read_text()))
+    assert extras >= {"operator", "gateway", "scheduler", "worker", "otel"}
+    asked = [*project["dependencies"], *(one for name in extras for one in project["optional-dependencies"][name])]
+    pinned = re.findall(r"(?m)^([a-z0-9._-]+)==", (ROOT / "requirements.lock.txt").read_text())
+    assert {re.split("[^a-z0-9._-]", one)[0] for one in asked} <= set(pinned)
+
+
 def test_packages_of_the_distribution_leave_no_lists_behind():
     commands = [rest for stage in STAGES.values() for rest in stage.all("RUN") if "apt-get install" in rest]
     for command in commands:
