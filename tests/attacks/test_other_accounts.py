@@ -5,7 +5,8 @@ from unittest.mock import AsyncMock
 import pytest
 from tests.attacks.conftest import MODEL, OPENS, Hub, member, pool, resource, secret
 
-from prfaas.names import LABEL_ROLE
+from prfaas.names import AUTHORITY_SECRET, LABEL_ROLE
+from prfaas_operator.clusters.kinds import Object
 from prfaas_operator.plan.pod_facts import ROLE_GATE, project_pod
 from prfaas_operator.reconcile.pool import PoolReconciler
 
@@ -35,10 +36,10 @@ async def test_a_running_pool_gets_none_by_an_edit(plain_hub, field):
     assert field not in hub.pod("decode")["spec"]
 
 
-async def replace_a_pod(hub: Hub, field: str) -> str:
-    """Have a pool that two share name what it may not, then a pod replaced; return the role of the one that is new."""
+async def replace_a_pod(hub: Hub, forbidden: Object) -> str:
+    """Have a pool that two share want what it may not, then a pod replaced; return the role of the one that is new."""
     await hub.reconcile("DecodePool", "decode")
-    hub.server.objects["DecodePool", "decode"]["spec"]["template"] = {field: WANTED[field]}
+    hub.server.objects["DecodePool", "decode"]["spec"] |= forbidden
     template = hub.pod("decode")
     metadata = {**template["metadata"], "name": "new", "uid": "uid-new", "resourceVersion": "1"}
     new = hub.server.objects["Pod", "new"] = {"kind": "Pod", "metadata": metadata, "spec": template["spec"]}
@@ -46,24 +47,35 @@ async def replace_a_pod(hub: Hub, field: str) -> str:
     assert (facts.shared.gated, facts.shared.gate_open, facts.role) == (True, False, "")
     hub.server.applied.clear()
     await hub.reconcile("DecodePool", "decode")
-    assert hub.ready("DecodePool", "decode")["reason"] == "ForbiddenTemplate"
+    assert hub.ready("DecodePool", "decode")["reason"] in {"ForbiddenTemplate", "ForbiddenSecret", "ProfileNotFound"}
     assert "Deployment" not in {one["kind"] for one in hub.server.applied}
     opened = {one["type"]: one["status"] for one in new.get("status", {}).get("conditions", ())} == {ROLE_GATE: "True"}
     return new["metadata"]["labels"][LABEL_ROLE] if opened else ""
 
 
-@each_field
-async def test_a_refused_pool_that_two_share_gives_a_new_pod_its_role_and_no_more(plain_hub, field):
+each_refused = pytest.mark.parametrize(
+    "forbidden",
+    [
+        *({"template": {field: name}} for field, name in WANTED.items()),
+        {"template": {"imagePullSecrets": [{"name": AUTHORITY_SECRET}]}},
+        {"profile": {"builtin": "unknown"}},
+    ],
+    ids=["account", "class", "secret", "profile"],
+)
+
+
+@each_refused
+async def test_a_refused_pool_that_two_share_gives_a_new_pod_its_role_and_no_more(plain_hub, forbidden):
     """Without one it would never be ready, and a pool that ran before an upgrade would lose its pods one by one."""
     hub = plain_hub(pool(), resource("PrefillPool", "local", shareWith="decode"))
-    assert await replace_a_pod(hub, field) == "decode"
+    assert await replace_a_pod(hub, forbidden) == "decode"
 
 
-@each_field
-async def test_control_where_it_gives_none_a_new_pod_waits_for_ever(plain_hub, monkeypatch, field):
+@each_refused
+async def test_control_where_it_gives_none_a_new_pod_waits_for_ever(plain_hub, monkeypatch, forbidden):
     monkeypatch.setattr(PoolReconciler, "_give_roles", AsyncMock())
     hub = plain_hub(pool(), resource("PrefillPool", "local", shareWith="decode"))
-    assert await replace_a_pod(hub, field) == ""
+    assert await replace_a_pod(hub, forbidden) == ""
 
 
 @each_field

@@ -16,13 +16,7 @@ from prfaas_operator.controller.children import Children, remove
 from prfaas_operator.controller.hub import HubView
 from prfaas_operator.controller.queue import Ref
 from prfaas_operator.controller.status import RESYNC_SECONDS, RETRY_SECONDS, SEEN_RESYNC_SECONDS, ReconcileResult
-from prfaas_operator.errors import (
-    ClusterNotFoundError,
-    ClusterRevokedError,
-    ForbiddenError,
-    ForbiddenTemplateError,
-    reason_of,
-)
+from prfaas_operator.errors import ClusterNotFoundError, ClusterRevokedError, ForbiddenError, reason_of
 from prfaas_operator.plan import ownership, transfers
 from prfaas_operator.plan import pool_status as plan
 from prfaas_operator.plan.conditions import DELETING, READY, ConditionState, no
@@ -62,40 +56,20 @@ class PoolReconciler:
     async def reconcile_decode(self, live: Object) -> ReconcileResult:
         return await self._reconcile(Ref(DECODE_POOL, live["metadata"]["name"]), read(DecodePool, live), live)
 
-    async def _give_roles(self, pool: plan.PoolObject, live: Object) -> None:
-        """Give the pods of a pool in the hub their roles, and nothing else: a replaced one would wait for ever."""
-        shared, deployed = self.roles.shared(pool), await self.hub.client.get(DEPLOYMENT, pool.metadata.name)
-        if shared and deployed and render.is_shared(deployed):
-            await self.roles.give_out(shared, deployed, live)
-
     async def _reconcile(self, ref: Ref, pool: plan.PoolObject, live: Object) -> ReconcileResult:
         if pool.metadata.deletion_timestamp:
             return await self._remove(pool, live)
         if isinstance(pool, PrefillPool) and pool.spec.share_with:
             return self.roles.reconcile_sharer(pool, live)
-        check_secrets(pool.spec.template)
-        member = self._member(pool)
-        if member is None:
-            try:
-                plan.check_names(pool.spec.template, self.allowed)
-            except ForbiddenTemplateError:
-                await self._give_roles(pool, live)
-                raise
-        elif member.spec.revoked:
-            name = member.metadata.name
-            raise ClusterRevokedError(
-                f"MemberCluster {name} is revoked: its instances get no prompt, and nothing is changed there; delete "
-                f"the pool, or run `prfaas cluster join {name}` to admit the cluster again"
-            )
-        plan.check_addressing(pool, member)
-        check_profile(pool)
-        cluster_name = member.metadata.name if member else names.HUB
-        cluster = await self.members.cluster(cluster_name) if member else self.hub.client
-        await self.contents.check(pool.spec.template, cluster)
+        try:
+            member, cluster = await self._checked(pool)
+        except PrfaasError:
+            await self._give_roles(pool, live)
+            raise
         if member:
             await self.secrets.before_children(member.spec.kubeconfig_secret_ref.name)
         deployed = partial(cluster.get, DEPLOYMENT, pool.metadata.name)
-        tls = await self.certificates.pool_uses_tls(cluster_name, deployed)
+        tls = await self.certificates.pool_uses_tls(member.metadata.name if member else names.HUB, deployed)
         # Settings come before the pods that read them.
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
@@ -120,6 +94,31 @@ class PoolReconciler:
             again_seconds=self._again_seconds(cluster, ready),
         )
         return self.roles.result_of(shared, result, failures) if shared else result
+
+    async def _checked(self, pool: plan.PoolObject) -> tuple[MemberCluster | None, ClusterClient]:
+        """Return where a pool runs. Raises PrfaasError: it may not be as its spec says."""
+        check_secrets(pool.spec.template)
+        member = self._member(pool)
+        if member is None:
+            plan.check_names(pool.spec.template, self.allowed)
+        elif member.spec.revoked:
+            name = member.metadata.name
+            raise ClusterRevokedError(
+                f"MemberCluster {name} is revoked: its instances get no prompt, and nothing is changed there; delete "
+                f"the pool, or run `prfaas cluster join {name}` to admit the cluster again"
+            )
+        plan.check_addressing(pool, member)
+        check_profile(pool)
+        cluster = await self.members.cluster(member.metadata.name) if member else self.hub.client
+        await self.contents.check(pool.spec.template, cluster)
+        return member, cluster
+
+    async def _give_roles(self, pool: plan.PoolObject, live: Object) -> None:
+        """Give the pods of a refused pool their roles, and nothing else: a replaced one would wait for ever."""
+        shared = self.roles.shared(pool)
+        deployed = await self.hub.client.get(DEPLOYMENT, pool.metadata.name) if shared else None
+        if shared and deployed and render.is_shared(deployed):
+            await self.roles.give_out(shared, deployed, live)
 
     def _pods(self, pool: plan.PoolObject, member: MemberCluster | None) -> list[PodFacts]:
         """Return the observed pods of a pool."""
