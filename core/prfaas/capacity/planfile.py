@@ -122,7 +122,7 @@ def _workload(load_trace: LoadTrace, section: Section) -> tuple[Workload, float]
     elif kind == "histogram":
         workload = section.section("histogram", _histogram)
     else:
-        workload = section.section("lognormal", _lognormal)
+        workload = section.section("lognormal", read_lognormal)
     if output_tokens is None or "outputTokens" in section.keys:
         output_tokens = section.number("outputTokens")
     return workload, output_tokens
@@ -132,7 +132,8 @@ def _histogram(section: Section) -> Workload:
     return Workload.histogram(section.integers("edgesTokens"), section.numbers("counts"))
 
 
-def _lognormal(section: Section) -> Workload:
+def read_lognormal(section: Section) -> Workload:
+    """Read lengths of prompts that are distributed so."""
     return Workload.lognormal(
         section.number("mu"), section.number("sigma"), section.whole("minTokens"), section.whole("maxTokens")
     )

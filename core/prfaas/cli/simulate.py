@@ -5,7 +5,6 @@
 
 import sys
 from collections.abc import Callable, Iterable
-from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -25,7 +24,7 @@ from prfaas.cli.plots import check_plot, draw_runs
 from prfaas.console import TableOrJson, echo_json
 from prfaas.errors import ConfigError
 from prfaas.simulate import setup as setups
-from prfaas.simulate.arrivals import at_rate, poisson, read_trace, sharing
+from prfaas.simulate.arrivals import at_rate, read_trace
 from prfaas.simulate.outcome import Result, Tally
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.run import highest_rate
@@ -106,12 +105,9 @@ class SimulatedLoad:
     def _arrivals(self, rate_per_second: float) -> Iterable[Arrival]:
         if self.trace is not None:
             return at_rate(self.trace, rate_per_second)
-        output_tokens = round(self.file.system.output_tokens)
-        rng = Random(self.setup.seed)  # noqa: S311 - the same prompts each time are the purpose
-        drawn = poisson(self.file.workload, output_tokens, rate_per_second, rng, self.setup.bursts)
-        if self.setup.prefix_share > 0:
-            drawn = sharing(drawn, self.setup.prefix_share, Random(f"prefixes of {self.setup.seed}"))  # noqa: S311
-        return islice(drawn, self.setup.requests)
+        seed = self.setup.seed  # the same prompts each time are the purpose
+        rng, prefix_rng = Random(seed), Random(f"prefixes of {seed}")  # noqa: S311
+        return setups.draw(self.file, self.setup, rate_per_second, rng, prefix_rng)
 
 
 def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:

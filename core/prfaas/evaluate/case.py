@@ -8,7 +8,6 @@ are compared. All systems meet the same prompts with the same seed, the faster t
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +16,6 @@ from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Randomness
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate import setup as setups
-from prfaas.simulate.arrivals import poisson, sharing
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.scenario import PolicyName, Scenario
 from prfaas.simulate.setup import Setup
@@ -83,12 +81,21 @@ def scenario_of(case: Case, key: RunKey) -> Scenario:
 
 def arrivals_of(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Iterable[Arrival]:
     """Return the requests of a run, the same in each of the same key. `new_rng` makes a source of chance of a seed."""
-    setup = _setup(case, key)
-    tokens, rate = round(case.file.system.output_tokens), rate_per_second(case, key)
-    drawn = poisson(case.file.workload, tokens, rate, new_rng(f"arrivals of {key.seed}"), setup.bursts)
-    if setup.prefix_share > 0:
-        drawn = sharing(drawn, setup.prefix_share, new_rng(f"prefixes of {key.seed}"))
-    return islice(drawn, case.requests)
+    rng, prefix_rng = new_rng(f"arrivals of {key.seed}"), new_rng(f"prefixes of {key.seed}")
+    return setups.draw(case.file, _setup(case, key), rate_per_second(case, key), rng, prefix_rng)
+
+
+def shift_seconds(case: Case, key: RunKey) -> float | None:
+    """Return when requests of other lengths begin; None: never."""
+    shift = _setup(case, key).shift
+    return shift.at_seconds if shift else None
+
+
+def longest_tokens(case: Case, key: RunKey) -> int:
+    """Return the most tokens that a prompt and its answer may have together."""
+    longest = case.file.workload.max_tokens + round(case.file.system.output_tokens)
+    shift = _setup(case, key).shift
+    return max(longest, shift.workload.max_tokens + shift.output_tokens) if shift else longest
 
 
 def run_seconds(case: Case, key: RunKey) -> float:

@@ -82,6 +82,8 @@ def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness])
                 threshold_tokens=now.threshold_tokens,
                 link_mbps=sum(link.capacity_mbps for link in scenario.system.links),
                 egress_mbps=(now.sent_bytes - before.sent_bytes) * 8e-6 / (now.at_seconds - before.at_seconds),
+                hub_prefills=now.hub_prefills,
+                offload_instances=now.offload_instances,
             )
             for before, now in pairwise(result.timeline)
         ),

@@ -82,6 +82,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     link_mbps: float | None = None
     """What the link could carry, as the scheduler believes."""
     egress_mbps: float | None = None
+    hub_prefills: float | None = None
+    """Instances of the hub that prefill."""
+    offload_instances: float | None = None
 
 
 class MachineTiming(msgspec.Struct, frozen=True, kw_only=True):

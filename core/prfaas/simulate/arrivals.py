@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter
 
 import msgspec
@@ -92,6 +92,13 @@ class _Warp:
         if burst_seconds > self._for_seconds:
             burst_seconds = self._for_seconds + (rest - self._for_seconds * self._burst_rate) / self._rest_rate
         return periods * self._every_seconds + burst_seconds
+
+
+def shifting(first: Iterable[Arrival], later: Iterable[Arrival], at_seconds: float) -> Iterator[Arrival]:
+    """Yield the first arrivals until a time, and from then on the others, whose own times begin there."""
+    yield from takewhile(lambda one: one.at_seconds < at_seconds, first)
+    for one in later:
+        yield one._replace(at_seconds=at_seconds + one.at_seconds)
 
 
 def sharing(arrivals: Iterable[Arrival], share: float, rng: Randomness) -> Iterator[Arrival]:

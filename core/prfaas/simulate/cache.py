@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 
+from prfaas.names import HUB
 from prfaas.simulate.request import Request
 from prfaas.simulate.scenario import Scenario
 from prfaas.wire.profile import Profile
@@ -72,13 +73,15 @@ class PrefixCache:
 
 
 class Caches:
-    """The caches of all instances; those of a cluster share its memory equally."""
+    """The caches of all instances; those that a cluster has at the start share its memory equally."""
 
     def __init__(self, scenario: Scenario, instances: Sequence[Instance], profiles: Mapping[str, Profile]):
-        sharing = Counter(one.cluster for one in instances)
+        sharing = Counter({HUB: scenario.system.hub_instances})
+        for pool in scenario.system.offload:
+            sharing[pool.link] += pool.instances
         self._caches = {
             one.name: PrefixCache(
-                size_bytes / sharing[one.cluster],
+                size_bytes / max(1, sharing[one.cluster]),
                 scenario.block_tokens,
                 profiles[one.name].token_bytes,
                 profiles[one.name].state_bytes,

@@ -48,6 +48,7 @@ class Gateway:
         self._caches = caches
         self._profiles = profiles
         self.table = table
+        self._all = table.instances
         self.rule: RoutingRule = rule_in_force(table, None)
         self.on: dict[str, dict[Request, None]] = {one.name: {} for one in table.instances}
         """Requests in flight by instance, in the order in which they came."""
@@ -71,6 +72,13 @@ class Gateway:
                 for one in self.table.instances
             ),
         )
+
+    def scale(self, pool: str, count: int) -> None:
+        """Route to so many of a pool's instances, the first ones. What runs on the others ends there."""
+        mine = [one.name for one in self._all if one.pool == pool]
+        there = {one.name: one for one in self.table.instances if one.name not in mine[count:]}
+        there |= {one.name: one for one in self._all if one.name in mine[:count] and one.name not in there}
+        self.table = replace(self.table, instances=tuple(there[one.name] for one in self._all if one.name in there))
 
     def decide(self, request: Request) -> Decision:
         return decide(self._facts(request))

@@ -1,9 +1,9 @@
 """The control loops of a run: the scheduler's short loop and the operator's long loop, both with the live code.
 
 The short loop steps the controller once an interval, on the metrics that Prometheus would have then, and on what the
-gateway counts itself. The long loop converts instances of the hub as load and links ask. Its input is
-the summary in a policy's status. A conversion costs as much as there. The role changes a moment later, and an instance
-finishes what runs on it. Numbers of instances stay: no profile says what starting one takes.
+gateway counts itself. The long loop converts instances of the hub, and scales offload pools within bounds, as load and
+links ask. Its input is the summary in a policy's status. A conversion costs as much as there. The role changes a moment
+later, and an instance finishes what runs on it. A new instance serves once it has started; one that goes gets no more.
 """
 
 import math
@@ -142,7 +142,7 @@ class _Answers(NamedTuple):
 
 
 class LongLoop:
-    """The policy's long timescale, for a hub of one pool; it decides and converts once an interval."""
+    """The policy's long timescale, for a hub of one pool; it decides, and makes one change, once an interval."""
 
     def __init__(self, process: RequestProcess, short: ShortLoop, conversion: ConversionPolicy):
         self._process = process
@@ -154,13 +154,16 @@ class LongLoop:
             min_prefill=max(1, self._pool.min_prefill),
             min_decode=max(1, self._pool.min_decode),
             conversion_cooldown_seconds=conversion.cooldown_seconds,
-            scales=False,
-            target_load=1.0,
-            scaling_cooldown_seconds=math.inf,
+            scales=bool(conversion.scaled),
+            target_load=conversion.target_load,
+            scaling_cooldown_seconds=conversion.cooldown_seconds,
             ttft_seconds=conversion.ttft_seconds,
         )
-        self._prefilling = process.scenario.prefilling(self._pool)
-        self._decided_at_seconds = -math.inf
+        self._sharer = SHARER.format(self._pool.name)
+        self._wanted = {pool.name: pool.instances for pool in process.scenario.system.offload}
+        self._wanted[self._sharer] = process.scenario.prefilling(self._pool)
+        self._bounds = {one.name: one for one in conversion.scaled}
+        self._decided_at_seconds = self._done_at_seconds = -math.inf
         self._answers = deque([_Answers(0.0, 0.0, 0)])
         process.events.after(conversion.interval_seconds, self._look)
 
@@ -168,15 +171,27 @@ class LongLoop:
         self._process.events.after(self._conversion.interval_seconds, self._look)
         now_seconds, installation = self._process.events.now, self._installation()
         decision = decide(self._rules, installation, self._moment(installation))
-        if decision.changes:
-            self._prefilling = decision.changes[SHARER.format(self._pool.name)]
+        changes = {name: count for name, count in decision.changes.items() if name in self._wanted}
+        for name, count in changes.items():  # what the decode pool gets is left of the prefill pool
+            self._change(name, count)
+        if changes:
             self._decided_at_seconds = now_seconds
-            convert = partial(self._process.divide, self._pool.name)
-            self._process.events.after(self._conversion.conversion_seconds, convert, self._prefilling)
+
+    def _change(self, name: str, count: int) -> None:
+        """Have so many instances of a pool, as soon as that takes."""
+        process, conversion = self._process, self._conversion
+        if name == self._sharer:
+            change, seconds = partial(process.divide, self._pool.name), conversion.conversion_seconds
+        else:
+            grows = count > self._wanted[name]
+            change, seconds = partial(process.scale, name), conversion.start_seconds if grows else 0.0
+        self._wanted[name] = count
+        self._done_at_seconds = process.events.now + seconds
+        process.events.after(seconds, change, count)
 
     def _moment(self, installation: Installation) -> InstallationState:
         since_seconds = self._process.events.now - self._decided_at_seconds
-        ours = since_seconds < self._conversion.conversion_seconds
+        ours = self._process.events.now < self._done_at_seconds
         links = {link.name for link in installation.links}
         lacking = [
             one.name
@@ -187,7 +202,7 @@ class LongLoop:
             arrivals_per_second=self._short.arrivals_lately(),
             since_change_seconds=since_seconds,
             unknown="" if installation.load else f"fewer than {MIN_PROMPTS} prompts came, or none was answered",
-            under_way="a conversion is not over" if ours else ", ".join(lacking),
+            under_way="a change is not over" if ours else ", ".join(lacking),
             ours=ours,
         )
 
@@ -200,15 +215,24 @@ class LongLoop:
         )
         alive = {link.name for link in links}
         away = (
-            Pool(name=pool.name, role="prefill", replicas=pool.instances, link=pool.link, profile=pool.profile)
+            Pool(
+                name=pool.name,
+                role="prefill",
+                replicas=self._wanted[pool.name],
+                link=pool.link,
+                least=bounds.least if (bounds := self._bounds.get(pool.name)) else None,
+                most=bounds.most if bounds else None,
+                profile=pool.profile,
+            )
             for pool in scenario.system.offload
             if pool.link in alive
         )
-        decoding, profile = self._pool.instances - self._prefilling, self._pool.profile
+        prefilling = self._wanted[self._sharer]
+        decoding, profile = self._pool.instances - prefilling, self._pool.profile
         return Installation(
             pools=(
                 Pool(name=name, role="decode", replicas=decoding, profile=profile),
-                Pool(name=SHARER.format(name), role="prefill", replicas=self._prefilling, shares=True),
+                Pool(name=self._sharer, role="prefill", replicas=prefilling, shares=True),
                 *away,
             ),
             links=links,

@@ -34,6 +34,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     hub_prefills: int
     """N_p: instances of the hub that prefill."""
+    offload_instances: int
+    """Of all offload pools, those that serve."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -63,7 +63,11 @@ class RequestProcess:
         self.instances = {
             one.name: SimulatedInstance(self.events, kinds[one.pool], one.role, notices) for one in table.instances
         }
+        self.all_instances = table.instances
+        """Also those that have not started yet, or have gone."""
         self.hub = {one.name for one in table.instances if one.cluster == HUB}
+        for pool in scenario.system.offload:
+            self.gateway.scale(pool.name, pool.instances)
         self.dead: set[str] = set()
         self.offloads = 0
         """Routes so far that were offloads."""
@@ -100,6 +104,14 @@ class RequestProcess:
         self.gateway.divide(pool, prefilling)
         for one in self.table.instances:
             self.instances[one.name].set_role(one.role)
+
+    def scale(self, pool: str, count: int) -> None:
+        """Have so many instances of an offload pool. One that starts has nothing cached."""
+        before = {one.name for one in self.table.instances}
+        self.gateway.scale(pool, count)
+        for one in self.table.instances:
+            if one.name not in before:
+                self.caches.clear(one.name)
 
     def living(self) -> Iterable[Instance]:
         return (one for one in self.table.instances if one.name not in self.dead)

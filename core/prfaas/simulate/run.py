@@ -78,6 +78,7 @@ class _Run:
                 unsent_bytes=sum(link.to_hub.unserved for link in process.links.values()),
                 in_flight=self._tally.arrived - self._tally.ended,
                 hub_prefills=sum(one.cluster == HUB and one.role == "prefill" for one in process.table.instances),
+                offload_instances=sum(one.cluster != HUB for one in process.table.instances),
             )
         )
         self._events.after(process.table.short_interval_seconds, self._interval)
@@ -139,14 +140,13 @@ class Faults:
         for request in list(process.links[link].to_hub):
             if request.route is not None and request.route.kind == "local":
                 process.fail_later_if_stalled(request)
-        for one in process.table.instances:
+        for one in process.all_instances:
             if one.cluster == link:
                 for request in list(process.gateway.on[one.name]):
                     process.fail_later_if_stalled(request)
 
     def _instances(self, failure: Failure) -> list[str]:
-        table = self._process.table
-        return [one.name for one in table.instances if failure.name in (one.name, one.cluster)]
+        return [one.name for one in self._process.all_instances if failure.name in (one.name, one.cluster)]
 
     def _count(self, name: str, change: int) -> int:
         self._deaths[name] = self._deaths.get(name, 0) + change

@@ -39,13 +39,26 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's (see `instance_names`) or a link's."""
 
 
+class ScaledPool(msgspec.Struct, frozen=True, kw_only=True):
+    """The bounds within which the long loop scales an offload pool."""
+
+    name: str
+    least: int
+    most: int
+
+
 class ConversionPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The long loop's settings for conversions, with a policy's own defaults."""
+    """The long loop's settings for conversions, and for pools that it scales, with a policy's own defaults."""
 
     interval_seconds: float = 60.0
     cooldown_seconds: float = 300.0
     conversion_seconds: float = 1.5
     """Until requests follow a new role."""
+    start_seconds: float = 60.0
+    """Until a new instance serves."""
+    target_load: float = 0.7
+    """Of a stage: above it instances are added."""
+    scaled: tuple[ScaledPool, ...] = ()
     ttft_seconds: float | None = None
     """Promised P90 of the time to the first token, which no conversion may break; None: none."""
 
@@ -96,6 +109,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.system.offload) and self.policy.threshold.mode != "Disabled"
 
     @property
+    def most_instances(self) -> dict[str, int]:
+        """Of each offload pool, also those that only the long loop may start."""
+        scaled = self.policy.conversion.scaled if self.policy.conversion else ()
+        return {pool.name: pool.instances for pool in self.system.offload} | {one.name: one.most for one in scaled}
+
+    @property
     def profiles(self) -> dict[str, Profile]:
         """By pool. They are exact here, however few samples they were fitted to."""
         return {
@@ -135,14 +154,22 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             for field, value in (
                 ("cooldownSeconds", conversion.cooldown_seconds),
                 ("conversionSeconds", conversion.conversion_seconds),
+                ("startSeconds", conversion.start_seconds),
             ):
                 yield f"longLoop.{field}", value, 0 <= value < math.inf, "0 or more"
+            yield "longLoop.targetLoad", conversion.target_load, 0 < conversion.target_load <= 1, "above 0, at most 1"
+            away = {pool.name: pool.instances for pool in self.system.offload}
+            for pool in conversion.scaled:
+                yield "longLoop.scaled", pool.name, pool.name in away, f"an offload pool: {', '.join(away)}"
+                fits = 0 <= pool.least <= away[pool.name] <= pool.most
+                bounds = f"{pool.least} to {pool.most}"
+                yield f"longLoop.scaled.{pool.name}", bounds, fits, f"around its {away[pool.name]} instances"
         yield "stepTokens", self.step_tokens, self.step_tokens == 0 or self.step_tokens >= 64, "at least 64, or 0"
         yield "blockTokens", self.block_tokens, self.block_tokens >= 1, "at least 1"
 
 
 def instances_of(scenario: Scenario) -> Iterable[Instance]:
-    """Yield the instances at the start, each in its role."""
+    """Yield all instances that there may be, each in its role at the start."""
 
     def made(pool: str, cluster: str, role: PoolRole, name: str) -> Instance:
         return Instance(name=name, pool=pool, cluster=cluster, role=role, url="")
@@ -154,7 +181,7 @@ def instances_of(scenario: Scenario) -> Iterable[Instance]:
         for i in range(pool.instances - prefilling):
             yield made(pool.name, HUB, "decode", f"{pool.name}-decode-{i}")
     for pool in scenario.system.offload:
-        for i in range(pool.instances):
+        for i in range(scenario.most_instances[pool.name]):
             yield made(pool.name, pool.link, "prefill", f"{pool.name}-{i}")
 
 

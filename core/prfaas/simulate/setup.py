@@ -3,6 +3,7 @@
     requests, seed      how many, and of which random numbers
     load                share of the planned lambda_max that arrives; or ratePerSecond
     bursts              everySeconds, forSeconds, factor: so many times as dense, at the same mean rate
+    shift               atSeconds, lognormal, outputTokens: from then on requests have these lengths, at the same rate
     prefixShare         share of the prompts that go on from an earlier one; none without it
     warmupRequests      the first ones are served but not timed
     thresholdTokens     where t starts, and stays for `static`; the plan's without it
@@ -12,7 +13,9 @@
                           diurnal {everySeconds, lowMbps}: a cosine from the declared capacity to the low one and back
                           flapping {everySeconds, forSeconds, lowMbps}: low at the end of every period
     longLoop            intervalSeconds, cooldownSeconds, conversionSeconds (60, 300, 1.5; {} for these): `threshold`
-                        and `price` convert the hub's instances as the operator does; without it splits stay
+                        and `price` convert the hub's instances as the operator does; without it splits stay.
+                        scaled [{name, minInstances, maxInstances}], startSeconds, targetLoad (60, 0.7): offload pools
+                        that it scales, too
     failures            name of an instance or link, atSeconds, forSeconds
 
 All policies meet the same requests. Each has the hardware of the plan's column of its name. `threshold`, `price` and
@@ -20,20 +23,33 @@ All policies meet the same requests. Each has the hardware of the plan's column 
 """
 
 import math
+from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from typing import Final
 
 import msgspec
 
 from prfaas.capacity import optimum
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.planfile import PlanFile, numbers_of
+from prfaas.capacity.planfile import PlanFile, numbers_of, read_lognormal
 from prfaas.capacity.section import Section
 from prfaas.capacity.system import System
+from prfaas.capacity.workload import Randomness, Workload
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
-from prfaas.simulate.arrivals import Bursts
-from prfaas.simulate.scenario import ConversionPolicy, Failure, LinkShape, Policy, PolicyName, Scenario, instance_names
+from prfaas.simulate.arrivals import Bursts, poisson, sharing, shifting
+from prfaas.simulate.request import Arrival
+from prfaas.simulate.scenario import (
+    ConversionPolicy,
+    Failure,
+    LinkShape,
+    Policy,
+    PolicyName,
+    ScaledPool,
+    Scenario,
+    instance_names,
+)
 from prfaas.wire.routes import Threshold, ThresholdMode
 
 GIB: Final = 1 << 30
@@ -64,6 +80,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     links: dict[str, "LinkSetup"]
     failures: tuple[Failure, ...]
     conversion: ConversionPolicy | None
+    shift: "Shift | None"
+
+
+class Shift(msgspec.Struct, frozen=True, kw_only=True):
+    """From a time on requests have other lengths."""
+
+    at_seconds: float
+    workload: Workload
+    output_tokens: int
 
 
 class LinkSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +158,7 @@ def read(file: PlanFile) -> Setup:
         links=dict(section.sections("links", _link_setup)),
         failures=tuple(section.sections("failures", _failure)),
         conversion=section.section("longLoop", partial(_conversion, file)) if "longLoop" in section.keys else None,
+        shift=section.section("shift", _shift) if "shift" in section.keys else None,
     )
     section.end()
     _check_links(file, setup)
@@ -166,6 +192,23 @@ def _conversion(file: PlanFile, section: Section) -> ConversionPolicy:
         cooldown_seconds=section.number("cooldownSeconds", usual.cooldown_seconds),
         conversion_seconds=section.number("conversionSeconds", usual.conversion_seconds),
         ttft_seconds=promised_millis / 1000 if promised_millis is not None else None,
+        start_seconds=section.number("startSeconds", usual.start_seconds),
+        target_load=section.number("targetLoad", usual.target_load),
+        scaled=tuple(section.sections("scaled", _scaled)),
+    )
+
+
+def _scaled(section: Section) -> ScaledPool:
+    return ScaledPool(
+        name=section.text("name"), least=section.whole("minInstances"), most=section.whole("maxInstances")
+    )
+
+
+def _shift(section: Section) -> Shift:
+    return Shift(
+        at_seconds=section.positive("atSeconds"),
+        workload=section.section("lognormal", read_lognormal),
+        output_tokens=section.at_least(1, "outputTokens"),
     )
 
 
@@ -229,6 +272,19 @@ def rate(file: PlanFile, setup: Setup) -> float:
         return setup.rate_per_second
     plan = optimum.best(file.system, file.workload)
     return (setup.load or 0.0) * plan.lambda_max
+
+
+def draw(
+    file: PlanFile, setup: Setup, rate_per_second: float, rng: Randomness, prefix_rng: Randomness
+) -> Iterable[Arrival]:
+    """Return the requests of a setup."""
+    drawn = poisson(file.workload, round(file.system.output_tokens), rate_per_second, rng, setup.bursts)
+    if setup.shift is not None:
+        later = poisson(setup.shift.workload, setup.shift.output_tokens, rate_per_second, rng, setup.bursts)
+        drawn = shifting(drawn, later, setup.shift.at_seconds)
+    if setup.prefix_share > 0:
+        drawn = sharing(drawn, setup.prefix_share, prefix_rng)
+    return islice(drawn, setup.requests)
 
 
 def scenario(file: PlanFile, setup: Setup, policy: PolicyName, horizon_seconds: float) -> Scenario:

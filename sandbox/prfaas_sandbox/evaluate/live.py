@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, scenario_of
+from prfaas.evaluate.case import Case, arrivals_of, longest_tokens, rate_per_second, run_seconds, scenario_of
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.kube.session import Object
 from prfaas.simulate.scenario import Scenario
@@ -33,6 +33,7 @@ from prfaas_sandbox.evaluate.objects import (
     POLICY,
     CaseScale,
     instances,
+    is_scaled,
     live_mbps,
     pool_objects,
     profiles_object,
@@ -112,7 +113,7 @@ class LiveCase:
                 cache_scale=case.cache_scale,
                 link_mbps=live_mbps(case),
                 answers=answers,
-                machine=await metrics.machine(sum(instances(scenario).values())),
+                machine=await metrics.machine(sum(instances(scenario).values()), is_scaled(scenario)),
                 readings=await metrics.readings(),
                 began_at=began_at,
                 software=self._software,
@@ -126,7 +127,7 @@ class LiveCase:
         """Have a run's system; give its gateway's address, and what reads its metrics."""
         await self._environment.shape_link(live_mbps(self._case))
         await self._environment.restore_link()  # the run before may have cut it
-        async with self._system(scenario_of(self._case, key)) as url:
+        async with self._system(scenario_of(self._case, key), longest_tokens(self._case, key)) as url:
             metrics = RunMetrics(self._environment.prometheus_url, self._scale)
             try:
                 yield url, metrics
@@ -141,9 +142,8 @@ class LiveCase:
             raise ConfigError(f"{path} cannot be written: {error}; make room, and call again") from error
 
     @asynccontextmanager
-    async def _system(self, scenario: Scenario) -> AsyncIterator[str]:
-        """Have a system's pools and policy; give its gateway's address."""
-        longest = self._case.file.workload.max_tokens + round(self._case.file.system.output_tokens)
+    async def _system(self, scenario: Scenario, longest: int) -> AsyncIterator[str]:
+        """Have a system's pools and policy, for requests of at most so many tokens; give its gateway's address."""
         objects = pool_objects(scenario, self._scale, longest, self._environment.images)
         hub = self._environment.hub
         await self._remove()  # of a run before that would not go

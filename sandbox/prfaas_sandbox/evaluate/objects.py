@@ -18,7 +18,7 @@ from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case
 from prfaas.kube.session import Object
 from prfaas.schedule import RUNNING
-from prfaas.simulate.scenario import Scenario
+from prfaas.simulate.scenario import ConversionPolicy, Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
 from prfaas_sandbox.environment import Images
 
@@ -26,6 +26,8 @@ API: Final = "prfaas.io/v1alpha1"
 POLICY: Final = "evaluation"
 MODEL: Final = "evaluated"
 PROFILES: Final = "evaluation-profiles"
+SCALED_BY_POLICY: Final = "prfaas.io/scaled-by-policy"
+"""On a pool: the policy may write the replicas that were applied."""
 OF_A_RUN: Final = "evaluation=run"
 """The label of what leaves when a run ends."""
 _SOURCE: Final = "builtin:kimi-linear-tiny"
@@ -42,6 +44,8 @@ _NO_LINK_MBPS: Final = 1000
 """Of the live link of a case without one; nothing crosses it."""
 _MOST_ROUNDED: Final = 0.05
 """Of the link's rate."""
+_DRAIN_SECONDS: Final = 60.0
+"""In which an instance that scaling removes answers what it has, in the case's time."""
 _RATE_WINDOW_SECONDS: Final = 5
 """Of a MemberCluster's default query."""
 
@@ -89,12 +93,25 @@ def check_live(case: Case, scenario: Scenario) -> None:
         (failing, f"failures: {failing}", "fails in the simulator only"),
         (delayed, f"links: roundTripMillis of {delayed}", "is simulated only: the live link has a rate, and no delay"),
         ("prefixShare" in case.file.simulation, "prefixShare", "is simulated only: live prompts share nothing"),
-        (scenario.policy.conversion, "longLoop", "is simulated only: live instances keep their roles"),
     ):
         if is_asked:
             raise ConfigError(f"simulation.{what} {why}; leave it out")
+    _check_long_loop(scenario)
     instances(scenario)
     live_mbps(case)
+
+
+def _check_long_loop(scenario: Scenario) -> None:
+    """Raise ConfigError for a long loop that would do live what it does not do in the simulator, or nothing at all."""
+    if (conversion := scenario.policy.conversion) is None:
+        return
+    if conversion.ttft_seconds is not None:
+        raise ConfigError(
+            "simulation.longLoop keeps slo.ttftMillis, by which a live gateway would refuse requests, too: "
+            "leave one of them out"
+        )
+    if not any(map(scenario.prefilling, scenario.system.hub)):
+        raise ConfigError("simulation.longLoop converts the hub's prefills, and the plan has none there: leave it out")
 
 
 def live_mbps(case: Case) -> int:
@@ -116,41 +133,70 @@ def live_mbps(case: Case) -> int:
 def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, images: Images | None) -> list[Object]:
     """Return the pools and the policy. `longest_tokens` are of a prompt and its answer, without what begins a text.
 
-    Nothing is drained: a run's pods leave when all its requests are answered.
+    Nothing is drained: a run's pods leave when all its requests are answered. Where the long loop acts, the hub's
+    prefills share its decode pool's instances, and a pool that it scales drains what leaves.
     """
     objects: list[Object] = []
-    wanted = instances(scenario)
+    wanted, conversion = instances(scenario), scenario.policy.conversion
     prefill_pools: list[str] = []
     for pool, name in _named(scenario):
         decodes = name.endswith("-decode") and isinstance(pool, HubPool)
-        args = [
-            f"--emulate={_MOUNTED}/{pool.name}.json",
-            f"--cache-scale={scale.cache_scale}",
-            f"--stretch={scale.stretch:g}",
-            f"--max-running={_running(pool)}",
-            f"--max-context={longest_tokens + 1}",
-            f"--cache-mib={_cache_mib(pool, scale, longest_tokens)}",
-            *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
-        ]
-        engine: Object = {"type": "emulated", "args": args}
-        if images is not None:
-            engine["image"] = images.worker
-        spec: Object = {
-            "model": {"name": MODEL, "source": _SOURCE},
-            "engine": engine,
-            "replicas": wanted[name],
-            "drainSeconds": 0,
-            "template": {
-                "volumes": [{"name": "profiles", "configMap": {"name": PROFILES}}],
-                "volumeMounts": [{"name": "profiles", "mountPath": _MOUNTED}],
-            },
-        }
+        if conversion and isinstance(pool, HubPool) and not decodes:
+            spec: Object = {"shareWith": f"{pool.name}-decode", "replicas": wanted[name]}
+        else:
+            spec = _instances_spec(pool, wanted[name], scenario, scale, longest_tokens, images)
         if isinstance(pool, OffloadPool):
-            spec["clusterName"] = MEMBER
+            spec |= {"clusterName": MEMBER, **_bounds(scenario, pool, scale)}
         if not decodes:
             prefill_pools.append(name)
-        objects.append(_object("DecodePool" if decodes else "PrefillPool", name, spec))
-    return [*objects, _policy(scenario, prefill_pools)]
+        made = _object("DecodePool" if decodes else "PrefillPool", name, spec)
+        if conversion:
+            made["metadata"]["annotations"] = {SCALED_BY_POLICY: "true"}
+        objects.append(made)
+    return [*objects, _policy(scenario, scale, prefill_pools)]
+
+
+def _instances_spec(
+    pool: OffloadPool | HubPool,
+    replicas: int,
+    scenario: Scenario,
+    scale: CaseScale,
+    longest_tokens: int,
+    images: Images | None,
+) -> Object:
+    """Return the spec of a pool with instances of its own."""
+    args = [
+        f"--emulate={_MOUNTED}/{pool.name}.json",
+        f"--cache-scale={scale.cache_scale}",
+        f"--stretch={scale.stretch:g}",
+        f"--max-running={_running(pool)}",
+        f"--max-context={longest_tokens + 1}",
+        f"--cache-mib={_cache_mib(pool, scale, longest_tokens)}",
+        *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
+    ]
+    engine: Object = {"type": "emulated", "args": args}
+    if images is not None:
+        engine["image"] = images.worker
+    return {
+        "model": {"name": MODEL, "source": _SOURCE},
+        "engine": engine,
+        "replicas": replicas,
+        "drainSeconds": 0,
+        "template": {
+            "volumes": [{"name": "profiles", "configMap": {"name": PROFILES}}],
+            "volumeMounts": [{"name": "profiles", "mountPath": _MOUNTED}],
+        },
+    }
+
+
+def _bounds(scenario: Scenario, pool: OffloadPool, scale: CaseScale) -> Object:
+    """Return the fields of a pool that the long loop scales; none of another one."""
+    conversion = scenario.policy.conversion
+    bounds = next((one for one in (conversion.scaled if conversion else ()) if one.name == pool.name), None)
+    if bounds is None:
+        return {}
+    drain_seconds = scale.whole_seconds(_DRAIN_SECONDS)
+    return {"minReplicas": bounds.least, "maxReplicas": bounds.most, "drainSeconds": drain_seconds}
 
 
 def profiles_object(scenarios: Iterable[Scenario]) -> Object:
@@ -176,7 +222,12 @@ def _named(scenario: Scenario) -> list[tuple[OffloadPool | HubPool, str]]:
     return [(pool, name) for pool, name in names if name in wanted]
 
 
-def _policy(scenario: Scenario, prefill_pools: list[str]) -> Object:
+def is_scaled(scenario: Scenario) -> bool:
+    """Return whether instances may come and go during a run."""
+    return bool(scenario.policy.conversion and scenario.policy.conversion.scaled)
+
+
+def _policy(scenario: Scenario, scale: CaseScale, prefill_pools: list[str]) -> Object:
     threshold, policy = scenario.policy.threshold, scenario.policy
     decode_pool = next(name for name in instances(scenario) if name.endswith("-decode"))
     spec = {
@@ -197,7 +248,32 @@ def _policy(scenario: Scenario, prefill_pools: list[str]) -> Object:
         "onOffloadFailure": policy.on_offload_failure,
         "gateway": {"drainSeconds": 0},
     }
+    if policy.conversion:
+        spec |= _long_loop(scenario, policy.conversion, scale)
     return _object("PrfaaSPolicy", POLICY, spec)
+
+
+def _long_loop(scenario: Scenario, conversion: ConversionPolicy, scale: CaseScale) -> Object:
+    """Return the policy's part of the long loop. The operator lives by the clock, so its times are stretched here."""
+    pool = next(pool for pool in scenario.system.hub if scenario.prefilling(pool))
+    cooldown_seconds = scale.whole_seconds(conversion.cooldown_seconds)
+    return {
+        "intervals": {
+            "shortSeconds": scenario.policy.short_interval_seconds,
+            "longSeconds": scale.whole_seconds(conversion.interval_seconds),
+        },
+        "conversion": {
+            "enabled": True,
+            "minPrefill": max(1, pool.min_prefill),
+            "minDecode": max(1, pool.min_decode),
+            "cooldownSeconds": cooldown_seconds,
+        },
+        "scaling": {
+            "mode": "Auto" if conversion.scaled else "None",
+            "targetLoadPercent": round(100 * conversion.target_load),
+            "cooldownSeconds": cooldown_seconds,
+        },
+    }
 
 
 def _running(pool: OffloadPool | HubPool) -> int:

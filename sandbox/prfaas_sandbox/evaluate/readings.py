@@ -2,7 +2,7 @@
 
 The time is judged by the worst instance, and by prefills and decodes for themselves. An instance with few steps of a
 kind is judged with the others: one late step of three says little. An instance that Prometheus does not know is no
-instance that kept its time, nor is one that was restarted or replaced.
+instance that kept its time, nor is one that was restarted or replaced. Where pools are scaled, others may come.
 
 Prometheus gives its readings the times of its own clock, and a run begins and ends by the driver's. So both are
 compared at either end.
@@ -20,6 +20,7 @@ import msgspec
 from prfaas.errors import PeerError
 from prfaas.evaluate.record import MachineTiming, Reading
 from prfaas.measure.emulated import StepTiming, late_p99, step_timing
+from prfaas.names import HUB
 from prfaas_sandbox.demo.install import MEMBER
 from prfaas_sandbox.evaluate.objects import CaseScale, utilisation_query
 
@@ -36,6 +37,8 @@ _SCRAPE_SECONDS: Final = 1.0
 """How often Prometheus reads all metrics, in the case's time."""
 _READ_SECONDS: Final = 1.5
 """How long it may take for that."""
+_MISSED_SECONDS: Final = 3.0
+"""In the case's time. For so long an instance that did not answer Prometheus counts as there: it has not gone."""
 
 _Result = list[Any]
 """A sample each, or the time and the value of a scalar."""
@@ -63,6 +66,8 @@ class RunMetrics:
             "threshold_tokens": "max(prfaas_gateway_threshold_tokens)",
             "link_mbps": "max(prfaas_scheduler_link_effective_mbps)",
             "egress_mbps": utilisation_query(scale).replace("$cluster", MEMBER),
+            "hub_prefills": _counted(f'cluster="{HUB}",role="prefill"', scale),
+            "offload_instances": _counted(f'cluster="{MEMBER}"', scale),
         }
         self._before: _Counts = {}
         self._began = 0.0
@@ -76,14 +81,14 @@ class RunMetrics:
         await self._compare_clocks()
         self._began = time.time()
 
-    async def machine(self, instances: int) -> MachineTiming:
-        """Return whether so many instances kept their time since `begin`."""
+    async def machine(self, instances: int, is_scaled: bool = False) -> MachineTiming:
+        """Return whether so many instances, and those that scaling added, kept their time since `begin`."""
         now = await self._fresh_counts()
         await self._compare_clocks()
         seconds = math.ceil(time.time() - self._began) + self._scale.whole_seconds(_SCRAPE_SECONDS)
         asked = {"query": f"sum(resets({_LATE}count[{max(1, seconds)}s]))"}
         was_restarted = any(float(one["value"][1]) > 0 for one in await self._get("/api/v1/query", asked))
-        found = machine_timing(self._before, now, instances, was_restarted)
+        found = machine_timing(self._before, now, instances, was_restarted, is_scaled)
         return msgspec.structs.replace(found, clock_off_seconds=self._clock_off_seconds)
 
     async def readings(self) -> tuple[Reading, ...]:
@@ -134,18 +139,30 @@ class RunMetrics:
             raise PeerError(f"Prometheus does not answer {asked['query']}: {error or type(error).__name__}") from error
 
 
+def _counted(instances: str, scale: CaseScale) -> str:
+    """Return the query of how many instances there are, chosen by the labels of their roles."""
+    # By pod: one that has just converted has a series of its old role, and one of its new.
+    window = scale.whole_seconds(_MISSED_SECONDS)
+    return f"count(count by (pod) (last_over_time(prfaas_role{{{instances}}}[{window}s])))"
+
+
 def clock_off_seconds(sent_at: float, theirs: float, answered_at: float, allowed_seconds: float) -> float:
     """Return by how much a clock is off ours that was read between these moments; 0 where no more than is allowed."""
     off_seconds = max(sent_at - theirs, theirs - answered_at)
     return off_seconds if off_seconds > allowed_seconds else 0.0
 
 
-def machine_timing(before: _Counts, now: _Counts, instances: int, was_restarted: bool) -> MachineTiming:
-    """Return whether so many instances kept their time between two readings of their counters."""
+def machine_timing(
+    before: _Counts, now: _Counts, instances: int, was_restarted: bool, is_scaled: bool = False
+) -> MachineTiming:
+    """Return whether so many instances kept their time between two readings of their counters.
+
+    If `is_scaled`, others may have come, and those of the beginning have to be there still.
+    """
     since = {counter: count - before.get(counter, 0.0) for counter, count in now.items()}
-    pods = {one.pod for one in now}
+    pods, known = {one.pod for one in now}, {one.pod for one in before}
     timings = [one for kind in _KINDS for one in _timings(since, kind)]
-    is_another_there = not pods <= {one.pod for one in before}
+    is_another_there = not (known <= pods if is_scaled else pods <= known)
     if was_restarted or is_another_there or len(pods) < instances or not timings:
         return MachineTiming(mean_late=None, p99_late=None, busy_share=None)
     p99 = [one for kind in _KINDS if (one := late_p99(_bounds(since, kind, pods))) is not None]

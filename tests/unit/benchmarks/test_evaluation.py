@@ -24,6 +24,7 @@ MINUTES: dict[PartName, float] = {
     "falls": 41.4,
     "swings": 41.4,
     "bursts": 41.4,
+    "longloop": 21.6,
     "qwen": 41.8,
 }
 P90 = "P90 of PrfaaS-PD over homogeneous, at 90% of what the plan of that carries"

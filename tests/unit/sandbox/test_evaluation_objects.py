@@ -10,14 +10,16 @@ import yaml
 
 from prfaas.api import DecodePool, PrefillPool, PrfaaSPolicy
 from prfaas.capacity.builtin import Builtin
+from prfaas.capacity.planfile import PlanSlo
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, arrivals_of, rate_per_second, run_seconds, runs_of, scenario_of
+from prfaas.evaluate.case import Case, arrivals_of, longest_tokens, rate_per_second, run_seconds, runs_of, scenario_of
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import POLICIES, PolicyName
+from prfaas_operator.plan import ownership
 from prfaas_sandbox.evaluate.objects import (
     CaseScale,
     check_live,
@@ -174,7 +176,6 @@ def test_a_run_lasts_as_long_as_its_arrivals_at_the_stretch():
     ("asked", "says"),
     [
         ({"prefixShare": 0.5}, "prefixShare is simulated only"),
-        ({"longLoop": {}}, "longLoop is simulated only"),
         ({"links": [{"name": "between-datacentres", "roundTripMillis": 20}]}, "roundTripMillis of between-datacentres"),
         ({"failures": [{"name": "prfaas-0", "atSeconds": 9, "forSeconds": 9}]}, "failures: prfaas-0 fails in the sim"),
     ],
@@ -187,6 +188,47 @@ def test_what_no_live_run_does_is_refused(asked: dict[str, Any], says: str, tmp_
     with pytest.raises(ConfigError, match=f"simulation.*{says}.*leave it out"):
         check_live(wrong, scenario_of(wrong, RunKey("threshold", 0.5, 1)))
     check_live(case(), scenario_of(case(), RunKey("threshold", 0.5, 1)))
+
+
+LONG_LOOP = case(ROOT / "examples/longloop.yaml")
+
+
+def test_where_the_long_loop_acts_roles_are_shared_and_the_member_is_scaled_by_stretched_times():
+    scenario = scenario_of(LONG_LOOP, RunKey("threshold", 0.5, 1))
+    check_live(LONG_LOOP, scenario)
+    objects = pool_objects(scenario, SCALE, longest_tokens(LONG_LOOP, RunKey("threshold", 0.5, 1)), None)
+    for one in objects:
+        KINDS[one["kind"]].model_validate(one)
+    specs = {one["metadata"]["name"]: one["spec"] for one in objects}
+    prefills = scenario.prefill_instances["pd"]
+
+    assert specs["pd-prefill"] == {"shareWith": "pd-decode", "replicas": prefills}
+    assert specs["pd-decode"]["replicas"] == 8 - prefills
+    assert (specs["prfaas"]["minReplicas"], specs["prfaas"]["maxReplicas"]) == (1, 4)
+    assert specs["prfaas"]["drainSeconds"] > 0 == specs["pd-decode"]["drainSeconds"]
+    policy = specs["evaluation"]
+    assert policy["intervals"] == {"shortSeconds": 1, "longSeconds": 30 * 4}
+    assert policy["conversion"] == {"enabled": True, "minPrefill": 1, "minDecode": 1, "cooldownSeconds": 90 * 4}
+    assert policy["scaling"] == {"mode": "Auto", "targetLoadPercent": 70, "cooldownSeconds": 90 * 4}
+    pools = objects[:-1]
+    assert all(one["metadata"]["annotations"] == {ownership.SCALED_BY_POLICY: "true"} for one in pools)
+
+
+def test_a_policy_without_the_long_loop_changes_no_pool():
+    objects = pool_objects(scenario_of(LONG_LOOP, RunKey("static", 0.5, 1)), SCALE, 9000, None)
+    assert not any({"shareWith", "maxReplicas", "scaling"} & {*one["spec"]} for one in objects)
+    assert not any("annotations" in one["metadata"] for one in objects)
+
+
+def test_a_long_loop_without_prefills_or_with_a_promise_is_refused():
+    key = RunKey("threshold", 0.5, 1)
+    file = msgspec.structs.replace(LONG_LOOP.file, slo=PlanSlo(ttft_millis=5000))
+    promising = msgspec.structs.replace(LONG_LOOP, file=file)
+    with pytest.raises(ConfigError, match=r"slo\.ttftMillis.*leave one of them out"):
+        check_live(promising, scenario_of(promising, key))
+    without = msgspec.structs.replace(scenario_of(LONG_LOOP, key), prefill_instances={})
+    with pytest.raises(ConfigError, match="the plan has none there"):
+        check_live(LONG_LOOP, without)
 
 
 def test_steps_and_the_longest_prompt_are_those_of_the_file():

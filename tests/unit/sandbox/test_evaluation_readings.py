@@ -28,13 +28,15 @@ def scraped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 A_AND_B = lateness("a", "prefill", 100, 0.0) | lateness("b", "decode", 100, 0.0)
 
 
-async def truth(before: dict[Any, float], after: dict[Any, float], instances: int, restarts: int = 0):
+async def truth(
+    before: dict[Any, float], after: dict[Any, float], instances: int, restarts: int = 0, is_scaled: bool = False
+):
     async with World.serving() as world:
         metrics = RunMetrics(world.url, SCALE)
         world.counters = before
         await metrics.begin()
         world.counters, world.restarts = after, restarts
-        found = await metrics.machine(instances)
+        found = await metrics.machine(instances, is_scaled)
         await metrics.close()
         return found
 
@@ -112,6 +114,14 @@ async def test_what_nobody_measured_is_invalid_and_not_in_time(
     assert found.why_invalid
 
 
+async def test_instances_that_scaling_added_count_and_none_of_the_beginning_may_be_missing():
+    """The negative control is the instance that is replaced above, where nothing is scaled."""
+    came = lateness("c", "prefill", 100, 5.0)
+    assert (await truth(at_rest(A_AND_B), A_AND_B | came, 2, is_scaled=True)).mean_late == pytest.approx(0.05)
+    left = lateness("a", "prefill", 100, 0.0) | came
+    assert (await truth(at_rest(A_AND_B), left, 2, is_scaled=True)).mean_late is None
+
+
 async def test_instances_that_ran_all_the_time_are_measured():
     """The negative control of those above."""
     assert not (await truth(at_rest(A_AND_B), A_AND_B, 2)).why_invalid
@@ -148,6 +158,9 @@ async def test_readings_are_in_the_times_and_rates_of_the_case():
     assert f'cluster="{MEMBER}"' in sent
     assert 'peer=~"hub|"' in sent, "what members send to each other does not cross this link"
     assert "[20s]" in sent, "a rate over five seconds of the case"
+    counted = [asked["query"] for asked in world.ranges if "prfaas_role" in asked["query"]]
+    assert len(counted) == 2
+    assert all("by (pod)" in one and "[12s]" in one for one in counted), "an answer that comes late is no instance less"
 
 
 async def test_a_prometheus_that_does_not_answer_is_said():

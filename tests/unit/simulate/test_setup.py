@@ -1,6 +1,8 @@
 """Proves what a file's simulation section means for each policy, and that mistakes in it are named with their fix."""
 
+from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from prfaas.errors import ConfigError
 from prfaas.simulate import setup
 from prfaas.simulate.arrivals import Bursts, poisson
 from prfaas.simulate.run import highest_rate
-from prfaas.simulate.scenario import POLICIES, ConversionPolicy
+from prfaas.simulate.scenario import POLICIES, ConversionPolicy, ScaledPool
 
 LINK = "between"
 DOCUMENT = {
@@ -23,6 +25,14 @@ DOCUMENT = {
     "offloadPools": [{"name": "far", "profile": "far", "instances": 4, "link": LINK}],
     "hub": [{"name": "pd", "profile": "home", "instances": 8, "maxBatch": 20, "stepMillis": 25}],
 }
+
+
+SHORTER = {"mu": 7.0, "sigma": 0.5, "minTokens": 100, "maxTokens": 2000}
+SHIFT = {"atSeconds": 60, "lognormal": SHORTER, "outputTokens": 7}
+
+
+def scaled(name: str, least: int, most: int) -> dict[str, Any]:
+    return {"name": name, "minInstances": least, "maxInstances": most}
 
 
 def described(**simulation) -> planfile.PlanFile:
@@ -94,6 +104,23 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
     assert {one.policy.conversion for one in scenarios().values()} == {None}
 
 
+def test_a_long_loop_scales_the_offload_pools_that_are_named():
+    conversion = scenarios(longLoop={"scaled": [scaled("far", 1, 9)]})["threshold"].policy.conversion
+    assert conversion == ConversionPolicy(scaled=(ScaledPool(name="far", least=1, most=9),))
+
+
+def test_requests_shift_to_other_lengths_at_the_same_rate():
+    file = described(shift=SHIFT)
+    drawn = list(setup.draw(file, setup.read(file), 5.0, Random(1), Random(2)))
+    first, later = ([one for one in drawn if (one.at_seconds >= 60) == is_late] for is_late in (False, True))
+
+    assert len(first) / 60 == pytest.approx(5.0, rel=0.2)
+    assert len(later) / (drawn[-1].at_seconds - 60) == pytest.approx(5.0, rel=0.2)
+    assert {one.output_tokens for one in later} == {7}
+    assert max(one.input_tokens for one in later) <= 2000 < max(one.input_tokens for one in first)
+    assert all(a.at_seconds <= b.at_seconds for a, b in pairwise(drawn))
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -128,6 +155,12 @@ def test_a_long_loop_is_for_those_that_follow_the_load_and_its_figures_have_defa
         ),
         ({"longLoop": {"interval": 1}}, "longLoop.interval is no field here"),
         ({"longLoop": {"intervalSeconds": 0}}, "longLoop.intervalSeconds is 0.0; it must be above 0"),
+        ({"longLoop": {"startSeconds": -1}}, "longLoop.startSeconds is -1.0; it must be 0 or more"),
+        ({"longLoop": {"targetLoad": 70}}, "longLoop.targetLoad is 70.0; it must be above 0, at most 1"),
+        ({"longLoop": {"scaled": [scaled("moon", 1, 9)]}}, "longLoop.scaled is 'moon'; it must be an offload pool"),
+        ({"longLoop": {"scaled": [scaled("far", 9, 99)]}}, "longLoop.scaled.far is '9 to 99'; it must be around its"),
+        ({"shift": {**SHIFT, "atSeconds": 0}}, "shift.atSeconds is 0; it must be above 0"),
+        ({"shift": {**SHIFT, "outputTokens": 0}}, "shift.outputTokens"),
         ({"stepTokens": 1}, "stepTokens is 1; it must be at least 64, or 0"),
     ],
 )

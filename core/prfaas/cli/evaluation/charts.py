@@ -40,10 +40,10 @@ def over_time(run: Run, beside_threshold: Lines) -> ChartGroup:
     """Return threshold and link of a run, and other lines beside the threshold."""
     seconds = Axis("s since the run began")
     last = Mark(max((one.at_seconds for one in run.answers), default=0.0), "last request")
-    lines = {"threshold": _series(run.readings, "threshold_tokens", 1), **beside_threshold}
+    lines = {"threshold": series_of(run.readings, "threshold_tokens", 1), **beside_threshold}
     link = {
-        "sent": _series(run.readings, "egress_mbps", 1000),
-        "what the link carries": _series(run.readings, "link_mbps", 1000),
+        "sent": series_of(run.readings, "egress_mbps", 1000),
+        "what the link carries": series_of(run.readings, "link_mbps", 1000),
     }
     return ChartGroup(
         f"{TITLES[run.key.policy]} over time, at {run.key.load:.0%} load, seed {run.key.seed}",
@@ -148,7 +148,8 @@ def _points(rows: list[LoadRow], field: str) -> list[tuple[float, float]]:
     return found
 
 
-def _series(readings: tuple[Reading, ...], field: str, unit: float) -> list[tuple[float, float]]:
+def series_of(readings: tuple[Reading, ...], field: str, unit: float) -> list[tuple[float, float]]:
+    """Return a field of the readings over time, in so large units."""
     return [(one.at_seconds, value / unit) for one in readings if (value := getattr(one, field)) is not None]
 
 
