@@ -238,7 +238,7 @@ def _holds_token_ids(name: str, field: bytes) -> bool:
 
 def _has_too_many_values(field: msgspec.Raw) -> bool:
     """Return whether a field is large and has a mark before a value in every few bytes, in its texts or beside them."""
-    if len(field) <= LARGE_BYTES or memoryview(field)[:1] == b'"':
+    if len(field) <= LARGE_BYTES or memoryview(field)[0] == ord('"'):
         return False
     return count_marks(bytes(field)) > len(field) // BYTES_A_VALUE
 
