@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import asynccontextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import msgspec
 from aiohttp import web
@@ -85,18 +85,33 @@ async def run(config: GatewayOptions) -> None:
 
 
 async def _drain(running: RunningGateway, config: GatewayOptions) -> None:
-    """Serve new connections while peers learn of the drain; then serve the open ones until traffic stops."""
+    """Serve new connections until peers know of the drain; then serve the open ones until traffic stops."""
     running.state.draining = True
-    await asyncio.sleep(config.limits.drain_lead_seconds)
+    now = asyncio.get_running_loop().time
+    began = now()
+    public = cast(web.Server, running.runner.server)
+    await _until_no_request_comes(public, config.limits.drain_lead_seconds, config.drain_seconds / 2)
     # The listening sockets alone: the runner's `cleanup` would end the open connections, too.
     for site in running.runner.sites:
         await site.stop()
-    now = asyncio.get_running_loop().time
-    began = quiet_since = now()
+    quiet_since = now()
     while now() - quiet_since < KEPT_SECONDS and now() - began < config.drain_seconds:
         await asyncio.sleep(POLL_SECONDS)
         if running.dispatcher.open_requests:
             quiet_since = now()
+
+
+async def _until_no_request_comes(server: web.Server, quiet_seconds: float, most_seconds: float) -> None:
+    """Wait until no request has come for `quiet_seconds`, or for `most_seconds` if that is longer.
+
+    Who still sends requests has not heard of the drain: a kube-proxy on a busy node is many seconds late.
+    """
+    came = server.requests_count
+    await asyncio.sleep(quiet_seconds)
+    last = asyncio.get_running_loop().time() + most_seconds - quiet_seconds
+    while server.requests_count != came and asyncio.get_running_loop().time() < last:
+        came = server.requests_count
+        await asyncio.sleep(quiet_seconds)
 
 
 @asynccontextmanager

@@ -136,6 +136,24 @@ async def test_sigterm_lets_requests_finish_and_exits_with_zero(process, world):
         await world.client.get(f"{process.url}/healthz")
 
 
+async def test_new_connections_are_served_after_sigterm_while_peers_send_requests_on_them(process, world):
+    async def ask_on_a_new_connection() -> int:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{process.url}/v1/completions", data=b'{"model":"m"}') as response,
+        ):
+            return response.status
+
+    assert await ask_on_a_new_connection() == 200
+    process.process.send_signal(signal.SIGTERM)
+    await process.until_logged("draining: 0 requests")
+    for _ in range(30):  # three times as long as without any
+        assert await ask_on_a_new_connection() == 200
+        await asyncio.sleep(Limits().drain_lead_seconds / 10)
+    await process.until_refused()
+    assert await asyncio.wait_for(process.process.wait(), PATIENCE_SECONDS) == 0
+
+
 @pytest.mark.quiet
 async def test_answers_another_request_on_the_connection_of_a_stream_that_outlived_the_goodbye(process, world):
     here, gate = asyncio.Event(), asyncio.Event()
