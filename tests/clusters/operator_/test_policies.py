@@ -78,12 +78,22 @@ def test_instances_follow_readiness_in_both_clusters(served):
 def test_an_instance_that_ends_is_draining_until_it_is_removed(served):
     name = served.member.pods("offload")[0]
     address = served.member.get("pod", name)["status"]["podIP"]
-    served.member.patch("pod", name, {"metadata": {"finalizers": ["test.io/hold"]}})
+    bind(served.member, name, "somewhere")
     served.member.delete("pod", name, wait=False)
     url = f"https://{address}:8000"
     served.eventually(lambda: states(served).get(url, ("",) * 4)[3] == "Draining", "it is draining")
-    served.member.patch("pod", name, {"metadata": {"finalizers": None}})
+    served.member.kubectl("delete", "pod", name, "--force", "--grace-period=0")
     served.eventually(lambda: url not in states(served), "it leaves the table")
+    served.member.kubectl("delete", "node", "somewhere")
+
+
+def bind(place, pod: str, node: str) -> None:
+    """Give a pod a node: a deleted one without any is soon failed and removed by the collector of garbage."""
+    place.apply({"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}})
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}
+    path = f"/api/v1/namespaces/{place.name}/pods/{pod}/binding"
+    place.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
 
 
 def test_a_pod_that_has_ended_leaves_the_table_whatever_its_conditions_say(served):
