@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from prfaas.errors import CapacityError, PrfaasError, RequestError
+from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas.http_server import client_of
-from prfaas.memory import BodyPlace, HeldBytes
 from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values
 from prfaas.telemetry.logs import line
@@ -34,7 +34,7 @@ class Dispatcher:
     def __init__(self, parts: GatewayParts):
         self._parts = parts
         self._attempts = Attempts(parts)
-        self._held = HeldBytes(parts.limits.all_requests_bytes)
+        self._held = HeldBytes(parts.limits.all_requests_bytes, parts.limits.arriving_bytes)
         self.open_requests = 0
         """Includes requests whose bodies are still arriving."""
 

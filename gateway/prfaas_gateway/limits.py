@@ -43,7 +43,12 @@ class Limits(NamedTuple):
     """Duration of an instance's first ejection; it doubles with every further failure in a row."""
     eject_max_seconds: float = 5.0
     drain_lead_seconds: float = 1.0
-    """After SIGTERM, how long new connections are still accepted, until load balancers know of the drain."""
+    """After SIGTERM, new connections are accepted until no request has come for so long."""
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Of `all_requests_bytes`, what bodies that still arrive may have: half, but room for the largest one."""
+        return max(min(self.request_bytes, self.all_requests_bytes), self.all_requests_bytes // 2)
 
     def within(self, memory_bytes: int | None) -> Self:
         """Return the same with the budgets of a container of this memory; None: of the usual one."""

@@ -25,9 +25,9 @@ from aiohttp import web
 
 from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, RequestError
+from prfaas.held_bytes import BodyPlace
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
-from prfaas.memory import BodyPlace
 from prfaas.request_bounds import KNOWN_BYTES, check_fields
 from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
@@ -490,6 +490,7 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
                 body += piece
                 if len(body) > limits.request_bytes:
                     raise too_large
+                await place.turn()
             place.arrived()
             return body
     except CapacityError as error:

@@ -12,16 +12,18 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
-from prfaas import memory
+from prfaas import held_bytes
 from prfaas.errors import CapacityError
+from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
-from prfaas.memory import HeldBytes
+from prfaas_gateway.limits import Limits
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
 SHORT: Final = ConnectionBounds(most=40, head_seconds=0.3)
 NO_BOUNDS: Final = ConnectionBounds(most=1000, head_seconds=600.0)
 BODY_BYTES: Final = 400_000
+MANY_PIECES_BYTES: Final = 4_000_000
 FLOOD: Final = 12
 KEY: Final = "sk-0123456789abcdef-"
 PROXY: Final = "192.0.2.1"
@@ -172,9 +174,9 @@ async def test_a_head_of_many_headers_is_cut_off(world):
         assert await one.status() == 431
 
 
-def held_back(packed: bool, key: str = "") -> tuple[bytes, bytes]:
+def held_back(packed: bool, key: str = "", size_bytes: int = BODY_BYTES) -> tuple[bytes, bytes]:
     """Return a request without its last bytes, and those."""
-    body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
+    body = json.dumps({"model": "m", "prompt": "x" * size_bytes}).encode()
     sent = gzip.compress(body) if packed else body
     encoding = "Content-Encoding: gzip\r\n" if packed else ""
     shown = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -208,6 +210,55 @@ async def test_bodies_that_arrive_from_one_address_have_half_the_budget_as_they_
     assert len(refused) <= FLOOD - 3
 
 
+async def rounds_of_pieces(world, monkeypatch) -> list[int]:
+    """Send a bomb; return in which round of the event loop each piece of it was taken."""
+    rounds, seen = 0, []
+    take = BodyPlace.take
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    def note(place: BodyPlace, size_bytes: int) -> None:
+        seen.append(rounds)
+        take(place, size_bytes)
+
+    monkeypatch.setattr(BodyPlace, "take", note)
+    await world.start("d0")
+    counting = asyncio.ensure_future(count())
+    async with lines(world, 1, b"".join(held_back(packed=True, size_bytes=MANY_PIECES_BYTES))) as (one,):
+        assert await one.status() == 200
+    counting.cancel()
+    assert len(seen) > 10
+    return seen
+
+
+async def test_a_body_is_unpacked_a_piece_in_each_round_of_the_event_loop(world, monkeypatch):
+    seen = await rounds_of_pieces(world, monkeypatch)
+    assert len(set(seen)) >= len(seen) - 1
+
+
+async def test_control_without_turns_all_of_it_is_unpacked_at_once(world, monkeypatch):
+    monkeypatch.setattr(held_bytes, "AT_ONCE_BYTES", 1 << 40)
+    assert len(set(await rounds_of_pieces(world, monkeypatch))) < 4
+
+
+async def test_large_bodies_take_turns():
+    held, order = HeldBytes(1 << 30), []
+
+    async def read(name: str) -> None:
+        with held.place("", "") as place:
+            place.take(held_bytes.AT_ONCE_BYTES + 1)
+            for _ in range(3):
+                await place.turn()
+                order.append(name)
+
+    await asyncio.gather(read("a"), read("b"))
+    assert order == ["a", "b"] * 3
+
+
 async def test_what_a_body_took_comes_back(world):
     await world.start("d0", limits=QUICK._replace(all_requests_bytes=2 * BODY_BYTES))
     body = json.dumps({"model": "m", "prompt": "x" * BODY_BYTES}).encode()
@@ -239,8 +290,13 @@ async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, t
 
 @pytest.mark.parametrize("keys", ["keys", ""], ids=["by key", "by address"])
 async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch, keys):
-    monkeypatch.setattr(memory, "CLIENT_PART", 1)
+    monkeypatch.setattr(held_bytes, "CLIENT_PART", 1)
     assert not await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
+
+
+def is_free(held: HeldBytes) -> bool:
+    rooms = (held.all, held.arriving)
+    return not any(room.by_client or room.taken_bytes for room in rooms)
 
 
 def test_the_only_body_of_a_client_may_have_all_the_room():
@@ -254,7 +310,31 @@ def test_the_only_body_of_a_client_may_have_all_the_room():
         one.arrived()
         with pytest.raises(CapacityError, match="of this client"):
             another.take(21)
-    assert (held.left_bytes, held.by_client) == (100, {})
+    assert is_free(held)
+
+
+def test_bodies_that_still_arrive_leave_half_of_the_room_to_whole_ones():
+    held = HeldBytes(100, Limits(request_bytes=30, all_requests_bytes=100).arriving_bytes)
+    with held.place("a", PROXY) as one, held.place("b", PROXY) as another:
+        one.take(30)
+        another.take(20)
+        with pytest.raises(CapacityError, match="as many bytes of requests"):
+            another.take(1)
+        one.arrived()
+        another.take(30)
+        another.arrived()
+        with held.place("c", PROXY) as late:
+            late.take(20)
+    assert is_free(held)
+
+
+def test_one_body_of_the_largest_size_has_room_to_arrive():
+    assert Limits(request_bytes=90, all_requests_bytes=100).arriving_bytes == 90
+
+
+def test_control_without_a_bound_of_their_own_they_take_all_of_it():
+    with HeldBytes(100).place("a", PROXY) as one:
+        one.take(100)
 
 
 def test_without_keys_the_bodies_of_a_proxy_have_all_the_room_once_they_are_whole():
@@ -267,7 +347,7 @@ def test_without_keys_the_bodies_of_a_proxy_have_all_the_room_once_they_are_whol
         another.take(70)
         with held.place("", PROXY) as late, pytest.raises(CapacityError, match="as many bytes of requests"):
             late.take(1)
-    assert (held.left_bytes, held.by_client) == (100, {})
+    assert is_free(held)
 
 
 def test_who_has_neither_name_nor_address_counts_for_nobody():
@@ -275,7 +355,7 @@ def test_who_has_neither_name_nor_address_counts_for_nobody():
     with held.place("", "") as one, held.place("", "") as another:
         one.take(60)
         another.take(40)
-    assert (held.left_bytes, held.by_client) == (100, {})
+    assert is_free(held)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])

@@ -6,8 +6,8 @@ from typing import Final
 
 import pytest
 
-from prfaas import memory
-from prfaas.memory import HeldBytes
+from prfaas import held_bytes
+from prfaas.held_bytes import HeldBytes
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front import serving
 from prfaas_worker.front.serving import ServedModel
@@ -66,14 +66,14 @@ async def test_a_body_that_does_not_end_is_given_up(worker: Front, monkeypatch: 
     one = await Sender(worker, ATTACKER).send(BODY[:-1])
     assert await one.status() == 408
     one.close()
-    assert worker.serving.bodies.left_bytes == ROOM_BYTES
+    assert worker.serving.bodies.all.taken_bytes == 0
 
 
 async def test_control_without_a_deadline_it_is_kept(worker: Front, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(serving, "BODY_SECONDS", 600.0)
     one = await Sender(worker, ATTACKER).send(BODY[:-1])
     assert not await is_answered(one, 0.6)
-    assert worker.serving.bodies.left_bytes == ROOM_BYTES - len(BODY) + 1
+    assert worker.serving.bodies.all.taken_bytes == len(BODY) - 1
     one.close()
 
 
@@ -81,7 +81,7 @@ async def status_beside_a_flood(worker: Front, held: int) -> int:
     """Hold bodies back from one address until so many are held; return the status of another one's whole body."""
     flood = [await Sender(worker, ATTACKER).send(BODY[:-1]) for _ in range(FLOOD)]
     bodies, held_bytes = worker.serving.bodies, held * (len(BODY) - 1)
-    await eventually_async(lambda: ROOM_BYTES - bodies.left_bytes == held_bytes, "the room is taken")
+    await eventually_async(lambda: bodies.all.taken_bytes == held_bytes, "the room is taken")
     other = await Sender(worker, OTHER).send(BODY)
     try:
         return await other.status()
@@ -95,6 +95,6 @@ async def test_who_holds_bodies_back_has_half_of_the_room_and_another_is_served(
 
 
 async def test_control_who_may_have_all_the_room_keeps_others_out(worker: Front, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(memory, "CLIENT_PART", 1)
+    monkeypatch.setattr(held_bytes, "CLIENT_PART", 1)
     worker.serving.bodies = HeldBytes(ROOM_BYTES)
     assert await status_beside_a_flood(worker, held=4) == 503

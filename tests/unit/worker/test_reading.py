@@ -10,15 +10,8 @@ from typing import Any
 
 import pytest
 
-from prfaas.memory import HeldBytes
-from prfaas_worker.front.serving import (
-    BYTES_BESIDE,
-    BYTES_PER_TOKEN,
-    LONG_BYTES,
-    MAX_BODY_BYTES,
-    MAX_UNREAD_BYTES,
-    ServedModel,
-)
+from prfaas.held_bytes import HeldBytes
+from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 from ...waiting import eventually_async
@@ -95,11 +88,11 @@ async def test_more_than_fits_of_bodies_at_once_is_refused_and_counted_off(clien
     status, answer = await post(client, loaded, "/tokenize", text(1001))
     assert (status, answer["error"]["code"]) == (503, "overloaded")
     assert (await post(client, loaded, "/tokenize", text(1000)))[0] == 200
-    assert loaded.serving.bodies.left_bytes == 1000
+    assert unread_bytes(loaded) == 0
 
 
 def unread_bytes(front) -> int:
-    return MAX_UNREAD_BYTES - front.serving.bodies.left_bytes
+    return front.serving.bodies.all.taken_bytes
 
 
 async def until_unread(front, wanted: int) -> None:

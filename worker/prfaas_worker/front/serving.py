@@ -14,8 +14,8 @@ import msgspec
 from aiohttp import web
 
 from prfaas.errors import CapacityError, RequestError
+from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas.http_server import client_of
-from prfaas.memory import BodyPlace, HeldBytes
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_transfer.credentials import PeerCredentials
@@ -206,6 +206,7 @@ async def _read_body(request: web.Request, served: ServedModel, place: BodyPlace
                 parts.append(part)
                 if place.taken_bytes > most:
                     raise _too_long(f"more than {most} bytes", served)
+                await place.turn()
     except TimeoutError as error:
         message = f"the request body did not arrive within {BODY_SECONDS:g} s"
         raise RequestError(message, status=408, code="request_timeout") from error
