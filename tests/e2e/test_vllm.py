@@ -9,12 +9,14 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import pytest_asyncio
 import yaml
+from tests.waiting import NotInTime
 
 from prfaas import names
 from prfaas.wire import headers
@@ -33,6 +35,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="session"), only_o
 POOLS = {"offload": "vllm-offload", "decode": "vllm-decode"}
 """The example's pools by their names here, where other pools have those."""
 LONG_TOKENS, SHORT_TOKENS, ANSWER_TOKENS = 6_000, 200, 24
+TRIES, COUNTED_SECONDS = 3, 30.0
+"""Prometheus reads the counters each few seconds, later on a busy machine."""
 RECEIVED = f"sum(max_over_time(prfaas_transfer_received_bytes_total{{pool='{POOLS['decode']}'}}[10m]))"
 """The most of some minutes: a scrape that fails on a busy machine takes a series out of an instant query."""
 BROKEN = f"sum(prfaas_transfers_total{{pool='{POOLS['decode']}', direction='receive', outcome='failed'}})"
@@ -207,23 +211,37 @@ async def test_a_pool_of_vllm_starts_as_rendered_and_may_nothing_that_it_should_
 
 
 async def test_a_long_prompt_is_prefilled_by_vllm_in_the_member_and_a_short_one_at_home(on_vllm: OnVllm):
-    long, short = text_of(LONG_TOKENS), text_of(SHORT_TOKENS, start=40_000)
-    long_alone, short_alone = await on_vllm.answer_alone(long), await on_vllm.answer_alone(short)
-    before = await on_vllm.moved(RECEIVED)
-    offloaded, at_home = await on_vllm.ask(long, "always"), await on_vllm.ask(short)
-    assert (offloaded.decision, offloaded.cluster) == ("offload", MEMBER)
+    short = text_of(SHORT_TOKENS, start=40_000)
+    short_alone, at_home = await on_vllm.answer_alone(short), await on_vllm.ask(short)
     assert (at_home.decision, at_home.cluster) == ("local", names.HUB)
+    assert at_home.is_as(short_alone)
+    for number in range(TRIES):
+        if await _has_crossed(on_vllm, text_of(LONG_TOKENS, start=200_000 * number)):
+            return
+    pytest.fail("the destination's own metrics show no cache that it got")
+
+
+async def _has_crossed(on_vllm: OnVllm, long: str) -> bool:
+    """Offload a prompt and check its answer; return whether its cache has crossed.
+
+    A source that is too busy to say that it has the request is not waited for: then the destination computes.
+    """
+    alone, before = await on_vllm.answer_alone(long), await on_vllm.moved(RECEIVED)
+    offloaded = await on_vllm.ask(long, "always")
+    assert (offloaded.decision, offloaded.cluster) == ("offload", MEMBER)
     line = await on_vllm.logged(offloaded)
     assert f"prefill_instance={POOLS['offload']}-" in line
     assert "outcome=ok" in line
-    assert offloaded.is_as(long_alone)
-    assert at_home.is_as(short_alone)
-    assert not (await on_vllm.answer_alone(long[-SHORT_TOKENS:])).is_as(long_alone), "a missing cache would be seen"
+    assert offloaded.is_as(alone)
+    assert not (await on_vllm.answer_alone(long[-SHORT_TOKENS:])).is_as(alone), "a missing cache would be seen"
 
-    async def has_crossed() -> bool:
+    async def is_counted() -> bool:
         return await on_vllm.moved(RECEIVED) - before > 300 * LONG_TOKENS
 
-    await eventually(has_crossed, "the destination's own metrics show the cache that it got")
+    with suppress(NotInTime):
+        await eventually(is_counted, "the destination's own metrics show the cache that it got", COUNTED_SECONDS)
+        return True
+    return False
 
 
 async def test_a_prefill_pod_that_is_deleted_in_the_middle_costs_no_answer(on_vllm: OnVllm):
