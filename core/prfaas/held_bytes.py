@@ -1,22 +1,29 @@
 """The bytes that bodies of requests hold: bounded in all, of each client, and of all bodies that still arrive.
 
-A body counts until its place is left, which a gateway does when the answer has ended. Until it is whole it counts in a
-smaller room, too: who holds bodies back leaves the rest to others. Large bodies are read in turns, a piece in each
-round of the event loop: a kilobyte of gzip unpacks to a megabyte, and whoever else is served waits for a piece of it.
+A body counts until its place is left, which a gateway does when the answer has ended. While it arrives, all but its
+beginning counts in a smaller room, too: who holds large bodies back keeps no short one out. Where there is no room, the
+body that has arrived for longest makes it, as its sender may be holding it back.
+
+Large bodies are read in turns: a kilobyte of gzip unpacks to a megabyte, and whoever else is served waits in the event
+loop for one piece of it and no more.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 from prfaas.errors import CapacityError
 
 CLIENT_PART: Final = 2
 """One client may have half of a room."""
-AT_ONCE_BYTES: Final = 64 << 10
-"""A body of so much is read without turns."""
+SHORT_BYTES: Final = 64 << 10
+"""A body of so much, and the beginning of any, takes no turn and counts as arrived."""
+SPARED_SECONDS: Final = 5.0
+"""A body makes no room for others before it has arrived for so long."""
+_OF_ALL: Final = "requests"
+_OF_CLIENT: Final = "this client"
 
 
 class HeldBytes:
@@ -31,6 +38,8 @@ class HeldBytes:
         self.all = ByteRoom(most_bytes)
         self.arriving = ByteRoom(most_bytes if arriving_bytes is None else arriving_bytes)
         self.turns = asyncio.Lock()
+        self.begun: dict[BodyPlace, float] = {}
+        """Bodies that arrive, and since when by the event loop's clock: the longest first."""
 
     @contextmanager
     def place(self, name: str, address: str) -> Generator["BodyPlace"]:
@@ -41,43 +50,88 @@ class HeldBytes:
         finally:
             place.leave()
 
+    def end_slowest(self, client: str, but: "BodyPlace") -> bool:
+        """End the body that has arrived for longest, `but` one, of a client or, if that is empty, of all; return
+        whether there was one."""
+        for place, since_seconds in self.begun.items():
+            if asyncio.get_running_loop().time() - since_seconds < SPARED_SECONDS:
+                return False
+            if place is not but and client in ("", place.client):
+                place.make_room()
+                return True
+        return False
+
 
 class BodyPlace:
     """The room that one request has for its body, and whom it counts for."""
 
     def __init__(self, held: HeldBytes, name: str, address: str):
-        self._turns = held.turns
+        self.client = name or address
+        self._held = held
         self._in_all = _Part(held.all, name)
-        self._arriving = _Part(held.arriving, name or address)
+        self._arriving = _Part(held.arriving, self.client)
+        self._since_turn_bytes = 0
+        self._patience: asyncio.Timeout | None = None
+        self._made_room = False
 
     @property
     def taken_bytes(self) -> int:
         return self._in_all.taken_bytes
 
+    @asynccontextmanager
+    async def arriving(self, latest_seconds: float) -> AsyncGenerator[None]:
+        """Have the body arrive in the block. Raises TimeoutError at `latest_seconds` of the event loop's clock, and
+        CapacityError if it had to make room for another one."""
+        begun = self._held.begun
+        begun[self] = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(latest_seconds) as self._patience:
+                yield
+        except TimeoutError:
+            if not self._made_room:
+                raise
+        finally:
+            begun.pop(self, None)
+        if self._made_room:
+            raise CapacityError("this body came slowly, and others needed its room; try again in a moment")
+        self._arriving.leave()
+
+    def make_room(self) -> None:
+        """Give the room back, and end the reading of the body."""
+        self._held.begun.pop(self)
+        self._made_room = True
+        self.leave()
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
     def expect(self, size_bytes: int) -> None:
-        """Raise CapacityError if a body of this size has no room now. A client's only body may have all of it."""
-        self._in_all.expect(size_bytes)
-        self._arriving.expect(size_bytes)
+        """Have others make room for so many bytes more where it is needed. Raises CapacityError if there is none now.
+        A client's only body may have all of it."""
+        while lacks := self._in_all.lacks(size_bytes) or self._arriving.lacks(self._late_bytes(size_bytes)):
+            if not self._held.end_slowest(self.client if lacks == _OF_CLIENT else "", but=self):
+                raise CapacityError(f"as many bytes of {lacks} are held here as may be; try again in a moment")
 
     def take(self, size_bytes: int) -> None:
         """Take room for another piece that has come; raises CapacityError if there is none."""
         self.expect(size_bytes)
+        self._arriving.add(self._late_bytes(size_bytes))
         self._in_all.add(size_bytes)
-        self._arriving.add(size_bytes)
+        self._since_turn_bytes += size_bytes
+
+    def _late_bytes(self, size_bytes: int) -> int:
+        """Return how many of so many bytes more are behind the beginning of the body."""
+        return max(0, self.taken_bytes + size_bytes - SHORT_BYTES) - max(0, self.taken_bytes - SHORT_BYTES)
 
     async def turn(self) -> None:
-        """Wait until the next piece may be read."""
-        if self.taken_bytes > AT_ONCE_BYTES:
-            async with self._turns:
+        """Wait until the next piece may be read. Each turn costs its sender as many bytes."""
+        if self._since_turn_bytes > SHORT_BYTES:
+            self._since_turn_bytes = 0
+            async with self._held.turns:
                 await asyncio.sleep(0)  # all that is ready runs before the lock is free
 
-    def arrived(self) -> None:
-        """Note that the body is whole."""
-        self._arriving.leave()
-
     def leave(self) -> None:
-        self._in_all.leave()
         self._arriving.leave()
+        self._in_all.leave()
 
 
 class ByteRoom:
@@ -85,8 +139,8 @@ class ByteRoom:
 
     def __init__(self, most_bytes: int):
         self.most_bytes = most_bytes
-        self.taken_bytes = 0
         self.most_of_client_bytes = most_bytes // CLIENT_PART
+        self.taken_bytes = 0
         self.by_client: Counter[str] = Counter()
 
 
@@ -98,14 +152,16 @@ class _Part:
         self._client = client
         self.taken_bytes = 0
 
-    def expect(self, size_bytes: int) -> None:
+    def lacks(self, size_bytes: int) -> str:
+        """Return whose bytes leave no room for so many more; empty if there is room."""
         room = self._room
         if room.taken_bytes + size_bytes > room.most_bytes:
-            raise CapacityError("as many bytes of requests are held here as may be; try again in a moment")
+            return _OF_ALL
         of_client_bytes = room.by_client[self._client]
         has_others = of_client_bytes > self.taken_bytes
         if self._client and has_others and of_client_bytes + size_bytes > room.most_of_client_bytes:
-            raise CapacityError("as many bytes of this client are held here as may be; try again in a moment")
+            return _OF_CLIENT
+        return ""
 
     def add(self, size_bytes: int) -> None:
         self._room.taken_bytes += size_bytes

@@ -34,7 +34,7 @@ class Dispatcher:
     def __init__(self, parts: GatewayParts):
         self._parts = parts
         self._attempts = Attempts(parts)
-        self._held = HeldBytes(parts.limits.all_requests_bytes, parts.limits.arriving_bytes)
+        self.held = HeldBytes(parts.limits.all_requests_bytes, parts.limits.arriving_bytes)
         self.open_requests = 0
         """Includes requests whose bodies are still arriving."""
 
@@ -69,7 +69,7 @@ class Dispatcher:
 
     async def _admit(self, http: web.Request, progress: Progress) -> web.StreamResponse:
         address = client_of(http.transport) if http.transport is not None else ""
-        with self._parts.auth.admitted(http) as meter, self._held.place(meter.client.name, address) as place:
+        with self._parts.auth.admitted(http) as meter, self.held.place(meter.client.name, address) as place:
             progress.client = meter.client.name
             request = await self._receive(http, progress, meter, place)
             charge = progress.charge

@@ -482,17 +482,16 @@ async def _read_body(http: web.Request, limits: Limits, place: BodyPlace, deadli
     latest_seconds = asyncio.get_running_loop().time() + limits.idle_seconds
     try:
         place.expect(http.content_length or 0)
-        async with asyncio.timeout_at(min(latest_seconds, deadline_seconds or latest_seconds)):
-            # aiohttp's own read() unpacks a compressed body in pieces as large as its limit.
-            body = bytearray()
+        # aiohttp's own read() unpacks a compressed body in pieces as large as its limit.
+        body = bytearray()
+        async with place.arriving(min(latest_seconds, deadline_seconds or latest_seconds)):
             async for piece in http.content.iter_any():
                 place.take(len(piece))
                 body += piece
                 if len(body) > limits.request_bytes:
                     raise too_large
                 await place.turn()
-            place.arrived()
-            return body
+        return body
     except CapacityError as error:
         raise SaturatedError(str(error)) from error
     except UNREADABLE_BODY as error:

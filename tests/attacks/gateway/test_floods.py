@@ -13,10 +13,8 @@ from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
 from prfaas import held_bytes
-from prfaas.errors import CapacityError
-from prfaas.held_bytes import BodyPlace, HeldBytes
+from prfaas.held_bytes import BodyPlace
 from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
-from prfaas_gateway.limits import Limits
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
@@ -26,7 +24,7 @@ BODY_BYTES: Final = 400_000
 MANY_PIECES_BYTES: Final = 4_000_000
 FLOOD: Final = 12
 KEY: Final = "sk-0123456789abcdef-"
-PROXY: Final = "192.0.2.1"
+ELSEWHERE: Final = "127.0.0.4"
 
 
 class Line(NamedTuple):
@@ -241,22 +239,8 @@ async def test_a_body_is_unpacked_a_piece_in_each_round_of_the_event_loop(world,
 
 
 async def test_control_without_turns_all_of_it_is_unpacked_at_once(world, monkeypatch):
-    monkeypatch.setattr(held_bytes, "AT_ONCE_BYTES", 1 << 40)
+    monkeypatch.setattr(held_bytes, "SHORT_BYTES", 1 << 40)
     assert len(set(await rounds_of_pieces(world, monkeypatch))) < 4
-
-
-async def test_large_bodies_take_turns():
-    held, order = HeldBytes(1 << 30), []
-
-    async def read(name: str) -> None:
-        with held.place("", "") as place:
-            place.take(held_bytes.AT_ONCE_BYTES + 1)
-            for _ in range(3):
-                await place.turn()
-                order.append(name)
-
-    await asyncio.gather(read("a"), read("b"))
-    assert order == ["a", "b"] * 3
 
 
 async def test_what_a_body_took_comes_back(world):
@@ -294,68 +278,33 @@ async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, 
     assert not await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
 
 
-def is_free(held: HeldBytes) -> bool:
-    rooms = (held.all, held.arriving)
-    return not any(room.by_client or room.taken_bytes for room in rooms)
+@pytest.mark.parametrize("spared_seconds", [0.0, 600.0], ids=["a body gives way", "control: none does"])
+async def test_who_holds_large_bodies_back_from_two_addresses_keeps_nobody_out(world, monkeypatch, spared_seconds):
+    """A short body has room in any case, and a large one that of the body that has arrived for longest."""
+    monkeypatch.setattr(held_bytes, "SPARED_SECONDS", spared_seconds)
+    sizes = {"request_bytes": BODY_BYTES + 1000, "all_requests_bytes": 8 * BODY_BYTES}
+    await world.start("d0", limits=QUICK._replace(**sizes, idle_seconds=60))
+    first, last = held_back(packed=False)
+    async with (
+        lines(world, 2, first, address="127.0.0.2") as some,
+        lines(world, 2, first, address="127.0.0.3") as others,
+        statuses(some + others) as reading,
+    ):
+        await eventually_async(lambda: held_by(world) == 4 * (len(first) - len(head_of(first))), "they hold the room")
+        async with lines(world, 1, b"".join(held_back(packed=False, size_bytes=1000)), address=ELSEWHERE) as (short,):
+            assert await short.status() == 200
+        async with lines(world, 1, first, last, address=ELSEWHERE) as (large,):
+            assert await large.status() == (429 if spared_seconds else 200)
+        ended = [] if spared_seconds else [429]
+        await eventually_async(lambda: [one.result() for one in reading if one.done()] == ended, "one has made room")
 
 
-def test_the_only_body_of_a_client_may_have_all_the_room():
-    held = HeldBytes(100)
-    with held.place("a", PROXY) as one:
-        one.take(90)
-        with held.place("b", PROXY) as another, pytest.raises(CapacityError):
-            another.take(11)
-    with held.place("a", PROXY) as one, held.place("a", PROXY) as another:
-        one.take(30)
-        one.arrived()
-        with pytest.raises(CapacityError, match="of this client"):
-            another.take(21)
-    assert is_free(held)
+def head_of(request: bytes) -> bytes:
+    return request[: request.index(b"\r\n\r\n") + 4]
 
 
-def test_bodies_that_still_arrive_leave_half_of_the_room_to_whole_ones():
-    held = HeldBytes(100, Limits(request_bytes=30, all_requests_bytes=100).arriving_bytes)
-    with held.place("a", PROXY) as one, held.place("b", PROXY) as another:
-        one.take(30)
-        another.take(20)
-        with pytest.raises(CapacityError, match="as many bytes of requests"):
-            another.take(1)
-        one.arrived()
-        another.take(30)
-        another.arrived()
-        with held.place("c", PROXY) as late:
-            late.take(20)
-    assert is_free(held)
-
-
-def test_one_body_of_the_largest_size_has_room_to_arrive():
-    assert Limits(request_bytes=90, all_requests_bytes=100).arriving_bytes == 90
-
-
-def test_control_without_a_bound_of_their_own_they_take_all_of_it():
-    with HeldBytes(100).place("a", PROXY) as one:
-        one.take(100)
-
-
-def test_without_keys_the_bodies_of_a_proxy_have_all_the_room_once_they_are_whole():
-    held = HeldBytes(100)
-    with held.place("", PROXY) as one, held.place("", PROXY) as another:
-        one.take(30)
-        with pytest.raises(CapacityError, match="of this client"):
-            another.take(70)
-        one.arrived()
-        another.take(70)
-        with held.place("", PROXY) as late, pytest.raises(CapacityError, match="as many bytes of requests"):
-            late.take(1)
-    assert is_free(held)
-
-
-def test_who_has_neither_name_nor_address_counts_for_nobody():
-    held = HeldBytes(100)
-    with held.place("", "") as one, held.place("", "") as another:
-        one.take(60)
-        another.take(40)
-    assert is_free(held)
+def held_by(world) -> int:
+    return world.running.dispatcher.held.all.taken_bytes
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])

@@ -26,8 +26,10 @@ ATTACKER, OTHER = "127.0.0.2", "127.0.0.3"
 
 
 @pytest.fixture
-def worker(front: Front) -> Front:
-    """One with room for four bodies, whose engine nobody asks."""
+def worker(front: Front, monkeypatch: pytest.MonkeyPatch) -> Front:
+    """One with room for four bodies, whose engine nobody asks. All of a body counts while it arrives."""
+    monkeypatch.setattr(held_bytes, "SHORT_BYTES", 0)
+    monkeypatch.setattr(held_bytes, "SPARED_SECONDS", 600.0)
     front.serving.loaded(SERVED, load_tokenizer(model_directory("builtin:kimi-linear-tiny")))
     front.serving.bodies = HeldBytes(ROOM_BYTES)
     return front

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -220,13 +221,15 @@ async def test_memory_stays_below_its_limit_under_large_prompts(process, world, 
 async def test_memory_stays_below_its_limit_under_bodies_that_unpack_to_much(process, world):
     bomb = gzip.compress(b" " * (1 << 28))
 
-    async def ask() -> None:
+    async def ask() -> int:
         packed = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
         async with world.client.post(f"{process.url}/v1/completions", data=bomb, headers=packed) as response:
-            assert response.status == 413
+            return response.status
 
     at_once = 8
-    await asyncio.gather(*(ask() for _ in range(at_once)))
+    statuses = Counter(await asyncio.gather(*(ask() for _ in range(at_once))))
+    assert statuses.keys() <= {413, 429}  # the latter where others have the room meanwhile
+    assert statuses[413] > 0
     status = Path(f"/proc/{process.process.pid}/status").read_text()
     assert (
         int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024

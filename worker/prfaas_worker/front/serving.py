@@ -200,7 +200,7 @@ async def _read_body(request: web.Request, served: ServedModel, place: BodyPlace
         raise _too_long(f"{length} bytes", served)
     parts: list[bytes] = []
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with place.arriving(asyncio.get_running_loop().time() + BODY_SECONDS):
             async for part in request.content.iter_any():
                 place.take(len(part))
                 parts.append(part)
@@ -210,7 +210,6 @@ async def _read_body(request: web.Request, served: ServedModel, place: BodyPlace
     except TimeoutError as error:
         message = f"the request body did not arrive within {BODY_SECONDS:g} s"
         raise RequestError(message, status=408, code="request_timeout") from error
-    place.arrived()
     return b"".join(parts)
 
 
