@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES: Final = 33 << 10
 """The longest request line or header: a value of 32 KiB, such as a token with many claims, and its name."""
 MAX_HEADERS: Final = 64
-MAX_HEAD_BYTES: Final = 128 << 10
+MAX_HEAD_BYTES: Final = 64 << 10
 """Of a request's first line and headers together, which aiohttp holds twice."""
 DESCRIPTORS: Final = 3
 """That a connection may need: its own, and those to the two instances that serve its request."""

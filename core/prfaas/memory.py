@@ -20,6 +20,8 @@ BODIES_PART: Final = 16
 """A sixteenth for the bodies of requests under way: each is there twice for a moment, and takes more when parsed."""
 INDEX_PART: Final = 5
 """Likewise for the prefix index."""
+HEADS_PART: Final = 4
+"""Likewise for the heads of requests that strangers send on all connections."""
 INDEX_ENTRY_BYTES: Final = 80
 """Of a token block of the prefix index and the byte block that is mapped to it."""
 MAX_INDEX_BLOCKS: Final = 10_000_000
@@ -28,6 +30,7 @@ MAX_INDEX_BLOCKS: Final = 10_000_000
 
 class GatewayBudgets(NamedTuple):
     bodies_bytes: int
+    heads_bytes: int
     index_blocks: int
 
 
@@ -35,7 +38,7 @@ def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:
     """Return what a gateway may hold under a limit; None: the one that its container usually has."""
     limit_bytes = limit_bytes or GATEWAY_LIMIT_GIB << 30
     blocks = min(MAX_INDEX_BLOCKS, limit_bytes // INDEX_PART // INDEX_ENTRY_BYTES)
-    return GatewayBudgets(limit_bytes // BODIES_PART, blocks)
+    return GatewayBudgets(limit_bytes // BODIES_PART, limit_bytes // HEADS_PART, blocks)
 
 
 def container_limit_bytes(cgroup: Path = CGROUP) -> int | None:

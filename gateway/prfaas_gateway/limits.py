@@ -2,8 +2,13 @@
 
 from typing import NamedTuple, Self
 
-from prfaas.http_server import DEFAULT_BOUNDS, PROBED_BOUNDS, ConnectionBounds
-from prfaas.memory import gateway_budgets
+from prfaas.http_server import DEFAULT_BOUNDS, MAX_HEAD_BYTES, PROBED_BOUNDS, ConnectionBounds
+from prfaas.memory import GatewayBudgets, gateway_budgets
+
+
+def bounds_within(budgets: GatewayBudgets) -> ConnectionBounds:
+    """Return the bounds of the port of clients: each connection may hold a head, twice."""
+    return DEFAULT_BOUNDS._replace(most=min(DEFAULT_BOUNDS.most, budgets.heads_bytes // (2 * MAX_HEAD_BYTES)))
 
 
 class Limits(NamedTuple):
@@ -15,7 +20,7 @@ class Limits(NamedTuple):
     """All bodies of requests under way together, as they are unpacked. What exceeds it is refused with 429."""
     index_blocks: int = gateway_budgets(None).index_blocks
     """Blocks of tokens, and of bytes, in the prefix index."""
-    connections: ConnectionBounds = DEFAULT_BOUNDS
+    connections: ConnectionBounds = bounds_within(gateway_budgets(None))
     admin_connections: ConnectionBounds = PROBED_BOUNDS
     """Of the other port: so clients that take all of theirs keep no probe out, nor does who takes these."""
     buffered_answer_bytes: int = 4 * 1024 * 1024
@@ -52,5 +57,9 @@ class Limits(NamedTuple):
 
     def within(self, memory_bytes: int | None) -> Self:
         """Return the same with the budgets of a container of this memory; None: of the usual one."""
-        bodies_bytes, index_blocks = gateway_budgets(memory_bytes)
-        return self._replace(all_requests_bytes=max(self.request_bytes, bodies_bytes), index_blocks=index_blocks)
+        budgets = gateway_budgets(memory_bytes)
+        return self._replace(
+            all_requests_bytes=max(self.request_bytes, budgets.bodies_bytes),
+            index_blocks=budgets.index_blocks,
+            connections=bounds_within(budgets),
+        )

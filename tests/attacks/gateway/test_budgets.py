@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from prfaas.http_server import MAX_HEAD_BYTES
 from prfaas.memory import INDEX_ENTRY_BYTES, MAX_INDEX_BLOCKS, container_limit_bytes, gateway_budgets
 from prfaas_gateway.limits import Limits
 from prfaas_operator.render.gateway import GATEWAY_DEFAULTS
@@ -16,7 +17,8 @@ COPIES = 3
 
 
 def worst_bytes(limits: Limits) -> int:
-    return BUSY_BYTES + COPIES * limits.all_requests_bytes + limits.index_blocks * INDEX_ENTRY_BYTES
+    heads_bytes = limits.connections.most * 2 * MAX_HEAD_BYTES
+    return BUSY_BYTES + heads_bytes + COPIES * limits.all_requests_bytes + limits.index_blocks * INDEX_ENTRY_BYTES
 
 
 @pytest.mark.parametrize("limit_bytes", [256 * MIB, 512 * MIB, GIB, 4 * GIB, 64 * GIB])

@@ -3,10 +3,11 @@
 import json
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from tests.unit.gateway.conftest import QUICK
+from tests.unit.gateway.conftest import QUICK, Worker
 
 from prfaas_gateway import attempts
 from prfaas_gateway.api import API_ROUTES, FRAME_BYTES, MAX_ANSWER_TOKENS, most_bytes
@@ -54,6 +55,35 @@ async def test_control_without_the_bound_it_goes_on(world, monkeypatch):
     async with world.client.post(world.url + PATH, json=ASKED) as answer:
         assert len(await answer.content.readexactly(4 * FRAME_BYTES)) > 2 * FRAME_BYTES
         answer.close()
+
+
+async def is_sent_elsewhere(world) -> bool:
+    """Ask an engine that sends its caller to another server; return whether that one gets the prompt."""
+    await world.start("d0")
+    elsewhere = Worker("elsewhere")
+    await elsewhere.start()
+
+    async def redirect(_request: web.Request, _body: bytes) -> web.StreamResponse:
+        return web.Response(status=307, headers={"Location": elsewhere.url + PATH})
+
+    world.workers["d0"].reply = redirect
+    await world.post(ASKED, PATH)
+    await elsewhere.stop()
+    return bool(elsewhere.seen)
+
+
+async def test_an_engine_sends_no_prompt_elsewhere(world):
+    assert not await is_sent_elsewhere(world)
+
+
+async def test_control_a_gateway_that_follows_redirects_would(world, monkeypatch):
+    ask = aiohttp.ClientSession._request
+
+    async def follow(session: aiohttp.ClientSession, *args: Any, **options: Any) -> aiohttp.ClientResponse:
+        return await ask(session, *args, **options | {"allow_redirects": True})
+
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", follow)
+    assert await is_sent_elsewhere(world)
 
 
 LONG = "m" * 250

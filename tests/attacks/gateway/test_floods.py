@@ -12,9 +12,9 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
-from prfaas import held_bytes
+from prfaas import held_bytes, http_server
 from prfaas.held_bytes import BodyPlace
-from prfaas.http_server import MAX_HEAD_BYTES, ConnectionBounds
+from prfaas.http_server import ConnectionBounds
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
 WHOLE: Final = b"GET /healthz HTTP/1.1\r\nHost: g\r\n\r\n"
@@ -165,11 +165,31 @@ async def test_a_connection_whose_request_is_served_makes_no_room(world):
         assert [await one.status() for one in opened] == [200] * len(opened)
 
 
-async def test_a_head_of_many_headers_is_cut_off(world):
+async def status_of_a_long_head(world) -> int:
     await world.start("d0", limits=QUICK)
     piece = b"x" * 16_000 + b"\r\nX-a: "
-    async with lines(world, 1, HALF_A_HEAD, *[piece] * (MAX_HEAD_BYTES // len(piece) + 1)) as (one,):
-        assert await one.status() == 431
+    async with lines(world, 1, HALF_A_HEAD, *[piece] * (64_000 // len(piece) + 1), b"a\r\n\r\n") as (one,):
+        return await one.status()
+
+
+async def test_a_head_of_many_headers_is_cut_off(world):
+    assert await status_of_a_long_head(world) == 431
+
+
+async def test_control_without_a_bound_of_their_sum_it_is_read(world, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_HEAD_BYTES", 1 << 30)
+    assert await status_of_a_long_head(world) == 400
+
+
+@pytest.mark.parametrize("idle_seconds", [0.2, 600.0], ids=["closed", "control: kept"])
+async def test_a_connection_that_asks_for_nothing_is_closed(world, idle_seconds):
+    await world.start("d0", limits=QUICK._replace(connections=SHORT._replace(idle_seconds=idle_seconds)))
+    async with lines(world, 1, WHOLE) as (one,), statuses([one]) as (reading,):
+        assert await reading == 200
+        ending = asyncio.ensure_future(one.reader.read())
+        await asyncio.wait([ending], timeout=1.0)
+        assert ending.done() == (idle_seconds < 1)
+        ending.cancel()
 
 
 def held_back(packed: bool, key: str = "", size_bytes: int = BODY_BYTES) -> tuple[bytes, bytes]:
