@@ -109,6 +109,8 @@ class Upstream:
             async with timer:
                 response = await self._session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
                 try:
+                    if 300 <= response.status < 400:
+                        raise UnreachableError(f"{url} answers with a redirect, which is not followed")
                     whole = await self._whole_body(response)
                     awaits_piece = await_piece and whole is None
                     return Answer(response, whole, await response.content.readany() if awaits_piece else b"")

@@ -67,12 +67,13 @@ async def is_sent_elsewhere(world) -> bool:
         return web.Response(status=307, headers={"Location": elsewhere.url + PATH})
 
     world.workers["d0"].reply = redirect
-    await world.post(ASKED, PATH)
+    got = await world.post(ASKED, PATH, allow_redirects=False)
     await elsewhere.stop()
+    assert (got.status, "location" in got.headers) == ((200, False) if elsewhere.seen else (503, False))
     return bool(elsewhere.seen)
 
 
-async def test_an_engine_sends_no_prompt_elsewhere(world):
+async def test_an_engine_sends_neither_gateway_nor_client_elsewhere(world):
     assert not await is_sent_elsewhere(world)
 
 
