@@ -18,6 +18,8 @@ GATEWAY_LIMIT_GIB: Final = 4
 """Of a gateway's container. A busy gateway takes 80 MiB besides its budgets."""
 BODIES_PART: Final = 16
 """A sixteenth for the bodies of requests under way: each is there twice for a moment, and takes more when parsed."""
+ARRIVING_PART: Final = 4
+"""A quarter of that for those that still arrive, since who holds them back may be a stranger."""
 INDEX_PART: Final = 5
 """Likewise for the prefix index."""
 HEADS_PART: Final = 4

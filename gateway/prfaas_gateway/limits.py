@@ -3,7 +3,7 @@
 from typing import NamedTuple, Self
 
 from prfaas.http_server import DEFAULT_BOUNDS, MAX_HEAD_BYTES, PROBED_BOUNDS, ConnectionBounds
-from prfaas.memory import GatewayBudgets, gateway_budgets
+from prfaas.memory import ARRIVING_PART, GatewayBudgets, gateway_budgets
 
 
 def bounds_within(budgets: GatewayBudgets) -> ConnectionBounds:
@@ -52,8 +52,8 @@ class Limits(NamedTuple):
 
     @property
     def arriving_bytes(self) -> int:
-        """Of `all_requests_bytes`, what bodies that still arrive may have: half, but room for the largest one."""
-        return max(min(self.request_bytes, self.all_requests_bytes), self.all_requests_bytes // 2)
+        """Of `all_requests_bytes`, what bodies that still arrive may have: a quarter, but room for the largest one."""
+        return max(min(self.request_bytes, self.all_requests_bytes), self.all_requests_bytes // ARRIVING_PART)
 
     def within(self, memory_bytes: int | None) -> Self:
         """Return the same with the budgets of a container of this memory; None: of the usual one."""

@@ -109,8 +109,6 @@ class Upstream:
             async with timer:
                 response = await self._session.post(url, data=data, headers=headers, allow_redirects=False, ssl=tls)
                 try:
-                    if 300 <= response.status < 400:
-                        raise UnreachableError(f"{url} answers with a redirect, which is not followed")
                     whole = await self._whole_body(response)
                     awaits_piece = await_piece and whole is None
                     return Answer(response, whole, await response.content.readany() if awaits_piece else b"")
@@ -190,6 +188,8 @@ class Upstream:
         return self._credentials.context(worker.cluster)
 
     async def _whole_body(self, response: aiohttp.ClientResponse) -> bytes | None:
+        if 300 <= response.status < 400:
+            raise UnreachableError(f"{response.url} answers with a redirect, which is not followed")
         length = response.content_length
         if length is None or length > self._limits.buffered_answer_bytes:
             return None

@@ -57,8 +57,8 @@ async def test_the_only_body_of_a_client_may_have_all_the_room():
 
 
 @pure
-async def test_bodies_that_still_arrive_leave_half_of_the_room_to_whole_ones():
-    held = HeldBytes(100, Limits(request_bytes=30, all_requests_bytes=100).arriving_bytes)
+async def test_bodies_that_still_arrive_leave_most_of_the_room_to_whole_ones():
+    held = HeldBytes(100, Limits(request_bytes=50, all_requests_bytes=100).arriving_bytes)
     with held.place("a", PROXY) as one, held.place("b", PROXY) as another:
         async with arriving(one, 30):
             another.take(20)
