@@ -252,7 +252,8 @@ def open_stage(hub: Place, member: Place, folder: Path) -> tuple[Stage, dict[str
     kubeconfig.write_text(credentials(hub))
     metrics_port, health_port = free_ports(2)
     command = [sys.executable, "-m", "prfaas_operator", "--namespace", hub.namespace, "--leader-elect"]
-    command += ["--gateway-image", "gateway", "--metrics-port", str(metrics_port), "--health-port", str(health_port)]
+    command += ["--gateway-image", "gateway", "--worker-image", "worker", "--connector-image", "connector"]
+    command += ["--metrics-port", str(metrics_port), "--health-port", str(health_port)]
     # A container that starts again keeps its pod's name, and so its Lease.
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAME": "operator-0"}
     secret = {

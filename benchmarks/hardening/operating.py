@@ -22,7 +22,8 @@ from prfaas_operator.options import OperatorOptions
 from prfaas_operator.plan.certificates import CertificateMode
 from prfaas_operator.serve import assemble
 
-OPTIONS: Final = OperatorOptions("ns", "registry.example/gateway:1", certificates=CertificateMode.DISABLED)
+IMAGES: Final = ("reg/gateway:1", "reg/worker:1", "reg/connector:1")
+OPTIONS: Final = OperatorOptions("ns", *IMAGES, certificates=CertificateMode.DISABLED)
 
 
 class Told(msgspec.Struct):

@@ -130,7 +130,7 @@ class Operator:
     def __init__(self, namespace: str, kubeconfig: Path, log: Path):
         self._ports = free_ports(2)
         command = [sys.executable, "-m", "prfaas_operator", "--namespace", namespace, "--certificates", "Disabled"]
-        command += ["--gateway-image", "gateway"]
+        command += ["--gateway-image", "gateway", "--worker-image", "worker", "--connector-image", "connector"]
         command += ["--metrics-port", str(self._ports[0]), "--health-port", str(self._ports[1])]
         self._log = log.open("ab")
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig)}

@@ -68,8 +68,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_emulated: bool = False
     """Whether it computes nothing, and takes the time that the profile of the flag `--emulate` says."""
 
-    image: str = ""
-    """The default of `engine.image`; empty if a pool names its own."""
+    is_ours: bool = False
+    """Whether it is our own worker: a pool that names no `engine.image` gets that of the operator's settings."""
     has_builtin_models: bool = False
     """Whether `model.source` may be `builtin:NAME`."""
     flags: tuple[str, ...]
@@ -203,7 +203,7 @@ _PRFAAS: Final = EngineRecord(
     type="prfaas",
     title="the worker",
     run="every test run, two clusters; not on GPUs",
-    image="prfaas/worker:0.1.0",
+    is_ours=True,
     has_builtin_models=True,
     flags=(
         *("model-source", "model-name", "host", "api-port", "data-port", "instance", "cluster", "pool", "role"),

@@ -41,8 +41,6 @@ SIDE_CHANNEL_PORT: Final = 5600
 """vLLM with NIXL: handshakes."""
 KV_EVENTS_PORT: Final = 5557
 """Cache events over ZMQ, of an engine's first data-parallel rank; each further rank uses the next port."""
-CONNECTOR_IMAGE: Final = "prfaas/vllm-connector:0.1.0"
-"""Holds our connector for a stock image of vLLM."""
 GATEWAY_PORT: Final = 8080
 GATEWAY_ADMIN_PORT: Final = 8082
 """Probes, metrics and the live page: no Service has it."""

@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from prfaas.console import LogFormatOption, port_option
-from prfaas.names import CONNECTOR_IMAGE, OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
+from prfaas.names import OPERATOR_HEALTH_PORT, OPERATOR_METRICS_PORT
 from prfaas_operator.plan.certificates import (
     DEFAULT_AUTHORITY_HOURS,
     DEFAULT_CERTIFICATE_HOURS,
@@ -20,13 +20,19 @@ HELP = """Reconcile the prfaas resources of one namespace.
 
 \b
 Example:
-  prfaas-operator --namespace prfaas --gateway-image registry.example/prfaas/gateway:0.1.0
+  prfaas-operator --namespace prfaas --gateway-image registry.example/prfaas/gateway:0.1.0 \\
+    --worker-image registry.example/prfaas/worker:0.1.0 \\
+    --connector-image registry.example/prfaas/vllm-connector:0.1.0
 """
 
 
 class OperatorOptions(NamedTuple):
     namespace: Annotated[str, typer.Option(help="Namespace in the hub.")]
     gateway_image: Annotated[str, typer.Option(help="Image of the policies' gateways.")]
+    worker_image: Annotated[str, typer.Option(help="Image of our own worker, for pools that name none.")]
+    connector_image: Annotated[
+        str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/use/engines.md.")
+    ]
     host: Annotated[str, typer.Option(help="Address to serve health and metrics on.")] = "127.0.0.1"
     metrics_port: Annotated[int, port_option("Port of /metrics.")] = OPERATOR_METRICS_PORT
     health_port: Annotated[int, port_option("Port of /healthz and /readyz.")] = OPERATOR_HEALTH_PORT
@@ -54,9 +60,6 @@ class OperatorOptions(NamedTuple):
     certificate_settle_seconds: Annotated[
         float, typer.Option(min=1, help="Longest time until every pod has read a changed Secret.")
     ] = DEFAULT_SETTLE_SECONDS
-    connector_image: Annotated[
-        str, typer.Option(help="Image with the connector that pools of vLLM load; see docs/use/engines.md.")
-    ] = CONNECTOR_IMAGE
     gateway_pull_secrets: Annotated[
         str, typer.Option(help="Secrets for pulling the gateways' image, with commas between.")
     ] = ""

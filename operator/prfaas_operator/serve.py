@@ -34,6 +34,7 @@ from prfaas_operator.reconcile.policy import PolicyReconciler
 from prfaas_operator.reconcile.pool import PoolReconciler
 from prfaas_operator.reconcile.roles import SharedRoles
 from prfaas_operator.render.gateway import GatewayImage
+from prfaas_operator.render.launch import StartTerms
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,8 @@ def assemble(
     secrets = SecretGuard(view)
     contents, roles = ContentCheck(view), SharedRoles(view)
     allowed = AllowedNames(names_in(options.worker_service_accounts), names_in(options.worker_priority_classes))
-    pools = PoolReconciler(
-        view, members, certificates, children, secrets, contents, roles, options.connector_image, allowed
-    )
+    terms = StartTerms(connector_image=options.connector_image, worker_image=options.worker_image)
+    pools = PoolReconciler(view, members, certificates, children, secrets, contents, roles, terms, allowed)
     image = GatewayImage(options.gateway_image, names_in(options.gateway_pull_secrets))
     policies = PolicyReconciler(view, members, certificates, children, PolicyBalancer(view), image)
     clusters = MemberReconciler(view, members, certificates, secrets, TokenRenewal(options.member_token_days))

@@ -25,6 +25,7 @@ from prfaas_operator.serve import assemble
 
 MODEL: Final = {"name": "tiny", "source": "builtin:tiny"}
 GATEWAY_IMAGE: Final = "registry.example/gateway:7"
+WORKER_IMAGE: Final = "registry.example/worker:7"
 
 
 def resource(kind: str, name: str, **spec: Any) -> Object:
@@ -64,7 +65,8 @@ class Hub:
         self.server = MemoryCluster(*objects)
         self.connected: list[str] = []
         issuer = "Issuer.cert-manager.io/ours" if mode is CertificateMode.ISSUER else ""
-        flags = OperatorOptions("ns", GATEWAY_IMAGE, certificates=mode, certificate_issuer=issuer)._replace(**options)
+        flags = OperatorOptions("ns", GATEWAY_IMAGE, WORKER_IMAGE, "c:7", certificates=mode, certificate_issuer=issuer)
+        flags = flags._replace(**options)
         operator = assemble(self.server, self._connect, ReconcileQueue(), flags, OFF)  # pyright: ignore[reportArgumentType]
         self.controller, self.certificates = operator.controller, operator.certificates
         for one in objects:

@@ -124,7 +124,7 @@ async def is_answered(one: Line, sent: bytes = b"") -> bool:
 async def strangers_at_the_operators_port(sent: bytes) -> AsyncIterator[tuple[list[Line], Line]]:
     """Yield connections to its port of probes that sent this, and one with a probe that came later."""
     ports = free_ports(2)
-    options = OperatorOptions("ns", "image", metrics_port=ports[0], health_port=ports[1])
+    options = OperatorOptions("ns", "g:1", "w:1", "c:1", metrics_port=ports[0], health_port=ports[1])
     async with http.serving(options, http.Health(lambda: "")):
         held = [await connected(ports[1], f"127.0.0.{2 + one % 4}", sent) for one in range(STRANGERS)]
         yield held, await connected(ports[1], "127.0.0.1", PROBE)

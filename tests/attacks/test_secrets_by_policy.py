@@ -1,7 +1,7 @@
 """An editor of policies wants to run an image, or to read a Secret: the authority, a kubeconfig, somebody's token."""
 
 import pytest
-from tests.attacks.conftest import GATEWAY_IMAGE, policy, pool, secret
+from tests.attacks.conftest import GATEWAY_IMAGE, WORKER_IMAGE, policy, pool, secret
 
 from prfaas.api import PrfaaSPolicy
 from prfaas_operator.render import gateway
@@ -77,6 +77,13 @@ async def test_no_field_of_a_policy_names_the_image_or_the_account(plain_hub):
     spec = hub.pod("kimi-gateway")["spec"]
     assert hub.images("kimi-gateway") == {GATEWAY_IMAGE}
     assert (spec["serviceAccountName"], "priorityClassName" in spec) == ("kimi-gateway", False)
+
+
+async def test_a_pool_that_names_no_image_runs_the_one_of_the_operators_settings(plain_hub):
+    """Once it ran a name that whoever owns it in the nodes' default registry could fill."""
+    hub = plain_hub(pool())
+    await hub.reconcile("DecodePool", "decode")
+    assert hub.images("decode") == {WORKER_IMAGE}
 
 
 async def test_control_the_same_image_in_a_pool_runs(plain_hub):

@@ -219,7 +219,9 @@ def test_every_port_that_the_operator_renders_for_an_engine_is_open_to_its_peers
         assert metrics in {number for policy in mine for number in ports_open_to_namespace(policy, "monitoring")}
 
 
-@pytest.mark.parametrize(("name", "image"), [("gateway", "gateway"), ("connector", "vllm-connector")])
+@pytest.mark.parametrize(
+    ("name", "image"), [("gateway", "gateway"), ("worker", "worker"), ("connector", "vllm-connector")]
+)
 def test_an_image_lies_beside_the_operators_or_is_the_one_that_is_named(render, name, image):
     """Once an operator of REGISTRY took gateways of another registry, whose names anybody might own."""
 
@@ -238,8 +240,8 @@ def test_an_image_lies_beside_the_operators_or_is_the_one_that_is_named(render, 
 @pytest.mark.parametrize("image", ["repository=reg.example/prfaas-operator", f"digest=sha256:{'0' * 64}"])
 def test_where_the_operators_image_does_not_tell_the_others_they_are_named(render, image):
     """By a digest the operator was fixed, and its gateways took whatever a tag pointed to."""
-    own, others = ("--set", f"operator.image.{image}"), ("gatewayImage=g:1", "connectorImage=c:1")
-    for given, missing in (others, others[::-1]):
+    own, others = ("--set", f"operator.image.{image}"), {"gatewayImage=g:1", "workerImage=w:1", "connectorImage=c:1"}
+    for missing in others:
         with pytest.raises(Exception, match=f"{missing.partition('=')[0]}: the operator's image .* set it to"):
-            render("prfaas", *own, "--set", given)
+            render("prfaas", *own, "--set", ",".join(others - {missing}))
     assert render("prfaas", *own, "--set", ",".join(others))

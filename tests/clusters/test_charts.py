@@ -279,6 +279,7 @@ def operator_log(installed: Installed, tmp_path: Path) -> Iterator[Path]:
     kubeconfig.write_text(installed.kubeconfig(token))
     metrics_port, health_port = free_ports(2)
     command = [sys.executable, "-m", "prfaas_operator", "--namespace", HUB, "--gateway-image", "reg/g:1"]
+    command += ["--worker-image", "reg/w:1", "--connector-image", "reg/c:1"]
     command += ["--metrics-port", str(metrics_port), "--health-port", str(health_port)]
     environment = os.environ | {"KUBECONFIG": str(kubeconfig)}
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:

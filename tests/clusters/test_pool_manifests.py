@@ -176,7 +176,7 @@ def test_an_accepted_pool_is_rendered_into_accepted_objects(crds, spec, is_decod
     taken.append(spec["engine"].get("type", "prfaas"))
     member = EU if is_remote and not is_decode else None
     pool = (DecodePool if is_decode else PrefillPool).model_validate(stored)
-    deployment = pool_deployment.deployment(pool, member, StartTerms(tls=tls))
+    deployment = pool_deployment.deployment(pool, member, StartTerms("c:1", "w:1", tls))
     rendered = [deployment, protection.pool_budget(deployment, {"metadata": {"uid": "1"}})]
     rendered += (
         [pool_deployment.shared_deployment(deployment)] if is_decode else [pool_deployment.settings(pool, member)]
@@ -198,7 +198,9 @@ def test_an_example_and_its_rendered_objects_are_accepted(crds, path):
         pool = kind.model_validate(stored)
         if not pool.spec.model.name:  # it shares the decode pool's instances
             continue
-        deployment = pool_deployment.deployment(pool, EU if pool.spec.cluster_name else None, StartTerms(tls=True))
+        deployment = pool_deployment.deployment(
+            pool, EU if pool.spec.cluster_name else None, StartTerms("c:1", "w:1", tls=True)
+        )
         deployment["metadata"]["namespace"] = NAMESPACE
         crds.reader.apply(NAMESPACE, deployment, is_dry_run=True)
 

@@ -117,11 +117,12 @@ def test_an_unknown_python_and_a_missing_vllm_are_reported_with_the_cure(
 
 def test_helm_gets_the_operators_image_in_two_values_and_the_others_in_one():
     values = operator_values(
-        Images("registry.example:5000/operator:7", "gateway:9", "", "registry.example:5000/connector:8")
+        Images("registry.example:5000/operator:7", "gateway:9", "worker:3", "registry.example:5000/connector:8")
     )
     assert values == [
         "--set", "operator.image.repository=registry.example:5000/operator", "--set", "operator.image.tag=7",
-        "--set", "gatewayImage=gateway:9", "--set", "connectorImage=registry.example:5000/connector:8",
+        "--set", "gatewayImage=gateway:9", "--set", "workerImage=worker:3",
+        "--set", "connectorImage=registry.example:5000/connector:8",
     ]  # fmt: skip
     assert operator_values(None) == []
 

@@ -56,8 +56,8 @@ class Engine(ApiModel):
 
     type: Annotated[str, OneOf(TYPES), Field(description=describe_type())] = DEFAULT.type
     transfer: Transfer | None = None
-    image: Image = DEFAULT.image
-    """Container image of the engine."""
+    image: Image | None = None
+    """Container image of the engine. If unset, our own worker has that of the operator's settings; others need one."""
     args: Annotated[list[Argument], Field(max_length=64)] = []
     """Flags after those that the operator sets, such as --threads or --max-context."""
 

@@ -8,7 +8,7 @@ from prfaas.engines import ENGINES, MAX_GPUS, EngineRecord, find_engine
 
 RECORDS: Final = tuple(ENGINES.values())
 DEFAULT: Final = RECORDS[0]
-FLAGS_OF_OTHERS: Final = dict.fromkeys(flag for one in RECORDS if not one.image for flag in one.flags)
+FLAGS_OF_OTHERS: Final = dict.fromkeys(flag for one in RECORDS if not one.is_ours for flag in one.flags)
 PARALLEL_FLAGS: Final = "(tensor|pipeline|data)-parallel-size|(tp|pp|dp)(-size)?"
 GPUS: Final = (
     "(has(self.parallelism) ? self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.data : 1)"
@@ -28,7 +28,7 @@ def enumerate_words(words: Sequence[str], last: Literal["and", "or"]) -> str:
 TYPES: Final = types_with(lambda _: True)
 CONNECTORS: Final = tuple(one.connector for one in RECORDS if one.connector)
 _ON_GPUS: Final = types_with(lambda one: one.has_parallelism)
-_OURS: Final = types_with(lambda one: one.image)
+_OURS: Final = types_with(lambda one: one.is_ours)
 _EMULATED: Final = types_with(lambda one: one.is_emulated)
 
 
@@ -103,7 +103,7 @@ def engine_rules() -> Iterator[Rule]:
         "sizes of parallelism stand in spec.parallelism {tensor, pipeline, data}: remove the flag",
     )
     yield Rule(
-        f"{is_ours} || !self.image.startsWith('{DEFAULT.image.rpartition(':')[0]}:')",
+        f"{is_ours} || has(self.image)",
         "name an image of that engine, such as vllm/vllm-openai:v0.33.0",
         field="image",
         reason="FieldValueRequired",

@@ -47,7 +47,7 @@ class PoolReconciler:
     secrets: SecretGuard
     contents: ContentCheck
     roles: SharedRoles
-    connector_image: str
+    terms: StartTerms
     allowed: plan.AllowedNames
 
     async def reconcile_prefill(self, live: Object) -> ReconcileResult:
@@ -74,7 +74,7 @@ class PoolReconciler:
         settings = [render.settings(pool, member)] if isinstance(pool, PrefillPool) else []
         shared = self.roles.shared(pool)
         pool = shared.whole if shared else pool
-        terms, failures = StartTerms(self.connector_image, tls), []
+        terms, failures = self.terms._replace(tls=tls), []
         manifest = render.deployment(pool, member, terms)
         if shared:
             manifest = render.shared_deployment(manifest)

@@ -35,7 +35,7 @@ def asks_for_rdma(pool: PoolObject) -> bool:
     return transfer is not None and transfer.protocol == "Rdma"
 
 
-def _prfaas(pool: PoolObject, _: StartTerms) -> Start:
+def _prfaas(pool: PoolObject, terms: StartTerms) -> Start:
     """Return how an instance of our worker starts, which emulates one if its arguments say so."""
     spec = pool.spec
     flags = {
@@ -54,7 +54,9 @@ def _prfaas(pool: PoolObject, _: StartTerms) -> Start:
         flags["--egress-file"] = EGRESS_FILE
     ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
     arguments = [*words(flags), *spec.engine.args]
-    return Start(["prfaas-worker"], arguments, {}, ports, health_path="", tls_args=TLS_DIR_ARGS)
+    return Start(
+        ["prfaas-worker"], arguments, {}, ports, health_path="", tls_args=TLS_DIR_ARGS, image=terms.worker_image
+    )
 
 
 def _sglang(pool: PoolObject, _: StartTerms) -> Start:

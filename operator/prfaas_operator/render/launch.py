@@ -14,10 +14,12 @@ class StartTerms(NamedTuple):
 
     Args:
         connector_image: with our connector for vLLM.
+        worker_image: of our own worker, where a pool names none.
         tls: the instances get their cluster's certificate.
     """
 
-    connector_image: str = names.CONNECTOR_IMAGE
+    connector_image: str = ""
+    worker_image: str = ""
     tls: bool = False
 
 
@@ -34,6 +36,7 @@ class Start(NamedTuple):
         volumes, mounts: of the container.
         init_containers: that end before the container starts.
         python_path: folder that comes before the owner's PYTHONPATH; empty if there is none.
+        image: of the container, where the pool names none.
     """
 
     command: list[str]
@@ -46,6 +49,7 @@ class Start(NamedTuple):
     mounts: tuple[Object, ...] = ()
     init_containers: tuple[Object, ...] = ()
     python_path: str = ""
+    image: str = ""
 
 
 def data_ranks(pool: PoolObject) -> int:

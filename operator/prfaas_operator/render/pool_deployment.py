@@ -149,7 +149,7 @@ def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bo
     host_port = (lambda port: {"hostPort": port}) if by_host else (lambda _: {})
     container: Object = {
         "name": "worker",
-        "image": pool.spec.engine.image,
+        "image": pool.spec.engine.image or begin.image,
         "command": begin.command,
         "args": begin.args,
         "env": _environment(pool, begin),

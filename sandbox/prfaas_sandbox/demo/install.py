@@ -204,6 +204,7 @@ def operator_values(images: Images | None) -> list[str]:
         "operator.image.repository": repository,
         "operator.image.tag": tag,
         "gatewayImage": images.gateway,
+        "workerImage": images.worker,
         "connectorImage": images.connector,
     }
     return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]

@@ -360,6 +360,10 @@ def start_operator(
     command += [
         "--gateway-image",
         "reg/g:1",
+        "--worker-image",
+        "reg/w:1",
+        "--connector-image",
+        "reg/c:1",
         "--host",
         "127.0.0.1",
         "--metrics-port",

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prfaas.api import KINDS, crd
-from prfaas.api.base import ApiModel, Resource
+from prfaas.api.base import ApiModel, Image, Resource
 
 MINIMAL_SPECS: dict[str, dict[str, Any]] = {
     "MemberCluster": {"kubeconfigSecretRef": {"name": "eu-kubeconfig"}, "link": {"capacityMbps": 100}},
@@ -49,6 +49,15 @@ def unbounded(schema: dict[str, Any]) -> bool:
     return False
 
 
+def image_defaults(schema: dict[str, Any], path: str = "") -> list[str]:
+    """Return the paths of the defaults that are an image, or hold one."""
+    return [
+        at
+        for at, node in nodes(schema, path)
+        if "default" in node and "image" in f"{at.rpartition('.')[2]} {node['default']}".lower()
+    ]
+
+
 def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
     """Return a value with the schema's defaults filled in, as the API server does."""
     if isinstance(value, list):
@@ -64,6 +73,22 @@ def with_defaults(value: Any, schema: dict[str, Any]) -> Any:
 def test_every_field_explains_itself(kind):
     silent = [path for path, schema in nodes(root(kind)) if not path.endswith("[]") and not schema.get("description")]
     assert silent == []
+
+
+@every_kind
+def test_no_default_names_an_image(kind):
+    """A pool that named none once ran a name that anybody might own, in the registry that its nodes ask by default."""
+    assert image_defaults(root(kind)) == []
+
+
+def test_control_a_default_that_names_an_image_is_noticed():
+    class Careless(ApiModel):
+        image: Image = "prfaas/worker:0.1.0"
+
+    class Holder(ApiModel):
+        engine: Careless = Careless()
+
+    assert image_defaults(crd.structural(Holder), ".spec") == [".spec.engine", ".spec.engine.image"]
 
 
 @every_kind

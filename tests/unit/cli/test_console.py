@@ -16,7 +16,9 @@ pytestmark = pytest.mark.system
 
 NEEDED = {
     "gateway": ["--routes-file", "/absent/routes.json"],
-    "operator": ["--namespace", "prfaas", "--gateway-image", "gateway"],
+    "operator": [
+        *("--namespace", "prfaas", "--gateway-image", "gateway", "--worker-image", "worker", "--connector-image", "c")
+    ],
     "scheduler": [
         *("--control-socket", "x", "--policy", "p", "--namespace", "n", "--identity", "i", "--host", "192.0.2.1")
     ],

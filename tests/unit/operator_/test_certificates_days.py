@@ -37,7 +37,7 @@ class Days:
         self.server = server or MemoryCluster()
         self.now = START
         self.server.clock = lambda: self.now
-        options = OperatorOptions("ns", "reg/g:1", **flags)
+        options = OperatorOptions("ns", "reg/g:1", "reg/w:1", "reg/c:1", **flags)
         self.certificates: Certificates = assemble(
             self.server,  # pyright: ignore[reportArgumentType]  # only what this test needs
             lambda *_: pytest.fail("there is no member"),

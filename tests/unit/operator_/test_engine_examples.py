@@ -73,7 +73,9 @@ def test_an_example_whose_decode_pool_drafts_nothing_would_be_refused(make):
 def test_flags_of_an_example_are_flags_of_its_engine(path):
     for pool in read(path)[1]:
         flags = {word.partition("=")[0] for word in pool.spec.engine.args if word.startswith("--")}
-        assert flags <= (OF_OUR_WORKER if pool.spec.engine.record.image else set(KNOWN[pool.spec.engine.type]["flags"]))
+        assert flags <= (
+            OF_OUR_WORKER if pool.spec.engine.record.is_ours else set(KNOWN[pool.spec.engine.type]["flags"])
+        )
 
 
 @each_example

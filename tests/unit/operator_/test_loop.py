@@ -39,9 +39,7 @@ async def refuse(name: str, namespace: str, access: Any) -> Any:
 
 
 def make_controller(hub: MemoryCluster) -> Controller:
-    options = OperatorOptions(
-        "ns", "reg/g:1", leader_elect=False, member_token_days=30, certificates=CertificateMode.DISABLED
-    )
+    options = OperatorOptions("ns", "reg/g:1", "reg/w:1", "reg/c:1", certificates=CertificateMode.DISABLED)
     return assemble(hub, refuse, ReconcileQueue(), options, OFF).controller  # pyright: ignore[reportArgumentType]  # only what these tests need
 
 

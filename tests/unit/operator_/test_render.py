@@ -6,6 +6,7 @@ import pytest
 
 from prfaas_operator.render import gateway, pool_deployment, protection
 from prfaas_operator.render.common import PART_OF
+from prfaas_operator.render.launch import StartTerms
 
 IMAGE = gateway.GatewayImage("reg/g:1")
 
@@ -269,6 +270,16 @@ def test_the_operator_and_no_policy_chooses_the_gateways_image(make):
     evil = {"image": "evil.example/exfil:1"}
     serving, scheduler = pod_of(gateway.deployment(make.policy(gateway=evil), IMAGE))["containers"]
     assert (serving["image"], scheduler["image"]) == ("reg/g:1", "reg/g:1")
+
+
+@pytest.mark.parametrize("engine", [{"type": "prfaas"}, {"type": "emulated", "args": ["--emulate=p"]}])
+def test_the_operator_chooses_the_image_of_our_worker_where_a_pool_names_none(make, engine):
+    def deployed(setting: str, **named: str) -> dict:
+        terms = StartTerms(worker_image=setting)
+        return pool_deployment.deployment(make.decode_pool(engine=engine | named), None, terms)
+
+    assert worker_of(deployed("reg/w:1"))["image"] == "reg/w:1"
+    assert deployed("reg/w:2") != deployed("reg/w:1") == deployed("reg/w:2", image="reg/w:1")
 
 
 def test_the_gateways_image_is_pulled_with_the_secrets_that_the_operator_names(make):

@@ -467,8 +467,8 @@ def test_an_upgrade_that_replaces_the_connector_replaces_the_pods_and_the_page_s
     old, new = (pod_of(wanted, terms=StartTerms(f"prfaas/vllm-connector:{version}")) for version in ("1", "2"))
     assert old != new
     page = (Path(__file__).parents[3] / "docs" / "use" / "install.md").read_text()
-    assert "Set `gatewayImage` and `connectorImage` to the images that run" in page.partition("## Upgrade")[2]
-    assert "--set connectorImage=REGISTRY/" in page.partition("## Upgrade")[0]
+    upgrade = page.partition("## Upgrade")[2]
+    assert "Set `gatewayImage`, `workerImage` and `connectorImage` to the images that run" in upgrade
 
 
 def test_reports_pools_of_our_connector_with_tensor_sizes_that_do_not_divide(make):
