@@ -301,7 +301,7 @@ async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, 
 async def test_who_holds_large_bodies_back_from_two_addresses_keeps_nobody_out(world, monkeypatch, spared_seconds):
     """A short body has room in any case, and a large one that of the body that has arrived for longest."""
     monkeypatch.setattr(held_bytes, "SPARED_SECONDS", spared_seconds)
-    sizes = {"request_bytes": BODY_BYTES + 1000, "all_requests_bytes": 8 * BODY_BYTES}
+    sizes = {"request_bytes": BODY_BYTES + 1000, "all_requests_bytes": 16 * BODY_BYTES}
     await world.start("d0", limits=QUICK._replace(**sizes, idle_seconds=60))
     first, last = held_back(packed=False)
     async with (
