@@ -14,7 +14,8 @@ NOISE_NATS: Final = 1.5
 COMPARED_TOKENS: Final = 4
 LEAST_NATS: Final = 0.1
 """Engines that answer alike to the last bit may still be so far apart: what is lost is worth more."""
-_TIMES_NOISE: Final = 4.0
+_TIMES_NOISE: Final = 8.0
+"""The most of a dozen answers: the next hundred may be a few times as far apart."""
 
 
 def difference(found: dict[str, Any], wanted: dict[str, Any], compared_tokens: int = COMPARED_TOKENS) -> float:
