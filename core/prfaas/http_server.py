@@ -33,6 +33,8 @@ MAX_HEADER_BYTES: Final = 33 << 10
 MAX_HEADERS: Final = 64
 MAX_HEAD_BYTES: Final = 64 << 10
 """Of a request's first line and headers together, which aiohttp holds twice."""
+READ_BYTES: Final = 64 << 10
+"""Of a body that wait to be read, at least; some three times as many at most, or that are unpacked at once."""
 DESCRIPTORS: Final = 3
 """That a connection may need: its own, and those to the two instances that serve its request."""
 STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -220,6 +222,7 @@ class _Connection(web.RequestHandler):
             loop=loop,
             keepalive_timeout=server.bounds.idle_seconds,
             lingering_time=server.bounds.lingering_seconds,
+            read_bufsize=READ_BYTES,
             access_log=None,  # pyright: ignore[reportArgumentType]
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
