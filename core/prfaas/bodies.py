@@ -1,18 +1,26 @@
-"""Reads the bodies of servers' answers to a bound, and unpacks them piece by piece.
+"""Bounds bodies: those of servers' answers as they are read, and those of requests by the room that they have.
 
 A kilobyte of gzip may hold a megabyte, and aiohttp unpacks all that the network brings at once, whoever waits for it.
 So our sessions with servers of others ask for ACCEPTED, leave an answer packed (`auto_decompress=False`), and read it
 here. What is unpacked and not yet taken is UNPACKED_BYTES at most.
+
+The bytes of requests are bounded in all, of each client, and of all bodies that still arrive. A body counts until its
+place is left, which a gateway does when the answer has ended. While it arrives, all but its beginning counts in a
+smaller room, too: who holds large bodies back keeps no short one out. Where there is no room, the body that has arrived
+for longest makes it, as its sender may be holding it back. Large ones are read in turns: whoever else is served waits
+in the event loop for one piece of a bomb and no more.
 """
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterable, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import aiohttp
 
-from prfaas.errors import ProtocolError
+from prfaas.errors import CapacityError, ProtocolError
 
 ACCEPTED: Final = {"Accept-Encoding": "gzip"}
 """The header of a request whose answer is read here."""
@@ -21,6 +29,14 @@ _PLAIN: Final = frozenset({"", "identity"})
 _PACKED: Final = frozenset({"gzip", "deflate"})
 _EITHER_HEAD: Final = 32 + zlib.MAX_WBITS
 """Of zlib: it finds out by itself which of the two it is."""
+CLIENT_PART: Final = 2
+"""One client may have half of a room."""
+SHORT_BYTES: Final = 64 << 10
+"""A body of so much, and the beginning of any, takes no turn and counts as arrived."""
+SPARED_SECONDS: Final = 5.0
+"""A body makes no room for others before it has arrived for so long."""
+_OF_ALL: Final = "requests"
+_OF_CLIENT: Final = "this client"
 
 
 async def read_at_most(pieces: AsyncIterable[bytes], limit_bytes: int, begun: bytearray | None = None) -> bytearray:
@@ -73,3 +89,155 @@ async def unpack(pieces: AsyncIterable[bytes], encoding: str, what: str) -> Asyn
                 await asyncio.sleep(0)  # one packed piece may hold thousands of these: others have their turn
     if not is_empty and not unpacking.eof:
         raise ProtocolError(f"{what} ends in the middle of what is packed")
+
+
+class HeldBytes:
+    """The bytes of all bodies under way, of which those that still arrive may have `arriving_bytes`.
+
+    A client counts by its name as long as its requests hold any. Without one it counts by its address as long as its
+    bodies arrive: so who holds bodies back has half of that room at most, and a proxy, which passes them on, has all
+    of the other one. Whoever has neither name nor address counts for nobody.
+    """
+
+    def __init__(self, most_bytes: int, arriving_bytes: int | None = None):
+        self.all = ByteRoom(most_bytes)
+        self.arriving = ByteRoom(most_bytes if arriving_bytes is None else arriving_bytes)
+        self.turns = asyncio.Lock()
+        self.begun: dict[BodyPlace, float] = {}
+        """Bodies that arrive, and since when by the event loop's clock: the longest first."""
+
+    @contextmanager
+    def place(self, name: str, address: str) -> Generator["BodyPlace"]:
+        """Give a request its place for its body; what it took comes back when the block ends."""
+        place = BodyPlace(self, name, address)
+        try:
+            yield place
+        finally:
+            place.leave()
+
+    def end_slowest(self, client: str, but: "BodyPlace") -> bool:
+        """End the body that has arrived for longest, `but` one, of a client or, if that is empty, of all; return
+        whether there was one."""
+        for place, since_seconds in self.begun.items():
+            if asyncio.get_running_loop().time() - since_seconds < SPARED_SECONDS:
+                return False
+            if place is not but and client in ("", place.client):
+                place.make_room()
+                return True
+        return False
+
+
+class BodyPlace:
+    """The room that one request has for its body, and whom it counts for."""
+
+    def __init__(self, held: HeldBytes, name: str, address: str):
+        self.client = name or address
+        self._held = held
+        self._in_all = _Part(held.all, name)
+        self._arriving = _Part(held.arriving, self.client)
+        self._since_turn_bytes = 0
+        self._patience: asyncio.Timeout | None = None
+        self._made_room = False
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._in_all.taken_bytes
+
+    @asynccontextmanager
+    async def arriving(self, latest_seconds: float) -> AsyncGenerator[None]:
+        """Have the body arrive in the block. Raises TimeoutError at `latest_seconds` of the event loop's clock, and
+        CapacityError if it had to make room for another one."""
+        begun = self._held.begun
+        begun[self] = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout_at(latest_seconds) as self._patience:
+                yield
+        except TimeoutError:
+            if not self._made_room:
+                raise
+        finally:
+            begun.pop(self, None)
+        if self._made_room:
+            raise CapacityError("this body came slowly, and others needed its room; try again in a moment")
+        self._arriving.leave()
+
+    def make_room(self) -> None:
+        """Give the room back, and end the reading of the body."""
+        self._held.begun.pop(self)
+        self._made_room = True
+        self.leave()
+        if self._patience is not None and not self._patience.expired():
+            self._patience.reschedule(asyncio.get_running_loop().time())
+
+    def expect(self, size_bytes: int) -> None:
+        """Have others make room for so many bytes more where it is needed. Raises CapacityError if there is none now.
+        A client's only body may have all of it."""
+        while lacks := self._in_all.lacks(size_bytes) or self._arriving.lacks(self._late_bytes(size_bytes)):
+            if not self._held.end_slowest(self.client if lacks == _OF_CLIENT else "", but=self):
+                raise CapacityError(f"as many bytes of {lacks} are held here as may be; try again in a moment")
+
+    def take(self, size_bytes: int) -> None:
+        """Take room for another piece that has come; raises CapacityError if there is none."""
+        self.expect(size_bytes)
+        self._arriving.add(self._late_bytes(size_bytes))
+        self._in_all.add(size_bytes)
+        self._since_turn_bytes += size_bytes
+
+    def _late_bytes(self, size_bytes: int) -> int:
+        """Return how many of so many bytes more are behind the beginning of the body."""
+        return max(0, self.taken_bytes + size_bytes - SHORT_BYTES) - max(0, self.taken_bytes - SHORT_BYTES)
+
+    async def turn(self) -> None:
+        """Wait until the next piece may be read. Each turn costs its sender as many bytes."""
+        if self._since_turn_bytes > SHORT_BYTES:
+            self._since_turn_bytes = 0
+            async with self._held.turns:
+                await asyncio.sleep(0)  # all that is ready runs before the lock is free
+
+    def leave(self) -> None:
+        self._arriving.leave()
+        self._in_all.leave()
+
+
+class ByteRoom:
+    """So many bytes, half of which one client may hold."""
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes = most_bytes
+        self.most_of_client_bytes = most_bytes // CLIENT_PART
+        self.taken_bytes = 0
+        self.by_client: Counter[str] = Counter()
+
+
+class _Part:
+    """What one body takes of a room. An empty client is nobody's."""
+
+    def __init__(self, room: ByteRoom, client: str):
+        self._room = room
+        self._client = client
+        self.taken_bytes = 0
+
+    def lacks(self, size_bytes: int) -> str:
+        """Return whose bytes leave no room for so many more; empty if there is room."""
+        room = self._room
+        if room.taken_bytes + size_bytes > room.most_bytes:
+            return _OF_ALL
+        of_client_bytes = room.by_client[self._client]
+        has_others = of_client_bytes > self.taken_bytes
+        if self._client and has_others and of_client_bytes + size_bytes > room.most_of_client_bytes:
+            return _OF_CLIENT
+        return ""
+
+    def add(self, size_bytes: int) -> None:
+        self._room.taken_bytes += size_bytes
+        self._room.by_client[self._client] += size_bytes
+        self.taken_bytes += size_bytes
+
+    def leave(self) -> None:
+        """Give all of it back."""
+        by_client = self._room.by_client
+        self._room.taken_bytes -= self.taken_bytes
+        by_client[self._client] -= self.taken_bytes
+        self.taken_bytes = 0
+        if not by_client[self._client]:
+            del by_client[self._client]

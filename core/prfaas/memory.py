@@ -31,6 +31,8 @@ MAX_INDEX_BLOCKS: Final = 10_000_000
 
 
 class GatewayBudgets(NamedTuple):
+    """What a gateway may hold of bodies, of heads and of its prefix index."""
+
     bodies_bytes: int
     heads_bytes: int
     index_blocks: int

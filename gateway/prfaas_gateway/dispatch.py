@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from prfaas.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError, PrfaasError, RequestError
-from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas.http_server import client_of
 from prfaas.routing.facts import check_places
 from prfaas.routing.prompt_size import PromptSize, prompt_size, prompt_values

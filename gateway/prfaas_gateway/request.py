@@ -23,9 +23,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
+from prfaas.bodies import BodyPlace
 from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, RequestError
-from prfaas.held_bytes import BodyPlace
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
 from prfaas.request_bounds import KNOWN_BYTES, check_fields

@@ -13,8 +13,8 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from prfaas import request_bounds
+from prfaas.bodies import HeldBytes
 from prfaas.errors import RequestError
-from prfaas.held_bytes import HeldBytes
 from prfaas.request_bounds import KNOWN_BYTES, MAX_GUIDE_BYTES, MAX_VALUES, check_fields, check_grammar, check_pattern
 from prfaas.telemetry.tracing import OFF
 from prfaas.wire.trace import read_trace

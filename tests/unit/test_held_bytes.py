@@ -1,4 +1,4 @@
-"""prfaas.held_bytes: who has room for bodies, who makes it, and whose turn it is."""
+"""prfaas.bodies: who has room for bodies, who makes it, and whose turn it is."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,9 +7,9 @@ from typing import Final
 
 import pytest
 
-from prfaas import held_bytes
+from prfaas import bodies
+from prfaas.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError
-from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas_gateway.limits import Limits
 
 PROXY: Final = "192.0.2.1"
@@ -35,7 +35,7 @@ async def hold(place: BodyPlace, size_bytes: int) -> None:
 
 @pytest.fixture
 def no_body_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(held_bytes, "SHORT_BYTES", 0)
+    monkeypatch.setattr(bodies, "SHORT_BYTES", 0)
 
 
 pure = pytest.mark.usefixtures("no_body_is_short")
@@ -75,9 +75,9 @@ def test_one_body_of_the_largest_size_has_room_to_arrive():
 def test_the_beginnings_of_bodies_count_as_arrived():
     held = HeldBytes(1 << 20, 10)
     with held.place("a", PROXY) as one, held.place("b", PROXY) as another:
-        one.take(held_bytes.SHORT_BYTES - 1)
+        one.take(bodies.SHORT_BYTES - 1)
         one.take(11)
-        another.take(held_bytes.SHORT_BYTES)
+        another.take(bodies.SHORT_BYTES)
         with pytest.raises(CapacityError):
             another.take(1)
 
@@ -91,7 +91,7 @@ async def test_what_has_arrived_for_longest_makes_room_and_is_ended(monkeypatch:
         await asyncio.sleep(0)
         with pytest.raises(CapacityError, match="as many bytes of requests"):
             late.take(40)
-        monkeypatch.setattr(held_bytes, "SPARED_SECONDS", 0.0)
+        monkeypatch.setattr(bodies, "SPARED_SECONDS", 0.0)
         late.take(40)
         assert (first.taken_bytes, second.taken_bytes, late.taken_bytes) == (0, 40, 40)
         with pytest.raises(CapacityError, match="came slowly"):
@@ -103,7 +103,7 @@ async def test_what_has_arrived_for_longest_makes_room_and_is_ended(monkeypatch:
 
 @pure
 async def test_a_client_whose_share_is_full_makes_room_by_its_own_bodies_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(held_bytes, "SPARED_SECONDS", 0.0)
+    monkeypatch.setattr(bodies, "SPARED_SECONDS", 0.0)
     held = HeldBytes(100)
     with held.place("b", "") as other, held.place("a", "") as one, held.place("a", "") as another:
         async with arriving(other, 30):
@@ -154,12 +154,12 @@ async def read_in_turns(piece_bytes: int) -> list[str]:
 
 
 async def test_large_bodies_take_turns():
-    assert await read_in_turns(held_bytes.SHORT_BYTES + 1) == ["a", "b"] * 3
+    assert await read_in_turns(bodies.SHORT_BYTES + 1) == ["a", "b"] * 3
 
 
 async def test_who_drips_bytes_takes_no_turn_of_others():
     with HeldBytes(1 << 30).place("", "") as place:
-        place.take(held_bytes.SHORT_BYTES + 1)
+        place.take(bodies.SHORT_BYTES + 1)
         await place.turn()
         place.take(1)
         turn = place.turn()
@@ -168,4 +168,4 @@ async def test_who_drips_bytes_takes_no_turn_of_others():
 
 
 async def test_control_small_bodies_do_not():
-    assert await read_in_turns(held_bytes.SHORT_BYTES // 3) == ["a"] * 3 + ["b"] * 3
+    assert await read_in_turns(bodies.SHORT_BYTES // 3) == ["a"] * 3 + ["b"] * 3

@@ -12,8 +12,8 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
-from prfaas import held_bytes, http_server
-from prfaas.held_bytes import BodyPlace
+from prfaas import bodies, http_server
+from prfaas.bodies import BodyPlace
 from prfaas.http_server import ConnectionBounds
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "
@@ -258,7 +258,7 @@ async def test_a_body_is_unpacked_a_piece_in_each_round_of_the_event_loop(world,
 
 
 async def test_control_without_turns_all_of_it_is_unpacked_at_once(world, monkeypatch):
-    monkeypatch.setattr(held_bytes, "SHORT_BYTES", 1 << 40)
+    monkeypatch.setattr(bodies, "SHORT_BYTES", 1 << 40)
     assert len(set(await rounds_of_pieces(world, monkeypatch))) < 4
 
 
@@ -293,14 +293,14 @@ async def test_one_client_holds_half_of_the_bytes_and_another_is_served(world, t
 
 @pytest.mark.parametrize("keys", ["keys", ""], ids=["by key", "by address"])
 async def test_control_a_client_that_may_have_all_bytes_keeps_others_out(world, tmp_path, monkeypatch, keys):
-    monkeypatch.setattr(held_bytes, "CLIENT_PART", 1)
+    monkeypatch.setattr(bodies, "CLIENT_PART", 1)
     assert not await is_served_beside_a_flood(world, tmp_path / keys if keys else None)
 
 
 @pytest.mark.parametrize("spared_seconds", [0.0, 600.0], ids=["a body gives way", "control: none does"])
 async def test_who_holds_large_bodies_back_from_two_addresses_keeps_nobody_out(world, monkeypatch, spared_seconds):
     """A short body has room in any case, and a large one that of the body that has arrived for longest."""
-    monkeypatch.setattr(held_bytes, "SPARED_SECONDS", spared_seconds)
+    monkeypatch.setattr(bodies, "SPARED_SECONDS", spared_seconds)
     sizes = {"request_bytes": BODY_BYTES + 1000, "all_requests_bytes": 16 * BODY_BYTES}
     await world.start("d0", limits=QUICK._replace(**sizes, idle_seconds=60))
     first, last = held_back(packed=False)

@@ -6,8 +6,8 @@ from typing import Final
 
 import pytest
 
-from prfaas import held_bytes
-from prfaas.held_bytes import HeldBytes
+from prfaas import bodies
+from prfaas.bodies import HeldBytes
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front import serving
 from prfaas_worker.front.serving import ServedModel
@@ -28,8 +28,8 @@ ATTACKER, OTHER = "127.0.0.2", "127.0.0.3"
 @pytest.fixture
 def worker(front: Front, monkeypatch: pytest.MonkeyPatch) -> Front:
     """One with room for four bodies, whose engine nobody asks. All of a body counts while it arrives."""
-    monkeypatch.setattr(held_bytes, "SHORT_BYTES", 0)
-    monkeypatch.setattr(held_bytes, "SPARED_SECONDS", 600.0)
+    monkeypatch.setattr(bodies, "SHORT_BYTES", 0)
+    monkeypatch.setattr(bodies, "SPARED_SECONDS", 600.0)
     front.serving.loaded(SERVED, load_tokenizer(model_directory("builtin:kimi-linear-tiny")))
     front.serving.bodies = HeldBytes(ROOM_BYTES)
     return front
@@ -97,6 +97,6 @@ async def test_who_holds_bodies_back_has_half_of_the_room_and_another_is_served(
 
 
 async def test_control_who_may_have_all_the_room_keeps_others_out(worker: Front, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(held_bytes, "CLIENT_PART", 1)
+    monkeypatch.setattr(bodies, "CLIENT_PART", 1)
     worker.serving.bodies = HeldBytes(ROOM_BYTES)
     assert await status_beside_a_flood(worker, held=4) == 503

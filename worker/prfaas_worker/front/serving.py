@@ -13,8 +13,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 from aiohttp import web
 
+from prfaas.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError, RequestError
-from prfaas.held_bytes import BodyPlace, HeldBytes
 from prfaas.http_server import client_of
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
