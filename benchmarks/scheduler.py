@@ -21,7 +21,8 @@ from aiohttp import web
 from benchmarks.report import Figure, cpu_seconds, peak_mib, run
 
 from prfaas.names import HUB
-from prfaas.routing.controller import Config, ControllerFacts, Offered, State, initial_state, step
+from prfaas.routing.balance import Offered
+from prfaas.routing.controller import Config, ControllerFacts, State, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import Bins, demand_of
 from prfaas.routing.links import LinkFacts, LinkSample

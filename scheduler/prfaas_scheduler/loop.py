@@ -19,7 +19,8 @@ import msgspec
 from prfaas.conditions import rfc3339
 from prfaas.errors import PeerError, PrfaasError
 from prfaas.routing import controller
-from prfaas.routing.controller import Config, ControllerFacts, Offered, State, Step, config_of
+from prfaas.routing.balance import Offered
+from prfaas.routing.controller import Config, ControllerFacts, State, Step, config_of
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, demand_of
 from prfaas.routing.links import LinkFacts

@@ -1,48 +1,39 @@
 """The threshold controller: moves the length above which prompts leave the hub, by what the links carry now.
 
-One pure step an interval (section 3.4.3 of the paper) makes the threshold from two parts:
+One pure step an interval (section 3.4.3 of the paper) updates the view of every link (prfaas.routing.links), and then
+makes the threshold in one of two ways:
 
-    forward    the threshold at which offload and local pools would be equally busy on the lengths that come, and links
-               carry no more than the middle between the watermarks (prfaas.routing.feedforward)
-    back       above the high watermark the threshold rises, by up to x1.5 an interval at 100 % pressure; below the low
-               one it falls, by down to x0.7 at 0 %; between the two it holds (pressures: prfaas.routing.links)
+    balance    where lengths and profiles are known: both sides are equally busy with what comes and what waits, over
+               links that carry what they are seen to carry (prfaas.routing.balance). It is where it should be at once
+    feedback   where they are not: above the high watermark the threshold rises, by up to x1.5 an interval at 100 %
+               pressure; below the low one it falls, by down to x0.7 at 0 %; between the two it holds. So it finds the
+               link's limit. While too few prompts have come it falls no further than the policy's own `tokens`: an idle
+               link says nothing of what the offload pools can do
 
-The first is where the second may fall to, and the threshold jumps up at once when it rises. While too few prompts have
-come, that is the policy's own `tokens`: an idle link says nothing of what the offload pools can do. Where profiles are
-not known, it is the policy's minimum, and feedback alone finds the link's limit.
+In feedback the hub has a pressure, too, of the time that prefills wait there. Equal waits are equal pressures: a
+request does not care where it waits. Where the hub's is the worse, the threshold falls whatever the link says. While it
+is more than half of the link's, nothing rises. What is taken from a waiting link would wait in the hub.
 
-The hub has a pressure too, of the time that prefills wait there. It may be the worse one: the profiles were wrong, or
-more comes than both sides can do. Equal waits are equal pressures: a request does not care where it waits. Where the
-hub's is the worse, the threshold falls whatever the link says. A *relief* below 1 lets it go below the optimum. While
-the hub's is more than half of the link's, nothing rises. What is taken from a waiting link would wait in the hub, and
-the link catches up sooner. For the same reason the forward part keeps off a link only what waits longer there than in
-the hub. While anything waits in the hub, nothing rises above what its pools can do as fast as it comes. The longest
-prompts would hold them up for all others.
-
-Without these it would swing:
+Without these feedback would swing:
 
 - Rates are means over a window, so the link's answer to a move comes late. A fall waits until the window has left the
-  last rise behind, and a rise until it has left a jump behind. A rise needs a prompt that was offloaded within the
-  window. Once none is, a higher threshold changes nothing but the time it takes to come back. Nothing moves twice on
-  one sample.
+  last rise behind. A rise needs a prompt that was offloaded within the window. Once none is, a higher threshold changes
+  nothing but the time it takes to come back. Nothing moves twice on one sample.
 - Some loads have no threshold that fits: one prompt a second that saturates the link alone. Each fall that a rise
   follows soon doubles the time until the next fall, up to four windows. So such a load is disturbed seldom.
-- The optimum wanders with the lengths it is made from: it counts as changed only by more than a tenth.
 
 Without measurements the threshold holds, and goes back to the policy's own `tokens` after `stale_after_seconds`.
 """
 
 import math
-from operator import sub
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from prfaas.names import HUB
-from prfaas.routing.feedforward import MIN_PROMPTS, PoolFacts, optimum, sustainable_in_hub
-from prfaas.routing.lengths import Demand, DemandAbove
-from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkFacts, LinkView, view_link
+from prfaas.routing.balance import Offered, find_base, find_bearable, find_trim, keep_steady, mean_waiting, waiting_now
+from prfaas.routing.feedforward import MIN_PROMPTS, NO_QUEUES, Waiting
+from prfaas.routing.links import SATURATED_DRAIN_SECONDS, LinkFacts, LinkView, view_link
 from prfaas.routing.prices import prices_of
 from prfaas.wire.control import Bandwidth, LinkReport, Price, ThresholdUpdate
 from prfaas.wire.routes import LinkWatermarks, RoutingTable, Threshold
@@ -51,23 +42,8 @@ RISE_FACTOR = 1.5
 FALL_FACTOR = 0.7
 MIN_RISE_FROM_TOKENS = 64.0  # from where a threshold of 0, which no factor moves, starts to rise
 MAX_PATIENCE_WINDOWS = 4
-BASE_DEAD_BAND = 0.1
-USUAL_WAIT_SECONDS = 1.0  # what waits longer than a cache on its way is a backlog
-UNKNOWN_PREFILL_SECONDS = SATURATED_DRAIN_SECONDS / SATURATED_QUEUE_PER_INSTANCE  # of a pool that was never measured
-RELIEF_FALL, RELIEF_RISE, MIN_RELIEF = 0.8, 1.05, 0.25
 
 MetricsState = Literal["Fresh", "Held", "Stale"]
-
-
-class Offered(msgspec.Struct, frozen=True, kw_only=True):
-    """The demand, and the pools that can serve it."""
-
-    demand: Demand
-    arrivals_per_second: float | None
-    """All requests that were decided; None: not known."""
-    pools: tuple[PoolFacts, ...]
-    local_waiting_prefills: float = 0.0
-    """Prefills that wait in the hub's pools."""
 
 
 class ControllerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,12 +73,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """The window of rates; follows `stale_after_seconds`, which a site that scrapes seldom has to raise anyway."""
         return max(5, self.stale_after_seconds // 2)
 
-    @property
-    def target_share(self) -> float:
-        """Share of its effective capacity that a link is planned to carry."""
-        # The middle between the two, of percents.
-        return (self.watermarks.high_percent + self.watermarks.low_percent) / 200.0
-
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """The memory from one step to the next. `tokens` keeps its fraction, so that small thresholds move too."""
@@ -110,14 +80,14 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float
     bandwidth: Bandwidth = "Scarce"
     base_tokens: float | None = None
-    """The optimum as last counted; None: not known."""
-    relief: float = 1.0
-    """The factor on the optimum, MIN_RELIEF to 1."""
+    """The threshold of the balance as last counted; None: not known, and feedback moved the threshold."""
+    waiting: Waiting = NO_QUEUES
+    """What waits on either side, as a running mean."""
+    weighed_at_seconds: float = -math.inf
+    """When that mean was made."""
     risen_at_seconds: float = -math.inf
+    """When feedback last raised the threshold."""
     fell_at_seconds: float = -math.inf
-    jumped: bool = False
-    """The last move took over a new optimum."""
-    jumped_at_seconds: float = -math.inf
     patience_seconds: float = 0.0
     """Time for which a fall waits after a rise, where longer than the window."""
     links: tuple[LinkView, ...] = ()
@@ -188,12 +158,14 @@ def step(config: Config, state: State, facts: ControllerFacts) -> Step:
 
 
 def _bound(config: Config, state: State, now: float, moved: State) -> State:
-    """Return the moved state within the policy's bounds, with the times and the patience that follow from the move."""
-    window_seconds = config.window_seconds
+    """Return the moved state within the policy's bounds, with what feedback remembers of its own moves."""
     bounded = min(max(moved.tokens, float(config.threshold.min_tokens)), float(config.threshold.max_tokens))
+    if moved.base_tokens is not None:
+        return replace(moved, tokens=bounded)
+    window_seconds = config.window_seconds
     rose, fell = bounded > state.tokens, bounded < state.tokens
     patience_seconds = max(state.patience_seconds, float(window_seconds))
-    if rose and not moved.jumped and now - state.fell_at_seconds <= window_seconds:  # that fall was a mistake
+    if rose and now - state.fell_at_seconds <= window_seconds:  # that fall was a mistake
         patience_seconds = min(2.0 * patience_seconds, float(MAX_PATIENCE_WINDOWS * window_seconds))
     elif now - state.risen_at_seconds > 2.0 * patience_seconds:
         patience_seconds = float(window_seconds)
@@ -202,7 +174,6 @@ def _bound(config: Config, state: State, now: float, moved: State) -> State:
         tokens=bounded,
         risen_at_seconds=now if rose else state.risen_at_seconds,
         fell_at_seconds=now if fell else state.fell_at_seconds,
-        jumped_at_seconds=now if moved.jumped else state.jumped_at_seconds,
         patience_seconds=patience_seconds,
     )
 
@@ -214,125 +185,67 @@ def _decide(
     if metrics == "Stale":
         tokens = config.threshold.tokens
         reason = f"no new measurement for {config.stale_after_seconds} s: back to {tokens} tokens"
-        stale = replace(state, tokens=float(tokens), bandwidth="Scarce", base_tokens=None, relief=1.0, jumped=False)
-        return stale, reason
+        stale = replace(state, tokens=float(tokens), bandwidth="Scarce", base_tokens=None, waiting=NO_QUEUES)
+        return replace(stale, weighed_at_seconds=-math.inf), reason
     measured = [link for link in alive if link.link_percent is not None]
     if not measured:
-        reason = "no new measurement: held" if alive else "no link is alive: nothing is offloaded"
-        return replace(state, jumped=False), reason
+        return state, "no new measurement: held" if alive else "no link is alive: nothing is offloaded"
+    threshold, marks, offered = config.threshold, config.watermarks, facts.offered
+    waits = waiting_now(offered, measured, state.tokens) if offered else NO_QUEUES
+    interval_seconds = facts.now_seconds - state.weighed_at_seconds
+    waiting = mean_waiting(state.waiting, waits, interval_seconds)
+    base = find_base(threshold, marks, offered, alive, waiting, interval_seconds) if offered else None
     busiest = max(measured, key=lambda link: link.pressure_percent)
-    pressure_percent = busiest.pressure_percent
-    local_seconds = _local_wait_seconds(facts.offered, state.tokens)
-    local_percent = 100.0 * local_seconds / SATURATED_DRAIN_SECONDS
-    base = _base(config, state, facts.offered, alive, local_seconds)
-    relief = _relief(config, state, pressure_percent, local_percent) if base is not None else 1.0
-    floor = base * relief if base is not None else _unknown_floor(config, state, facts)
-    moved, word = _fed_back(config, state, facts, pressure_percent, local_percent)
-    if moved < floor:
-        moved, word = floor, _word_of_floor(config, state, floor, is_known=base is not None)
+    if offered is None or base is None:
+        local_percent = 100.0 * waits.hub_seconds / SATURATED_DRAIN_SECONDS
+        tokens, word = _fed_back(config, state, facts, busiest.pressure_percent, local_percent)
+    else:
+        base = keep_steady(threshold, base, state.base_tokens)
+        before = state.tokens / state.base_tokens if state.base_tokens else 1.0
+        used_percent = max(link.utilisation_percent or 0.0 for link in measured)
+        trim = find_trim(before, marks, used_percent, waiting, offloads_lately=facts.recent_offloads != 0)
+        tokens = min(base * trim, max(base, find_bearable(threshold, offered, waiting)))
+        word = _word_of_balance(offered, waiting, is_trimmed=tokens > base)
     reason = (
-        f"link {busiest.cluster} under {pressure_percent:.0f}% pressure, "
+        f"link {busiest.cluster} under {busiest.pressure_percent:.0f}% pressure, "
         f"{busiest.utilisation_percent or 0.0:.0f}% of {busiest.effective_mbps:.1f} Mbit/s used: {word}"
     )
     after = replace(
         state,
-        tokens=moved,
+        tokens=tokens,
         bandwidth=_bandwidth(config, state.bandwidth, max(link.link_percent or 0.0 for link in measured)),
         base_tokens=base,
-        relief=relief,
-        jumped=moved == floor > state.tokens and base != state.base_tokens,
+        waiting=waiting,
+        weighed_at_seconds=facts.now_seconds,
     )
     return after, reason
 
 
-def _word_of_floor(config: Config, state: State, floor: float, *, is_known: bool) -> str:
-    if is_known:
-        return "at the optimum of the lengths" if state.tokens <= floor else "lowered to the optimum"
-    held = "held" if state.tokens <= floor else f"lowered to the policy's {config.threshold.tokens} tokens"
-    return f"{held}, fewer than {MIN_PROMPTS} prompts are known"
-
-
-def _unknown_floor(config: Config, state: State, facts: ControllerFacts) -> float:
-    """Return how far the threshold may fall without an optimum."""
-    few = facts.recent_prompts is not None and facts.recent_prompts < MIN_PROMPTS
-    return min(state.tokens, float(config.threshold.tokens)) if few else 0.0
-
-
-def _base(
-    config: Config, state: State, offered: Offered | None, alive: list[LinkView], local_seconds: float
-) -> float | None:
-    """Return the optimum on what is offered, the one before where it hardly changed; None: not known."""
-    if offered is None:
-        return None
-    bounds = _bounds(config)
-
-    def best(carried_mbps: dict[str, float]) -> float | None:
-        return optimum(offered.demand, offered.pools, carried_mbps, offered.arrivals_per_second, bounds)
-
-    planned = {link.cluster: link.effective_mbps * config.target_share for link in alive}
-    draining = {link.cluster: _draining_mbps(config, link, local_seconds) for link in alive}
-    base = best(draining)
-    if base is not None and local_seconds > 0.0 and draining != planned:
-        # What is kept off a link goes to the hub, and does not wait less there once that is full.
-        base = min(base, max(best(planned) or 0.0, _sustainable_in_hub(config, offered)))
-    before = state.base_tokens
-    if base is None or before is None:
-        return base
-    kept = bounds[0] <= before <= bounds[1] and abs(base - before) <= BASE_DEAD_BAND * before
-    return before if kept else base
-
-
-def _bounds(config: Config) -> tuple[float, float]:
-    return float(config.threshold.min_tokens), float(config.threshold.max_tokens)
-
-
-def _sustainable_in_hub(config: Config, offered: Offered) -> float:
-    return sustainable_in_hub(offered.demand, offered.pools, offered.arrivals_per_second, _bounds(config))
-
-
-def _draining_mbps(config: Config, link: LinkView, local_seconds: float) -> float:
-    """Return what a link may carry: its share of the capacity, less what drains a backlog as fast as it came to be.
-
-    A backlog is what waits for longer than in the hub.
-    """
-    effective_mbps = link.effective_mbps
-    waiting_seconds = link.unsent_bytes * 8 / 1e6 / effective_mbps
-    backlog_share = max(0.0, waiting_seconds - max(USUAL_WAIT_SECONDS, local_seconds)) / USUAL_WAIT_SECONDS
-    return effective_mbps * max(0.001, config.target_share - backlog_share)
-
-
-def _relief(config: Config, state: State, pressure_percent: float, local_percent: float) -> float:
-    """Return how far below the optimum the threshold may go, from what waits in the hub."""
-    if local_percent > max(pressure_percent, float(config.watermarks.high_percent)):
-        return max(MIN_RELIEF, state.relief * RELIEF_FALL)
-    return min(1.0, state.relief * RELIEF_RISE) if local_percent < config.watermarks.low_percent else state.relief
-
-
-def _local_wait_seconds(offered: Offered | None, threshold_tokens: float) -> float:
-    """Return how long prefills wait in the hub's pools; 0 where there are none or nothing sensible was measured."""
-    if offered is None:
-        return 0.0
-    pools = [pool for pool in offered.pools if pool.cluster == HUB and pool.ready_instances > 0]
-    instances = sum(pool.ready_instances for pool in pools)
-    waiting = offered.local_waiting_prefills
-    if instances < 1 or not math.isfinite(waiting):
-        return 0.0
-    # What is not offloaded.
-    below = DemandAbove(*map(sub, offered.demand.above(0.0), offered.demand.above(threshold_tokens)))
-    seconds = sum(pool.ready_instances * _mean_seconds(pool, below) for pool in pools) / instances
-    return waiting * seconds / instances
-
-
-def _mean_seconds(pool: PoolFacts, part: DemandAbove) -> float:
-    """Return what a prompt of this part of the demand takes at a pool."""
-    known = pool.profile.samples > 0 and part.share > 0
-    return part.seconds(pool.profile) / part.share if known else UNKNOWN_PREFILL_SECONDS
+def _word_of_balance(offered: Offered, waiting: Waiting, *, is_trimmed: bool) -> str:
+    what = "the balance"
+    if offered.demand.prompts < MIN_PROMPTS:
+        what = f"the policy's tokens, fewer than {MIN_PROMPTS} prompts are known"
+    waits = f"{waiting.hub_seconds:.1f} s wait in the hub and {waiting.away_seconds:.1f} s away"
+    return f"{'trimmed above' if is_trimmed else 'at'} {what}; {waits}"
 
 
 def _fed_back(
     config: Config, state: State, facts: ControllerFacts, pressure_percent: float, local_percent: float
 ) -> tuple[float, str]:
-    """Return the threshold after one move under these pressures, and the word for it.
+    """Return the threshold after one move under these pressures, and the word for it."""
+    moved, word = _moved(config, state, facts, pressure_percent, local_percent)
+    few = facts.recent_prompts is not None and facts.recent_prompts < MIN_PROMPTS
+    floor = min(state.tokens, float(config.threshold.tokens)) if few else 0.0
+    if moved >= floor:
+        return moved, word
+    held = "held" if state.tokens <= floor else f"lowered to the policy's {config.threshold.tokens} tokens"
+    return floor, f"{held}, fewer than {MIN_PROMPTS} prompts are known"
+
+
+def _moved(
+    config: Config, state: State, facts: ControllerFacts, pressure_percent: float, local_percent: float
+) -> tuple[float, str]:
+    """Return the threshold after one move, however few prompts are known.
 
     It never falls with the link's pressure, and never rises with the hub's.
     """
@@ -360,15 +273,8 @@ def _raised(
         return state.tokens, "held, the hub is busy too"
     if facts.recent_offloads == 0:
         return state.tokens, "held, nothing was offloaded lately"
-    if facts.now_seconds - state.jumped_at_seconds < config.window_seconds:
-        return state.tokens, "held, the optimum rose a moment ago"
     share = min(1.0, (pressure_percent - high) / max(1.0, 100.0 - high))
-    raised = max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share)
-    if facts.offered is not None and local_percent > 0.0 and state.base_tokens is not None:
-        sustainable = max(state.tokens, state.base_tokens, _sustainable_in_hub(config, facts.offered))
-        if raised > sustainable:
-            return sustainable, "raised no further than the hub bears"
-    return raised, "raised"
+    return max(state.tokens, MIN_RISE_FROM_TOKENS) * (1.0 + (RISE_FACTOR - 1.0) * share), "raised"
 
 
 def _lowered(state: State, share: float) -> float:

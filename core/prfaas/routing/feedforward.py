@@ -1,4 +1,4 @@
-"""The threshold at which offload pools and local pools would be equally busy, on the lengths that really come.
+"""The threshold at which offload pools and local pools would be equally busy, on what comes and what already waits.
 
 Equations (3), (4) and (7) of the paper, for any number of pools, clusters and links. With E[x; L>t] for the part of a
 mean that prompts above t bring, per prompt of any length,
@@ -8,16 +8,17 @@ mean that prompts above t bring, per prompt of any length,
     offload(t)    = 1 / sum over k of min(compute_k, link_k)         busy share of it all, per request a second
     local(t)      = 1 / sum over local pools of N / E[T; L<=t]
 
-offload falls and local rises with t, so the t where they meet is found by halving. Three things go beyond the paper:
-B_k is what the controller lets a link carry, below its capacity and less what already waits; without local pools the
-*arrival rate* decides, for then no more may be offloaded than the rest can carry; and pools of different hardware are
-weighed by what each can do, as the least loaded instance is taken. With local pools the arrival rate is no part of it:
-more than both sides can do is shared by both, where a bound to what links carry would leave the excess in the hub.
+offload falls and local rises with t, so the t where they meet is found by halving. Four things go beyond the paper.
+A side where something waits is busier by that, and both meet with it (prfaas.routing.balance has the equation). B_k is
+what the controller lets a link carry. Without local pools the *arrival rate* decides, for then no more may be offloaded
+than the rest can carry. And pools of different hardware are weighed by what each can do, as the least loaded instance
+is taken. With local pools the arrival rate is no part of it: more than both sides can do is shared by both, where a
+bound to what links carry would leave the excess in the hub.
 """
 
 from collections.abc import Mapping, Sequence
 from operator import sub
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -29,6 +30,9 @@ MIN_PROMPTS: Final = 200
 """Fewer prompts say too little of a distribution: its quantiles would wander by more than the search is worth."""
 ACCURACY: Final = 0.001
 """Share of the threshold, or one token, to which it is found. The lengths that it follows from are not known better."""
+HORIZON_SECONDS: Final = 6.0
+"""Time in which a side should have done what waits there, beside what comes. It was chosen by simulation among 5 to
+20 s: in a longer one queues outlive the burst that made them, in a shorter one the threshold follows single prompts."""
 # In place of 0 where a part of the demand asks for nothing: a rate without bound, and no division by 0.
 IDLE: Final = 1e-12
 
@@ -41,12 +45,33 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     profile: Profile
 
 
+class Waiting(NamedTuple):
+    """How long each side needs for what waits there, beyond what comes."""
+
+    hub_seconds: float
+    away_seconds: float
+
+    @property
+    def hub_burden(self) -> float:
+        """All that the hub has to do, over what comes alone."""
+        return 1.0 + self.hub_seconds / HORIZON_SECONDS
+
+    @property
+    def away_burden(self) -> float:
+        """The same for offload pools and their links."""
+        return 1.0 + self.away_seconds / HORIZON_SECONDS
+
+
+NO_QUEUES: Final = Waiting(hub_seconds=0.0, away_seconds=0.0)
+
+
 def optimum(
     demand: Demand,
     pools: Sequence[PoolFacts],
     link_mbps: Mapping[str, float],
     arrivals_per_second: float | None,
     bounds: tuple[float, float],
+    waiting: Waiting = NO_QUEUES,
 ) -> float | None:
     """Return the threshold in tokens, within `bounds`; None when too little is known.
 
@@ -71,11 +96,12 @@ def optimum(
         rate = 0.0
         for bits_per_second, found in offload:
             # Equation (3), for each link.
-            rate += min(_rate(found, above), bits_per_second / max(IDLE, _bits(above, found)))
+            rate += min(_rate(found, above), bits_per_second / max(IDLE, mean_bits(found, above)))
+        rate /= waiting.away_burden
         if not local:
             return arrivals_per_second is None or rate >= arrivals_per_second
         # Equation (7) as an inequality; the search finds where it becomes true.
-        return rate >= _rate(local, DemandAbove(*map(sub, everything, above)))
+        return rate >= _rate(local, DemandAbove(*map(sub, everything, above))) / waiting.hub_burden
 
     low, high = bounds
     if sustainable(low):
@@ -87,21 +113,25 @@ def optimum(
 
 
 def sustainable_in_hub(
-    demand: Demand, pools: Sequence[PoolFacts], arrivals_per_second: float | None, bounds: tuple[float, float]
+    demand: Demand,
+    pools: Sequence[PoolFacts],
+    arrivals_per_second: float | None,
+    bounds: tuple[float, float],
+    waiting: Waiting = NO_QUEUES,
 ) -> float:
-    """Return the highest threshold, within `bounds`, at which the hub can do what stays there as fast as it comes.
+    """Return the highest threshold, within `bounds`, at which the hub can do what waits and what stays there.
 
-    The upper bound where the hub or the arrivals are not known.
+    It does the latter as fast as it comes. The upper bound where the hub or the arrivals are not known.
     """
     local = [one for one in pools if one.cluster == HUB and one.ready_instances > 0 and one.profile.samples > 0]
     low, high = bounds
     if not local or arrivals_per_second is None:
         return high
-    everything = demand.above(0.0)
+    everything, needed_per_second = demand.above(0.0), arrivals_per_second * waiting.hub_burden
     while high - low > max(1.0, ACCURACY * low):
         middle = (low + high) / 2
         rate = _rate(local, DemandAbove(*map(sub, everything, demand.above(middle))))
-        low, high = (middle, high) if rate >= arrivals_per_second else (low, middle)
+        low, high = (middle, high) if rate >= needed_per_second else (low, middle)
     return low
 
 
@@ -113,7 +143,7 @@ def _rate(pools: Sequence[PoolFacts], part: DemandAbove) -> float:
     return rate
 
 
-def _bits(part: DemandAbove, pools: Sequence[PoolFacts]) -> float:
+def mean_bits(pools: Sequence[PoolFacts], part: DemandAbove) -> float:
     """Return what `part` brings over the link, in bits a request of any length; the mean over instances."""
     instances, bits = 0, 0.0
     for pool in pools:

@@ -74,7 +74,7 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a step believes of one link; the next step starts from it.
 
-    `link_percent` and `queue_percent` are the pressures; None when the step brought no new measurement.
+    `link_percent` is the link's own pressure. Both it and `waiting_per_instance` are None without a new measurement.
     """
 
     cluster: str
@@ -91,11 +91,18 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """True once an instance of the cluster was measured itself."""
     unsent_bytes: float = 0.0
     link_percent: float | None = None
-    queue_percent: float | None = None
+    waiting_per_instance: float | None = None
+    """Prefills that wait, over the Ready instances."""
 
     @property
     def pressure_percent(self) -> float:
-        return max(self.link_percent or 0.0, self.queue_percent or 0.0)
+        queue_percent = 100.0 * (self.waiting_per_instance or 0.0) / SATURATED_QUEUE_PER_INSTANCE
+        return max(self.link_percent or 0.0, queue_percent)
+
+    @property
+    def drain_seconds(self) -> float:
+        """How long the link needs for what waits for it."""
+        return self.unsent_bytes * 8 / 1e6 / self.effective_mbps
 
     @property
     def report(self) -> LinkReport:
@@ -133,7 +140,7 @@ def view_link(
         heard_at_seconds=heard_at_seconds,
         instances_seen=before.instances_seen or instances_heard,
         link_percent=None,
-        queue_percent=None,
+        waiting_per_instance=None,
     )
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
         return replace(view, measured_at_seconds=now_seconds, unsent_bytes=0.0)
@@ -157,7 +164,7 @@ def view_link(
         heard_at_seconds=now_seconds,
         unsent_bytes=sample.unsent_bytes,
         link_percent=max(utilisation, 100.0 * drain_seconds / SATURATED_DRAIN_SECONDS),
-        queue_percent=100.0 * sample.waiting_prefills / link.ready_instances / SATURATED_QUEUE_PER_INSTANCE,
+        waiting_per_instance=sample.waiting_prefills / link.ready_instances,
     )
 
 

@@ -17,7 +17,8 @@ from prfaas.capacity.longloop import InstallationState, Rules, decide
 from prfaas.capacity.system import HubPool, LinkCapacity
 from prfaas.capacity.workload import MIN_PROMPTS, slices, workload_of
 from prfaas.names import HUB
-from prfaas.routing.controller import ControllerFacts, Offered, Step, config_of, initial_state, step
+from prfaas.routing.balance import Offered
+from prfaas.routing.controller import ControllerFacts, Step, config_of, initial_state, step
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, EDGES, demand_of
 from prfaas.routing.links import LinkFacts

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.errors import InternalError
-from prfaas.routing.feedforward import PoolFacts, optimum
+from prfaas.routing.feedforward import HORIZON_SECONDS, NO_QUEUES, PoolFacts, Waiting, optimum, sustainable_in_hub
 from prfaas.routing.lengths import BINS, EDGES, Bins, LengthTally, demand_of
 from prfaas.wire.profile import Profile
 
@@ -37,10 +37,12 @@ def paper_lengths(bins: Bins = BINS):
     return demand_of(bins, [1e6 * (b - a) for a, b in pairwise(cumulated)])
 
 
-def best(mbps: float = 1e5, arrivals: float | None = None, of: list[PoolFacts] | None = None) -> float:
+def best(
+    mbps: float = 1e5, arrivals: float | None = None, of: list[PoolFacts] | None = None, waiting: Waiting = NO_QUEUES
+) -> float:
     demand = paper_lengths()
     assert demand is not None
-    found = optimum(demand, pools() if of is None else of, {"eu": mbps}, arrivals, BOUNDS)
+    found = optimum(demand, pools() if of is None else of, {"eu": mbps}, arrivals, BOUNDS, waiting)
     assert found is not None
     return found
 
@@ -96,14 +98,45 @@ def test_edges_that_do_not_rise_are_a_mistake_of_ours(edges):
 # --- the optimum ------------------------------------------------------------------------------------------------------
 
 
-def test_at_the_optimum_both_sides_are_equally_busy():
-    found = best()
+def busy_seconds(threshold_tokens: float) -> tuple[float, float]:
+    """Return how long a request keeps the offload pool busy in the mean, and the local one."""
     demand = paper_lengths()
     assert demand is not None
-    above, everything = demand.above(found), demand.above(0)
-    offload = above.seconds(FAST) / 4
-    local = (everything.seconds(SLOW) - above.seconds(SLOW)) / 3
+    above, everything = demand.above(threshold_tokens), demand.above(0)
+    return above.seconds(FAST) / 4, (everything.seconds(SLOW) - above.seconds(SLOW)) / 3
+
+
+def test_at_the_optimum_both_sides_are_equally_busy():
+    offload, local = busy_seconds(best())
     assert offload == pytest.approx(local, rel=3e-3)
+
+
+@pytest.mark.parametrize("waiting", [Waiting(3.0, 0.0), Waiting(0.0, 3.0), Waiting(1.5, 12.0)])
+def test_at_the_optimum_both_sides_are_equally_busy_with_what_waits_besides(waiting):
+    offload, local = busy_seconds(best(waiting=waiting))
+    assert offload * (1 + waiting.away_seconds / HORIZON_SECONDS) == pytest.approx(
+        local * (1 + waiting.hub_seconds / HORIZON_SECONDS), rel=3e-3
+    )
+    assert offload != pytest.approx(local, rel=0.1), "negative control"
+
+
+def test_equal_waits_on_both_sides_move_nothing():
+    assert best(waiting=Waiting(7.0, 7.0)) == pytest.approx(best(), rel=2e-3)
+
+
+def test_without_local_pools_what_waits_away_is_done_beside_what_arrives():
+    fast_only = pools()[:1]
+    queue = Waiting(0.0, HORIZON_SECONDS / 2)
+    assert best(arrivals=2.0, of=fast_only, waiting=queue) == best(arrivals=3.0, of=fast_only)
+    assert best(arrivals=2.0, of=fast_only) < best(arrivals=3.0, of=fast_only), "negative control"
+
+
+def test_the_hub_keeps_up_with_what_arrives_and_with_what_waits_there():
+    demand = paper_lengths()
+    assert demand is not None
+    calm, queued = (sustainable_in_hub(demand, pools(), 2.0, BOUNDS, Waiting(seconds, 0.0)) for seconds in (0.0, 3.0))
+    assert 2.0 * busy_seconds(calm)[1] == pytest.approx(1.0, rel=3e-3)
+    assert 2.0 * busy_seconds(queued)[1] == pytest.approx(1 / 1.5, rel=3e-3)
 
 
 def test_bins_of_any_width_find_the_same_optimum():

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from tests.tables import make_table
 
-from prfaas.routing.controller import Config, ControllerFacts, Offered, Step, initial_state, step
+from prfaas.routing.balance import Offered
+from prfaas.routing.controller import Config, ControllerFacts, Step, initial_state, step
 from prfaas.routing.decide import decide
 from prfaas.routing.facts import Route, rule_in_force
 from prfaas.routing.facts import RoutingFacts as RequestFacts
