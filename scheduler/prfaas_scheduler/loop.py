@@ -189,7 +189,7 @@ class Loop:
         return Offered(
             demand=demand,
             arrivals_per_second=self._history.arrivals_per_second(),
-            pools=pools_of(table, measured),
+            pools=pools_of(table, measured, self._history.work),
             local_waiting_prefills=measured.local_waiting_prefills,
         )
 
@@ -214,13 +214,13 @@ def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ..
     )
 
 
-def pools_of(table: RoutingTable, measured: Measurements) -> tuple[PoolFacts, ...]:
-    """Return every prefill pool that was measured."""
+def pools_of(table: RoutingTable, measured: Measurements, work_of: Callable[[str], float]) -> tuple[PoolFacts, ...]:
+    """Return every prefill pool that was measured; `work_of` says what a cluster computes of each counted token."""
     ready = Counter(
         measured_as(table, one) for one in table.instances if one.role == "prefill" and one.state == "Ready"
     )
     return tuple(
-        PoolFacts(cluster=cluster, ready_instances=ready[cluster, pool], profile=profile)
+        PoolFacts(cluster=cluster, ready_instances=ready[cluster, pool], profile=profile, work=work_of(cluster))
         for (cluster, pool), profile in measured.profiles.items()
         if ready[cluster, pool]
     )

@@ -10,10 +10,13 @@ be renewed keeps its time, by which its readers see its age. It holds integers o
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import sub
 from typing import Any, Final, NamedTuple
 
 from prfaas.capacity.profile import points_of
 from prfaas.capacity.workload import slices
+from prfaas.names import HUB
+from prfaas.routing.balance import find_work
 from prfaas.routing.lengths import EDGES
 from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
@@ -36,8 +39,8 @@ class CounterHistory:
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, Counters]] = deque()
-        self._lengths: deque[tuple[float, tuple[int, ...]]] = deque()
-        self._latest: tuple[float, tuple[int, ...]] | None = None
+        self._lengths: deque[tuple[float, Counters]] = deque()
+        self._latest: tuple[float, Counters] | None = None
 
     def add(self, now_seconds: float, counters: Counters) -> None:
         """Add a new count; a gateway that restarted begins anew."""
@@ -46,15 +49,15 @@ class CounterHistory:
         self._counts.append((now_seconds, counters))
         while self._counts[0][0] < now_seconds - OFFLOADED_WINDOW_SECONDS:
             self._counts.popleft()
-        self._add_lengths(now_seconds, counters.lengths)
+        self._add_lengths(now_seconds, counters)
 
-    def _add_lengths(self, now_seconds: float, lengths: tuple[int, ...]) -> None:
-        before = self._latest[1] if self._latest else ()
+    def _add_lengths(self, now_seconds: float, counters: Counters) -> None:
+        lengths, before = counters.lengths, self._latest[1].lengths if self._latest else ()
         if len(lengths) != len(before) or any(map(int.__lt__, lengths, before)):
             self._lengths.clear()
-        self._latest = (now_seconds, lengths)
+        self._latest = (now_seconds, counters)
         if not self._lengths or now_seconds - self._lengths[-1][0] >= LENGTHS_STEP_SECONDS:
-            self._lengths.append((now_seconds, lengths))
+            self._lengths.append((now_seconds, counters))
         # The oldest one kept is at the window's edge or just beyond, so that the window is never short.
         while len(self._lengths) > 1 and self._lengths[1][0] <= now_seconds - LENGTHS_WINDOW_SECONDS:
             self._lengths.popleft()
@@ -81,7 +84,17 @@ class CounterHistory:
         """Return the prompts of the last minutes by bin; empty when the gateway counts none."""
         if self._latest is None:
             return ()
-        return [last - first for first, last in zip(self._lengths[0][1], self._latest[1], strict=True)]
+        first, last = self._lengths[0][1].lengths, self._latest[1].lengths
+        return list(map(sub, last, first))
+
+    def work(self, cluster: str) -> float:
+        """Return the tokens that a cluster's side computes of each that `lengths` counts, over the same minutes."""
+        if self._latest is None:
+            return 1.0
+        first, last = self._lengths[0][1], self._latest[1]
+        if cluster == HUB:
+            return find_work(first.local_tokens, last.local_tokens)
+        return find_work(first.offloaded_tokens, last.offloaded_tokens)
 
     def mean_arrivals_per_second(self) -> float | None:
         """Return the prompts a second over all that `lengths` counts; None while that is less than half a minute."""
@@ -99,7 +112,7 @@ class CounterHistory:
         at_seconds, first = earlier[-1] if earlier else self._lengths[0]
         if now_seconds - at_seconds < LENGTHS_STEP_SECONDS:
             return None
-        return (sum(last) - sum(first)) / (now_seconds - at_seconds)
+        return (sum(last.lengths) - sum(first.lengths)) / (now_seconds - at_seconds)
 
 
 class SummaryInputs(NamedTuple):

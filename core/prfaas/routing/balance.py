@@ -12,6 +12,9 @@ all it can, until the hub keeps up with what comes and with its queue. What wait
 drained within an interval, so a link that falls is followed at once. But while anything waits in the hub, draining
 raises the threshold no further than the hub keeps up with.
 
+Lengths count what no cache of the hub, or of a member, holds. The instance that computes may lack more. So a side's
+times are those of what it computes, of each token that is counted (`find_work`).
+
 Two things are not in the profiles: caches that are larger than they say, and what others send. A link may be busier
 than planned by them. So the threshold is *trimmed* upward, a little an interval, while a link is above its high
 watermark and the hub waits no longer than the link's side. It comes back in the same way once the link is below its low
@@ -29,6 +32,7 @@ from prfaas.names import HUB
 from prfaas.routing.feedforward import MIN_PROMPTS, PoolFacts, Waiting, mean_bits, optimum, sustainable_in_hub
 from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkView
+from prfaas.wire.control import PrefillTokens
 from prfaas.wire.routes import LinkWatermarks, Threshold
 
 QUEUE_SHARE: Final = 0.35
@@ -45,6 +49,8 @@ FULL_LINK_SECONDS: Final = 2.0
 USUAL_WAIT_SECONDS: Final = 1.0
 """What waits longer for a link than a cache on its way is a backlog. It is drained in as long, or in an interval where
 that is longer: else one in which nothing is sent would follow each in which too much was."""
+MOST_WORK: Final = 3.0
+"""Tokens that are computed at most, of each that is counted, and the other way round: a few prompts say too little."""
 LEAST_SHARE: Final = 0.001
 """Of a link's capacity that is planned at least: the part that a link which delivers nothing keeps, too."""
 TRIM_FACTOR: Final = 1.05
@@ -53,6 +59,14 @@ DEAD_BAND: Final = 0.1
 """The optimum wanders with the lengths it is made from: it counts as changed by more than this share only."""
 UNKNOWN_PREFILL_SECONDS: Final = SATURATED_DRAIN_SECONDS / SATURATED_QUEUE_PER_INSTANCE
 """Of a pool that was never measured: a queue that is saturation takes as long as a backlog that is."""
+
+
+def find_work(first: PrefillTokens, last: PrefillTokens) -> float:
+    """Return the tokens that a side computes of each that lengths count, between two counts of its prompts."""
+    counted, computed = last.counted - first.counted, last.computed - first.computed
+    if counted <= 0 or computed < 0:
+        return 1.0
+    return min(MOST_WORK, max(1.0 / MOST_WORK, computed / counted))
 
 
 class Offered(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +121,7 @@ def _mean_seconds(pools: Sequence[PoolFacts], part: DemandAbove) -> float:
     """Return what a prompt of this part of the demand takes at these pools, the mean over their instances."""
     if not pools or part.share <= 0 or not all(pool.profile.samples > 0 for pool in pools):
         return UNKNOWN_PREFILL_SECONDS
-    return sum(pool.ready_instances * part.seconds(pool.profile) for pool in pools) / part.share / _instances(pools)
+    return sum(pool.ready_instances * pool.seconds(part) for pool in pools) / part.share / _instances(pools)
 
 
 def _instances(pools: Sequence[PoolFacts]) -> int:

@@ -224,17 +224,18 @@ def _with_prefix(facts: RoutingFacts, decision: Decision) -> Decision:
     if isinstance(decision, Refusal):
         return decision
     prefiller = decision.prefill or decision.decode
-    route = replace(decision, prefill_tokens=lacking_tokens(facts, prefiller))
+    lacking = lacking_tokens(facts, prefiller)
+    route = replace(decision, prefill_tokens=lacking, computed_tokens=lacking)
     if not facts.profiles:
         return route
     fetches = prefiller.record.fetches_prefixes and prefiller.engine not in facts.no_hand_off
     source = _prefix_source(facts, prefiller) if facts.cached_on and fetches else None
+    computed = lacking if source is None else lacking_tokens(facts, source)
     if route.work is None:
-        lacking = route.prefill_tokens if source is None else lacking_tokens(facts, source)
-        route = replace(route, work=own_work(facts.profiles.get(prefiller.name), lacking))
+        route = replace(route, work=own_work(facts.profiles.get(prefiller.name), computed))
     if source is None or facts.cached_on is None:
         return route
-    return replace(route, prefix=source, prefix_tokens=facts.cached_on[source.name])
+    return replace(route, computed_tokens=computed, prefix=source, prefix_tokens=facts.cached_on[source.name])
 
 
 def _prefix_source(facts: RoutingFacts, prefiller: Instance) -> Instance | None:

@@ -82,6 +82,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     prefill: Instance | None
     prefill_tokens: int = 0
     """Tokens of the prompt that are not cached where it is prefilled."""
+    computed_tokens: int = 0
+    """Of these, the ones behind the prefix that is fetched."""
     prefix: Instance | None = None
     """The instance from which the prefill instance should fetch a longer prefix of the prompt."""
     prefix_tokens: int = 0

@@ -43,6 +43,12 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     ready_instances: int
     profile: Profile
+    work: float = 1.0
+    """Tokens that are computed here, of each that the lengths count."""
+
+    def seconds(self, part: DemandAbove) -> float:
+        """Return how long one instance computes for `part`, a request of any length in the mean."""
+        return self.work * part.seconds(self.profile)
 
 
 class Waiting(NamedTuple):
@@ -139,7 +145,7 @@ def _rate(pools: Sequence[PoolFacts], part: DemandAbove) -> float:
     """Return the requests a second, of any length, whose `part` these pools can prefill."""
     rate = 0.0
     for pool in pools:  # a loop, as is the next: these two are most of what an interval costs
-        rate += pool.ready_instances / max(IDLE, part.seconds(pool.profile))
+        rate += pool.ready_instances / max(IDLE, pool.seconds(part))
     return rate
 
 

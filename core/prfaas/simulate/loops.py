@@ -17,15 +17,16 @@ from prfaas.capacity.longloop import InstallationState, Rules, decide
 from prfaas.capacity.system import HubPool, LinkCapacity
 from prfaas.capacity.workload import MIN_PROMPTS, slices, workload_of
 from prfaas.names import HUB
-from prfaas.routing.balance import Offered
+from prfaas.routing.balance import Offered, find_work
 from prfaas.routing.controller import ControllerFacts, Step, config_of, initial_state, step
+from prfaas.routing.facts import RouteKind
 from prfaas.routing.feedforward import PoolFacts
 from prfaas.routing.lengths import BINS, EDGES, demand_of
 from prfaas.routing.links import LinkFacts
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import ConversionPolicy
 from prfaas.simulate.scrapes import Scrapes
-from prfaas.wire.control import LinkReport
+from prfaas.wire.control import LinkReport, PrefillTokens
 
 LENGTHS_WINDOW_SECONDS: Final = 300.0
 LENGTHS_STEP_SECONDS: Final = 10.0
@@ -37,6 +38,7 @@ SHARER: Final = "{}/prefill"
 class _Counted(NamedTuple):
     at_seconds: float
     lengths: tuple[int, ...]
+    tokens: dict[RouteKind, PrefillTokens]
 
 
 class ShortLoop:
@@ -104,9 +106,12 @@ class ShortLoop:
 
     def _count_lengths(self, now_seconds: float) -> None:
         if not self._lengths or now_seconds - self._lengths[-1].at_seconds >= LENGTHS_STEP_SECONDS:
-            self._lengths.append(_Counted(now_seconds, self._process.lengths.counts))
+            self._lengths.append(self._counted(now_seconds))
             while len(self._lengths) > 1 and self._lengths[1].at_seconds <= now_seconds - LENGTHS_WINDOW_SECONDS:
                 self._lengths.popleft()
+
+    def _counted(self, now_seconds: float) -> _Counted:
+        return _Counted(now_seconds, self._process.lengths.counts, dict(self._process.tokens))
 
     def _offered(self, now_seconds: float) -> Offered | None:
         """Return the latest demand and the pools for it; None before any request, or in a mode that never moves."""
@@ -119,11 +124,18 @@ class ShortLoop:
         for one in self._process.living():
             if one.role == "prefill":
                 ready[one.cluster, one.pool] = ready.get((one.cluster, one.pool), 0) + 1
+        first, latest = self._lengths[0], self._counted(now_seconds)
+        work = {kind: find_work(first.tokens[kind], last) for kind, last in latest.tokens.items()}
         return Offered(
             demand=demand,
-            arrivals_per_second=self._arrivals_per_second(_Counted(now_seconds, self._process.lengths.counts)),
+            arrivals_per_second=self._arrivals_per_second(latest),
             pools=tuple(
-                PoolFacts(cluster=cluster, ready_instances=count, profile=self._profiles[pool])
+                PoolFacts(
+                    cluster=cluster,
+                    ready_instances=count,
+                    profile=self._profiles[pool],
+                    work=work["local" if cluster == HUB else "offload"],
+                )
                 for (cluster, pool), count in ready.items()
             ),
             local_waiting_prefills=float(self._scrapes.local_waiting_prefills),

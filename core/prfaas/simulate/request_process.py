@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
-from prfaas.routing.facts import Decision, LegName, Refusal, Route
+from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteKind
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.schedule import RUNNING
 from prfaas.simulate.cache import Caches
@@ -27,6 +27,7 @@ from prfaas.simulate.link import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.request import Arrival, PrefixFetch, Request
 from prfaas.simulate.scenario import LinkShape, Scenario
+from prfaas.wire.control import PrefillTokens
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -73,6 +74,8 @@ class RequestProcess:
         """Routes so far that were offloads."""
         self.lengths = Lengths()
         """Counts first decisions by incremental length, as a gateway does."""
+        self.tokens: dict[RouteKind, PrefillTokens] = {"offload": PrefillTokens(), "local": PrefillTokens()}
+        """Of the same prompts."""
 
     @property
     def table(self) -> RoutingTable:
@@ -97,6 +100,8 @@ class RequestProcess:
         if isinstance(decision, Route):
             request.began = decision
             self.lengths.add(decision.incremental_tokens)
+            before = self.tokens[decision.kind]
+            self.tokens[decision.kind] = before.plus(decision.incremental_tokens, decision.computed_tokens)
         self._follow(request, decision)
 
     def divide(self, pool: str, prefilling: int) -> None:

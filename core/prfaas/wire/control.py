@@ -54,6 +54,19 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """Of all measured pools, for instances that do not answer with a profile themselves."""
 
 
+class PrefillTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of all prompts that one side prefills. The two differ where a prefix is cached, but not in that place."""
+
+    counted: int = 0
+    """Incremental ones, as `Counters.lengths` count them."""
+    computed: int = 0
+    """Those left to compute for the instance that was chosen."""
+
+    def plus(self, counted: int, computed: int) -> "PrefillTokens":
+        """Return the sum with one prompt more."""
+        return PrefillTokens(counted=self.counted + counted, computed=self.computed + computed)
+
+
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway's counters since its start."""
 
@@ -62,3 +75,5 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     failed_offloads: int
     lengths: tuple[int, ...] = ()
     """Prompts by incremental length, in the bins of `prfaas.routing.lengths.EDGES`; empty: not counted."""
+    offloaded_tokens: PrefillTokens = PrefillTokens()
+    local_tokens: PrefillTokens = PrefillTokens()

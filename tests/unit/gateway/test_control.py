@@ -5,8 +5,10 @@ import pytest
 
 from prfaas.routing.lengths import EDGES
 from prfaas.wire import headers
-from prfaas.wire.control import Counters, ThresholdUpdate
+from prfaas.wire.control import Counters, PrefillTokens, ThresholdUpdate
 from prfaas.wire.routes import decode
+
+NO_TOKENS = PrefillTokens()
 
 
 def update(tokens: int = 50, expires_seconds: int = 5, clusters: tuple[str, ...] = ("eu",)) -> bytes:
@@ -57,6 +59,9 @@ async def test_counters_tell_decisions_apart(world, short, long):
         await world.post(body)
     got = msgspec.json.decode((await world.control("GET", "/counters")).body, type=Counters)
     counted = Counters(offloaded=2, local=1, failed_offloads=0)
-    assert msgspec.structs.replace(got, lengths=()) == counted
+    tokens = got.offloaded_tokens, got.local_tokens
+    assert msgspec.structs.replace(got, lengths=(), offloaded_tokens=NO_TOKENS, local_tokens=NO_TOKENS) == counted
+    assert tokens[0].counted >= tokens[0].computed > 1000
+    assert 0 < tokens[1].counted == tokens[1].computed < 1000, "nothing of it is cached"
     below = [count for edge, count in zip(EDGES, got.lengths, strict=False) if edge < 1000]
     assert (sum(below), sum(got.lengths)) == (1, 3), "the prompts by their length: one below the threshold"

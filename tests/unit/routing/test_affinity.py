@@ -114,8 +114,10 @@ def test_a_prefix_is_fetched_inside_the_cluster_where_that_is_quicker_than_compu
     case = busy("d0 d1", "d0", cached_on={"d0": 8000, "d1": 64}, profiles={"d1": QUICK_TO_SEND})
     chosen = route(case)
     assert (chosen.decode.name, chosen.prefix) == ("d1", make_instance("d0"))
+    assert (chosen.prefill_tokens, chosen.computed_tokens) == (10_000 - 64, 10_000 - 8000)
     slow = msgspec.structs.replace(case, profiles={"d1": SLOW_TO_SEND})
     assert route(slow).prefix is None
+    assert route(slow).computed_tokens == 10_000 - 64
     assert route(msgspec.structs.replace(case, profiles={})).prefix is None, "what is not measured is computed"
     assert route(msgspec.structs.replace(case, cached_on={"d0": 64, "d1": 64})).prefix is None
     ejected = msgspec.structs.replace(case, ejected_until_seconds={"d0": 5.0})

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 from statistics import NormalDist
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,6 +119,17 @@ def test_at_the_optimum_both_sides_are_equally_busy_with_what_waits_besides(wait
         local * (1 + waiting.hub_seconds / HORIZON_SECONDS), rel=3e-3
     )
     assert offload != pytest.approx(local, rel=0.1), "negative control"
+
+
+def test_a_side_that_computes_more_than_lengths_count_gets_less():
+    """As where a prefix is cached in the hub, but not at the instance that prefills."""
+    hub, away = (
+        [msgspec.structs.replace(one, work=1.25) if one.cluster == name else one for one in pools()]
+        for name in ("hub", "eu")
+    )
+    assert best(of=hub) < best() < best(of=away)
+    both = [msgspec.structs.replace(one, work=1.25) for one in pools()]
+    assert best(of=both) == pytest.approx(best(), rel=2e-3), "negative control"
 
 
 def test_equal_waits_on_both_sides_move_nothing():

@@ -51,6 +51,7 @@ def after(
     arrivals: float = 1.0,
     offered: Demand = DEMAND,
     capacity_mbps: float = 100.0,
+    work: float = 1.0,
     **link: float,
 ) -> Step:
     """One step with so many prefills, of 0.4 s each, waiting at the hub's one instance; 2 s are saturation.
@@ -58,7 +59,7 @@ def after(
     The one before is so long ago that the mean of what waits is that of now.
     """
     sample = LinkSample(**({"sampled_at_seconds": at, "age_seconds": 0.0, "traffic_mbps": 0.0} | link))
-    pools = tuple(PoolFacts(cluster=name, ready_instances=1, profile=profile) for name in ("eu", "hub"))
+    pools = tuple(PoolFacts(cluster=name, ready_instances=1, profile=profile, work=work) for name in ("eu", "hub"))
     before = State(tokens=tokens, base_tokens=base_tokens or tokens, weighed_at_seconds=at - MEAN_SECONDS)
     facts = ControllerFacts(
         now_seconds=at,
@@ -106,6 +107,10 @@ def test_equal_waits_weigh_alike_for_any_number_of_prompts():
     assert seconds > 2.0
     assert after(2.2, profile=long).state.waiting.hub_seconds == pytest.approx(seconds)
     assert after(2.2).state.waiting.hub_seconds == pytest.approx(seconds / 5.0)
+
+
+def test_what_waits_is_valued_by_what_is_left_to_compute():
+    assert after(5.0, work=1.5).state.waiting.hub_seconds == pytest.approx(1.5 * after(5.0).state.waiting.hub_seconds)
 
 
 def test_one_prompt_that_comes_or_goes_is_no_queue():

@@ -2,10 +2,12 @@
 
 import math
 
+import msgspec
 import pytest
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
-from prfaas.wire.control import Counters
+from prfaas.routing.balance import MOST_WORK
+from prfaas.wire.control import Counters, PrefillTokens
 from prfaas.wire.profile import Profile
 from prfaas_scheduler.measure import profile_of, profiles_of
 from prfaas_scheduler.observe import CounterHistory
@@ -28,6 +30,26 @@ def test_lengths_and_arrivals_are_those_of_the_window():
         history.add(float(second), counters(second, 2 * second))
     assert history.lengths() == [300, 600]
     assert history.arrivals_per_second() == pytest.approx(3.0)
+
+
+def test_what_a_side_computes_of_each_counted_token_is_that_of_the_window():
+    history, none = CounterHistory(), PrefillTokens()
+    assert history.work("hub") == 1.0
+    for second in range(0, 601):
+        local = PrefillTokens(
+            counted=1000 * second, computed=3000 * second if second < 300 else 450_000 + 1500 * second
+        )
+        history.add(float(second), msgspec.structs.replace(counters(second), local_tokens=local, offloaded_tokens=none))
+    assert history.work("hub") == pytest.approx(1.5)
+    assert history.work("eu") == 1.0, "nothing was offloaded"
+
+
+def test_a_few_prompts_change_what_is_computed_only_so_far():
+    history = CounterHistory()
+    history.add(0.0, counters(0))
+    far = PrefillTokens(counted=1, computed=1_000_000)
+    history.add(1.0, msgspec.structs.replace(counters(1), local_tokens=far))
+    assert history.work("hub") == MOST_WORK
 
 
 def test_a_gateway_that_counts_no_lengths_offers_none():

@@ -123,5 +123,6 @@ def test_instances_that_two_pools_share_have_the_profile_of_the_decode_pool(tabl
         return Instance(name=name, pool=pool, cluster="hub", role=role, url="http://192.0.2.3:8000", convertible=True)
 
     shared = table(instances=(instance("a", "decode", "decode"), instance("b", "swing", "prefill")))
-    (found,) = pools_of(shared, Measurements({}, hub_measured=True, errors=(), profiles={("hub", "decode"): PROFILE}))
-    assert (found.cluster, found.ready_instances, found.profile) == ("hub", 1, PROFILE)
+    measured = Measurements({}, hub_measured=True, errors=(), profiles={("hub", "decode"): PROFILE})
+    (found,) = pools_of(shared, measured, {"hub": 1.5}.__getitem__)
+    assert (found.cluster, found.ready_instances, found.profile, found.work) == ("hub", 1, PROFILE, 1.5)
