@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from prfaas.capacity.profile import cache_bytes, prefill_seconds
-from prfaas.routing.balance import MOST_WORK
+from prfaas.routing.balance import MOST_WORK, find_work
 from prfaas.wire.control import Counters, PrefillTokens
 from prfaas.wire.profile import Profile
 from prfaas_scheduler.measure import profile_of, profiles_of
@@ -50,6 +50,32 @@ def test_a_few_prompts_change_what_is_computed_only_so_far():
     far = PrefillTokens(counted=1, computed=1_000_000)
     history.add(1.0, msgspec.structs.replace(counters(1), local_tokens=far))
     assert history.work("hub") == MOST_WORK
+
+
+def test_a_gateway_that_restarts_says_nothing_of_what_is_computed_until_it_counts_again():
+    history, before = CounterHistory(), PrefillTokens(counted=9_000, computed=18_000)
+    history.add(0.0, counters(0))
+    history.add(1.0, msgspec.structs.replace(counters(9), local_tokens=before))
+    assert history.work("hub") == 2.0
+    history.add(2.0, msgspec.structs.replace(counters(1), local_tokens=PrefillTokens(counted=500, computed=500)))
+    assert history.work("hub") == 1.0
+    history.add(3.0, msgspec.structs.replace(counters(2), local_tokens=PrefillTokens(counted=1000, computed=1250)))
+    assert history.work("hub") == 1.5
+
+
+@pytest.mark.parametrize(("counted", "computed"), [(-1, 5), (5, -1), (0, 5)])
+def test_a_count_that_fell_or_stood_says_nothing(counted, computed):
+    first = PrefillTokens(counted=10, computed=10)
+    assert find_work(first, PrefillTokens(counted=10 + counted, computed=10 + computed)) == 1.0
+    assert find_work(first, PrefillTokens(counted=15, computed=20)) == 2.0, "negative control"
+
+
+@pytest.mark.parametrize("more", [b"", b', "local_tokens": {"counted": 7, "guessed": 1}, "dropped": [1]'])
+def test_the_counters_of_an_older_and_of_a_newer_gateway_are_read(more):
+    got = msgspec.json.decode(b'{"offloaded": 1, "local": 2, "failed_offloads": 0' + more + b"}", type=Counters)
+    assert got == Counters(
+        offloaded=1, local=2, failed_offloads=0, local_tokens=PrefillTokens(counted=7 if more else 0)
+    )
 
 
 def test_a_gateway_that_counts_no_lengths_offers_none():
