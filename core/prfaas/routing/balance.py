@@ -1,28 +1,33 @@
-"""The law of the threshold where lengths and profiles are known: what comes, what waits and what links carry, balanced.
+"""The balance: where the threshold stands while lengths and profiles are known, by what comes and by what waits.
 
     offload(t) * (1 + W_away / T) = local(t) * (1 + W_hub / T)
 
 offload(t) and local(t) are how busy a request a second keeps either side (prfaas.routing.feedforward). W is how many
-seconds a side needs for what waits there, and T the time in which that should be done, beside what comes. So the side
-where more waits gets less, and where nothing waits both are equally busy. W_away is the longer one of two times: of the
-queue at the pools, which counts for a part only, and of what waits for the link, less one cache, for one is always on
-its way. Of several members the longest wait counts. A link is planned to carry the middle between the watermarks, and
-where it is narrow what is kept off it may wait in the hub. So while anything waits there the link may carry more, up to
-all it can, until the hub keeps up with what comes and with its queue. What waits longer for a link than in the hub is
-drained within an interval, so a link that falls is followed at once. But while anything waits in the hub, draining
-raises the threshold no further than the hub keeps up with.
+seconds a side needs for what waits there, and T (HORIZON_SECONDS) the time in which that should be done, beside what
+comes. So the side where more waits gets less, and where nothing waits both are equally busy.
+
+    W_hub     the time of the prefills that wait in the hub
+    W_away    the time of the prefills that wait at a member's pools, of which a part counts, or of the data that waits
+              for its link, less one cache, for one is always on its way. The longer one, of the member where it is most
+
+A link is planned to carry the middle between the watermarks. What waits changes that (`find_base`):
+
+- While anything waits in the hub, a link carries more, up to all it can, until the hub keeps up with what comes and
+  with its queue.
+- What waits longer for a link than in the hub is drained within an interval, so a link that falls is followed at once.
+  But while anything waits in the hub, draining raises the threshold no further than the hub keeps up.
 
 Lengths count what no cache of the hub, or of a member, holds. The instance that computes may lack more. So a side's
-times are those of what it computes, of each token that is counted (`find_work`).
+times are multiplied by its *work*, the tokens that it computes for each counted one (`find_work`).
 
-Two things are not in the profiles: caches that are larger than they say, and what others send. A link may be busier
-than planned by them. So the threshold is *trimmed* upward, a little an interval, while a link is above its high
-watermark and the hub waits no longer than the link's side. It comes back in the same way once the link is below its low
-watermark or the hub waits longer. There is no other feedback: no move that a late measurement could answer twice.
+Profiles know neither that caches are larger than they say, nor what others send over a link. So the threshold is
+*trimmed* upward, a little an interval, while a link is above its high watermark and the hub waits no longer than the
+other side. It comes back in the same way once every link is below its low watermark, or the hub waits longer. There is
+no other feedback: no move that a late measurement could answer twice.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import sub
 from typing import Final
 
@@ -45,24 +50,28 @@ LEAST_SECONDS: Final = 0.01
 MOST_SECONDS: Final = 3600.0
 """A longer wait says no more, and an absurd figure is forgotten within half a minute."""
 FULL_LINK_SECONDS: Final = 2.0
-"""A wait in the hub for which a link is planned to carry all it can."""
+"""From this wait in the hub on, a link is planned to carry all it can."""
 USUAL_WAIT_SECONDS: Final = 1.0
-"""What waits longer for a link than a cache on its way is a backlog. It is drained in as long, or in an interval where
-that is longer: else one in which nothing is sent would follow each in which too much was."""
-MOST_WORK: Final = 3.0
-"""Tokens that are computed at most, of each that is counted, and the other way round: a few prompts say too little."""
+"""A cache on its way waits so long for a link. What waits longer is a backlog. It is drained in the same time, or in an
+interval where that is longer: otherwise an interval that sends nothing would follow each that sent too much."""
 LEAST_SHARE: Final = 0.001
-"""Of a link's capacity that is planned at least: the part that a link which delivers nothing keeps, too."""
+"""Share of its capacity that a link is planned to carry at least. With 0 the threshold would rise to its maximum, past
+the longest prompt."""
+MOST_WORK: Final = 3.0
+"""Most tokens that count as computed for each counted one, and the inverse of the fewest: a few prompts say little."""
 TRIM_FACTOR: Final = 1.05
-"""A move an interval. Rates are means over some seconds, so many such moves are made before the first is seen."""
+"""One move of the trim. Rates are means over seconds, so several moves are made before the first one shows in them."""
 DEAD_BAND: Final = 0.1
-"""The optimum wanders with the lengths it is made from: it counts as changed by more than this share only."""
+"""Share by which the balance must differ from the one before to count as changed: it wanders with the lengths."""
 UNKNOWN_PREFILL_SECONDS: Final = SATURATED_DRAIN_SECONDS / SATURATED_QUEUE_PER_INSTANCE
-"""Of a pool that was never measured: a queue that is saturation takes as long as a backlog that is."""
+"""A prefill's time at a pool that was never measured: a saturated queue takes as long as a saturated link's backlog."""
 
 
 def find_work(first: PrefillTokens, last: PrefillTokens) -> float:
-    """Return the tokens that a side computes of each that lengths count, between two counts of its prompts."""
+    """Return the tokens that a side computed for each counted one between two counts; 1 where none was counted.
+
+    1 also where a count fell: then the gateway restarted in between.
+    """
     counted, computed = last.counted - first.counted, last.computed - first.computed
     if counted <= 0 or computed < 0:
         return 1.0
@@ -85,7 +94,7 @@ class Offered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def waiting_now(offered: Offered, links: Sequence[LinkView], threshold_tokens: float) -> Waiting:
-    """Return how long either side needs for what waits there now; `links` were measured in this step."""
+    """Return how long either side needs for what waits there now; `links` are all that live."""
     above = offered.demand.above(threshold_tokens)
     below = DemandAbove(*map(sub, offered.demand.above(0.0), above))
     away = [_away_seconds(offered.ready(link.cluster), link, above) for link in links]
@@ -106,7 +115,7 @@ def _hub_seconds(offered: Offered, below: DemandAbove) -> float:
 
 def _away_seconds(pools: Sequence[PoolFacts], link: LinkView, above: DemandAbove) -> float:
     """Return how long one member's pools need, or its link where that is longer."""
-    queue_seconds = QUEUE_SHARE * (link.waiting_per_instance or 0.0) * _mean_seconds(pools, above)
+    queue_seconds = QUEUE_SHARE * link.waiting_per_instance * _mean_seconds(pools, above)
     return max(queue_seconds, link.drain_seconds - _cache_seconds(pools, link, above))
 
 
@@ -154,28 +163,27 @@ def find_base(
     """
     if offered.demand.prompts < MIN_PROMPTS:
         return float(threshold.tokens) if _is_measured(offered) else None
+    bounds, arrivals_per_second = _bounds(threshold), offered.arrivals_per_second
+
+    def balanced(share_of: Callable[[LinkView], float]) -> float | None:
+        """Return the balance where each link carries this share of what it can; None for any share or for none."""
+        link_mbps = {link.cluster: share_of(link) * link.effective_mbps for link in links}
+        return optimum(offered.demand, offered.pools, link_mbps, arrivals_per_second, bounds, waiting)
+
     planned_share = (marks.high_percent + marks.low_percent) / 200.0  # the middle between the two, of percents
-
-    def best(link_mbps: Mapping[str, float]) -> float | None:
-        bounds = _bounds(threshold)
-        return optimum(offered.demand, offered.pools, link_mbps, offered.arrivals_per_second, bounds, waiting)
-
-    planned_mbps = {link.cluster: link.effective_mbps * planned_share for link in links}
-    planned = best(planned_mbps)
+    planned = balanced(lambda _: planned_share)
     if planned is None:
         return None
-    drain_seconds = max(USUAL_WAIT_SECONDS, interval_seconds)
-    draining_mbps = {
-        link.cluster: link.effective_mbps
-        * max(LEAST_SHARE, planned_share - _backlog_seconds(link, waiting) / drain_seconds)
-        for link in links
-    }
-    drained = planned if draining_mbps == planned_mbps else best(draining_mbps) or 0.0
+    backlogs = {link.cluster: _backlog_seconds(link, waiting) for link in links}
+    drained = planned
+    if any(backlogs.values()):
+        drain_seconds = max(USUAL_WAIT_SECONDS, interval_seconds)
+        drained = balanced(lambda link: max(LEAST_SHARE, planned_share - backlogs[link.cluster] / drain_seconds)) or 0.0
     if waiting.hub_seconds <= 0.0:
         return max(planned, drained)
-    bearable = find_bearable(threshold, offered, waiting)
     more_share = planned_share + (1.0 - planned_share) * min(1.0, waiting.hub_seconds / FULL_LINK_SECONDS)
-    fuller = best({link.cluster: link.effective_mbps * more_share for link in links}) or 0.0
+    fuller = balanced(lambda _: more_share) or 0.0
+    bearable = find_bearable(threshold, offered, waiting)
     return max(min(planned, max(fuller, bearable)), min(drained, bearable))
 
 
@@ -191,7 +199,7 @@ def _backlog_seconds(link: LinkView, waiting: Waiting) -> float:
 
 
 def keep_steady(threshold: Threshold, found_tokens: float, before_tokens: float | None) -> float:
-    """Return the balance of `before` where the one that was found hardly differs."""
+    """Return the balance of before where the one that was found hardly differs."""
     if before_tokens is None or not threshold.min_tokens <= before_tokens <= threshold.max_tokens:
         return found_tokens
     return before_tokens if abs(found_tokens - before_tokens) <= DEAD_BAND * before_tokens else found_tokens
@@ -214,7 +222,7 @@ def _bounds(threshold: Threshold) -> tuple[float, float]:
 def find_trim(
     before: float, marks: LinkWatermarks, used_percent: float, waiting: Waiting, *, offloads_lately: bool
 ) -> float:
-    """Return the factor on the balance, 1 or more, from the one `before` and what is used of the busiest link."""
+    """Return the factor on the balance, 1 or more, from the one `before` and the use of the busiest link."""
     if waiting.hub_seconds > waiting.away_seconds or used_percent < marks.low_percent:
         return max(1.0, before / TRIM_FACTOR)
     if used_percent > marks.high_percent and offloads_lately:

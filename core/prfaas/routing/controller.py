@@ -191,8 +191,9 @@ def _decide(
     if not measured:
         return state, "no new measurement: held" if alive else "no link is alive: nothing is offloaded"
     threshold, marks, offered = config.threshold, config.watermarks, facts.offered
-    waits = waiting_now(offered, measured, state.tokens) if offered else NO_QUEUES
-    interval_seconds = facts.now_seconds - state.weighed_at_seconds
+    waits = waiting_now(offered, alive, state.tokens) if offered else NO_QUEUES
+    since_seconds = facts.now_seconds - state.weighed_at_seconds  # infinite in the first step
+    interval_seconds = min(float(config.stale_after_seconds), since_seconds)
     waiting = mean_waiting(state.waiting, waits, interval_seconds)
     base = find_base(threshold, marks, offered, alive, waiting, interval_seconds) if offered else None
     busiest = max(measured, key=lambda link: link.pressure_percent)
@@ -202,7 +203,7 @@ def _decide(
     else:
         base = keep_steady(threshold, base, state.base_tokens)
         before = state.tokens / state.base_tokens if state.base_tokens else 1.0
-        used_percent = max(link.utilisation_percent or 0.0 for link in measured)
+        used_percent = max(link.utilisation_percent or 0.0 for link in alive)
         trim = find_trim(before, marks, used_percent, waiting, offloads_lately=facts.recent_offloads != 0)
         tokens = min(base * trim, max(base, find_bearable(threshold, offered, waiting)))
         word = _word_of_balance(offered, waiting, is_trimmed=tokens > base)

@@ -74,7 +74,8 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
 class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a step believes of one link; the next step starts from it.
 
-    `link_percent` is the link's own pressure. Both it and `waiting_per_instance` are None without a new measurement.
+    `link_percent` is the link's own pressure; None when the step brought no new measurement. All other figures are then
+    those of the last one.
     """
 
     cluster: str
@@ -91,12 +92,12 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     """True once an instance of the cluster was measured itself."""
     unsent_bytes: float = 0.0
     link_percent: float | None = None
-    waiting_per_instance: float | None = None
+    waiting_per_instance: float = 0.0
     """Prefills that wait, over the Ready instances."""
 
     @property
     def pressure_percent(self) -> float:
-        queue_percent = 100.0 * (self.waiting_per_instance or 0.0) / SATURATED_QUEUE_PER_INSTANCE
+        queue_percent = 100.0 * self.waiting_per_instance / SATURATED_QUEUE_PER_INSTANCE
         return max(self.link_percent or 0.0, queue_percent)
 
     @property
@@ -140,10 +141,9 @@ def view_link(
         heard_at_seconds=heard_at_seconds,
         instances_seen=before.instances_seen or instances_heard,
         link_percent=None,
-        waiting_per_instance=None,
     )
     if state != "Alive":  # its clock starts again when it comes back: it was not expected to be measured meanwhile
-        return replace(view, measured_at_seconds=now_seconds, unsent_bytes=0.0)
+        return replace(view, measured_at_seconds=now_seconds, unsent_bytes=0.0, waiting_per_instance=0.0)
     sample = usable(link.sample)
     if (
         sample is None

@@ -181,6 +181,39 @@ def test_a_backlog_is_drained_within_an_interval_however_long():
     assert DEMAND.above(long).share > 0.03
 
 
+def test_a_backlog_that_the_first_step_finds_is_drained():
+    """A scheduler that starts anew has no interval to drain it in, but the time for which measurements hold."""
+    little, much = (
+        base_after(0.0, state=State(tokens=4000.0), **NARROW_LINK, unsent_bytes=size) for size in (1e6, 3e7)
+    )
+    assert DEMAND.above(much).share == 0.0
+    assert DEMAND.above(little).share > 0.0, "negative control"
+
+
+@pytest.mark.parametrize("busy", [{"unsent_bytes": 50e6}, {"waiting_prefills": 40.0}])
+def test_of_members_that_are_scraped_in_turn_the_longest_wait_counts_in_every_step(busy):
+    idle = {"traffic_mbps": 0.0, "age_seconds": 0.0}
+
+    def away_seconds(state: State, now: float, eu: LinkSample, us: LinkSample) -> tuple[float, State]:
+        links = tuple(
+            LinkFacts(cluster=name, capacity_mbps=100.0, reachable=True, ready_instances=1, sample=sample)
+            for name, sample in (("eu", eu), ("us", us))
+        )
+        pools = tuple(PoolFacts(cluster=name, ready_instances=1, profile=PROFILE) for name in ("eu", "us", "hub"))
+        offered = Offered(demand=DEMAND, arrivals_per_second=1.0, pools=pools)
+        facts = ControllerFacts(now_seconds=now, links=links, hub_measured=True, recent_offloads=1, offered=offered)
+        after = step(CONFIG, state, facts).state
+        return after.waiting.away_seconds, after
+
+    eu, us = (LinkSample(sampled_at_seconds=100.0, **idle | more) for more in (busy, {}))
+    first, state = away_seconds(State(tokens=4000.0), 100.0, eu, us)
+    assert first > 2.0
+    between, state = away_seconds(state, 100.0 + MEAN_SECONDS, eu, LinkSample(sampled_at_seconds=102.0, **idle))
+    assert between > 2.0, "what the busy one said last still holds"
+    sampled, _ = away_seconds(state, 100.0 + 2 * MEAN_SECONDS, LinkSample(sampled_at_seconds=104.0, **idle), us)
+    assert sampled == 0.0, "negative control"
+
+
 def test_a_link_is_drained_only_as_far_as_the_hub_keeps_up():
     """The hub can do neither all of 3.5 prompts a second, nor what waits besides; all of one a second it can."""
     few, many = base_after(0.5, **FULL_LINK), base_after(0.5, arrivals=3.5, **FULL_LINK)
