@@ -171,7 +171,7 @@ class Loop:
             links=links_of(table, measured),
             hub_measured=measured.hub_measured,
             recent_offloads=self._history.offloads_since(now_seconds - config.window_seconds),
-            offered=self._offered(table, measured),
+            offered=offered_of(table, measured, self._history),
             recent_prompts=sum(lengths) if (lengths := self._history.lengths()) else None,
         )
         step = controller.step(config, known.state, facts)
@@ -179,19 +179,6 @@ class Loop:
             log.info("threshold %d tokens, bandwidth %s: %s", step.tokens, step.bandwidth, step.reason)
         self._known = LearnedState(config, step.state)
         return step
-
-    def _offered(self, table: RoutingTable, measured: Measurements) -> Offered | None:
-        """Return what comes and what the pools can do about it; None while lengths or profiles are not known."""
-        counts = self._history.lengths()
-        demand = demand_of(BINS, counts) if counts and measured.profiles else None
-        if demand is None:
-            return None
-        return Offered(
-            demand=demand,
-            arrivals_per_second=self._history.arrivals_per_second(),
-            pools=pools_of(table, measured, self._history.work),
-            local_waiting_prefills=measured.local_waiting_prefills,
-        )
 
 
 def permitted(table: RoutingTable) -> RoutingTable:
@@ -211,6 +198,24 @@ def links_of(table: RoutingTable, measured: Measurements) -> tuple[LinkFacts, ..
             sample=measured.samples.get(cluster.name),
         )
         for cluster in table.clusters
+    )
+
+
+def offered_of(table: RoutingTable, measured: Measurements, history: observe.CounterHistory) -> Offered | None:
+    """Return what comes and what the pools can do about it; None while lengths or profiles are not known.
+
+    Pools and links serve the requests of all gateways, so their rate is taken from our own gateway's share of them.
+    """
+    counts = history.lengths()
+    demand = demand_of(BINS, counts) if counts and measured.profiles else None
+    if demand is None:
+        return None
+    own_per_second = history.arrivals_per_second()
+    return Offered(
+        demand=demand,
+        arrivals_per_second=None if own_per_second is None else own_per_second * table.gateways,
+        pools=pools_of(table, measured, history.work),
+        local_waiting_prefills=measured.local_waiting_prefills,
     )
 
 

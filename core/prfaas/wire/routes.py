@@ -131,6 +131,8 @@ class RoutingTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):  # the
     """Factor of the instances' times, where these are emulated. The scheduler then decides as slowly as they live."""
     ttft_slo_millis: int | None = None
     """Longest wait of a request for its prefill; a longer one is refused."""
+    gateways: int = 1
+    """Gateways that share the policy's requests; each counts only its own."""
     prometheus_url: str = ""
     stale_after_seconds: int = 10
     prefer_datacenters: tuple[str, ...] = ()

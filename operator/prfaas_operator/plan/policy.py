@@ -224,6 +224,7 @@ def routing_table(
         short_interval_seconds=spec.intervals.short_seconds,
         stretch=_stretch(facts),
         ttft_slo_millis=spec.slo.ttft_millis,
+        gateways=max(1, spec.gateway.replicas),
         prometheus_url=metrics.prometheus_url if metrics else "",
         stale_after_seconds=metrics.stale_after_seconds if metrics else 10,
         prefer_datacenters=tuple(spec.datacenters.prefer),

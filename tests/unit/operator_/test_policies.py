@@ -156,6 +156,12 @@ def test_children_that_cannot_be_applied_and_a_gateway_that_is_down_are_reasons(
     assert down[1:] == ("GatewayNotReady", "0 of 1 gateway pods ready")
 
 
+@pytest.mark.parametrize(("replicas", "gateways"), [(0, 1), (1, 1), (3, 3)])
+def test_a_table_says_how_many_gateways_share_the_requests(make, replicas, gateways):
+    facts = make.facts(policy=make.policy(gateway={"replicas": replicas}))
+    assert routing_table(facts, all_up(make), None).gateways == gateways
+
+
 @pytest.mark.parametrize(
     ("engine", "stretch"),
     [

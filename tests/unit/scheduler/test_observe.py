@@ -13,7 +13,7 @@ from prfaas.wire.control import Counters, LinkReport
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance
 from prfaas_scheduler import observe
-from prfaas_scheduler.loop import pools_of
+from prfaas_scheduler.loop import offered_of, pools_of
 from prfaas_scheduler.measure import Measurements
 from prfaas_scheduler.observe import CounterHistory
 from prfaas_scheduler.prometheus import Figure
@@ -116,6 +116,23 @@ def test_the_mean_of_arrivals_needs_half_a_minute():
         assert history.mean_arrivals_per_second() is None
     add(40.0, 80)
     assert history.mean_arrivals_per_second() == pytest.approx(2.0)
+
+
+def test_what_comes_to_all_gateways_is_taken_from_our_own_gateway_s_share(table):
+    history, own = CounterHistory(), counted(DRAWN[:300])
+    measured = Measurements({}, hub_measured=True, errors=(), profiles={("eu", "offload"): PROFILE})
+
+    def arrivals_per_second(gateways: int) -> float | None:
+        offered = offered_of(table(gateways=gateways), measured, history)
+        assert offered is not None
+        return offered.arrivals_per_second
+
+    history.add(0.0, Counters(offloaded=0, local=0, failed_offloads=0, lengths=tuple(0 for _ in own)))
+    history.add(1.0, Counters(offloaded=0, local=300, failed_offloads=0, lengths=own))
+    assert arrivals_per_second(3) is None, "too few seconds"
+    history.add(100.0, Counters(offloaded=0, local=300, failed_offloads=0, lengths=own))
+    history.add(130.0, Counters(offloaded=0, local=600, failed_offloads=0, lengths=counted(DRAWN[:600])))
+    assert (arrivals_per_second(1), arrivals_per_second(3)) == pytest.approx((10.0, 30.0))
 
 
 def test_instances_that_two_pools_share_have_the_profile_of_the_decode_pool(table):
