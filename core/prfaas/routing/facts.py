@@ -83,7 +83,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int = 0
     """Tokens of the prompt that are not cached where it is prefilled."""
     computed_tokens: int = 0
-    """Of these, the ones behind the prefix that is fetched."""
+    """Of these, the ones behind the prefix that is fetched; all of them without one."""
     prefix: Instance | None = None
     """The instance from which the prefill instance should fetch a longer prefix of the prompt."""
     prefix_tokens: int = 0

@@ -31,8 +31,8 @@ MIN_PROMPTS: Final = 200
 ACCURACY: Final = 0.001
 """Share of the threshold, or one token, to which it is found. The lengths that it follows from are not known better."""
 HORIZON_SECONDS: Final = 6.0
-"""Time in which a side should have done what waits there, beside what comes. It was chosen by simulation among 5 to
-20 s: in a longer one queues outlive the burst that made them, in a shorter one the threshold follows single prompts."""
+"""Time in which a side should do what waits there, beside what comes. Chosen by simulation among 5 to 20 s: with more,
+queues outlive the burst that made them; with less, the threshold follows single prompts."""
 # In place of 0 where a part of the demand asks for nothing: a rate without bound, and no division by 0.
 IDLE: Final = 1e-12
 
@@ -44,7 +44,7 @@ class PoolFacts(msgspec.Struct, frozen=True, kw_only=True):
     ready_instances: int
     profile: Profile
     work: float = 1.0
-    """Tokens that are computed here, of each that the lengths count."""
+    """Tokens that are computed here for each that the lengths count."""
 
     def seconds(self, part: DemandAbove) -> float:
         """Return how long one instance computes for `part`, a request of any length in the mean."""

@@ -55,12 +55,12 @@ class ThresholdUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of all prompts that one side prefills. The two differ where a prefix is cached, but not in that place."""
+    """Tokens of the prompts that one side prefills. The sums differ where the chosen instance lacks a cached prefix."""
 
     counted: int = 0
-    """Incremental ones, as `Counters.lengths` count them."""
+    """Incremental tokens, as `Counters.lengths` counts them."""
     computed: int = 0
-    """Those left to compute for the instance that was chosen."""
+    """Tokens that the chosen instance has to compute."""
 
     def plus(self, counted: int, computed: int) -> "PrefillTokens":
         """Return the sum with one prompt more."""
