@@ -34,7 +34,7 @@ from typing import Final
 import msgspec
 
 from prfaas.names import HUB
-from prfaas.routing.feedforward import MIN_PROMPTS, PoolFacts, Waiting, mean_bits, optimum, sustainable_in_hub
+from prfaas.routing.feedforward import PoolFacts, Waiting, mean_bits, optimum, sustainable_in_hub
 from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkView
 from prfaas.wire.control import PrefillTokens
@@ -156,13 +156,10 @@ def find_base(
     waiting: Waiting,
     interval_seconds: float,
 ) -> float | None:
-    """Return the threshold of the balance; None: too little is known.
+    """Return the threshold of the balance; None: too little is known (`optimum`).
 
-    `links` are all that live, `interval_seconds` the time since the step before. Few prompts say nothing of the
-    lengths: then the policy's own tokens stand for the balance.
+    `links` are all that live, `interval_seconds` the time since the step before.
     """
-    if offered.demand.prompts < MIN_PROMPTS:
-        return float(threshold.tokens) if _is_measured(offered) else None
     bounds, arrivals_per_second = _bounds(threshold), offered.arrivals_per_second
 
     def balanced(share_of: Callable[[LinkView], float]) -> float | None:
@@ -185,12 +182,6 @@ def find_base(
     fuller = balanced(lambda _: more_share) or 0.0
     bearable = find_bearable(threshold, offered, waiting)
     return max(min(planned, max(fuller, bearable)), min(drained, bearable))
-
-
-def _is_measured(offered: Offered) -> bool:
-    """Return whether both sides of the balance are known."""
-    clusters = {pool.cluster for pool in offered.pools if pool.ready_instances > 0 and pool.profile.samples > 0}
-    return HUB in clusters and len(clusters) > 1
 
 
 def _backlog_seconds(link: LinkView, waiting: Waiting) -> float:

@@ -206,7 +206,8 @@ def _decide(
         used_percent = max(link.utilisation_percent or 0.0 for link in alive)
         trim = find_trim(before, marks, used_percent, waiting, offloads_lately=facts.recent_offloads != 0)
         tokens = min(base * trim, max(base, find_bearable(threshold, offered, waiting)))
-        word = _word_of_balance(offered, waiting, is_trimmed=tokens > base)
+        where = "trimmed above" if tokens > base else "at"
+        word = f"{where} the balance; {waiting.hub_seconds:.1f} s wait in the hub and {waiting.away_seconds:.1f} s away"
     reason = (
         f"link {busiest.cluster} under {busiest.pressure_percent:.0f}% pressure, "
         f"{busiest.utilisation_percent or 0.0:.0f}% of {busiest.effective_mbps:.1f} Mbit/s used: {word}"
@@ -220,14 +221,6 @@ def _decide(
         weighed_at_seconds=facts.now_seconds,
     )
     return after, reason
-
-
-def _word_of_balance(offered: Offered, waiting: Waiting, *, is_trimmed: bool) -> str:
-    what = "the balance"
-    if offered.demand.prompts < MIN_PROMPTS:
-        what = f"the policy's tokens, fewer than {MIN_PROMPTS} prompts are known"
-    waits = f"{waiting.hub_seconds:.1f} s wait in the hub and {waiting.away_seconds:.1f} s away"
-    return f"{'trimmed above' if is_trimmed else 'at'} {what}; {waits}"
 
 
 def _fed_back(

@@ -121,13 +121,13 @@ def test_one_prompt_that_comes_or_goes_is_no_queue():
     )
 
 
-def test_until_lengths_are_known_the_policys_own_tokens_stand_for_the_balance():
-    few = after(0.0, tokens=3000.0, offered=demand(199))
-    assert (few.tokens, few.state.base_tokens) == (4096, 4096.0)
-    assert "at the policy's tokens, fewer than 200 prompts are known" in few.reason
-    enough = after(0.0, tokens=3000.0, offered=demand(200))
-    assert enough.tokens != 4096
-    assert "at the balance" in enough.reason
+def test_until_lengths_are_known_feedback_relieves_a_full_link():
+    few = after(0.0, tokens=3000.0, offered=demand(199), **FULL_LINK)
+    assert (few.tokens, few.state.base_tokens) == (4500, None)
+    assert few.reason.endswith("used: raised")
+    enough = after(0.0, tokens=3000.0, offered=demand(200), **FULL_LINK)
+    assert enough.tokens != 4500
+    assert "above the balance; 0.0 s wait in the hub" in enough.reason
 
 
 @pytest.mark.parametrize("tokens", [5_000.0, 20_000.0])
