@@ -34,7 +34,7 @@ from typing import Final
 import msgspec
 
 from prfaas.names import HUB
-from prfaas.routing.feedforward import PoolFacts, Waiting, mean_bits, optimum, sustainable_in_hub
+from prfaas.routing.feedforward import ENOUGH_PROMPTS, PoolFacts, Waiting, mean_bits, optimum, sustainable_in_hub
 from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.routing.links import SATURATED_DRAIN_SECONDS, SATURATED_QUEUE_PER_INSTANCE, LinkView
 from prfaas.wire.control import PrefillTokens
@@ -158,14 +158,17 @@ def find_base(
 ) -> float | None:
     """Return the threshold of the balance; None: too little is known (`optimum`).
 
-    `links` are all that live, `interval_seconds` the time since the step before.
+    `links` are all that live, `interval_seconds` the time since the step before. Few prompts do not lower the threshold
+    below the policy's own tokens.
     """
-    bounds, arrivals_per_second = _bounds(threshold), offered.arrivals_per_second
+    low, high = _bounds(threshold)
+    if offered.demand.prompts < ENOUGH_PROMPTS:
+        low = float(threshold.tokens)
 
     def balanced(share_of: Callable[[LinkView], float]) -> float | None:
         """Return the balance where each link carries this share of what it can; None for any share or for none."""
         link_mbps = {link.cluster: share_of(link) * link.effective_mbps for link in links}
-        return optimum(offered.demand, offered.pools, link_mbps, arrivals_per_second, bounds, waiting)
+        return optimum(offered.demand, offered.pools, link_mbps, offered.arrivals_per_second, (low, high), waiting)
 
     planned_share = (marks.high_percent + marks.low_percent) / 200.0  # the middle between the two, of percents
     planned = balanced(lambda _: planned_share)

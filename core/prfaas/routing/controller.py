@@ -7,8 +7,10 @@ makes the threshold in one of two ways:
                links that carry what they are seen to carry (prfaas.routing.balance). It is where it should be at once
     feedback   where they are not: above the high watermark the threshold rises, by up to x1.5 an interval at 100 %
                pressure; below the low one it falls, by down to x0.7 at 0 %; between the two it holds. So it finds the
-               link's limit. While too few prompts have come it falls no further than the policy's own `tokens`: an idle
-               link says nothing of what the offload pools can do
+               link's limit
+
+While fewer than ENOUGH_PROMPTS are known, neither goes below the policy's own `tokens`: the lengths are not sure, and
+an idle link says nothing of what the offload pools can do.
 
 In feedback the hub has a pressure, too, of the time that prefills wait there. Equal waits are equal pressures: a
 request does not care where it waits. Where the hub's is the worse, the threshold falls whatever the link says. While it
@@ -32,7 +34,7 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas.routing.balance import Offered, find_base, find_bearable, find_trim, keep_steady, mean_waiting, waiting_now
-from prfaas.routing.feedforward import MIN_PROMPTS, NO_QUEUES, Waiting
+from prfaas.routing.feedforward import ENOUGH_PROMPTS, NO_QUEUES, Waiting
 from prfaas.routing.links import SATURATED_DRAIN_SECONDS, LinkFacts, LinkView, view_link
 from prfaas.routing.prices import prices_of
 from prfaas.wire.control import Bandwidth, LinkReport, Price, ThresholdUpdate
@@ -207,6 +209,8 @@ def _decide(
         trim = find_trim(before, marks, used_percent, waiting, offloads_lately=facts.recent_offloads != 0)
         tokens = min(base * trim, max(base, find_bearable(threshold, offered, waiting)))
         where = "trimmed above" if tokens > base else "at"
+        if offered.demand.prompts < ENOUGH_PROMPTS:
+            where = f"no lower than the policy's {threshold.tokens} tokens with few prompts, {where}"
         word = f"{where} the balance; {waiting.hub_seconds:.1f} s wait in the hub and {waiting.away_seconds:.1f} s away"
     reason = (
         f"link {busiest.cluster} under {busiest.pressure_percent:.0f}% pressure, "
@@ -228,12 +232,12 @@ def _fed_back(
 ) -> tuple[float, str]:
     """Return the threshold after one move under these pressures, and the word for it."""
     moved, word = _moved(config, state, facts, pressure_percent, local_percent)
-    few = facts.recent_prompts is not None and facts.recent_prompts < MIN_PROMPTS
+    few = facts.recent_prompts is not None and facts.recent_prompts < ENOUGH_PROMPTS
     floor = min(state.tokens, float(config.threshold.tokens)) if few else 0.0
     if moved >= floor:
         return moved, word
     held = "held" if state.tokens <= floor else f"lowered to the policy's {config.threshold.tokens} tokens"
-    return floor, f"{held}, fewer than {MIN_PROMPTS} prompts are known"
+    return floor, f"{held}, fewer than {ENOUGH_PROMPTS} prompts are known"
 
 
 def _moved(

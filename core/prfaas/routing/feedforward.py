@@ -26,8 +26,10 @@ from prfaas.names import HUB
 from prfaas.routing.lengths import Demand, DemandAbove
 from prfaas.wire.profile import Profile
 
-MIN_PROMPTS: Final = 200
-"""Fewer prompts say too little of a distribution: its quantiles would wander by more than the search is worth."""
+MIN_PROMPTS: Final = 20
+"""Fewer prompts say nothing of a distribution."""
+ENOUGH_PROMPTS: Final = 200
+"""Of fewer prompts the quantiles wander, so a threshold goes no lower than the policy's own."""
 ACCURACY: Final = 0.001
 """Share of the threshold, or one token, to which it is found. The lengths that it follows from are not known better."""
 HORIZON_SECONDS: Final = 6.0

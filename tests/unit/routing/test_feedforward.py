@@ -199,13 +199,15 @@ def test_without_local_pools_only_the_arrivals_decide():
 
 
 def test_too_little_known_gives_none():
-    few = demand_of(Bins([0.0, 10.0, 20.0]), [10, 10])
+    few, more = (demand_of(Bins([0.0, 10.0, 20.0, 30.0, 40.0]), [count, 6, 6, 6]) for count in (1, 2))
     same = demand_of(Bins([0.0, 10.0, 20.0]), [0, 1000])
     enough = paper_lengths()
     assert few is not None
+    assert more is not None
     assert same is not None
     assert enough is not None
     assert optimum(few, pools(), {"eu": 1e5}, 1.0, BOUNDS) is None
+    assert optimum(more, pools(), {"eu": 1e5}, 1.0, BOUNDS) is not None, "negative control"
     assert optimum(same, pools(), {"eu": 1e5}, 1.0, BOUNDS) is None, "a threshold cannot divide equal lengths"
     assert optimum(enough, [], {"eu": 1e5}, 1.0, BOUNDS) is None
     assert optimum(enough, pools(), {}, 1.0, BOUNDS) is None

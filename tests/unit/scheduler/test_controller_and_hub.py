@@ -28,10 +28,11 @@ PROFILE = Profile(state_bytes=1000, token_bytes=1000, token_seconds=1e-4, sample
 UNKNOWN = msgspec.structs.replace(PROFILE, samples=0)
 
 
-def demand(prompts: int = 395) -> Demand:
+def demand(prompts: int = 395, most_tokens: int = 8000) -> Demand:
+    """So many prompts, of 100 tokens to the most."""
     tally = LengthTally()
     for number in range(prompts):
-        tally.add(100 + 20 * number % 7900)
+        tally.add(100 + (most_tokens - 100) * number // prompts)
     found = demand_of(BINS, tally.counts)
     assert found is not None
     return found
@@ -121,13 +122,20 @@ def test_one_prompt_that_comes_or_goes_is_no_queue():
     )
 
 
-def test_until_lengths_are_known_feedback_relieves_a_full_link():
-    few = after(0.0, tokens=3000.0, offered=demand(199), **FULL_LINK)
-    assert (few.tokens, few.state.base_tokens) == (4500, None)
-    assert few.reason.endswith("used: raised")
-    enough = after(0.0, tokens=3000.0, offered=demand(200), **FULL_LINK)
-    assert enough.tokens != 4500
-    assert "above the balance; 0.0 s wait in the hub" in enough.reason
+def test_few_prompts_lower_the_threshold_no_further_than_the_policys_own_tokens():
+    few, enough = (after(0.0, tokens=3000.0, offered=demand(count, 5000)) for count in (199, 200))
+    assert (few.tokens, few.state.base_tokens) == (4096, 4096.0)
+    assert "no lower than the policy's 4096 tokens with few prompts, at the balance" in few.reason
+    assert enough.tokens < 4096, "negative control"
+    assert "used: at the balance" in enough.reason
+
+
+def test_few_prompts_are_kept_from_a_link_that_cannot_carry_them():
+    narrow = {**NARROW_LINK, "unsent_bytes": 30e6}
+    few = demand(100)
+    assert base_after(0.0, offered=few, **narrow) > 1.3 * base_after(0.0, offered=few)
+    none = after(0.0, tokens=3000.0, offered=demand(19), **narrow)
+    assert (none.tokens, none.state.base_tokens) == (4500, None), "feedback knows no lengths"
 
 
 @pytest.mark.parametrize("tokens", [5_000.0, 20_000.0])
