@@ -42,7 +42,7 @@ NOTES: Final = (
     "Under overload the moving threshold of these runs carries 93 % of its plan, and the best threshold that stays "
     "99 %, simulated with six seeds. What relieved a full pool moved the threshold away from its optimum. So PrfaaS-PD "
     "misses 1.3 times naive, in the simulator, too. Since these runs the threshold balances what waits. Simulated so, "
-    "it carries 98 % instead of 95 % of what the planned threshold does that stays, and 1.28 instead of 1.24 times "
+    "it carries 97 % instead of 95 % of what the planned threshold does that stays, and 1.27 instead of 1.24 times "
     "naive.",
     "At a stretch of 1.4 two cores are too slow: steps ended late by more than is allowed, so the run marked itself as "
     "invalid, and gave no figure.",
