@@ -106,8 +106,10 @@ def _limit_tokens(route: ApiRoute, fields: Mapping[str, msgspec.Raw]) -> int:
 
 def _count(fields: Mapping[str, msgspec.Raw], name: str) -> int:
     """Return a number of one or more, in each form that engines read; 0 if there is none."""
+    if name not in fields:
+        return 0
     try:
-        return max(0, msgspec.json.decode(fields.get(name, b"0"), type=int, strict=False))
+        return max(0, msgspec.json.decode(fields[name], type=int, strict=False))
     except (*UNREADABLE, ValueError):
         return 0
 

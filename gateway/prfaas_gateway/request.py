@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -396,11 +395,13 @@ def read_salted(received: bytes | bytearray, way: ReadingWay) -> tuple[str, Mapp
 
 def _write(fields: Fields) -> tuple[Fields, bytes]:
     """Return the body of these fields, behind the same fields as parts of it, which keep no other body in memory."""
-    pieces = [piece for name, field in fields.items() for piece in (b",", msgspec.json.encode(name), b":", field)]
-    body = b"".join((b"{", *pieces[1:], b"}"))
-    view, ends = memoryview(body), list(accumulate(map(len, pieces)))[3::4]
-    parts = zip(fields.items(), ends, strict=True)
-    return {name: msgspec.Raw(view[end - len(field) : end]) for (name, field), end in parts}, body
+    body = msgspec.json.encode(fields)
+    view, end, parts = memoryview(body), 0, dict[str, msgspec.Raw]()
+    for name, written in fields.items():
+        begin = end + len(msgspec.json.encode(name)) + 2  # behind a bracket or a comma, and the colon
+        end = begin + len(written)
+        parts[name] = msgspec.Raw(view[begin:end])
+    return parts, body
 
 
 def _with_cache_salt(fields: Fields, salt_of: Callable[[str], str], objects: Set[str]) -> Fields:
@@ -449,10 +450,10 @@ def _refuse_steering(fields: Fields) -> None:
     The gateway alone writes these, for the legs of a request.
     """
     found = set(STEERING_FIELDS & fields.keys())
-    for name, steering in STEERING_OBJECTS.items():
+    for name in STEERING_OBJECTS.keys() & fields.keys():
         with suppress(msgspec.ValidationError):  # what is no object is the engine's to refuse
-            members = _every_field.decode(fields.get(name, b"{}")).keys()
-            found |= {f"{name}.{member}" for member in steering & members}
+            members = _every_field.decode(fields[name]).keys()
+            found |= {f"{name}.{member}" for member in STEERING_OBJECTS[name] & members}
     if found:
         name = min(found)
         raise RequestError(f"the field {name} is set by the gateway, not by clients: leave it out", param=name)
