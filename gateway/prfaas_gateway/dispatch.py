@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from prfaas.bodies import BodyPlace, HeldBytes
+from prfaas.bounds.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError, PrfaasError, RequestError
 from prfaas.http_server import client_of
 from prfaas.routing.facts import check_places

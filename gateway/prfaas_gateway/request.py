@@ -22,12 +22,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
-from prfaas.bodies import BodyPlace
+from prfaas.bounds.bodies import BodyPlace
+from prfaas.bounds.requests import KNOWN_BYTES, check_fields
 from prfaas.engines import ENGINES
 from prfaas.errors import UNREADABLE, BadInputError, CapacityError, RequestError
 from prfaas.http_server import UNREADABLE_BODY, unreadable_body
 from prfaas.kvindex.bytes import ByteChain
-from prfaas.request_bounds import KNOWN_BYTES, check_fields
 from prfaas.routing.facts import Route
 from prfaas.routing.prompt_size import LARGE_BYTES
 from prfaas.telemetry.logs import line, tell

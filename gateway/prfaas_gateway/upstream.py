@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Self
 import aiohttp
 
 from prfaas import identity
-from prfaas.bodies import read_at_most
+from prfaas.bounds.answers import read_at_most
 from prfaas.credentials import CredentialFiles, Files, load, tls13, utc_now
 from prfaas.errors import IdentityError, LostError, UnreachableError
 from prfaas.names import HUB

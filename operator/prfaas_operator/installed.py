@@ -13,7 +13,7 @@ import aiohttp
 import typer
 
 from prfaas.api import KINDS
-from prfaas.bodies import ACCEPTED, read_at_most, unpacked
+from prfaas.bounds.answers import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import PeerError, PrfaasError, UnreachableError
 from prfaas.kube import KubeSession, ObjectRef
 from prfaas.names import API_VERSION

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import aiohttp
 import msgspec
 
-from prfaas.bodies import ACCEPTED, read_at_most, unpacked
+from prfaas.bounds.answers import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import ConfigError, ProtocolError, UnreachableError
 from prfaas.util import check_values, decode_json
 

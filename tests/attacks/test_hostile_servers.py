@@ -104,7 +104,7 @@ async def test_no_answer_of_a_members_server_fills_the_operators_memory(answer, 
 
 
 async def test_control_where_a_packed_piece_is_unpacked_at_once_a_part_of_the_answer_fills_it(monkeypatch):
-    monkeypatch.setattr("prfaas.bodies.UNPACKED_BYTES", 1 << 30)
+    monkeypatch.setattr("prfaas.bounds.answers.UNPACKED_BYTES", 1 << 30)
     assert await peak_bytes(text, ClusterUnreachableError) > 64 * MEBIBYTE
 
 

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from prfaas import request_bounds
+from prfaas.bounds.requests import MAX_BIASES, MAX_DEPTH, MAX_RULES, MAX_STOPS, check_fields
 from prfaas.errors import RequestError
-from prfaas.request_bounds import MAX_BIASES, MAX_DEPTH, MAX_RULES, MAX_STOPS
 from prfaas.routing.prompt_size import prompt_values
 from prfaas.routing.quarantine import MAX_REFUSED, QUARANTINE_SECONDS, SAME_LOSS_SECONDS, Quarantine
 from prfaas_gateway.request import read_fields
@@ -178,7 +177,7 @@ def test_the_bounds_are_where_they_are_said_to_be(bound, sent, longer):
 
 
 def test_a_schema_may_be_nested_as_deep_as_schemas_are():
-    request_bounds.check_fields({"guided_json": msgspec.Raw(json.dumps(nested(MAX_DEPTH // 2 - 1)).encode())})
+    check_fields({"guided_json": msgspec.Raw(json.dumps(nested(MAX_DEPTH // 2 - 1)).encode())})
 
 
 @pytest.mark.parametrize(

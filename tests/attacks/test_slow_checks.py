@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from prfaas import request_bounds
-from prfaas.bodies import HeldBytes
+from prfaas.bounds import requests
+from prfaas.bounds.bodies import HeldBytes
+from prfaas.bounds.requests import KNOWN_BYTES, MAX_GUIDE_BYTES, MAX_VALUES, check_fields, check_grammar, check_pattern
 from prfaas.errors import RequestError
-from prfaas.request_bounds import KNOWN_BYTES, MAX_GUIDE_BYTES, MAX_VALUES, check_fields, check_grammar, check_pattern
 from prfaas.telemetry.tracing import OFF
 from prfaas.wire.trace import read_trace
 from prfaas_gateway import request
@@ -52,7 +52,7 @@ SHAPES: Final = {
     "spaces before a tilde": TOO_MANY + "|x" + " " * SIZE + "~ 3",
     "a long name before a tilde": TOO_MANY + "|" + "x" * SIZE + "~ 3",
 }
-EXPRESSIONS: Final = [one.pattern for one in vars(request_bounds).values() if isinstance(one, re.Pattern)]
+EXPRESSIONS: Final = [one.pattern for one in vars(requests).values() if isinstance(one, re.Pattern)]
 AS_BEFORE: Final = r"(.?)\{\s*([0-9]*)\s*,?\s*([0-9]*)\s*\}"
 
 
@@ -103,7 +103,7 @@ def test_all_guides_of_a_body_have_one_bound_of_values():
 
 @pytest.mark.parametrize("name", ["stop", "bad_words", "stop_sequences", "stop_regex"])
 def test_a_million_stops_are_not_decoded(name, monkeypatch):
-    monkeypatch.setattr(request_bounds, "_decoded", None)
+    monkeypatch.setattr(requests, "_decoded", None)
     with pytest.raises(RequestError, match="at most 64 strings"):
         check_fields(guides(**{name: [""] * 1_000_000}))
 

@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 import aiohttp
 import msgspec
 
-from prfaas.bodies import ACCEPTED, read_at_most, unpacked
+from prfaas.bounds.answers import ACCEPTED, read_at_most, unpacked
 from prfaas.errors import UNREADABLE, ConfigError, InternalError, PeerError, ProtocolError, UnreachableError
 from prfaas.kube.package import Configuration, RESTClientObject
 from prfaas.ports import url_host
@@ -215,7 +215,7 @@ class KubeSession:
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
         """Yield the response of one request, all within `timeout_seconds`; raises as `call`, also while it is read.
 
-        Its body may be packed: read it by `read_answer`, or by `bodies.unpacked`.
+        Its body may be packed: read it by `read_answer`, or by `answers.unpacked`.
         Parameters of `query` that are None or empty are left out. The body of a PATCH is a merge patch, or a
         server-side apply if it is bytes of `encode_body`.
         """

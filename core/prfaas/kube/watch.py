@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prfaas.bodies import unpacked
+from prfaas.bounds.answers import unpacked
 from prfaas.errors import ConfigError, PeerError, ProtocolError
 from prfaas.kube.session import MAX_ANSWER_VALUES, KubeSession, Object, ObjectRef, OnAnswer, StatusError
 from prfaas.util import Backoff, backoff_seconds, check_values, decode_json

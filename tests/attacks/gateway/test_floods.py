@@ -12,8 +12,9 @@ import pytest
 from tests.unit.gateway.conftest import QUICK, answer
 from tests.waiting import eventually_async
 
-from prfaas import bodies, http_server
-from prfaas.bodies import BodyPlace
+from prfaas import http_server
+from prfaas.bounds import bodies
+from prfaas.bounds.bodies import BodyPlace
 from prfaas.http_server import ConnectionBounds
 
 HALF_A_HEAD: Final = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nX-a: "

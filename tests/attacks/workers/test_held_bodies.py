@@ -6,8 +6,8 @@ from typing import Final
 
 import pytest
 
-from prfaas import bodies
-from prfaas.bodies import HeldBytes
+from prfaas.bounds import bodies
+from prfaas.bounds.bodies import HeldBytes
 from prfaas_worker.assets import model_directory
 from prfaas_worker.front import serving
 from prfaas_worker.front.serving import ServedModel

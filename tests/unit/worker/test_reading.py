@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.bodies import HeldBytes
+from prfaas.bounds.bodies import HeldBytes
 from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 

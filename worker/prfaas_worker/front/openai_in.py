@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
+from prfaas.bounds.requests import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, check_stops
 from prfaas.errors import RequestError
-from prfaas.request_bounds import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, check_stops
 from prfaas.wire.engine import Generate, Sampling
 from prfaas.wire.streams import SEED_BITS, STREAM_FIELD, StreamParams
 from prfaas_worker.front.openai_bodies import (

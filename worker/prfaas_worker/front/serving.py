@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from aiohttp import web
 
-from prfaas.bodies import BodyPlace, HeldBytes
+from prfaas.bounds.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError, RequestError
 from prfaas.http_server import client_of
 from prfaas.telemetry.tracing import OFF, Tracing

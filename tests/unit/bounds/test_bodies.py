@@ -1,4 +1,4 @@
-"""prfaas.bodies: who has room for bodies, who makes it, and whose turn it is."""
+"""prfaas.bounds.bodies: who has room for bodies, who makes it, and whose turn it is."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,8 +7,8 @@ from typing import Final
 
 import pytest
 
-from prfaas import bodies
-from prfaas.bodies import BodyPlace, HeldBytes
+from prfaas.bounds import bodies
+from prfaas.bounds.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError
 from prfaas_gateway.limits import Limits
 

@@ -1,4 +1,4 @@
-"""prfaas.bodies: an answer is unpacked in small pieces, whole and nothing beside it, and read to a bound."""
+"""prfaas.bounds.answers: an answer is unpacked in small pieces, whole and nothing beside it, and read to a bound."""
 
 import asyncio
 import gzip
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from prfaas.bodies import UNPACKED_BYTES, read_at_most, unpack
+from prfaas.bounds.answers import UNPACKED_BYTES, read_at_most, unpack
 from prfaas.errors import ProtocolError
 
 MEBIBYTE = 1 << 20
@@ -86,7 +86,7 @@ async def test_a_body_takes_no_more_memory_than_is_read_of_it():
 
 
 async def test_control_unpacked_at_once_it_takes_all_of_it(monkeypatch):
-    monkeypatch.setattr("prfaas.bodies.UNPACKED_BYTES", 1 << 30)
+    monkeypatch.setattr("prfaas.bounds.answers.UNPACKED_BYTES", 1 << 30)
     assert await peak_bytes(MEBIBYTE) > 60 * MEBIBYTE
 
 
