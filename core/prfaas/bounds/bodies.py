@@ -17,8 +17,10 @@ from prfaas.errors import CapacityError
 
 CLIENT_PART: Final = 2
 """One client may have half of a room."""
-SHORT_BYTES: Final = 64 << 10
-"""A body of so much, and the beginning of any, takes no turn and counts as arrived."""
+BEGINNING_BYTES: Final = 64 << 10
+"""So much of each body counts as arrived: short ones have room where large ones are held back."""
+TURN_BYTES: Final = 64 << 10
+"""The price of a turn: a body that has sent no more takes none, so who drips bytes takes no turn of others."""
 SPARED_SECONDS: Final = 5.0
 """A body makes no room for others before it has arrived for so long."""
 _OF_ALL: Final = "requests"
@@ -119,11 +121,11 @@ class BodyPlace:
 
     def _late_bytes(self, size_bytes: int) -> int:
         """Return how many of so many bytes more are behind the beginning of the body."""
-        return max(0, self.taken_bytes + size_bytes - SHORT_BYTES) - max(0, self.taken_bytes - SHORT_BYTES)
+        return max(0, self.taken_bytes + size_bytes - BEGINNING_BYTES) - max(0, self.taken_bytes - BEGINNING_BYTES)
 
     async def turn(self) -> None:
-        """Wait until the next piece may be read. Each turn costs its sender as many bytes."""
-        if self._since_turn_bytes > SHORT_BYTES:
+        """Wait until the next piece may be read, where more than a turn's price has come since the last one."""
+        if self._since_turn_bytes > TURN_BYTES:
             self._since_turn_bytes = 0
             async with self._held.turns:
                 await asyncio.sleep(0)  # all that is ready runs before the lock is free

@@ -259,7 +259,7 @@ async def test_a_body_is_unpacked_a_piece_in_each_round_of_the_event_loop(world,
 
 
 async def test_control_without_turns_all_of_it_is_unpacked_at_once(world, monkeypatch):
-    monkeypatch.setattr(bodies, "SHORT_BYTES", 1 << 40)
+    monkeypatch.setattr(bodies, "TURN_BYTES", 1 << 40)
     assert len(set(await rounds_of_pieces(world, monkeypatch))) < 4
 
 

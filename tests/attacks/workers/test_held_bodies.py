@@ -28,7 +28,7 @@ ATTACKER, OTHER = "127.0.0.2", "127.0.0.3"
 @pytest.fixture
 def worker(front: Front, monkeypatch: pytest.MonkeyPatch) -> Front:
     """One with room for four bodies, whose engine nobody asks. All of a body counts while it arrives."""
-    monkeypatch.setattr(bodies, "SHORT_BYTES", 0)
+    monkeypatch.setattr(bodies, "BEGINNING_BYTES", 0)
     monkeypatch.setattr(bodies, "SPARED_SECONDS", 600.0)
     front.serving.loaded(SERVED, load_tokenizer(model_directory("builtin:kimi-linear-tiny")))
     front.serving.bodies = HeldBytes(ROOM_BYTES)

@@ -34,11 +34,11 @@ async def hold(place: BodyPlace, size_bytes: int) -> None:
 
 
 @pytest.fixture
-def no_body_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SHORT_BYTES", 0)
+def all_of_a_body_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BEGINNING_BYTES", 0)
 
 
-pure = pytest.mark.usefixtures("no_body_is_short")
+pure = pytest.mark.usefixtures("all_of_a_body_counts")
 
 
 @pure
@@ -75,9 +75,9 @@ def test_one_body_of_the_largest_size_has_room_to_arrive():
 def test_the_beginnings_of_bodies_count_as_arrived():
     held = HeldBytes(1 << 20, 10)
     with held.place("a", PROXY) as one, held.place("b", PROXY) as another:
-        one.take(bodies.SHORT_BYTES - 1)
+        one.take(bodies.BEGINNING_BYTES - 1)
         one.take(11)
-        another.take(bodies.SHORT_BYTES)
+        another.take(bodies.BEGINNING_BYTES)
         with pytest.raises(CapacityError):
             another.take(1)
 
@@ -154,12 +154,12 @@ async def read_in_turns(piece_bytes: int) -> list[str]:
 
 
 async def test_large_bodies_take_turns():
-    assert await read_in_turns(bodies.SHORT_BYTES + 1) == ["a", "b"] * 3
+    assert await read_in_turns(bodies.TURN_BYTES + 1) == ["a", "b"] * 3
 
 
 async def test_who_drips_bytes_takes_no_turn_of_others():
     with HeldBytes(1 << 30).place("", "") as place:
-        place.take(bodies.SHORT_BYTES + 1)
+        place.take(bodies.TURN_BYTES + 1)
         await place.turn()
         place.take(1)
         turn = place.turn()
@@ -168,4 +168,4 @@ async def test_who_drips_bytes_takes_no_turn_of_others():
 
 
 async def test_control_small_bodies_do_not():
-    assert await read_in_turns(bodies.SHORT_BYTES // 3) == ["a"] * 3 + ["b"] * 3
+    assert await read_in_turns(bodies.TURN_BYTES // 3) == ["a"] * 3 + ["b"] * 3
