@@ -211,14 +211,14 @@ def operator_values(images: Images | None) -> list[str]:
 
 
 def example(text: str, images: Images | None) -> str:
-    """Return the example's objects for kubectl, with our own images in place of the published ones."""
+    """Return the example's objects for kubectl, with our own image of vLLM in place of the published one."""
     if images is None:
         return text
     objects = list(yaml.safe_load_all(text))
     for each in objects:
-        if each["kind"] != "PrfaaSPolicy":
-            engine = each["spec"].setdefault("engine", {})
-            engine["image"] = images.vllm if engine.get("type") == "vllm" else images.worker
+        engine = each["spec"].get("engine", {})
+        if engine.get("type") == "vllm":
+            engine["image"] = images.vllm
     return yaml.safe_dump_all(objects)
 
 

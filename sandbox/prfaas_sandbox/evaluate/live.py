@@ -144,7 +144,7 @@ class LiveCase:
     @asynccontextmanager
     async def _system(self, scenario: Scenario, longest: int) -> AsyncIterator[str]:
         """Have a system's pools and policy, for requests of at most so many tokens; give its gateway's address."""
-        objects = pool_objects(scenario, self._scale, longest, self._environment.images)
+        objects = pool_objects(scenario, self._scale, longest)
         hub = self._environment.hub
         await self._remove()  # of a run before that would not go
         try:

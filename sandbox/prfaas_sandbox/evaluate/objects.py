@@ -20,7 +20,6 @@ from prfaas.kube.session import Object
 from prfaas.schedule import RUNNING
 from prfaas.simulate.scenario import ConversionPolicy, Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
-from prfaas_sandbox.environment import Images
 
 API: Final = "prfaas.io/v1alpha1"
 POLICY: Final = "evaluation"
@@ -130,7 +129,7 @@ def live_mbps(case: Case) -> int:
     return max(1, round(exact))
 
 
-def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, images: Images | None) -> list[Object]:
+def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int) -> list[Object]:
     """Return the pools and the policy. `longest_tokens` are of a prompt and its answer, without what begins a text.
 
     Nothing is drained: a run's pods leave when all its requests are answered. Where the long loop acts, the hub's
@@ -144,7 +143,7 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
         if conversion and isinstance(pool, HubPool) and not decodes:
             spec: Object = {"shareWith": f"{pool.name}-decode", "replicas": wanted[name]}
         else:
-            spec = _instances_spec(pool, wanted[name], scenario, scale, longest_tokens, images)
+            spec = _instances_spec(pool, wanted[name], scenario, scale, longest_tokens)
         if isinstance(pool, OffloadPool):
             spec |= {"clusterName": MEMBER, **_bounds(scenario, pool, scale)}
         if not decodes:
@@ -157,12 +156,7 @@ def pool_objects(scenario: Scenario, scale: CaseScale, longest_tokens: int, imag
 
 
 def _instances_spec(
-    pool: OffloadPool | HubPool,
-    replicas: int,
-    scenario: Scenario,
-    scale: CaseScale,
-    longest_tokens: int,
-    images: Images | None,
+    pool: OffloadPool | HubPool, replicas: int, scenario: Scenario, scale: CaseScale, longest_tokens: int
 ) -> Object:
     """Return the spec of a pool with instances of its own."""
     args = [
@@ -174,12 +168,9 @@ def _instances_spec(
         f"--cache-mib={_cache_mib(pool, scale, longest_tokens)}",
         *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
     ]
-    engine: Object = {"type": "emulated", "args": args}
-    if images is not None:
-        engine["image"] = images.worker
     return {
         "model": {"name": MODEL, "source": _SOURCE},
-        "engine": engine,
+        "engine": {"type": "emulated", "args": args},
         "replicas": replicas,
         "drainSeconds": 0,
         "template": {

@@ -57,7 +57,7 @@ def test_each_system_has_the_instances_of_table_6(policy: PolicyName, expected: 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_objects_are_valid_and_offload_only_where_the_system_does(policy: PolicyName):
     scenario = scenario_of(case(), RunKey(policy, 0.5, 1))
-    objects = pool_objects(scenario, SCALE, 132_096, None)
+    objects = pool_objects(scenario, SCALE, 132_096)
     for one in objects:
         KINDS[one["kind"]].model_validate(one)
     offload = [one for one in objects if one["spec"].get("clusterName")]
@@ -92,7 +92,7 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
     scenario = scenario_of(case(ROOT / f"examples/{path}.yaml"), RunKey("threshold", 0.5, 1))
     scale = CaseScale(stretch=2.0, cache_scale=128)
     profiles = profiles_object([scenario])["data"]
-    *pools, _ = pool_objects(scenario, scale, 5000, None)
+    *pools, _ = pool_objects(scenario, scale, 5000)
     flags = {one["metadata"]["name"]: one["spec"]["engine"]["args"] for one in pools}
     kinds = RequestProcess(scenario, Tally())._kinds()
     for pool in (*scenario.system.offload, *scenario.system.hub):
@@ -112,7 +112,7 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
 def test_an_instance_has_room_for_as_many_caches_as_it_computes_at_once():
     scenario = scenario_of(case(), RunKey("threshold", 0.5, 1))
     for cache_scale in (128, 8):
-        first, *_ = pool_objects(scenario, CaseScale(stretch=4.0, cache_scale=cache_scale), 132_096, None)
+        first, *_ = pool_objects(scenario, CaseScale(stretch=4.0, cache_scale=cache_scale), 132_096)
         flags = dict(one.split("=", 1) for one in first["spec"]["engine"]["args"])
         profile = scenario.system.offload[0].profile
         caches = int(flags["--max-running"]) * (profile.state_bytes + profile.token_bytes * 132_096)
@@ -196,7 +196,7 @@ LONG_LOOP = case(ROOT / "examples/longloop.yaml")
 def test_where_the_long_loop_acts_roles_are_shared_and_the_member_is_scaled_by_stretched_times():
     scenario = scenario_of(LONG_LOOP, RunKey("threshold", 0.5, 1))
     check_live(LONG_LOOP, scenario)
-    objects = pool_objects(scenario, SCALE, longest_tokens(LONG_LOOP, RunKey("threshold", 0.5, 1)), None)
+    objects = pool_objects(scenario, SCALE, longest_tokens(LONG_LOOP, RunKey("threshold", 0.5, 1)))
     for one in objects:
         KINDS[one["kind"]].model_validate(one)
     specs = {one["metadata"]["name"]: one["spec"] for one in objects}
@@ -215,7 +215,7 @@ def test_where_the_long_loop_acts_roles_are_shared_and_the_member_is_scaled_by_s
 
 
 def test_a_policy_without_the_long_loop_changes_no_pool():
-    objects = pool_objects(scenario_of(LONG_LOOP, RunKey("static", 0.5, 1)), SCALE, 9000, None)
+    objects = pool_objects(scenario_of(LONG_LOOP, RunKey("static", 0.5, 1)), SCALE, 9000)
     assert not any({"shareWith", "maxReplicas", "scaling"} & {*one["spec"]} for one in objects)
     assert not any("annotations" in one["metadata"] for one in objects)
 
@@ -233,5 +233,5 @@ def test_a_long_loop_without_prefills_or_with_a_promise_is_refused():
 
 def test_steps_and_the_longest_prompt_are_those_of_the_file():
     scenario = msgspec.structs.replace(scenario_of(case(), RunKey("threshold", 0.5, 1)), step_tokens=4096)
-    first, *_ = pool_objects(scenario, SCALE, 132_096, None)
+    first, *_ = pool_objects(scenario, SCALE, 132_096)
     assert {"--step-tokens=4096", "--max-context=132097"} <= {*first["spec"]["engine"]["args"]}
