@@ -1,6 +1,7 @@
 """Servers that we call want our memory, our time, or our calls to go elsewhere: a member's API server, a Prometheus."""
 
 import asyncio
+import re
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -208,9 +209,19 @@ async def test_control_where_there_is_room_all_of_it_is_kept(caplog):
     assert not caplog.records
 
 
-async def test_a_pods_log_is_read_to_a_bound():
+async def read_a_long_log() -> int:
+    """Return how many bytes are read of a pod's log of 8 MiB."""
     async with member(lambda _: web.Response(body=b"x" * (8 * MEBIBYTE))) as client:
-        assert clients.MAX_LOG_BYTES < len(await client.log("pod")) < 4 * MEBIBYTE
+        return len(await client.log("pod"))
+
+
+async def test_a_pods_log_is_read_to_a_bound():
+    assert clients.MAX_LOG_BYTES < await read_a_long_log() < 4 * MEBIBYTE
+
+
+async def test_control_without_the_bound_all_of_a_log_is_read(monkeypatch):
+    monkeypatch.setattr(clients, "MAX_LOG_BYTES", 1 << 40)
+    assert await read_a_long_log() == 8 * MEBIBYTE
 
 
 def vector(_request: web.Request) -> web.Response:
@@ -281,10 +292,25 @@ async def test_control_a_client_that_follows_redirects_believes_the_answer():
         assert await client.value("up") == 7.0
 
 
-@pytest.mark.parametrize("url", ["http://scraper:S3cret@127.0.0.1:1", "http://scraper:S3cret@[::1", "scraper:S3cret@p"])
-async def test_no_error_repeats_a_password_of_the_address(url):
+async def error_of(url: str) -> str:
     async with aiohttp.ClientSession(trust_env=False) as http:
         with pytest.raises(PrfaasError) as refused:
             await Prometheus(http, url, 5.0).value("up")
-    assert "S3cret" not in str(refused.value)
     assert isinstance(refused.value, (UnreachableError, ConfigError))
+    return str(refused.value)
+
+
+each_address = pytest.mark.parametrize(
+    "url", ["http://scraper:S3cret@127.0.0.1:1", "http://scraper:S3cret@[::1", "scraper:S3cret@p"]
+)
+
+
+@each_address
+async def test_no_error_repeats_a_password_of_the_address(url):
+    assert "S3cret" not in await error_of(url)
+
+
+@each_address
+async def test_control_an_address_that_is_shown_whole_has_it(url, monkeypatch):
+    monkeypatch.setattr("prfaas_scheduler.prometheus._CREDENTIALS", re.compile("()(?!)"))  # finds none
+    assert "S3cret" in await error_of(url)

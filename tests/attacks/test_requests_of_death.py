@@ -180,15 +180,27 @@ def test_a_schema_may_be_nested_as_deep_as_schemas_are():
     check_fields({"guided_json": msgspec.Raw(json.dumps(nested(MAX_DEPTH // 2 - 1)).encode())})
 
 
-@pytest.mark.parametrize(
-    "written",
-    [b'"\\ud800"', b'["a", "\\udc00\\ud800"]', b'"\xff"', b'"\xed\xa0\x80"', b"[" * 2000 + b"]" * 2000],
-    ids=["half a pair", "a pair the wrong way", "no UTF-8", "a surrogate in UTF-8", "too deep"],
-)
-def test_text_that_no_engine_can_read_is_refused(written):
+UNREADABLE: dict[str, tuple[bytes, bytes]] = {
+    "half a pair": (b'"\\ud800"', b'"\\ud800\\udc00"'),
+    "a pair the wrong way": (b'["a", "\\udc00\\ud800"]', b'["a", "\\ud800\\udc00"]'),
+    "no UTF-8": (b'"\xff"', b'"\xc3\xbf"'),
+    "a surrogate in UTF-8": (b'"\xed\xa0\x80"', b'"\xed\x9f\xbf"'),
+    "too deep": (b"[" * 2000 + b"]" * 2000, b"[" * 200 + b"]" * 200),
+}
+"""Each beside one like it that can be read."""
+each_unreadable = pytest.mark.parametrize(("written", "readable"), UNREADABLE.values(), ids=UNREADABLE.keys())
+
+
+@each_unreadable
+def test_text_that_no_engine_can_read_is_refused(written, readable):
     with pytest.raises(RequestError) as refused:
         prompt_values({"input": msgspec.Raw(written)}, {"input"})
     assert refused.value.param == "input"
+
+
+@each_unreadable
+def test_control_text_that_can_be_read_is_not(written, readable):
+    assert prompt_values({"input": msgspec.Raw(readable)}, {"input"}) == {"input": json.loads(readable)}
 
 
 def test_the_quarantine_is_bounded_and_ends():
