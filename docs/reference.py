@@ -189,6 +189,8 @@ def _encryption_of(one: EngineRecord) -> str:
 def port_rows() -> list[tuple[str, ...]]:
     """Return the ports of each engine."""
     rows = [("all", "8000 API and metrics; 8001 caches and cache events, of `prfaas` and `vllm-prfaas`", "8000, 8001")]
+    ours = [one.name for one in ENGINES.values() if one.is_ours]
+    rows += [(f"`{name}`", "8002 probes and metrics", "8002, to Prometheus") for name in ours]
     for one in ENGINES.values():
         words = [f"{port.first}{' and up' if port.last > port.first else ''}: {port.what}" for port in one.all_ports]
         opened = [

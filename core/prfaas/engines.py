@@ -27,6 +27,10 @@ ResumedBy = Literal["Nothing", "TokenIds", "DrawnTokens"]
 request, with the tokens that were drawn."""
 
 
+ADMIN_PORT: Final = "admin"
+"""Name of our worker's port for probes and metrics."""
+
+
 class PortRange(NamedTuple):
     """Ports that the largest instance of an engine opens beside 8000 and 8001.
 
@@ -134,7 +138,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics: str
     """Its table of queries in `prfaas_scheduler.engines`."""
     metrics_path: str = "/metrics"
-    """The path of its metrics at the API's port."""
+    """The path of its metrics."""
     running_limit_flag: str = ""
     """The flag with the most requests that run together, of an engine that does not publish it."""
     link_port: str = ""
@@ -164,6 +168,11 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     def needs_pod_ip(self) -> bool:
         """Whether a node's ports cannot lead to an instance."""
         return bool(self.chosen_ports)
+
+    @property
+    def probed_port(self) -> str:
+        """Name of the port with its probes and metrics. Where that is its API's, who calls it can keep probes out."""
+        return ADMIN_PORT if self.is_ours else "api"
 
     @property
     def serves_both_roles(self) -> bool:
@@ -206,8 +215,8 @@ _PRFAAS: Final = EngineRecord(
     is_ours=True,
     has_builtin_models=True,
     flags=(
-        *("model-source", "model-name", "host", "api-port", "data-port", "instance", "cluster", "pool", "role"),
-        *("drain-seconds", "egress-file", "tls-dir"),
+        *("model-source", "model-name", "host", "api-port", "data-port", "admin-port", "instance", "cluster", "pool"),
+        *("role", "drain-seconds", "egress-file", "tls-dir"),
     ),
     roles="Assigned",
     memory_gib=32,
@@ -222,7 +231,7 @@ _PRFAAS: Final = EngineRecord(
     maps_bytes=True,
     has_profile=True,
     metrics="prfaas",
-    link_port="api",
+    link_port=ADMIN_PORT,
     checked="Frame",
     is_encrypted=True,
     checks_callers=True,

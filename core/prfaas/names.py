@@ -34,6 +34,8 @@ FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
 # The worker exposes two ports, and no more: a member cluster's firewall opens exactly these.
 WORKER_API_PORT: Final = 8000
 WORKER_DATA_PORT: Final = 8001
+WORKER_ADMIN_PORT: Final = 8002
+"""Probes and metrics of our worker, for kubelet and Prometheus of its own cluster."""
 # Foreign engines need more ports; these are their own defaults.
 BOOTSTRAP_PORT: Final = 8998
 """SGLang, and vLLM with Mooncake: a prefill instance tells there how to reach its cache."""

@@ -78,8 +78,8 @@ def lacking(table: RoutingTable, measured: Measurements) -> Iterator[str]:
 def _of_instances(engine: str, cluster: str, measured: Measurements) -> Iterator[str]:
     if ("instances_sampled_at_seconds", cluster) not in measured.facts:
         yield (
-            f"no instance of {engine} in {cluster} is measured: let Prometheus scrape the port api of its pods, with "
-            "the labels cluster, pool and role"
+            f"no instance of {engine} in {cluster} is measured: let Prometheus scrape the port "
+            f"{ENGINES[engine].probed_port} of its pods, with the labels cluster, pool and role"
         )
     elif ("waiting_prefills", cluster) not in measured.facts:
         cure = queries_of(engine).lacks.get("waiting_prefills", "the threshold follows the link alone")

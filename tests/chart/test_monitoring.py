@@ -208,8 +208,8 @@ def test_renders_no_kinds_of_other_projects_by_default(hub, member):
 
 
 def test_pod_monitors_scrape_every_named_port_and_give_the_labels_that_queries_select_by(render):
-    instance_ports = {"api", "link-metrics"}
-    for chart, ports in (("prfaas", {"admin", "metrics"} | instance_ports), ("prfaas-member", instance_ports)):
+    instance_ports = {"admin", "api", "link-metrics"}
+    for chart, ports in (("prfaas", {"metrics"} | instance_ports), ("prfaas-member", instance_ports)):
         objects = render(chart, "--set", "monitoring.podMonitor.enabled=true")
         (monitor,) = (each["spec"] for each in objects if each["kind"] == "PodMonitor")
         assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} == ports

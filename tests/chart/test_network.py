@@ -118,7 +118,7 @@ def test_workers_of_the_hub_hear_gateways_each_other_and_prometheus(hub):
     assert not selects(policy["podSelector"], GATEWAY)
     assert ports_open_to(policy, WORKER) == ports_open_to(policy, GATEWAY) == WORKER_PORTS
     assert ports_open_to(policy, {"app": "neighbour"}) == set()
-    assert ports_open_to_namespace(policy, "monitoring") == {names.WORKER_API_PORT}
+    assert ports_open_to_namespace(policy, "monitoring") == {names.WORKER_API_PORT, names.WORKER_ADMIN_PORT}
     assert ports_open_to_namespace(policy, "default") == set()
     assert ports_reached(policy) == {53} | WORKER_PORTS
 
@@ -181,6 +181,16 @@ def test_only_prometheus_reads_what_a_gateway_shows_to_those_who_operate_it(hub)
     assert ports_open_to(policy, WORKER) == ports_open_to(policy, {"app": "neighbour"}) == set()
     rendered = protection.network_policy(PrfaaSPolicy.model_validate(POLICY))["spec"]
     assert ports_open_to(rendered, {"app": "neighbour"}) == {names.GATEWAY_PORT}
+
+
+@pytest.mark.parametrize("chart", ["prfaas", "prfaas-member"])
+def test_a_workers_probes_and_metrics_are_open_to_prometheus_alone(render, chart):
+    """Not to gateways, other workers, or another cluster, whose addresses are given here."""
+    other = ["--set", "networkPolicy.hubCidrs={192.0.2.0/24}"] if chart == "prfaas-member" else []
+    policy = about(policies(render(chart, *other)), WORKER)
+    rules = [rule for rule in policy["ingress"] for port in rule["ports"] if names.WORKER_ADMIN_PORT in numbers(port)]
+    assert [list(peer) for rule in rules for peer in rule["from"]] == [["namespaceSelector"]]
+    assert names.WORKER_ADMIN_PORT in ports_open_to_namespace(policy, "monitoring")
 
 
 @pytest.mark.parametrize(

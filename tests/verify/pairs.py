@@ -32,7 +32,8 @@ class StartedWorker:
         self.url, self.log = f"http://{LOOPBACK}:{api_port}", log
         program = [faulty_worker.__file__] if fault else ["-m", "prfaas_worker"]
         command = [*ends_with_us(), sys.executable, *program, "--model-source", str(model), "--model-name", "attentive"]
-        command += ["--api-port", str(api_port), "--data-port", str(self.data_port), "--instance", log.stem]
+        command += ["--api-port", str(api_port), "--data-port", str(self.data_port), "--admin-port", "0"]
+        command += ["--instance", log.stem]
         # Nothing is measured: equal steps give equal answers.
         command += ["--threads", "1", "--step-tokens", "2048", "--profile-seconds", "0", "--max-context", "32768"]
         planted = {faulty_worker.FAULT: fault, faulty_worker.AFTER: str(after)}

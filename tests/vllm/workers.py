@@ -20,7 +20,7 @@ class WorkerProcess:
     def __init__(self, model_source: str, log: Path):
         api, self.data_port = free_ports(2)
         flags = ["--model-source", model_source, "--model-name", "tiny", "--host", "127.0.0.1", "--threads", "1"]
-        flags += ["--api-port", str(api), "--data-port", str(self.data_port)]
+        flags += ["--api-port", str(api), "--data-port", str(self.data_port), "--admin-port", "0"]
         self.url = f"http://127.0.0.1:{api}"
         self._child = ChildProcess("our worker", [sys.executable, "-m", "prfaas_worker", *flags], log)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import typer
 
 from prfaas.console import LogFormatOption, ip_address, port_option, read_options, refuse, seconds_up_to, whole_number
 from prfaas.errors import ConfigError
-from prfaas.names import WORKER_API_PORT, WORKER_DATA_PORT
+from prfaas.names import WORKER_ADMIN_PORT, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
 from prfaas.schedule import RUNNING
 from prfaas.wire.engine import Role
@@ -54,9 +55,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         str, typer.Option(metavar="DIR|builtin:NAME", help="Model directory, or a model of the package.")
     ]
     model_name: Annotated[str, typer.Option(metavar="NAME", help="Name of the model in requests.")]
-    host: Annotated[str, typer.Option(parser=ip_address, metavar="IP", help="Address of both ports.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(parser=ip_address, metavar="IP", help="Address of all ports.")] = "127.0.0.1"
     api_port: Annotated[int, port_option("HTTP port.")] = WORKER_API_PORT
     data_port: Annotated[int, port_option("Port of cache transfers.")] = WORKER_DATA_PORT
+    admin_port: Annotated[
+        int, port_option("Port of probes and /metrics, never inside TLS; 0: any free one.", low=0)
+    ] = WORKER_ADMIN_PORT
     instance: Annotated[
         str, typer.Option(metavar="NAME", help="Name of this replica: its pod's.", show_default="host name")
     ] = os.uname().nodename
@@ -89,7 +93,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         typer.Option(
             metavar="DIR",
             show_default="plain",
-            help="Serve both ports inside TLS with DIR's tls.crt, tls.key and ca.crt; reread when they change.",
+            help="Serve API and data port inside TLS with DIR's tls.crt, tls.key and ca.crt; reread when they change.",
         ),
     ] = ""
     profile_seconds: Annotated[
@@ -154,8 +158,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line. A bad flag ends the process with exit code 2 and a message, --help with 0."""
     options = read_options(Options, "prfaas-worker", HELP, arguments)
-    if options.api_port == options.data_port:
-        refuse("prfaas-worker", f"--api-port and --data-port are both {options.api_port}; give two different ports")
+    ports = {"--api-port": options.api_port, "--data-port": options.data_port, "--admin-port": options.admin_port}
+    for one, other in combinations(ports, 2):
+        if ports[one] == ports[other]:
+            refuse("prfaas-worker", f"{one} and {other} are both {ports[one]}; give two different ports")
     if options.emulate:
         _check_emulation(options)
     elif (options.cache_scale, options.stretch, options.load_seconds) != (1, 1.0, 0.0):

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from prfaas import identity, names
 from prfaas.conditions import rfc3339
+from prfaas.engines import ADMIN_PORT
 from prfaas.identity import KeyPair
 from prfaas.rights import Identity
 from prfaas_operator.clusters import kinds
@@ -30,11 +31,13 @@ PURPOSES: Final = ("client auth", "server auth", "digital signature")
 
 
 def worker_in_tls(deployment: Object, args: Sequence[str]) -> Object:
-    """Return a worker's Deployment with the certificate mounted, HTTPS probes and the engine's flags for TLS."""
+    """Return a worker's Deployment with the certificate mounted, HTTPS probes at its API and the engine's flags for
+    TLS."""
     changed = _with_certificate(deployment, SECRET, args)
     container = changed["spec"]["template"]["spec"]["containers"][0]
     for probe in container.keys() & {"startupProbe", "readinessProbe", "livenessProbe"}:
-        container[probe]["httpGet"]["scheme"] = "HTTPS"
+        if container[probe]["httpGet"]["port"] != ADMIN_PORT:  # which is plain, as a gateway's
+            container[probe]["httpGet"]["scheme"] = "HTTPS"
     return changed
 
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from prfaas import names
 from prfaas.api import PrefillPool
+from prfaas.engines import ADMIN_PORT
 from prfaas.wire.routes import EngineName
 from prfaas_operator.plan.pool_status import PoolObject, role_of
 from prfaas_operator.render import vllm
@@ -44,6 +45,7 @@ def _prfaas(pool: PoolObject, terms: StartTerms) -> Start:
         "--host": "$(POD_IP)",
         "--api-port": str(names.WORKER_API_PORT),
         "--data-port": str(names.WORKER_DATA_PORT),
+        "--admin-port": str(names.WORKER_ADMIN_PORT),
         "--instance": "$(POD_NAME)",
         "--cluster": spec.cluster_name or names.HUB,
         "--pool": pool.metadata.name,
@@ -52,7 +54,8 @@ def _prfaas(pool: PoolObject, terms: StartTerms) -> Start:
     }
     if isinstance(pool, PrefillPool):
         flags["--egress-file"] = EGRESS_FILE
-    ports = {"api": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT}
+    # Not "api", which is scraped: this port has the same figures as that of probes and metrics.
+    ports = {"http": names.WORKER_API_PORT, "data": names.WORKER_DATA_PORT, ADMIN_PORT: names.WORKER_ADMIN_PORT}
     arguments = [*words(flags), *spec.engine.args]
     return Start(
         ["prfaas-worker"], arguments, {}, ports, health_path="", tls_args=TLS_DIR_ARGS, image=terms.worker_image

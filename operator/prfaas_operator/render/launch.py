@@ -31,7 +31,7 @@ class Start(NamedTuple):
 
     Args:
         env: variables; one of the pool's owner replaces the one of the same name.
-        health_path: path of all probes; empty for our own worker, which has two.
+        health_path: path of all probes; empty for our own worker, which has two at a port of their own.
         tls_args: flags that put the API inside TLS, for an instance with a certificate; none if the engine has none.
         volumes, mounts: of the container.
         init_containers: that end before the container starts.

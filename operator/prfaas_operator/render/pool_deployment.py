@@ -17,6 +17,7 @@ from typing import Any, Final
 from prfaas import names
 from prfaas.api import MemberCluster, PrefillPool
 from prfaas.api.template import PodTemplate, Resources, Spread
+from prfaas.engines import ADMIN_PORT
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object, manifest
 from prfaas_operator.plan.pod_facts import CHEAP, DELETION_COST, ROLE_GATE, TEMPLATE_ANNOTATION
@@ -146,7 +147,6 @@ def _affinity(template: PodTemplate) -> Object:
 
 
 def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bool) -> Object:
-    host_port = (lambda port: {"hostPort": port}) if by_host else (lambda _: {})
     container: Object = {
         "name": "worker",
         "image": pool.spec.engine.image or begin.image,
@@ -154,10 +154,12 @@ def _worker(pool: PoolObject, begin: Start, mounts: list[Object], *, by_host: bo
         "args": begin.args,
         "env": _environment(pool, begin),
         "ports": [
-            {"name": name, "containerPort": port, "protocol": "TCP", **host_port(port)}
+            {"name": name, "containerPort": port, "protocol": "TCP"}
+            # Kubelet and Prometheus ask the pod's address: no node opens the port for them to other clusters.
+            | ({"hostPort": port} if by_host and name != ADMIN_PORT else {})
             for name, port in begin.ports.items()
         ],
-        **_probes(begin),
+        **_probes(begin, pool.spec.engine.record.probed_port),
         "securityContext": _security(pool),
         "volumeMounts": mounts,
         **common.on_leaving(pool.spec.drain_seconds),
@@ -192,18 +194,18 @@ def _security(pool: PoolObject) -> Object:
     return {**common.CONTAINER_SECURITY, "capabilities": {"drop": ["ALL"], "add": ["IPC_LOCK"]}}
 
 
-def _probes(begin: Start) -> Object:
+def _probes(begin: Start, port: str) -> Object:
     if not begin.health_path:
         return {
-            "readinessProbe": http_probe("/readyz", "api", period_seconds=1, failures=2),
-            "livenessProbe": http_probe("/healthz", "api", period_seconds=5, failures=6),
+            "readinessProbe": http_probe("/readyz", port, period_seconds=1, failures=2),
+            "livenessProbe": http_probe("/healthz", port, period_seconds=5, failures=6),
         }
     path = begin.health_path
     return {
         # Other engines answer nothing until the model is loaded.
-        "startupProbe": http_probe(path, "api", period_seconds=10, failures=LOADING_SECONDS // 10),
-        "readinessProbe": http_probe(path, "api", period_seconds=1, failures=2),
-        "livenessProbe": http_probe(path, "api", period_seconds=5, failures=6),
+        "startupProbe": http_probe(path, port, period_seconds=10, failures=LOADING_SECONDS // 10),
+        "readinessProbe": http_probe(path, port, period_seconds=1, failures=2),
+        "livenessProbe": http_probe(path, port, period_seconds=5, failures=6),
     }
 
 

@@ -75,14 +75,14 @@ def test_each_cluster_has_its_own_certificate_and_the_key_of_the_authority_stays
     ), expiries
 
 
-def test_instances_mount_it_their_probes_speak_tls_and_the_gateway_has_the_hubs(joined):
+def test_instances_mount_it_their_probes_stay_plain_and_the_gateway_has_the_hubs(joined):
     joined.eventually(lambda: joined.member.exists("deployment", "away"), "the pool runs")
     joined.eventually(lambda: joined.hub.exists("deployment", "home"), "the hub's too")
     for place, pool in ((joined.member, "away"), (joined.hub, "home")):
         pod = place.get("deployment", pool)["spec"]["template"]
         worker = pod["spec"]["containers"][0]
         assert worker["args"][-2:] == ["--tls-dir", "/etc/prfaas/tls"]
-        assert {worker[probe]["httpGet"]["scheme"] for probe in ("readinessProbe", "livenessProbe")} == {"HTTPS"}
+        assert {worker[probe]["httpGet"]["scheme"] for probe in ("readinessProbe", "livenessProbe")} == {"HTTP"}
         assert pod["metadata"]["annotations"]["prfaas.io/scheme"] == "https"
         volume = next(volume for volume in pod["spec"]["volumes"] if "secret" in volume)
         assert volume["secret"] == {"secretName": SECRET, "defaultMode": 0o440}

@@ -106,13 +106,16 @@ def test_a_template_inside_tls_changes_nothing_that_was_there():
     container = {
         "args": ["--x", "1"],
         "volumeMounts": [],
-        "readinessProbe": {"httpGet": {}},
-        "livenessProbe": {"httpGet": {}},
+        "readinessProbe": {"httpGet": {"port": "api"}},
+        "livenessProbe": {"httpGet": {"port": "admin"}},
     }
     plain = {"spec": {"template": {"metadata": {"labels": {}}, "spec": {"containers": [container], "volumes": []}}}}
     changed = render.worker_in_tls(plain, render.TLS_DIR_ARGS)
     template = changed["spec"]["template"]
-    assert template["spec"]["containers"][0]["args"] == ["--x", "1", "--tls-dir", "/etc/prfaas/tls"]
+    inside = template["spec"]["containers"][0]
+    assert inside["args"] == ["--x", "1", "--tls-dir", "/etc/prfaas/tls"]
+    assert inside["readinessProbe"]["httpGet"] == {"port": "api", "scheme": "HTTPS"}
+    assert inside["livenessProbe"] == container["livenessProbe"], "the port of probes alone is plain"
     assert template["metadata"]["annotations"] == {"prfaas.io/scheme": "https"}
     assert container["args"] == ["--x", "1"]
     assert "annotations" not in plain["spec"]["template"]["metadata"]

@@ -59,6 +59,7 @@ def test_a_worker_is_started_with_the_flags_of_its_pool(make):
         "--host": "$(POD_IP)",
         "--api-port": "8000",
         "--data-port": "8001",
+        "--admin-port": "8002",
         "--instance": "$(POD_NAME)",
         "--cluster": "eu",
         "--pool": "offload",
@@ -66,13 +67,12 @@ def test_a_worker_is_started_with_the_flags_of_its_pool(make):
         "--drain-seconds": "45",
         "--egress-file": "/etc/prfaas/settings/egress-mbps",
     }
-    assert {port["name"]: port["containerPort"] for port in worker["ports"]} == {"api": 8000, "data": 8001}
+    ports = {port["name"]: port["containerPort"] for port in worker["ports"]}
+    assert ports == {"http": 8000, "data": 8001, "admin": 8002}
     names = [variable["name"] for variable in worker["env"]]
     assert names == ["POD_IP", "POD_NAME", "POD_NAMESPACE", "HOME", "USER"]
-    assert (worker["readinessProbe"]["httpGet"]["path"], worker["livenessProbe"]["httpGet"]["path"]) == (
-        "/readyz",
-        "/healthz",
-    )
+    assert worker["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "admin"}
+    assert worker["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "admin"}
 
 
 def test_engine_arguments_come_after_our_own(make):
@@ -193,7 +193,7 @@ def test_only_hub_children_have_an_owner(make):
 
 def test_host_addressing_takes_the_nodes_ports(make):
     manifest = pool_deployment.deployment(make.prefill_pool(), make.member(addressing="HostIP"))
-    assert [port["hostPort"] for port in worker_of(manifest)["ports"]] == [8000, 8001]
+    assert [port.get("hostPort") for port in worker_of(manifest)["ports"]] == [8000, 8001, None]
     plain = pool_deployment.deployment(make.prefill_pool(), make.member())
     assert all("hostPort" not in port for port in worker_of(plain)["ports"])
 

@@ -44,6 +44,8 @@ def test_reports_nothing_where_everything_is_measured(table, engine):
     ("engine", "changes", "words"),
     [
         ("vllm-nixl", {"facts": ()}, ["no instance of vllm-nixl in eu is measured", "in hub is measured", "port api"]),
+        ("prfaas", {"facts": ()}, ["no instance of prfaas in eu is measured", "port admin"]),
+        ("prfaas", {"counted": False}, ["counted and not scraped", "port admin"]),
         ("vllm-prfaas", {"counted": False}, ["counted and not scraped", "port link-metrics"]),
         ("vllm-nixl", {"counted": False, "traffic_mbps": None}, ["utilisationQuery answers nothing", "a router"]),
         ("sglang", {"counted": False}, ["does not say what waits", "link.capacityMbps looks idle"]),

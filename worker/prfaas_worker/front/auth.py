@@ -34,7 +34,7 @@ def credentials_of(options: Options) -> PeerCredentials | None:
     """Read the credentials; None, with a warning, without any. Raises ConfigError if they cannot be used."""
     if not options.tls_dir:
         log.warning(
-            "both ports are open and not encrypted: anyone with network access can use and read them; give --tls-dir"
+            "API and data port are open and not encrypted: who reaches them can use and read them; give --tls-dir"
         )
         return None
     credentials = PeerCredentials(options.tls_dir)

@@ -9,7 +9,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,16 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, ConfigError, RequestError
-from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, model_card, unreadable_body
+from prfaas.http_server import (
+    DEFAULT_BOUNDS,
+    UNREADABLE_BODY,
+    ConnectionBounds,
+    PublicRunner,
+    error_body,
+    model_card,
+    serving_probes,
+    unreadable_body,
+)
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
@@ -94,24 +104,36 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Future[None]) -> int:
     client, options = state.engine, state.options
-    runner = PublicRunner(build_app(state), shutdown_timeout=CLOSE_SECONDS)
-    await runner.setup()
-    try:
-        await open_api_port(runner, options, state.credentials)
+    async with serving_ports(state):
         await asyncio.wait({client.ready, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         if client.ready.done():
             _load(state, options)
             await asyncio.wait({engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not engine.done() and client.ready.done():
             await _drain(state, engine)
-    finally:
-        await runner.cleanup()
     if stop.done() and not client.ready.done():
         return 0  # even if the engine is gone: Ctrl-C hits it too before it has its own session
     if engine.done():
         log.error("the engine process ended: this worker ends too, for a restart")
         return 1
     return 0
+
+
+@asynccontextmanager
+async def serving_ports(state: FrontState, bounds: ConnectionBounds = DEFAULT_BOUNDS) -> AsyncGenerator[None]:
+    """Serve the API while the block runs, and probes and metrics at a port of their own: callers of the API take no
+    connection from them. Raises ConfigError if a port is not available."""
+    runner = PublicRunner(build_app(state), shutdown_timeout=CLOSE_SECONDS, bounds=bounds)
+    await runner.setup()
+    try:
+        await open_api_port(runner, state.options, state.credentials)
+        probed = web.Application(middlewares=[_departures, _errors])
+        probed[STATE] = state
+        probed.add_routes(_probes())
+        async with serving_probes(probed, state.options.host, state.options.admin_port):
+            yield
+    finally:
+        await runner.cleanup()
 
 
 def _stop_on_signals() -> asyncio.Future[None]:
@@ -180,10 +202,9 @@ def build_app(state: FrontState) -> web.Application:
             web.put("/v1/egress", control.set_egress),
             web.post("/v1/cache/reset", control.reset_cache),
             web.get("/openapi.json", _openapi),
-            web.get("/healthz", _healthz),
-            web.get("/readyz", _readyz),
-            web.get("/health", _readyz),  # vLLM's name, which load generators ask for
-            web.get("/metrics", _metrics),
+            # Here, too: for load generators, `prfaas profile measure`, and the kubelet of a pod from an older operator.
+            *_probes(),
+            web.get("/health", _readyz),  # vLLM's name
         ]
     )
     app.cleanup_ctx.append(_resources)
@@ -234,6 +255,10 @@ def _error(message: str, *, status: int, code: str, param: str | None = None) ->
 async def _models(request: web.Request) -> web.Response:
     served = request.app[STATE].served
     return web.json_response({"object": "list", "data": [model_card(served.model_name, served.max_context)]})
+
+
+def _probes() -> list[web.RouteDef]:
+    return [web.get("/healthz", _healthz), web.get("/readyz", _readyz), web.get("/metrics", _metrics)]
 
 
 async def _healthz(_request: web.Request) -> web.Response:

@@ -79,7 +79,7 @@ def commands(settings: Settings, routes_file: Path, control_socket: Path, home: 
     tls = [f"--tls-dir={settings.tls_dir}"] if settings.tls_dir else []
     worker = [f"--model-source={settings.model_source}", f"--model-name={settings.model_name}", f"--instance={LOCAL}"]
     worker += [f"--cluster={home}", f"--api-port={settings.api_port}", f"--data-port={settings.data_port}"]
-    worker += [*tls, *settings.worker_flags]
+    worker += ["--admin-port=0", *tls, *settings.worker_flags]
     gateway = [f"--port={settings.port}", "--admin-port=0", f"--routes-file={routes_file}"]
     gateway += [f"--control-socket={control_socket}", *tls]
     ours = {} if settings.decode_url else {"worker": [sys.executable, "-m", "prfaas_worker", *worker]}
