@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from prfaas import names
+from prfaas.memory import WORKER_LIMIT_GIB
 from prfaas.wire.streams import STREAM_FIELD
 
 MAX_GPUS: Final = 32
@@ -219,7 +220,7 @@ _PRFAAS: Final = EngineRecord(
         *("role", "drain-seconds", "egress-file", "tls-dir"),
     ),
     roles="Assigned",
-    memory_gib=32,
+    memory_gib=WORKER_LIMIT_GIB,
     caps_egress=True,
     apis=_COMPLETIONS | _TOKENIZE,
     hand_offs=_COMPLETIONS,

@@ -91,6 +91,11 @@ PROBED_BOUNDS: Final = ConnectionBounds(most=100, spared_seconds=0.0, lingering_
 out."""
 
 
+def bounds_within(heads_bytes: int) -> ConnectionBounds:
+    """Return the bounds of a port whose connections may hold so many bytes of heads, each of them twice."""
+    return DEFAULT_BOUNDS._replace(most=min(DEFAULT_BOUNDS.most, heads_bytes // (2 * MAX_HEAD_BYTES)))
+
+
 class PublicRunner(web.AppRunner):
     """Runs an application at a port that strangers reach.
 

@@ -1,13 +1,17 @@
-"""The memory limits of containers, and the budgets of a gateway that are parts of its own.
+"""The memory limits of containers, and how much of its own a process lets strangers fill.
 
-This is the one place for all of them. The operator gives a gateway's container the limit here, unless its policy names
-another one, and the gateway divides the limit that it finds itself under. So whoever changes the limit changes the
+This is the one place for all of them. A container has the limit here, unless the chart's values, its policy or its pool
+name another one, and its process divides the limit that it finds itself under. So whoever changes the limit changes the
 budgets.
 """
 
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from prfaas.errors import ConfigError
+from prfaas.util import MIB
 
 CGROUP: Final = Path("/sys/fs/cgroup")
 LIMIT_FILES: Final = ("memory.max", "memory/memory.limit_in_bytes")
@@ -28,6 +32,17 @@ INDEX_ENTRY_BYTES: Final = 80
 """Of a token block of the prefix index and the byte block that is mapped to it."""
 MAX_INDEX_BLOCKS: Final = 10_000_000
 """400 MB: 24 bytes a block in its tree, and about 16 in the table of keys."""
+WORKER_LIMIT_GIB: Final = 32
+"""Of our worker's container, for each GPU. Weights and cache take most of a lower one."""
+MAX_BODY_BYTES: Final = 32 << 20
+"""Of one body that a worker reads. There is room for one under any limit, else it could never be read."""
+MAX_BODIES_BYTES: Final = 256 << 20
+"""Of all bodies that arrive at a worker or wait for a thread."""
+WORKER_BODIES_PART: Final = 32
+"""A thirty-second for them: each is there four times at the worst, as pieces, whole, parsed, and as tokens."""
+WORKER_HEADS_PART: Final = 16
+LEAST_PART: Final = 1 / 32
+"""Of the usual bounds on answers: 6,250 values of a member's, and one pod has some hundred."""
 
 
 class GatewayBudgets(NamedTuple):
@@ -38,11 +53,57 @@ class GatewayBudgets(NamedTuple):
     index_blocks: int
 
 
+class WorkerBudgets(NamedTuple):
+    """What a worker may hold of bodies that arrive or wait for a thread, and of heads."""
+
+    bodies_bytes: int
+    heads_bytes: int
+
+
+class UsualMemory(NamedTuple):
+    """The usual limit of a process's container, and what the process takes of it at rest."""
+
+    process: str
+    limit_mib: int
+    rest_mib: int
+
+
+OPERATOR: Final = UsualMemory("operator", limit_mib=512, rest_mib=128)
+"""The chart's limit. With 100 pools it takes 135 MiB, with 1,000 pools 214."""
+SCHEDULER: Final = UsualMemory("scheduler", limit_mib=256, rest_mib=56)
+
+
 def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:
     """Return what a gateway may hold under a limit; None: the one that its container usually has."""
     limit_bytes = limit_bytes or GATEWAY_LIMIT_GIB << 30
     blocks = min(MAX_INDEX_BLOCKS, limit_bytes // INDEX_PART // INDEX_ENTRY_BYTES)
     return GatewayBudgets(limit_bytes // BODIES_PART, limit_bytes // HEADS_PART, blocks)
+
+
+def worker_budgets(limit_bytes: int | None) -> WorkerBudgets:
+    """Return what a worker may hold under a limit; None: the one that its container usually has."""
+    limit_bytes = limit_bytes or WORKER_LIMIT_GIB << 30
+    bodies_bytes = max(MAX_BODY_BYTES, min(MAX_BODIES_BYTES, limit_bytes // WORKER_BODIES_PART))
+    return WorkerBudgets(bodies_bytes, limit_bytes // WORKER_HEADS_PART)
+
+
+def bounds_part(usual: UsualMemory, limit_bytes: int | None) -> float:
+    """Return the part of its bounds on the answers of others' servers that a process may use under a limit: what that
+    leaves beside the process at rest, of what the usual one leaves. 1 under no limit or a higher one.
+
+    Raises ConfigError for a limit that leaves too little to work with.
+    """
+    if limit_bytes is None:
+        return 1.0
+    free_mib = usual.limit_mib - usual.rest_mib
+    part = min(1.0, (limit_bytes / MIB - usual.rest_mib) / free_mib)
+    if part < LEAST_PART:
+        least_mib = math.ceil(usual.rest_mib + LEAST_PART * free_mib)
+        raise ConfigError(
+            f"the container's memory limit of {limit_bytes // MIB} MiB is too low for the {usual.process}: give it "
+            f"{least_mib} MiB or more"
+        )
+    return part
 
 
 def container_limit_bytes(cgroup: Path = CGROUP) -> int | None:

@@ -2,13 +2,8 @@
 
 from typing import NamedTuple, Self
 
-from prfaas.http_server import DEFAULT_BOUNDS, MAX_HEAD_BYTES, PROBED_BOUNDS, ConnectionBounds
-from prfaas.memory import ARRIVING_PART, GatewayBudgets, gateway_budgets
-
-
-def bounds_within(budgets: GatewayBudgets) -> ConnectionBounds:
-    """Return the bounds of the port of clients: each connection may hold a head, twice."""
-    return DEFAULT_BOUNDS._replace(most=min(DEFAULT_BOUNDS.most, budgets.heads_bytes // (2 * MAX_HEAD_BYTES)))
+from prfaas.http_server import PROBED_BOUNDS, ConnectionBounds, bounds_within
+from prfaas.memory import ARRIVING_PART, gateway_budgets
 
 
 class Limits(NamedTuple):
@@ -20,7 +15,7 @@ class Limits(NamedTuple):
     """All bodies of requests under way together, as they are unpacked. What exceeds it is refused with 429."""
     index_blocks: int = gateway_budgets(None).index_blocks
     """Blocks of tokens, and of bytes, in the prefix index."""
-    connections: ConnectionBounds = bounds_within(gateway_budgets(None))
+    connections: ConnectionBounds = bounds_within(gateway_budgets(None).heads_bytes)
     admin_connections: ConnectionBounds = PROBED_BOUNDS
     """Of the other port: so clients that take all of theirs keep no probe out, nor does who takes these."""
     buffered_answer_bytes: int = 4 * 1024 * 1024
@@ -61,5 +56,5 @@ class Limits(NamedTuple):
         return self._replace(
             all_requests_bytes=max(self.request_bytes, budgets.bodies_bytes),
             index_blocks=budgets.index_blocks,
-            connections=bounds_within(budgets),
+            connections=bounds_within(budgets.heads_bytes),
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from prfaas.errors import ConfigError
+from prfaas.memory import OPERATOR, bounds_part, container_limit_bytes
 from prfaas.ports import url_host
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
 from prfaas_operator import http, metrics
@@ -112,6 +113,11 @@ async def running(
         queue.clear()
 
 
+def _members_part() -> float:
+    """Return the part of the bounds on members' answers that this container has memory for. Raises ConfigError."""
+    return bounds_part(OPERATOR, container_limit_bytes())
+
+
 async def lead(
     options: OperatorOptions,
     may_write: MayWrite,
@@ -121,7 +127,7 @@ async def lead(
     term: asyncio.Event,
 ) -> None:
     hub = ClusterClient(hub_session(), options.namespace, "hub", may_write=may_write, is_trusted=True)
-    connect = partial(connect_member, may_write=may_write)
+    connect = partial(connect_member, may_write=may_write, bounds_part=_members_part())
     try:
         is_served = partial(hub.check_served, (MEMBER_CLUSTER, PREFILL_POOL, DECODE_POOL, POLICY))
         await is_served()  # Fails at once and names the kind that is missing or cannot be read.
@@ -160,6 +166,7 @@ async def _operate(
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
     options.certificate_terms()  # wrong combinations of flags are refused before any connection
+    log.info("answers of members' API servers have %d %% of their usual bounds", 100 * _members_part())
     queue, shutdown = ReconcileQueue(), Shutdown()
     health = http.Health(queue.stuck)
     shutdown.listen()

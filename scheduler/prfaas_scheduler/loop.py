@@ -51,7 +51,7 @@ class LearnedState(NamedTuple):
 
 
 class Loop:
-    """The short timescale of one policy; `http` is the session for Prometheus."""
+    """The short timescale of one policy; `http` is the session for Prometheus, of whose bounds `bounds_part` holds."""
 
     def __init__(
         self,
@@ -59,11 +59,13 @@ class Loop:
         http: aiohttp.ClientSession,
         metrics: SchedulerMetrics,
         clock: Callable[[], float] = time.monotonic,
+        bounds_part: float = 1.0,
     ):
         self._gateway = gateway
         self._http = http
         self._metrics = metrics
         self._clock = clock
+        self._bounds_part = bounds_part
         self._failures = LogOnce(log)
         self._profiles = LearnedProfiles()
         self._observed: Mapping[str, Any] | None = None
@@ -135,7 +137,7 @@ class Loop:
     def _prometheus(self, table: RoutingTable) -> Prometheus:
         # No longer than an interval: a table that says a cluster is gone must not wait for a slow Prometheus.
         timeout_seconds = min(table.short_interval_seconds * table.stretch, MAX_QUERY_SECONDS)
-        return Prometheus(self._http, table.prometheus_url, timeout_seconds)
+        return Prometheus(self._http, table.prometheus_url, timeout_seconds, self._bounds_part)
 
     async def _observe(self, table: RoutingTable, measured: Measurements, step: Step) -> Mapping[str, Any] | None:
         """Return a new summary for the long loop; None where nothing new is known well enough."""

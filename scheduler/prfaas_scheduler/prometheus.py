@@ -51,13 +51,15 @@ class _Answer(msgspec.Struct, rename="camel"):
 
 
 class Prometheus:
-    """One Prometheus. The base `url` may have a path prefix; `timeout_seconds` is for every query with its answer."""
+    """One Prometheus. The base `url` may have a path prefix; `timeout_seconds` is for every query with its answer, of
+    whose bounds `bounds_part` holds."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, timeout_seconds: float):
+    def __init__(self, http: aiohttp.ClientSession, url: str, timeout_seconds: float, bounds_part: float = 1.0):
         self._http = http
         self._endpoint = f"{url.rstrip('/')}/api/v1/query"
         self._shown = _CREDENTIALS.sub(r"\1***@", self._endpoint)
         self._timeout_seconds = timeout_seconds
+        self._bounds_part = bounds_part
 
     async def vector(self, query: str) -> list[Figure]:
         """Return the elements of an instant vector, or the one of a scalar; empty when nothing matches.
@@ -77,7 +79,7 @@ class Prometheus:
                 allow_redirects=False,
                 auto_decompress=False,
             ) as response:
-                return parse(response.status, await _read(response), query)
+                return parse(response.status, await _read(response, self._bounds_part), query)
         except TimeoutError as error:
             raise UnreachableError(f"{self._shown} did not answer within {self._timeout_seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -126,11 +128,12 @@ def _float(text: str, query: str) -> float:
         raise ProtocolError(f"{_shown(query)} answers {text[:40]!r}, which is not a number") from error
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytearray:
-    body = await read_at_most(unpacked(response), MAX_ANSWER_BYTES)
-    if len(body) > MAX_ANSWER_BYTES:
-        raise ProtocolError(f"Prometheus answers more than {MAX_ANSWER_BYTES} bytes")
-    check_values(body, MAX_ANSWER_VALUES, "Prometheus answers JSON")
+async def _read(response: aiohttp.ClientResponse, part: float) -> bytearray:
+    most_bytes = int(MAX_ANSWER_BYTES * part)
+    body = await read_at_most(unpacked(response), most_bytes)
+    if len(body) > most_bytes:
+        raise ProtocolError(f"Prometheus answers more than {most_bytes} bytes")
+    check_values(body, int(MAX_ANSWER_VALUES * part), "Prometheus answers JSON")
     return body
 
 

@@ -11,6 +11,7 @@ import aiohttp
 from prfaas.errors import ConfigError
 from prfaas.http_server import serving_probes
 from prfaas.kube import KubeSession
+from prfaas.memory import SCHEDULER, bounds_part, container_limit_bytes
 from prfaas_scheduler.gateway import GatewayClient
 from prfaas_scheduler.loop import Loop
 from prfaas_scheduler.metrics import SchedulerMetrics
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 
 async def serve(options: SchedulerOptions) -> None:
+    prometheus_part = bounds_part(SCHEDULER, container_limit_bytes())
+    log.info("answers of Prometheus have %d %% of their usual bounds", 100 * prometheus_part)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -31,7 +34,7 @@ async def serve(options: SchedulerOptions) -> None:
         aiohttp.ClientSession(trust_env=False) as http,
         contextlib.AsyncExitStack() as stack,
     ):
-        loop = Loop(gateway, http, metrics)
+        loop = Loop(gateway, http, metrics, bounds_part=prometheus_part)
         parts = [asyncio.create_task(loop.run())]
         if session := _api_server():
             await stack.enter_async_context(session)

@@ -73,9 +73,9 @@ async def member(answer: Answer) -> AsyncIterator[ClusterClient]:
 
 
 @asynccontextmanager
-async def prometheus(answer: Answer, credentials: str = "") -> AsyncIterator[Prometheus]:
+async def prometheus(answer: Answer, bounds_part: float = 1.0) -> AsyncIterator[Prometheus]:
     async with hostile(answer) as url, aiohttp.ClientSession(trust_env=False) as http:
-        yield Prometheus(http, url.replace("//", f"//{credentials}"), 5.0)
+        yield Prometheus(http, url, 5.0, bounds_part)
 
 
 async def peak_bytes(answer: Answer, error: type[Exception] | None, calls: int = 1) -> int:
@@ -126,6 +126,15 @@ async def test_control_a_higher_number_of_values_lets_objects_of_one_member_fill
 async def test_control_without_a_number_of_values_small_ones_take_many_times_their_bytes(monkeypatch):
     monkeypatch.setattr("prfaas.kube.session.MAX_ANSWER_VALUES", 1 << 40)
     assert await peak_bytes(values, Exception) > 300 * MEBIBYTE
+
+
+async def test_an_operator_with_less_memory_reads_less_of_a_members_server():
+    async with hostile(JUST_BELOW) as url, KubeSession(url, bounds_part=0.5) as half:
+        with pytest.raises(ClusterUnreachableError, match=f"JSON of more than {MAX_ANSWER_VALUES // 2} values"):
+            await ClusterClient(half, "ns", "cluster evil").list_all(POD)
+    async with hostile(lists_for_ever) as url, KubeSession(url, bounds_part=0.1) as tenth:
+        with pytest.raises(TooManyObjectsError, match=f"lists more than {MAX_OBJECTS // 10} objects"):
+            await ClusterClient(tenth, "ns", "cluster evil").list_all(POD)
 
 
 @pytest.mark.parametrize("answer", [lists_for_ever, lists_empty_pages])
@@ -270,6 +279,13 @@ async def test_no_answer_of_prometheus_fills_the_schedulers_memory(answer, refus
 async def test_control_without_its_bound_an_answer_of_prometheus_is_read_and_fills_it(answer, bound, monkeypatch):
     monkeypatch.setattr(f"prfaas_scheduler.prometheus.MAX_ANSWER_{bound}", 1 << 40)
     assert await query_peak_bytes(answer) > 24 * MEBIBYTE
+
+
+@pytest.mark.parametrize(("part", "refusal"), [(1.0, ""), (0.01, "answers more than 41943 bytes")])
+async def test_a_scheduler_with_less_memory_reads_less_of_prometheus(part: float, refusal: str):
+    async with prometheus(lambda _: packed(of_result(b"") + b" " * 50_000), part) as client:
+        with pytest.raises(ProtocolError, match=refusal) if refusal else nullcontext():
+            assert await client.vector("up") == []
 
 
 async def test_a_redirect_of_prometheus_is_not_followed():

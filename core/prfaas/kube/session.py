@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlencode
@@ -115,8 +116,8 @@ class KubeSession:
     """Calls one API server. Use it as an async context manager, or call `close`.
 
     `authorization` is asked for every call. `certificate` and `key` are this client's, in PEM. `settings` are fields of
-    the package's Configuration, such as `ca_cert_data`, `tls_server_name` and `proxy`. Raises OSError or ValueError for
-    texts that TLS cannot load.
+    the package's Configuration, such as `ca_cert_data`, `tls_server_name` and `proxy`. `bounds_part` of the bounds on
+    answers holds here. Raises OSError or ValueError for texts that TLS cannot load.
     """
 
     def __init__(
@@ -126,16 +127,18 @@ class KubeSession:
         authorization: Authorization | None = None,
         certificate: str = "",
         key: str = "",
+        bounds_part: float = 1.0,
         **settings: Any,
     ):
         self.authorization = authorization
+        self._bounds_part = bounds_part
         settings.setdefault("connection_pool_maxsize", CONNECTIONS)
         self.configuration = Configuration(
             server.rstrip("/"),
             # The environment's proxies and ~/.netrc are for no API server but those of a person's kubeconfig.
             client_session_kwargs={
                 "trust_env": False,
-                "middlewares": (_refuse_redirect,),
+                "middlewares": (partial(_refuse_redirect, self.bound(MAX_REFUSAL_BYTES)),),
                 "read_bufsize": READ_BUFFER_BYTES,
                 "auto_decompress": False,
             },
@@ -158,6 +161,10 @@ class KubeSession:
         except OSError as error:
             raise ConfigError(f"{authority} cannot be read ({error}): give the pod a service account") from error
 
+    def bound(self, usual: int) -> int:
+        """Return what holds here of a usual bound on what the server makes this process hold."""
+        return int(usual * self._bounds_part)
+
     async def close(self) -> None:
         self._is_closed = True
         await self._rest.close()
@@ -175,21 +182,23 @@ class KubeSession:
 
         Raises StatusError for a refusal, UnreachableError for no answer in time, ProtocolError for one that is no JSON.
         """
+        long_bytes, most_bytes = self.bound(LONG_ANSWER_BYTES), self.bound(MAX_ANSWER_BYTES)
+        most_values = self.bound(MAX_ANSWER_VALUES)
         what, ends_at = f"{method} {path}", asyncio.get_running_loop().time() + timeout_seconds
         async with (
             self.stream(method, path, timeout_seconds=timeout_seconds, **sent) as response,
             asyncio.timeout_at(ends_at),  # the request's own timeout sees no wait for another answer
         ):
             pieces = unpacked(response)
-            raw = await read_at_most(pieces, LONG_ANSWER_BYTES)
+            raw = await read_at_most(pieces, long_bytes)
             try:
-                if len(raw) <= LONG_ANSWER_BYTES:
-                    return _object(raw, what)
+                if len(raw) <= long_bytes:
+                    return _object(raw, what, most_values)
                 async with self._reads_long:
-                    await read_at_most(pieces, MAX_ANSWER_BYTES, raw)
-                    if len(raw) > MAX_ANSWER_BYTES:
-                        raise ProtocolError(f"{what} answered more than {MAX_ANSWER_BYTES} bytes")
-                    return _object(raw, what)
+                    await read_at_most(pieces, most_bytes, raw)
+                    if len(raw) > most_bytes:
+                        raise ProtocolError(f"{what} answered more than {most_bytes} bytes")
+                    return _object(raw, what, most_values)
             finally:
                 raw.clear()  # an error's traceback would hold it for as long as somebody keeps the error
 
@@ -242,7 +251,7 @@ class KubeSession:
                 if on_answer is not None:
                     on_answer(response.status, response.headers)
                 if response.status >= 300:
-                    raise await _refusal(what, response)
+                    raise await _refusal(what, response, self.bound(MAX_REFUSAL_BYTES))
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError, EOFError) as error:
             raise UnreachableError(f"{what}: {type(error).__name__}: {error}; is the API server reachable?") from error
@@ -264,16 +273,18 @@ def _rest_client(configuration: Configuration, certificate: str, key: str) -> An
     return client
 
 
-async def _refusal(what: str, response: aiohttp.ClientResponse) -> StatusError:
-    return StatusError(what, response.status, await read_answer(response, MAX_REFUSAL_BYTES), response.headers)
+async def _refusal(what: str, response: aiohttp.ClientResponse, most_bytes: int) -> StatusError:
+    return StatusError(what, response.status, await read_answer(response, most_bytes), response.headers)
 
 
-async def _refuse_redirect(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+async def _refuse_redirect(
+    most_bytes: int, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
     """Refuse a redirect: an API server sends none, and a hostile one would choose what this process reads."""
     response = await send(request)
     if 300 <= response.status < 400:
         async with response:
-            raise await _refusal(f"{request.method} {request.url.with_query(None)}", response)
+            raise await _refusal(f"{request.method} {request.url.with_query(None)}", response, most_bytes)
     return response
 
 
@@ -300,7 +311,7 @@ async def read_answer(response: aiohttp.ClientResponse, limit_bytes: int) -> byt
     return await read_at_most(unpacked(response), limit_bytes)
 
 
-def _object(raw: bytearray, what: str) -> Object:
+def _object(raw: bytearray, what: str, most_values: int) -> Object:
     """Return the object that an answer is. Raises ProtocolError."""
-    check_values(raw, MAX_ANSWER_VALUES, f"{what} answered JSON")
+    check_values(raw, most_values, f"{what} answered JSON")
     return decode_json(raw, Object, f"{what} did not answer with a JSON object")

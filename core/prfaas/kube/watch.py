@@ -93,17 +93,17 @@ async def watch_events(
     asked = {"watch": "1", "allowWatchBookmarks": "true", **query, "resourceVersion": version}
     asked["timeoutSeconds"] = str(round(WINDOW_SECONDS))
     limit_seconds = WINDOW_SECONDS + WINDOW_SLACK_SECONDS  # for a server that does not end the stream first
-    buffer = bytearray()
+    buffer, most_bytes, most_values = bytearray(), session.bound(MAX_EVENT_BYTES), session.bound(MAX_ANSWER_VALUES)
     try:
         timed = session.stream("GET", path, query=asked, timeout_seconds=limit_seconds, on_answer=on_answer)
         async with timed as response:
             async for chunk in unpacked(response):
                 buffer += chunk
                 while (end := buffer.find(b"\n")) >= 0:
-                    yield _event(buffer[:end], path)
+                    yield _event(buffer[:end], path, most_values)
                     del buffer[: end + 1]
-                if len(buffer) > MAX_EVENT_BYTES:  # a broken peer may send no newline
-                    raise ProtocolError(f"a watch event exceeds {MAX_EVENT_BYTES} bytes")
+                if len(buffer) > most_bytes:  # a broken peer may send no newline
+                    raise ProtocolError(f"a watch event exceeds {most_bytes} bytes")
     except StatusError as error:
         if error.status == GONE:
             raise ExpiredError(str(error)) from error
@@ -143,8 +143,8 @@ def version_of(current: Mapping[str, Any]) -> str:
         raise ProtocolError("an object has no metadata.resourceVersion") from error
 
 
-def _event(line: bytearray, path: str) -> WatchEvent:
-    check_values(line, MAX_ANSWER_VALUES, f"GET {path} sent an event")
+def _event(line: bytearray, path: str, most_values: int) -> WatchEvent:
+    check_values(line, most_values, f"GET {path} sent an event")
     event = decode_json(line, WatchEvent, f"GET {path} sent a damaged event")
     if event.type == "ERROR":
         if event.object.get("code") == GONE:

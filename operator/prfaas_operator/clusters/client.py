@@ -107,7 +107,7 @@ class ClusterClient:
         self.session = session
         self.kept: Counter[ObjectKind] = Counter()
         """The objects of each kind that an informer keeps, or is about to."""
-        self._max_objects = math.inf if is_trusted else MAX_OBJECTS
+        self._max_objects = math.inf if is_trusted else session.bound(MAX_OBJECTS)
         self.namespace = namespace
         self._label = label
         self._field_manager = field_manager
@@ -158,7 +158,7 @@ class ClusterClient:
                 return
             query["continue"] = after
             del items  # not beside the next page
-        bounds = f"more than {MAX_OBJECTS} objects, with its {kind.plural}, or more than {MAX_PAGES} pages of these"
+        bounds = f"more than {self._max_objects} objects, with its {kind.plural}, or {MAX_PAGES} pages of these"
         raise errors.TooManyObjectsError(f"{self._label} lists {bounds}: delete some, or look at its API server")
 
     def room(self, kind: ObjectKind) -> float:

@@ -48,8 +48,10 @@ async def open_context(kube_context: KubeContext) -> AsyncIterator[ClusterClient
         yield ClusterClient(session, kube_context.namespace, where, FIELD_MANAGER_CLI)
 
 
-async def connect_member(name: str, namespace: str, access: Access, may_write: MayWrite = always) -> ClusterClient:
-    """Connect to a member cluster with the access that its kubeconfig was reduced to.
+async def connect_member(
+    name: str, namespace: str, access: Access, may_write: MayWrite = always, bounds_part: float = 1.0
+) -> ClusterClient:
+    """Connect to a member cluster with the access that its kubeconfig was reduced to; KubeSession has `bounds_part`.
 
     Raises KubeconfigRefusedError: a TLS library cannot load the CA, certificate or key.
     """
@@ -60,6 +62,7 @@ async def connect_member(name: str, namespace: str, access: Access, may_write: M
             authorization=bearer(access.token) if access.token else None,
             certificate=access.client_certificate_pem,
             key=access.client_key_pem,
+            bounds_part=bounds_part,
             ca_cert_data=access.ca_pem,
             tls_server_name=access.tls_server_name,
         )

@@ -9,7 +9,7 @@ from prfaas.api import PrfaaSPolicy
 from prfaas.api.template import Resources
 from prfaas.errors import ProtocolError
 from prfaas.kube.lease import LEASE_KIND
-from prfaas.memory import GATEWAY_LIMIT_GIB
+from prfaas.memory import GATEWAY_LIMIT_GIB, SCHEDULER
 from prfaas.wire import routes
 from prfaas_operator.clusters import kinds
 from prfaas_operator.clusters.kinds import Object
@@ -29,8 +29,10 @@ GATEWAY_DEFAULTS: Final = Resources(
 """Beside engines that take every core, a gateway without a share of the CPU misses its probes and becomes unready; a
 limit of the CPU could do the same. The gateway divides the limit of its memory into its budgets itself.
 """
-SCHEDULER_DEFAULTS: Final = Resources(requests={"cpu": "25m", "memory": "64Mi"}, limits={"memory": "256Mi"})
-"""With 16 links it computes for 9 ms in each second. It takes 40 MiB at its peak; its tests allow 100."""
+SCHEDULER_DEFAULTS: Final = Resources(
+    requests={"cpu": "25m", "memory": "64Mi"}, limits={"memory": f"{SCHEDULER.limit_mib}Mi"}
+)
+"""With 16 links it computes for 9 ms in each second. What Prometheus may answer is bounded by the limit that it has."""
 
 
 class GatewayImage(NamedTuple):

@@ -33,8 +33,9 @@ async def full(front: Front) -> AsyncIterator[Front]:
     flags = ["--model-source", "x", "--model-name", "tiny", "--host", front.host]
     options = parse([*flags, "--api-port", str(API_PORT), "--admin-port", str(ADMIN_PORT)])
     state = FrontState(options, front.serving.engine)
+    state.connections = BOUNDS
     state.loaded(SERVED, load_tokenizer(model_directory("builtin:kimi-linear-tiny")))
-    async with serving_ports(state, BOUNDS):
+    async with serving_ports(state):
         held = []
         for number in range(BOUNDS.most):
             local = (f"127.0.0.{2 + number % 2}", 0)

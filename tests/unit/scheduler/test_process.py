@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from tests.waiting import PATIENCE_SECONDS, eventually_async
 
+from prfaas.memory import SCHEDULER
 from prfaas.ports import free_ports
 
 pytestmark = pytest.mark.system
-MAX_RSS_MIB = 100
 
 
 def command(*flags: str) -> list[str]:
@@ -73,7 +73,7 @@ async def test_it_waits_for_its_gateway_pushes_and_ends(gateway):
     assert gateway.updates[0].tokens == 1024
     assert "prfaas_scheduler_threshold_tokens 1024.0" in exposed
     assert 'prfaas_scheduler_link_alive{member_cluster="eu"} 1.0' in exposed
-    assert resident <= MAX_RSS_MIB, f"{resident:.0f} MiB resident"
+    assert resident <= SCHEDULER.rest_mib, f"{resident:.0f} MiB resident"
     text = logged.decode()
     assert text.count("control socket failed") == 1, text
     assert "control socket works again" in text

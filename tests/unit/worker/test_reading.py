@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from prfaas.bounds.bodies import HeldBytes
-from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, MAX_BODY_BYTES, ServedModel
+from prfaas.memory import MAX_BODY_BYTES
+from prfaas_worker.front.serving import BYTES_BESIDE, BYTES_PER_TOKEN, LONG_BYTES, ServedModel
 from prfaas_worker.tokenizer import load_tokenizer
 
 from ...waiting import eventually_async

@@ -20,17 +20,10 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from prfaas.errors import CapacityError, ConfigError, RequestError
-from prfaas.http_server import (
-    DEFAULT_BOUNDS,
-    UNREADABLE_BODY,
-    ConnectionBounds,
-    PublicRunner,
-    error_body,
-    model_card,
-    serving_probes,
-    unreadable_body,
-)
+from prfaas.http_server import UNREADABLE_BODY, PublicRunner, error_body, model_card, serving_probes, unreadable_body
+from prfaas.memory import container_limit_bytes
 from prfaas.telemetry.tracing import Tracing, tracing_from_environment
+from prfaas.util import MIB
 from prfaas.wire import openapi
 from prfaas.wire.engine import StartFailed
 from prfaas.wire.headers import CODE_OVERLOADED
@@ -69,7 +62,8 @@ async def _run(options: Options, credentials: PeerCredentials | None) -> int:
     # Reading ends with the engine: after its last message, so that no reason it gave is missed.
     engine = asyncio.create_task(client.run())
     try:
-        state = FrontState(options, client, _tracing(options), credentials)
+        state = FrontState(options, client, _tracing(options), credentials, container_limit_bytes())
+        log.info("bodies of requests may take %d MiB together", state.bodies.all.most_bytes // MIB)
         return await _serve(state, engine, stop)
     finally:
         client.close()
@@ -120,10 +114,10 @@ async def _serve(state: FrontState, engine: asyncio.Task[None], stop: asyncio.Fu
 
 
 @asynccontextmanager
-async def serving_ports(state: FrontState, bounds: ConnectionBounds = DEFAULT_BOUNDS) -> AsyncGenerator[None]:
+async def serving_ports(state: FrontState) -> AsyncGenerator[None]:
     """Serve the API while the block runs, and probes and metrics at a port of their own: callers of the API take no
     connection from them. Raises ConfigError if a port is not available."""
-    runner = PublicRunner(build_app(state), shutdown_timeout=CLOSE_SECONDS, bounds=bounds)
+    runner = PublicRunner(build_app(state), shutdown_timeout=CLOSE_SECONDS, bounds=state.connections)
     await runner.setup()
     try:
         await open_api_port(runner, state.options, state.credentials)

@@ -15,7 +15,8 @@ from aiohttp import web
 
 from prfaas.bounds.bodies import BodyPlace, HeldBytes
 from prfaas.errors import CapacityError, RequestError
-from prfaas.http_server import client_of
+from prfaas.http_server import bounds_within, client_of
+from prfaas.memory import MAX_BODY_BYTES, worker_budgets
 from prfaas.telemetry.tracing import OFF, Tracing
 from prfaas.wire import headers
 from prfaas_transfer.credentials import PeerCredentials
@@ -31,14 +32,10 @@ READERS: Final = 2  # Threads that read requests: the engine computes on the sam
 LONG_BYTES: Final = 256 << 10
 """Longer bodies, whose tokens take a tenth of a second or more, wait for each other and for no other request."""
 INLINE_BYTES: Final = 2048  # Bodies up to this length are read at once: tokenising takes a millisecond at most.
-MAX_UNREAD_BYTES: Final = 256 << 20
-"""Limit for all bodies that arrive or wait for a thread. One caller may have half: a buyer, or without TLS an address
-whose bodies still arrive."""
 BODY_SECONDS: Final = 60.0  # In which a body has to arrive.
 BYTES_PER_TOKEN: Final = 16
 """A token's bytes in a body: text has 3 to 6, escaped characters and long runs of spaces up to 12."""
 BYTES_BESIDE: Final = 1 << 20  # A body's other bytes: roles, parameters, and so on.
-MAX_BODY_BYTES: Final = 32 << 20
 
 Read = TypeVar("Read")
 
@@ -63,10 +60,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontState:
-    """State of the front while it serves. `served` and `tokenizer` exist once the engine has loaded the model."""
+    """State of the front while it serves. `served` and `tokenizer` exist once the engine has loaded the model.
+    `limit_bytes` is that of the container's memory, None without one."""
 
     def __init__(
-        self, options: Options, engine: EngineClient, tracing: Tracing = OFF, credentials: PeerCredentials | None = None
+        self,
+        options: Options,
+        engine: EngineClient,
+        tracing: Tracing = OFF,
+        credentials: PeerCredentials | None = None,
+        limit_bytes: int | None = None,
     ):
         self.options = options
         self.engine = engine
@@ -76,7 +79,10 @@ class FrontState:
         engine.listeners.append(self.metrics)
         if tracing.is_on:
             engine.listeners.append(TransferSpans(tracing))
-        self.bodies = HeldBytes(MAX_UNREAD_BYTES)
+        budgets = worker_budgets(limit_bytes)
+        # One caller may have half: a buyer, or without TLS an address whose bodies still arrive.
+        self.bodies = HeldBytes(budgets.bodies_bytes)
+        self.connections = bounds_within(budgets.heads_bytes)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         self._long_reader = ThreadPoolExecutor(1, thread_name_prefix="long-reader")
         self.draining = False
