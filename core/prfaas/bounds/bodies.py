@@ -51,13 +51,13 @@ class HeldBytes:
         finally:
             place.leave()
 
-    def end_slowest(self, client: str, but: "BodyPlace") -> bool:
-        """End the body that has arrived for longest, `but` one, of a client or, if that is empty, of all; return
-        whether there was one."""
+    def end_slowest(self, room: "ByteRoom", client: str, but: "BodyPlace") -> bool:
+        """End the body that has arrived for longest, `but` one, of those that hold some of a room, of a client or, if
+        that is empty, of all; return whether there was one."""
         for place, since_seconds in self.begun.items():
             if asyncio.get_running_loop().time() - since_seconds < SPARED_SECONDS:
                 return False
-            if place is not but and client in ("", place.client):
+            if place is not but and client in ("", place.client) and place.holds(room):
                 place.make_room()
                 return True
         return False
@@ -108,9 +108,14 @@ class BodyPlace:
     def expect(self, size_bytes: int) -> None:
         """Have others make room for so many bytes more where it is needed. Raises CapacityError if there is none now.
         A client's only body may have all of it."""
-        while lacks := self._in_all.lacks(size_bytes) or self._arriving.lacks(self._late_bytes(size_bytes)):
-            if not self._held.end_slowest(self.client if lacks == _OF_CLIENT else "", but=self):
-                raise CapacityError(f"as many bytes of {lacks} are held here as may be; try again in a moment")
+        for part, more_bytes in ((self._in_all, size_bytes), (self._arriving, self._late_bytes(size_bytes))):
+            while lacks := part.lacks(more_bytes):
+                if not self._held.end_slowest(part.room, self.client if lacks == _OF_CLIENT else "", but=self):
+                    raise CapacityError(f"as many bytes of {lacks} are held here as may be; try again in a moment")
+
+    def holds(self, room: "ByteRoom") -> bool:
+        """Return whether it takes some of a room."""
+        return any(part.room is room and part.taken_bytes for part in (self._in_all, self._arriving))
 
     def take(self, size_bytes: int) -> None:
         """Take room for another piece that has come; raises CapacityError if there is none."""
@@ -149,13 +154,13 @@ class _Part:
     """What one body takes of a room. An empty client is nobody's."""
 
     def __init__(self, room: ByteRoom, client: str):
-        self._room = room
+        self.room = room
         self._client = client
         self.taken_bytes = 0
 
     def lacks(self, size_bytes: int) -> str:
         """Return whose bytes leave no room for so many more; empty if there is room."""
-        room = self._room
+        room = self.room
         if room.taken_bytes + size_bytes > room.most_bytes:
             return _OF_ALL
         of_client_bytes = room.by_client[self._client]
@@ -165,14 +170,14 @@ class _Part:
         return ""
 
     def add(self, size_bytes: int) -> None:
-        self._room.taken_bytes += size_bytes
-        self._room.by_client[self._client] += size_bytes
+        self.room.taken_bytes += size_bytes
+        self.room.by_client[self._client] += size_bytes
         self.taken_bytes += size_bytes
 
     def leave(self) -> None:
         """Give all of it back."""
-        by_client = self._room.by_client
-        self._room.taken_bytes -= self.taken_bytes
+        by_client = self.room.by_client
+        self.room.taken_bytes -= self.taken_bytes
         by_client[self._client] -= self.taken_bytes
         self.taken_bytes = 0
         if not by_client[self._client]:

@@ -102,6 +102,22 @@ async def test_what_has_arrived_for_longest_makes_room_and_is_ended(monkeypatch:
 
 
 @pure
+async def test_a_body_that_holds_nothing_of_the_room_that_lacks_is_not_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bodies, "SPARED_SECONDS", 0.0)
+    monkeypatch.setattr(bodies, "BEGINNING_BYTES", 10)
+    held = HeldBytes(1000, arriving_bytes=100)
+    with held.place("", "x") as short, held.place("", "y") as long, held.place("", "z") as late:
+        async with arriving(short, 10):
+            reading = asyncio.ensure_future(hold(long, 90))
+            await asyncio.sleep(0)
+            late.take(60)
+            with pytest.raises(CapacityError, match="came slowly"):
+                await reading
+            assert (short.taken_bytes, long.taken_bytes, late.taken_bytes) == (10, 0, 60)
+    assert is_free(held)
+
+
+@pure
 async def test_a_client_whose_share_is_full_makes_room_by_its_own_bodies_alone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bodies, "SPARED_SECONDS", 0.0)
     held = HeldBytes(100)
