@@ -40,9 +40,10 @@ MAX_BODIES_BYTES: Final = 256 << 20
 """Of all bodies that arrive at a worker or wait for a thread."""
 WORKER_BODIES_PART: Final = 32
 """A thirty-second for them: each is there four times at the worst, as pieces, whole, parsed, and as tokens."""
-WORKER_HEADS_PART: Final = 16
-LEAST_PART: Final = 1 / 32
-"""Of the usual bounds on answers: 6,250 values of a member's, and one pod has some hundred."""
+WORKER_HEADS_PART: Final = 8
+"""With 1 GiB one caller still has 512 connections, more than requests may wait."""
+LEAST_PART: Final = 1 / 8
+"""Of the usual bounds on answers: 25,000 values of a member's, and a page of 50 pods has some 15,000."""
 
 
 class GatewayBudgets(NamedTuple):
@@ -68,9 +69,9 @@ class UsualMemory(NamedTuple):
     rest_mib: int
 
 
-OPERATOR: Final = UsualMemory("operator", limit_mib=512, rest_mib=128)
+OPERATOR: Final = UsualMemory("operator", limit_mib=512, rest_mib=160)
 """The chart's limit. With 100 pools it takes 135 MiB, with 1,000 pools 214."""
-SCHEDULER: Final = UsualMemory("scheduler", limit_mib=256, rest_mib=56)
+SCHEDULER: Final = UsualMemory("scheduler", limit_mib=256, rest_mib=64)
 
 
 def gateway_budgets(limit_bytes: int | None) -> GatewayBudgets:

@@ -31,7 +31,7 @@ FINALIZER: Final = f"{GROUP}/cleanup"
 FIELD_MANAGER_OPERATOR: Final = "prfaas-operator"
 FIELD_MANAGER_SCHEDULER: Final = "prfaas-scheduler"
 
-# The worker exposes two ports, and no more: a member cluster's firewall opens exactly these.
+# The worker has two ports for other clusters, and no more: a member's firewall opens exactly these.
 WORKER_API_PORT: Final = 8000
 WORKER_DATA_PORT: Final = 8001
 WORKER_ADMIN_PORT: Final = 8002

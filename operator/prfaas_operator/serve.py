@@ -166,7 +166,9 @@ async def _operate(
 async def serve(options: OperatorOptions) -> None:
     """Run until SIGTERM or SIGINT; with an election, work only while this replica leads."""
     options.certificate_terms()  # wrong combinations of flags are refused before any connection
-    log.info("answers of members' API servers have %d %% of their usual bounds", 100 * _members_part())
+    if (part := _members_part()) < 1:
+        message = "by this container's memory limit members' API servers may answer %d %% of what is usual"
+        log.warning(message, 100 * part)
     queue, shutdown = ReconcileQueue(), Shutdown()
     health = http.Health(queue.stuck)
     shutdown.listen()

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 async def serve(options: SchedulerOptions) -> None:
     prometheus_part = bounds_part(SCHEDULER, container_limit_bytes())
-    log.info("answers of Prometheus have %d %% of their usual bounds", 100 * prometheus_part)
+    if prometheus_part < 1:
+        usual = "by this container's memory limit Prometheus may answer %d %% of what is usual"
+        log.warning(usual, 100 * prometheus_part)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -65,7 +65,7 @@ WORST: Final[dict[UsualMemory, Callable[[float], float]]] = {OPERATOR: operator_
 
 @pytest.mark.parametrize(
     ("usual", "limit_mib"),
-    [(OPERATOR, mib) for mib in (2048, 512, 256, 140)] + [(SCHEDULER, mib) for mib in (1024, 256, 128, 64, 63)],
+    [(OPERATOR, mib) for mib in (2048, 512, 256, 204)] + [(SCHEDULER, mib) for mib in (1024, 256, 128, 88)],
 )
 def test_what_strangers_make_a_process_hold_fits_into_its_limit(usual: UsualMemory, limit_mib: int):
     assert WORST[usual](bounds_part(usual, limit_mib * MIB)) < limit_mib * MIB
@@ -90,7 +90,7 @@ def test_control_a_higher_bound_does_not(monkeypatch, usual: UsualMemory, bound:
     assert WORST[usual](1.0) > usual.limit_mib * MIB
 
 
-@pytest.mark.parametrize(("usual", "limit_mib", "least_mib"), [(OPERATOR, 128, 140), (SCHEDULER, 62, 63)])
+@pytest.mark.parametrize(("usual", "limit_mib", "least_mib"), [(OPERATOR, 203, 204), (SCHEDULER, 87, 88)])
 def test_under_a_limit_that_leaves_too_little_a_process_does_not_start(usual, limit_mib: int, least_mib: int):
     words = f"limit of {limit_mib} MiB is too low for the {usual.process}: give it {least_mib} MiB or more"
     with pytest.raises(ConfigError, match=words):
@@ -121,4 +121,4 @@ def test_a_worker_takes_its_budgets_and_has_room_for_the_longest_body():
     engine = cast(EngineClient, SimpleNamespace(listeners=[]))
     front = FrontState(parse(flags), engine, limit_bytes=GIB // 2)
     assert front.bodies.all.most_bytes == MAX_BODY_BYTES
-    assert front.connections.most == 256
+    assert front.connections.most == 512

@@ -12,8 +12,9 @@ from prfaas_operator.render.gateway import GATEWAY_DEFAULTS
 MIB, GIB = 1 << 20, 1 << 30
 BUSY_BYTES = 80 * MIB
 """What a gateway takes besides."""
-COPIES = 3
-"""Of each body, at the worst: as it came or with its salt, parsed, and as it is sent."""
+COPIES = 3.5
+"""Of each body, at the worst: as it came or with its salt, where the encoder may keep half as much besides, parsed, and
+as it is sent."""
 
 
 def worst_bytes(limits: Limits) -> int:
