@@ -5,7 +5,8 @@
 Twice the instances of examples/paper.yaml, in the roles of its best plan: 8 prefill long prompts as the other cluster
 would, 6 short ones, and 10 decode. Prompts come at a share of the rate that the plan carries, with its lengths. Each is
 prefilled at one worker and decoded at another, whose answer streams. All times are stretched, the arrivals' too, and
-caches have a part of their bytes. How late steps end is asked of the workers: the bound that 99 % do not exceed.
+caches have a part of their bytes. How late steps end is asked of the workers: the bound that 99 % do not exceed. Where
+one of them says that its machine was too slow for it, there is no figure at all.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from prfaas.capacity.optimum import best
 from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import points_of
 from prfaas.cli.plan import load as read_plan
-from prfaas.errors import PeerError
+from prfaas.errors import CapacityError, PeerError
 from prfaas.measure.answers import samples_of
 from prfaas.measure.emulated import late_p99
 from prfaas.measure.fit import LengthTimes, Measurement
@@ -96,22 +97,7 @@ def figures(stretch: Stretch = 4.0, load: Load = 0.7, minutes: Minutes = 4.0) ->
         requests = drawn(plan, fleet, load / stretch, 60 * minutes, random.Random(1))
         say(f"{len(requests)} prompts in {minutes:g} minutes, to {len(workers)} workers")
         seen = asyncio.run(measured(workers, requests, round(plan.system.output_tokens)))
-    name = f"{len(workers)} emulated workers"
-    yield Figure(name=f"{name}: until all are ready", value=start_seconds, unit="s")
-    yield Figure(name="requests without a whole answer", value=seen.failed, unit="", reach=0)
-    yield Figure(name="prompts whose cache did not come", value=seen.alone, unit="", reach=0)
-    yield Figure(name=f"{name}: proportional memory", value=sum(seen.pss_mib), unit="MiB", reach=REACH_MIB)
-    yield Figure(name=f"{name}: processes with torch", value=seen.with_torch, unit="", reach=0)
-    for step in ("prefill", "decode"):
-        late = late_share(seen.metrics, step)
-        yield Figure(name=f"P99 of how late a {step} step ends", value=late, unit="of its time", reach=REACH_LATE)
-    busy, idle = (total(seen.metrics, f"prfaas_emulation_{state}_seconds_total") for state in ("busy", "idle"))
-    yield Figure(
-        name="cores of the machine that workers and client take", value=seen.cpu_share, unit="", reach=REACH_CPU
-    )
-    yield Figure(name="cores that anything takes, other programs too", value=busy / (busy + idle), unit="")
-    too_slow = total(seen.metrics, "prfaas_emulation_too_slow")
-    yield Figure(name="workers that say that they were too slow", value=too_slow, unit="", reach=0)
+    yield from judged(seen, start_seconds)
 
 
 def started(plan: PlanFile, folder: Path, launch: Any, stretch: float) -> Fleet:
@@ -223,6 +209,34 @@ async def sent(session: aiohttp.ClientSession, worker: Worker, body: dict[str, A
 async def text_of(session: aiohttp.ClientSession, worker: Worker) -> str:
     async with session.get(f"{worker.url}/metrics") as answer:
         return await answer.text()
+
+
+def judged(seen: Seen, start_seconds: float) -> Iterator[Figure]:
+    """Yield all figures of a run. Raises CapacityError before the first where a worker was too slow."""
+    if slow := sum(map(says_too_slow, seen.metrics)):
+        raise CapacityError(
+            f"no figure counts: the machine was too slow for {slow} of {len(seen.metrics)} workers "
+            "(prfaas_emulation_too_slow). End what else runs on it, or give a larger --stretch"
+        )
+    name = f"{len(seen.metrics)} emulated workers"
+    yield Figure(name=f"{name}: until all are ready", value=start_seconds, unit="s")
+    yield Figure(name="requests without a whole answer", value=seen.failed, unit="", reach=0)
+    yield Figure(name="prompts whose cache did not come", value=seen.alone, unit="", reach=0)
+    yield Figure(name=f"{name}: proportional memory", value=sum(seen.pss_mib), unit="MiB", reach=REACH_MIB)
+    yield Figure(name=f"{name}: processes with torch", value=seen.with_torch, unit="", reach=0)
+    for step in ("prefill", "decode"):
+        late = late_share(seen.metrics, step)
+        yield Figure(name=f"P99 of how late a {step} step ends", value=late, unit="of its time", reach=REACH_LATE)
+    busy, idle = (total(seen.metrics, f"prfaas_emulation_{state}_seconds_total") for state in ("busy", "idle"))
+    yield Figure(
+        name="cores of the machine that workers and client take", value=seen.cpu_share, unit="", reach=REACH_CPU
+    )
+    yield Figure(name="cores that anything takes, other programs too", value=busy / (busy + idle), unit="")
+
+
+def says_too_slow(metrics: str) -> bool:
+    """Return whether an engine is emulated and says that its machine was too slow for it."""
+    return any(value > 0 for name, _, value in samples_of(metrics) if name == "prfaas_emulation_too_slow")
 
 
 def total(metrics: list[str], name: str) -> float:

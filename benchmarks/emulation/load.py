@@ -12,13 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.emulated import says_too_slow
 from benchmarks.emulation.engines import BATCH, ROLE, Engine, Kind
 from benchmarks.report import family, percentile, say
 
 from prfaas.capacity.builtin import step_seconds
 from prfaas.cli.measured_server import HttpServer
 from prfaas.errors import ConfigError
-from prfaas.measure.answers import StreamedAnswer, samples_of
+from prfaas.measure.answers import StreamedAnswer
 from prfaas.measure.fit import Measurement
 from prfaas.simulate.request import Arrival
 from prfaas.util import Deadline
@@ -136,11 +137,6 @@ def met(engine: Engine, arrivals: Sequence[Arrival], seed: int) -> Outcome | Non
     late = "; its emulated time was not kept" if too_slow else ""
     say(f"{engine.url}: its busiest thread had no core for {waited:.1%} of the time{late}")
     return seen if waited <= MOST_WAITED and not too_slow else None
-
-
-def says_too_slow(metrics: str) -> bool:
-    """Return whether an engine is emulated and says that its machine was too slow for it."""
-    return any(value > 0 for name, _, value in samples_of(metrics) if name == "prfaas_emulation_too_slow")
 
 
 def tasks(process: int) -> dict[str, Task]:

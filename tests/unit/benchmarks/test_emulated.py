@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from benchmarks.emulated import LONGEST, PLAN, Fleet, as_measured, drawn, late_share
+from benchmarks.emulated import LONGEST, PLAN, Fleet, Seen, as_measured, drawn, judged, late_share, says_too_slow
 
 from prfaas.capacity.optimum import best
 from prfaas.capacity.profile import prefill_seconds
 from prfaas.cli.plan import load
+from prfaas.errors import CapacityError
 from prfaas_worker.emulated.instance import EmulatedInstance
 from prfaas_worker.emulated.profile import read_profile
 
@@ -51,3 +52,20 @@ def test_the_bound_of_99_percent_is_of_all_workers_together():
     assert late_share([text(90, 100, 100), text(100, 100, 100)], "prefill") == 0.05
     assert late_share([text(99, 100, 100), text(100, 100, 100)], "prefill") == 0.01
     assert late_share([text(90, 97, 100)], "prefill") == float("inf")
+
+
+def test_an_emulated_run_counts_by_what_the_worker_says_of_its_machine():
+    assert says_too_slow("prfaas_emulation_too_slow 1.0\n")
+    assert not says_too_slow("prfaas_emulation_too_slow 0.0\n")
+    assert not says_too_slow("prfaas_decode_steps_total 1.0\n"), "an engine that computes"
+
+
+def test_one_worker_whose_machine_was_too_slow_takes_all_figures_with_it():
+    kept, slow = (f"prfaas_emulation_too_slow {value}\n" for value in (0, 1))
+
+    def first(*metrics: str) -> str:
+        return next(judged(Seen(0, 0, 0.1, [1.0, 1.0], 0, list(metrics)), 5.0)).name
+
+    assert first(kept, kept) == "2 emulated workers: until all are ready"
+    with pytest.raises(CapacityError, match="too slow for 1 of 2 workers"):
+        first(kept, slow)

@@ -6,18 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from benchmarks.emulation.engines import CONTEXT, KINDS
-from benchmarks.emulation.load import (
-    MIXES,
-    Mix,
-    Outcome,
-    Task,
-    Waits,
-    capacity,
-    drawn,
-    outcome,
-    says_too_slow,
-    waited_of_busiest,
-)
+from benchmarks.emulation.load import MIXES, Mix, Outcome, Task, Waits, capacity, drawn, outcome, waited_of_busiest
 from benchmarks.emulation.models import deepened, source_layer
 from benchmarks.emulation.pairs import Pair, Runs, compared, two_pairs
 from benchmarks.emulation.profile import LENGTHS, simulated_waits, without
@@ -202,12 +191,6 @@ def test_a_pair_in_which_the_reference_moved_does_not_count():
 def test_a_run_that_does_not_count_takes_its_pair_with_it(lost: str, left: list[int]):
     made = Machine(lambda _: 1.0, lost=lost).pairs()
     assert [place for place, pair in enumerate(made) if pair is not None] == left
-
-
-def test_an_emulated_run_counts_by_what_the_worker_says_of_its_machine():
-    assert says_too_slow("prfaas_emulation_too_slow 1.0\n")
-    assert not says_too_slow("prfaas_emulation_too_slow 0.0\n")
-    assert not says_too_slow("prfaas_decode_steps_total 1.0\n"), "an engine that computes"
 
 
 def test_the_thread_that_computes_is_the_one_whose_waits_count():

@@ -15,7 +15,7 @@ from benchmarks.hardening.gaps import TICK_SECONDS, Gaps, Moment
 from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
 from benchmarks.hardening.load import Reply, beats
 from benchmarks.hardening.members import REACH_MIB, faced
-from benchmarks.hardening.overload import goodput, is_good, is_refused_well, recovery_seconds
+from benchmarks.hardening.overload import goodput, is_good, is_refused_well, judged, recovery_seconds
 from benchmarks.hardening.rotation import Load
 from benchmarks.hardening.rotation import Reply as Rotated
 from benchmarks.hardening.strangers import BODY_BYTES, HELD_BACK_BYTES, held_back
@@ -125,6 +125,14 @@ def test_an_answer_is_good_in_time_and_a_refusal_if_it_says_when_to_come_again()
 def test_a_recovery_lasts_until_the_last_request_that_was_not_served_well():
     assert recovery_seconds([SERVED, LOST, LATE, SERVED._replace(due_seconds=20.0)], 10.0) == 2.5
     assert recovery_seconds([SERVED, LOST], 11.5) == 0.0
+
+
+def test_an_overload_has_no_figure_where_the_engines_machine_was_too_slow():
+    slow, kept = (list(judged(1.0, {2: [SERVED]}, f"prfaas_emulation_too_slow {value}\n")) for value in (1, 0))
+    assert [(one.value, one.reach) for one in slow] == [(1, 0)]
+    assert kept[0].value == 0
+    assert kept[1].name == "overload: peak goodput"
+    assert kept[-1].name == "overload 2 x: until all is served again"
 
 
 def test_requests_are_due_at_a_steady_rate_from_a_moment_on():
