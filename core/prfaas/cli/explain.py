@@ -90,9 +90,9 @@ def explanation(request_id: str, lines: Iterable[tuple[str, str]], looked_at: st
     for name, text in lines:
         counts[name] += 1
         line = read_line(f"{name}, line {counts[name]}", text) if request_id in text else None
-        if line is not None and line.fields.get("request_id") == request_id:
+        if line is not None and request_id in line.fields.get("request_id", ""):
             found.setdefault(f"{line.place} {line.words} {line.fields}", line)
-    ours, count = list(found.values()), counts.total()
+    ours, count = [one for one in found.values() if one.fields.get("request_id") == request_id], counts.total()
     requests = [one for one in ours if one.words == "request"]
     if not ours:
         raise BadInputError(f"none of the {count} lines of {looked_at} is about the request {request_id!r}")
@@ -106,7 +106,10 @@ def explanation(request_id: str, lines: Iterable[tuple[str, str]], looked_at: st
         raise BadInputError(
             f"{looked_at} has {len(requests)} requests with the id {request_id!r}, and their lines cannot be separated"
         )
-    return _explained(requests[0], [one for one in ours if one.words in ("transfer sent", "transfer received")])
+    # vLLM makes an id of its own around that of the request: the gateway has named the transfer.
+    named = set(requests[0].fields.get("transfer_id", "").split(","))
+    ended = [one for one in found.values() if one.words in ("transfer sent", "transfer received")]
+    return _explained(requests[0], [one for one in ended if one in ours or one.fields.get("transfer_id") in named])
 
 
 def read_line(source: str, text: str) -> LogLine | None:

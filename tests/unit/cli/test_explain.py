@@ -67,15 +67,19 @@ def test_reads_one_stream_and_prints_json():
     assert {one["seconds"] for one in found["parts"][1:-1]} == {None}, "what is unknown is no 0"
 
 
-def test_a_transfers_line_has_what_the_gateway_cannot_see_of_another_engine(tmp_path: Path):
+@pytest.mark.parametrize("request_id", ["slow-1", "cmpl-slow-1-0-89f5e833"])
+def test_a_transfers_line_has_what_the_gateway_cannot_see_of_another_engine(tmp_path: Path, request_id: str):
     seen = {"gateway_queue_seconds": 0.25, "prefill_seconds": 1.0, "unknown_seconds": 0.75}
-    received = {**OURS, "outcome": "delivered", "flow_seconds": 0.75, "first_byte_seconds": 0.5}
+    received = {"outcome": "delivered", "flow_seconds": 0.75, "first_byte_seconds": 0.5, "computed_seconds": 0.75}
+    ours = {**OURS, "request_id": request_id, **received}
+    others = {"request_id": "cmpl-slow-1-0-0-12345678", "transfer_id": "b" * 32, **received, "flow_seconds": 9.0}
     log = write(
         tmp_path / "log",
-        logged("d0 decode mover", "transfer received", **received, computed_seconds=0.75),
+        *(logged("mover", "transfer received", **one) for one in (ours, others)),
         logged("gateway", "request", **NO_PARTS, **seen),
     )
     found = json.loads(prfaas("explain", "slow-1", "--log", log, "-o", "json").stdout)
+    assert [one["request_id"] for one in found["transfers"]] == [request_id]
     parts = {one["part"]: one["seconds"] for one in found["parts"]}
     assert (parts["link_wait"], parts["transfer"], parts["decode_queue"]) == (0.0, 0.5, None)
     assert parts["unknown"] == 0.25
