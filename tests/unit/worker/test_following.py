@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -38,7 +39,10 @@ pytestmark = pytest.mark.system
 THRESHOLD_TOKENS = 200
 PROMPT = "def main(arguments):\n    return 0\n" * 60  # a byte is a token
 REMOTE = ["prefill.remote", "transfer", "prefill"]
-SEVERAL = 4
+LONG = PROMPT * 4
+"""Takes so long that a client's way to the gateway and back is far less than a twentieth."""
+REPEATS = 9
+"""Of which the median counts: a busy machine may delay a client between the gateway's first token and its own."""
 Leg = dict[str, Any]
 
 
@@ -205,21 +209,17 @@ async def test_one_transfer_id_leads_through_the_response_and_the_logs_of_all_th
     assert destination["trace_id"] == source["trace_id"] == gateway["trace_id"]
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT[: THRESHOLD_TOKENS - 1]])
-async def test_the_parts_of_a_first_token_add_up_to_what_the_client_waited(system, prompt):
-    sums: list[tuple[float, float]] = []
-
-    async def agrees() -> bool:
-        """A busy machine may delay the client between the gateway's first token and its own."""
-        answered, waited_seconds = await stream(system.gateway_url, prompt)
+@pytest.mark.parametrize(("offload", "decision"), [("auto", "offload"), ("never", "local")])
+async def test_the_parts_of_a_first_token_add_up_to_what_the_client_waited(system, offload, decision):
+    left: list[float] = []
+    for _ in range(REPEATS):
+        answered, waited_seconds = await stream(system.gateway_url, LONG, **{"x-prfaas-offload": offload})
         parts = read_parts(answered["x-prfaas-ttft-seconds"])
+        assert answered["x-prfaas-decision"] == decision
         assert parts.keys() == set(PARTS), "our workers report all of them"
-        assert sum(parts.values()) <= waited_seconds, "the gateway waits while the client does"
-        sums.append((sum(parts.values()), waited_seconds))
-        return sums[-1][0] == pytest.approx(waited_seconds, rel=0.05, abs=0.003)
-
-    for _ in range(SEVERAL):
-        await eventually_async(agrees, lambda: f"the parts and the client's time agree within 5 %: {sums}")
+        left.append(1 - sum(parts.values()) / waited_seconds)
+    assert min(left) >= 0, "the gateway waits while the client does"
+    assert median(left) <= 0.05, f"shares that are in no part: {left}"
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "short"])
