@@ -113,7 +113,7 @@ def figures(tools: Chosen = None) -> Iterator[Figure]:
     for name in tools or TOOLS:
         with tempfile.TemporaryDirectory() as made, worker_processes(MODEL, Path(made)) as start:
             source, destination = (worker.wait_ready() for worker in (start(), start()))
-            with gateway(Path(made), table_of("prfaas", source.url, destination.url)) as url:
+            with gateway(Path(made), table_of("prfaas", source.url, destination.url)) as (url, _):
                 found: list[Load] = []
                 for target in (destination.url, url):
                     say(f"{name}: {REQUESTS} requests to {target}")
