@@ -26,10 +26,11 @@ from prfaas.routing.facts import (
     usable_places,
 )
 from prfaas.routing.lengths import LengthTally as Lengths
+from prfaas.routing.lengths import PrefillTally
 from prfaas.routing.prices import Backlog
 from prfaas.routing.quarantine import Quarantine
 from prfaas.util import RateBucket, backoff_seconds
-from prfaas.wire.control import Counters, LinkReport, PrefillTokens, ThresholdUpdate
+from prfaas.wire.control import Counters, LinkReport, ThresholdUpdate
 from prfaas.wire.preferences import NO_PREFERENCES, Preferences
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable, measured_as, rank_name, takes_rank
@@ -77,7 +78,7 @@ class GatewayState:
         """Requests being served."""
         self._decided: Tally[RouteKind] = Tally()
         self._lengths = Lengths()
-        self._tokens: dict[RouteKind, PrefillTokens] = {"offload": PrefillTokens(), "local": PrefillTokens()}
+        self._tokens = PrefillTally()
         self._failed_offloads = 0
 
     def set_table(self, table: RoutingTable) -> None:
@@ -180,8 +181,7 @@ class GatewayState:
         if prefills:
             self._decided[began.kind] += 1
             self._lengths.add(began.incremental_tokens)
-            before = self._tokens[began.kind]
-            self._tokens[began.kind] = before.plus(began.incremental_tokens, began.computed_tokens)
+            self._tokens.add(began.kind, began.incremental_tokens, began.computed_tokens)
         self.in_flight += 1
         try:
             yield
@@ -258,8 +258,8 @@ class GatewayState:
             local=self._decided["local"],
             failed_offloads=self._failed_offloads,
             lengths=self._lengths.counts,
-            offloaded_tokens=self._tokens["offload"],
-            local_tokens=self._tokens["local"],
+            offloaded_tokens=self._tokens.of("offload"),
+            local_tokens=self._tokens.of("local"),
         )
 
     def check_integrity(self) -> None:

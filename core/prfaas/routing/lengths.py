@@ -8,12 +8,14 @@ evenly spread. This makes all of it continuous in the threshold: a search does n
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add, lt, mul
 from typing import Final, NamedTuple
 
 from prfaas.errors import InternalError
+from prfaas.wire.control import PrefillTokens
 from prfaas.wire.profile import Profile
 
 BINS_PER_OCTAVE: Final = 16
@@ -120,6 +122,22 @@ class LengthTally:
     def counts(self) -> tuple[int, ...]:
         """Prompts by bin since the start."""
         return tuple(self._counts)
+
+
+class PrefillTally:
+    """Sums the tokens of prompts as they come, by the kind of their route."""
+
+    def __init__(self) -> None:
+        self._counted_tokens, self._computed_tokens = Counter[str](), Counter[str]()
+
+    def add(self, kind: str, tokens: int, computed_tokens: int) -> None:
+        """Add a prompt of this incremental length, of which the chosen instance has to compute `computed_tokens`."""
+        self._counted_tokens[kind] += tokens
+        self._computed_tokens[kind] += computed_tokens
+
+    def of(self, kind: str) -> PrefillTokens:
+        """Return the sums since the start."""
+        return PrefillTokens(counted=self._counted_tokens[kind], computed=self._computed_tokens[kind])
 
 
 def _from_the_end(values: Sequence[float]) -> list[float]:

@@ -111,7 +111,9 @@ class ShortLoop:
                 self._lengths.popleft()
 
     def _counted(self, now_seconds: float) -> _Counted:
-        return _Counted(now_seconds, self._process.lengths.counts, dict(self._process.tokens))
+        tokens = self._process.tokens
+        by_kind: dict[RouteKind, PrefillTokens] = {"offload": tokens.of("offload"), "local": tokens.of("local")}
+        return _Counted(now_seconds, self._process.lengths.counts, by_kind)
 
     def _offered(self, now_seconds: float) -> Offered | None:
         """Return the latest demand and the pools for it; None before any request, or in a mode that never moves."""

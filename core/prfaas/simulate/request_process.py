@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from prfaas.names import HUB
 from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
-from prfaas.routing.facts import Decision, LegName, Refusal, Route, RouteKind
+from prfaas.routing.facts import Decision, LegName, Refusal, Route
 from prfaas.routing.lengths import LengthTally as Lengths
+from prfaas.routing.lengths import PrefillTally
 from prfaas.schedule import RUNNING
 from prfaas.simulate.cache import Caches
 from prfaas.simulate.events import EventQueue
@@ -27,7 +28,6 @@ from prfaas.simulate.link import SharedLink
 from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.request import Arrival, PrefixFetch, Request
 from prfaas.simulate.scenario import LinkShape, Scenario
-from prfaas.wire.control import PrefillTokens
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, RoutingTable
 
@@ -74,7 +74,7 @@ class RequestProcess:
         """Routes so far that were offloads."""
         self.lengths = Lengths()
         """Counts first decisions by incremental length, as a gateway does."""
-        self.tokens: dict[RouteKind, PrefillTokens] = {"offload": PrefillTokens(), "local": PrefillTokens()}
+        self.tokens = PrefillTally()
         """Of the same prompts."""
 
     @property
@@ -100,8 +100,7 @@ class RequestProcess:
         if isinstance(decision, Route):
             request.began = decision
             self.lengths.add(decision.incremental_tokens)
-            before = self.tokens[decision.kind]
-            self.tokens[decision.kind] = before.plus(decision.incremental_tokens, decision.computed_tokens)
+            self.tokens.add(decision.kind, decision.incremental_tokens, decision.computed_tokens)
         self._follow(request, decision)
 
     def divide(self, pool: str, prefilling: int) -> None:

@@ -62,10 +62,6 @@ class PrefillTokens(msgspec.Struct, frozen=True, kw_only=True):
     computed: int = 0
     """Tokens that the chosen instance has to compute."""
 
-    def plus(self, counted: int, computed: int) -> "PrefillTokens":
-        """Return the sum with one prompt more."""
-        return PrefillTokens(counted=self.counted + counted, computed=self.computed + computed)
-
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway's counters since its start."""
