@@ -76,7 +76,7 @@ def times(file: PlanFile, name: str, system: System, plan: Plan) -> Iterator[Fig
             rival = {"rival": "the simulation", "rival_value": served}
             yield Figure(name=f"{name}: {what} TTFT at {share:.0%} load, estimated", value=estimated, unit="s", **rival)
         worst = max(abs(estimated / served - 1) for _, estimated, served in both)
-        yield Figure(name=f"{name}: TTFT at {share:.0%} load, estimate off by", value=100 * worst, unit="%", reach=15.0)
+        yield Figure(name=f"{name}: TTFT at {share:.0%} load, estimate off by", value=100 * worst, unit="%", reach=10.0)
 
 
 def recovery(load: float) -> Iterator[Figure]:

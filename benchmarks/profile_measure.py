@@ -3,7 +3,7 @@
     prfaas bench profile_measure [worker vllm] [-o json]
 
 Four lengths that were no points of the profile, each alone, and in Poisson arrivals that keep one instance half busy.
-`prfaas.capacity.ttft` says what the waits add. The mean of a few hundred waits is off by several per cent by chance. So
+Pollaczek and Khinchine say what the waits add. The mean of a few hundred waits is off by several per cent by chance. So
 of many draws of arrivals that one is sent whose waits, in a queue with the predicted times, come nearest to it.
 """
 
@@ -25,11 +25,7 @@ from benchmarks.worker.process import running
 from tests.vllm.engines import EngineHost
 from tests.vllm.servers import vllm_servers
 
-from prfaas.capacity.optimum import plan_for
 from prfaas.capacity.profile import prefill_seconds
-from prfaas.capacity.system import HubPool, System
-from prfaas.capacity.ttft import queued
-from prfaas.capacity.workload import Workload
 from prfaas.cli.measured_server import HttpServer
 from prfaas.errors import ConfigError
 from prfaas.measure.answers import CacheBytes
@@ -109,12 +105,8 @@ def compared(name: str, server: HttpServer) -> Iterator[Figure]:
 
 
 def loaded_seconds(profile: Profile, tokens: int) -> float:
-    """Return the planner's mean time to the first token at this load, of one instance and prompts of one length."""
-    # Decoding costs no time to speak of: answers have one token, which the prefill computes.
-    hub = HubPool(name="hub", profile=profile, instances=2, max_batch=10_000, step_seconds=1e-5)
-    system, workload = System(links=(), offload=(), hub=(hub,), output_tokens=1), Workload.observed([tokens])
-    plan = plan_for(system, workload, {"hub": 1})
-    return queued(system, workload, plan, LOAD / prefill_seconds(profile, tokens)).mean_seconds
+    """Return the mean time to the first token at this load, by Pollaczek and Khinchine, of prompts of one length."""
+    return prefill_seconds(profile, tokens) * (1 + LOAD / 2 / (1 - LOAD))
 
 
 def usual(predicted: float, wait: float, rng: random.Random) -> list[float]:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, combinations
 from typing import Final, NamedTuple
 
+from prfaas.schedule import STEP_SIZES, step_tokens
 from prfaas.wire.profile import Profile
 
 Coefficients = tuple[float, float, float]
@@ -72,6 +73,11 @@ def chunk_seconds(profile: Profile, start_tokens: int, tokens: int, *, is_first:
     prefill: what that costs however short it is, the first one takes."""
     fixed_seconds = profile.fixed_seconds if is_first else 0.0
     return _seconds((fixed_seconds, profile.token_seconds, profile.squared_seconds), tokens, start_tokens)
+
+
+def best_step_tokens(profile: Profile) -> int:
+    """Return the tokens of a step that a worker finds best for a machine with this profile."""
+    return step_tokens({size: prefill_seconds(profile, size) for size in STEP_SIZES})
 
 
 def cache_bytes(profile: Profile, tokens: int) -> int:

@@ -12,13 +12,21 @@ With queueing (`queued`) arrivals are Poisson, and
 
   on average, exponentially distributed. The first term is Lee and Longton's M/G/c, exact (Pollaczek-Khinchine) with one
   server. The second is what separate queues cost beside a shared one, fitted to simulations of 2 to 20 instances
+- an instance computes in steps, which are full while prompts wait (`prfaas.schedule`). So a prompt that others are
+  behind ends later than its work: `_followed_seconds`
 - a link is shared evenly by its transfers (M/G/1 processor sharing), which stretches each by 1 / (1 - rho)
 - a transfer overlaps its prefill: after it only the last chunk and the states remain, unless the link is the slower
 - decode instances admit a request when one of their N_d BS_max places is free. All answers are of equal length, which
-  halves the wait (M/D/c).
+  halves the wait (M/D/c). The first token takes a step. Where others decode, it waits for the rest of theirs, half of
+  one in the mean, and for the one that admits it.
 
 The waits are taken as independent of each other and of the lengths. So a class of lengths differs from another by its
 prefills and transfers, and by the pools that take it. Fractional plans have no such queues to speak of.
+
+Prompts are served in their order. The half of each step that is for the shortest prompt is left out. A new prompt of
+work b behind one with R > b left makes that one b later, and is itself R - b earlier than in their order. Both are the
+same on average if b is anything up to R. And it is rare where a prompt goes to the instance with the fewest tokens.
+With one or two instances, high load and very different lengths the means are too long.
 """
 
 import math
@@ -31,10 +39,12 @@ import msgspec
 
 from prfaas.capacity.equations import BITS_PER_MBIT, egress_mbps, mean_seconds, offload_shares
 from prfaas.capacity.optimum import Plan
-from prfaas.capacity.profile import cache_bytes, prefill_seconds
+from prfaas.capacity.profile import best_step_tokens, cache_bytes, prefill_seconds
 from prfaas.capacity.system import OffloadPool, System
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
+from prfaas.schedule import role_budgets
+from prfaas.wire.profile import Profile
 
 CHUNK_TOKENS: Final = 8192
 """Tokens of a prefill that are computed, and handed to the link, together."""
@@ -69,6 +79,23 @@ class _Stream(NamedTuple):
     wait: _Wait
     lengths: Sequence[int]
     points: list[tuple[float, float]]
+
+
+class _Work(NamedTuple):
+    """Prompts of one length: the seconds of their prefill, from its start to the first token, and their weight."""
+
+    tokens: int
+    seconds: float
+    first_seconds: float
+    weight: float
+
+
+class _Decode(NamedTuple):
+    """The share of the requests that a pool decodes, their wait for a place, and the seconds to a token with one."""
+
+    share: float
+    wait: _Wait
+    first_seconds: float
 
 
 _NONE: Final = _Wait(0.0, 0.0)
@@ -147,10 +174,8 @@ def arrivals_within(system: System, workload: Workload, plan: Plan, p90_seconds:
     return low
 
 
-def _waiting(
-    system: System, workload: Workload, plan: Plan, arrivals: float
-) -> tuple[list[_Stream], list[tuple[float, _Wait]]]:
-    """Return the streams at this rate, and the waits for decode."""
+def _waiting(system: System, workload: Workload, plan: Plan, arrivals: float) -> tuple[list[_Stream], list[_Decode]]:
+    """Return the streams at this rate, and what follows at the pools that decode."""
     if not 0 <= arrivals < plan.lambda_max:
         raise ConfigError(
             f"{arrivals:g} requests/s arrive where {plan.lambda_max:.4g} can be served: queues would grow for ever; "
@@ -166,7 +191,7 @@ def _waiting(
         prefilled = prefill_seconds(pool.profile, tokens) + 8 * last_bytes / bits_per_second
         return max(prefilled, 8 * cache_bytes(pool.profile, tokens) / bits_per_second)
 
-    return _streams(system, workload, plan, arrivals, offloaded), _decode_waits(system, plan, arrivals)
+    return _streams(system, workload, plan, arrivals, offloaded), _decodes(system, plan, arrivals)
 
 
 def threshold(workload: Workload, plan: Plan) -> int:
@@ -192,45 +217,80 @@ def _streams(
     for pool, rate in offload_shares(system, above) if above else ():
         if rate == 0:
             continue
-        work = [(n, prefill_seconds(pool.profile, n), offloaded(pool, n), weight) for n, weight in long]
-        streams.append(_stream(above.share * rate / plan.theta_prfaas, pool.instances, work, arrivals))
+        work = [_Work(n, prefill_seconds(pool.profile, n), offloaded(pool, n), weight) for n, weight in long]
+        share = above.share * rate / plan.theta_prfaas
+        streams.append(_stream(share, pool.instances, pool.profile, work, arrivals))
     for pool in system.hub if below else ():
         instances = plan.split[pool.name]
         if instances == 0:
             continue
-        work = [(n, seconds := prefill_seconds(pool.profile, n), seconds, weight) for n, weight in short]
+        work = [_Work(n, seconds := prefill_seconds(pool.profile, n), seconds, weight) for n, weight in short]
         share = below.share * instances / mean_seconds(pool.profile, below) / plan.theta_pd_p
-        streams.append(_stream(share, instances, work, arrivals))
+        streams.append(_stream(share, instances, pool.profile, work, arrivals))
     return streams
 
 
-def _stream(
-    share: float, instances: float, work: Sequence[tuple[int, float, float, float]], arrivals: float | None
-) -> _Stream:
-    """Return a stream from its prompts: tokens, seconds of prefill, seconds from start to first token, weight."""
-    wait = _NONE
-    total = sum(weight for *_, weight in work)
+def _stream(share: float, instances: float, profile: Profile, work: Sequence[_Work], arrivals: float | None) -> _Stream:
+    wait, later = _NONE, [0.0] * len(work)
+    total = sum(one.weight for one in work)
     if arrivals:
-        mean = sum(seconds * weight for _, seconds, _, weight in work) / total
-        squared = sum(seconds**2 * weight for _, seconds, _, weight in work) / total
+        mean = sum(one.seconds * one.weight for one in work) / total
+        squared = sum(one.seconds**2 * one.weight for one in work) / total
         wait = _wait(instances, mean, squared / mean**2, arrivals * share)
-    points = [(first, weight / total) for _, _, first, weight in work]
-    return _Stream(share, wait, [tokens for tokens, *_ in work], points)
+        # Who waits does so for the rest of the prompt under way, and for so many more, whose number is geometric.
+        more = max(0.0, wait.mean_seconds - squared / (2 * mean)) / mean
+        later = _followed_seconds(work, wait.probability, more / (1 + more), _prefill_tokens(profile))
+    points = [(one.first_seconds + end, one.weight / total) for one, end in zip(work, later, strict=True)]
+    return _Stream(share, wait, [one.tokens for one in work], points)
 
 
-def _decode_waits(system: System, plan: Plan, arrivals: float) -> list[tuple[float, _Wait]]:
-    """Return the wait for a place to decode, for each pool of the hub with the share of requests that it takes."""
-    waits: list[tuple[float, _Wait]] = []
+def _prefill_tokens(profile: Profile) -> int:
+    """Return the tokens of a step of an instance that only prefills."""
+    return role_budgets(best_step_tokens(profile))["prefill"].step_tokens
+
+
+def _followed_seconds(work: Sequence[_Work], followed: float, early: float, step_tokens: int) -> list[float]:
+    """Return how much later than its work each prompt ends, in the mean, because of those behind it.
+
+    Its tokens after the last whole block take a step of their own (`cut_tokens` in `prfaas.simulate.instance`, as in
+    the worker). Those behind fill this step, and what is left of the one before: half of a step in the mean. What comes
+    in a step is computed from the second step after it on. So what comes two steps before the last fills the last
+    alone, and what comes later nothing. None fills more of a step than it has work.
+
+    As many prompts leave others behind as find others before them, since a queue changes by one at a time. So
+    `followed` is the probability of a wait. `early` is the share of the followers that were there when the prompt came
+    to its turn. The others come at any time of its prefill.
+    """
+    total = sum(one.weight for one in work)
+    mean = sum(one.seconds * one.weight for one in work) / total
+    step_seconds = step_tokens * mean * total / sum(one.tokens * one.weight for one in work)
+
+    def filled(steps: float) -> float:
+        return sum(min(one.seconds, steps * step_seconds) * one.weight for one in work) / total
+
+    last, most, in_step = filled(1.0), filled(1.5), (1 - early) * step_seconds / mean
+
+    def later(whole_steps: int) -> float:
+        meanwhile = in_step * (last + (whole_steps - 1) * most) if whole_steps else 0.0
+        return min(most, followed * (early * most + meanwhile))
+
+    return [later((one.tokens - 1) // step_tokens) for one in work]
+
+
+def _decodes(system: System, plan: Plan, arrivals: float) -> list[_Decode]:
+    """Return what each pool of the hub that decodes adds."""
+    found: list[_Decode] = []
     for pool in system.hub:
-        rate = (pool.instances - plan.split[pool.name]) * pool.decode_rate(system.output_tokens)
-        seconds = pool.step_seconds * system.output_tokens
-        if rate > 0 and arrivals > 0:
+        instances = pool.instances - plan.split[pool.name]
+        if instances > 0:
+            rate = instances * pool.decode_rate(system.output_tokens)
             share = rate / plan.theta_pd_d
-            places = (pool.instances - plan.split[pool.name]) * pool.max_batch
-            busy = arrivals * share / rate
-            mean = seconds / 2 / (places * (1 - busy))
-            waits.append((share, _Wait(_erlang(places, busy), mean)))
-    return waits or [(1.0, _NONE)]
+            places, busy = instances * pool.max_batch, arrivals * share / rate
+            mean = pool.step_seconds * system.output_tokens / 2 / (places * (1 - busy))
+            alone = math.exp(-busy * pool.max_batch)  # as many decode as arrive in an answer's time
+            first_seconds = pool.step_seconds * (1 + 1.5 * (1 - alone))
+            found.append(_Decode(share, _Wait(_erlang(places, busy), mean), first_seconds))
+    return found
 
 
 def _wait(instances: float, mean_seconds: float, relative_square: float, arrivals: float) -> _Wait:
@@ -270,7 +330,7 @@ def _points(items: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*points, (seconds / share, share)] if share > 0 else points
 
 
-def _summary(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]]) -> FirstToken:
+def _summary(streams: Sequence[_Stream], decodes: Sequence[_Decode]) -> FirstToken:
     mean = _mean(decodes)
     for stream in streams:
         after = sum(seconds * weight for seconds, weight in stream.points)
@@ -283,18 +343,21 @@ def _summary(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]])
     )
 
 
-def _mean(decodes: Sequence[tuple[float, _Wait]]) -> float:
-    return sum(share * wait.probability * wait.mean_seconds for share, wait in decodes)
+def _mean(decodes: Sequence[_Decode]) -> float:
+    return sum(one.share * (one.wait.probability * one.wait.mean_seconds + one.first_seconds) for one in decodes)
 
 
-def _quantile(streams: Sequence[_Stream], decodes: Sequence[tuple[float, _Wait]], share: float) -> float:
+def _quantile(streams: Sequence[_Stream], decodes: Sequence[_Decode], share: float) -> float:
     """Return the time that this share of the requests does not exceed, by bisection."""
 
     def longer(limit: float) -> float:
         return sum(
-            stream.share * part * weight * _longer(stream.wait, decode, limit - seconds)
+            stream.share
+            * decode.share
+            * weight
+            * _longer(stream.wait, decode.wait, limit - seconds - decode.first_seconds)
             for stream in streams
-            for part, decode in decodes
+            for decode in decodes
             for seconds, weight in stream.points
         )
 

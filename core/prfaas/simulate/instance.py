@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from prfaas.capacity.profile import chunk_seconds, prefill_seconds
+from prfaas.capacity.profile import best_step_tokens, chunk_seconds
 from prfaas.kvindex.blocks import BLOCK_TOKENS
 from prfaas.measure.steps import StepChunk, StepTimes
 from prfaas.schedule import (
-    STEP_SIZES,
     Budgets,
     RunningSequence,
     Schedule,
@@ -30,7 +29,6 @@ from prfaas.schedule import (
     WaitingSequence,
     role_budgets,
     schedule,
-    step_tokens,
 )
 from prfaas.simulate.events import EventQueue
 from prfaas.simulate.request import Request
@@ -61,8 +59,8 @@ class InstanceKind(NamedTuple):
     ) -> "InstanceKind":
         """Return a kind whose decode step takes as long for any batch, with steps of so many `tokens`; 0: as many as a
         worker finds best by such a profile."""
-        tokens = tokens or step_tokens({size: prefill_seconds(profile, size) for size in STEP_SIZES})
-        return cls(profile, slots, partial(_same_for_any, decode_seconds), role_budgets(tokens), hands_over)
+        budgets = role_budgets(tokens or best_step_tokens(profile))
+        return cls(profile, slots, partial(_same_for_any, decode_seconds), budgets, hands_over)
 
     @property
     def state_pages(self) -> int:

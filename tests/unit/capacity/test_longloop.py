@@ -142,18 +142,18 @@ def test_a_dead_link_makes_home_prefill_more():
 def test_waits_that_break_the_promise_are_shortened_even_where_that_costs_capacity():
     slow = installed(2, 6, arrivals=2.6)
     assert run(rules(), slow) == [slow], "without a promise a gain of 8 % changes nothing"
-    states = run(rules(ttft_seconds=6.0), slow)
+    states = run(rules(ttft_seconds=7.0), slow)
     assert [state.counts["swing"] for state in states] == [2, 3, 4]
     three, four = (forecast(state, state.counts) for state in states[1:])
     assert four.lambda_max < three.lambda_max
-    assert ttft_p90_seconds(states[1], three) > 6.0 >= ttft_p90_seconds(states[2], four)
+    assert ttft_p90_seconds(states[1], three) > 7.0 >= ttft_p90_seconds(states[2], four)
 
 
 def test_capacity_is_not_bought_with_a_broken_promise():
     many = installed(6, 2, arrivals=1.5)
-    promised = rules(ttft_seconds=3.85)
+    promised = rules(ttft_seconds=4.1)
     assert [state.counts["swing"] for state in run(rules(), many)] == [6, 5, 4]
-    # 4.34 s with one, 4.08 with two: more capacity and less wait go together here, and both count.
+    # 4.82 s with one, 4.43 with two: more capacity and less wait go together here, and both count.
     assert [state.counts["swing"] for state in run(promised, installed(1, 7, arrivals=1.5))] == [1, 2]
     tight = installed(4, 4, arrivals=1.5)
     assert run(promised, tight) == [tight]
