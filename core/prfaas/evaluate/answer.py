@@ -58,7 +58,7 @@ class FirstTokenRatio(msgspec.Struct, frozen=True, kw_only=True):
     of_plan: float
     """The rate's share of what the plan of homogeneous carries."""
     of_measured: float | None
-    """Its share of what homogeneous completes when it is saturated."""
+    """Its share of what homogeneous serves when it is saturated."""
     ours: Sampled
     homogeneous: Sampled
     ratio: Sampled

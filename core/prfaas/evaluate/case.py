@@ -99,9 +99,11 @@ def longest_tokens(case: Case, key: RunKey) -> int:
 
 
 def run_seconds(case: Case, key: RunKey) -> float:
-    """Return about how long a run takes by the clock: its arrivals, the last answer, and the pods that start."""
+    """Return about how long a run takes by the clock: its arrivals, what waits when the last one has come, the last
+    answer, and the pods that start."""
     last_seconds = case.file.system.output_tokens * max(pool.step_seconds for pool in case.file.system.hub)
-    return case.stretch * (case.requests / rate_per_second(case, key) + last_seconds) + _BETWEEN_RUNS_SECONDS
+    served_per_second = min(1.0, key.load) * setups.capacity(case.file, key.policy)
+    return case.stretch * (case.requests / served_per_second + last_seconds) + _BETWEEN_RUNS_SECONDS
 
 
 def _setup(case: Case, key: RunKey) -> Setup:

@@ -7,17 +7,22 @@ beside the best of all thresholds that stay? Nobody knows that one before. The s
 many, and those that are best there are also run.
 
 *What a link bears* is the planner's threshold for the hub's split over a link of that width, of which so much is used
-as the policy asks for: the middle between its watermarks. Settled means close to it, until the link changes again.
+as the policy asks for: the middle between its watermarks. Where the hub with that threshold would carry less than
+arrives, it is the one that uses all of the link, as the short loop does while prompts wait in the hub. Settled means
+close to it until the link changes again, from when it is nearer to it than to what the link bore before. Both may lie
+so close that a threshold which stays would count, too.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from functools import cache
+from itertools import takewhile
 from typing import Any, Final, Literal
 
 import msgspec
 
 from prfaas.capacity import optimum
+from prfaas.capacity.optimum import Plan
 from prfaas.capacity.planfile import PlanFile
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, scenario_of
@@ -45,6 +50,8 @@ class ThresholdSettling(msgspec.Struct, frozen=True, kw_only=True):
     """How a threshold followed one change of the link."""
 
     at_seconds: float
+    before_tokens: int
+    """What the link bore until then."""
     borne_tokens: int
     intervals: int | None
     """Of control, until the threshold was close to what the link bears, and stayed; None: it never was."""
@@ -135,16 +142,25 @@ def p90_of(run: Run) -> float:
     return quantile_of(waits, 0.9).value
 
 
-def borne_tokens(file: PlanFile, scenario: Scenario, link_mbps: float) -> int:
-    """Return the threshold that a link of this width bears. Raises ConfigError where the planner has none."""
+def borne_tokens(file: PlanFile, scenario: Scenario, link_mbps: float, rate_per_second: float) -> int:
+    """Return the threshold that a link of this width bears while so many requests arrive.
+
+    Raises ConfigError where the planner has none.
+    """
     marks = scenario.policy.watermarks
-    used_mbps = link_mbps * (marks.high_percent + marks.low_percent) / 200
-    links = tuple(msgspec.structs.replace(link, capacity_mbps=used_mbps) for link in scenario.system.links)
-    split = {name: float(count) for name, count in scenario.prefill_instances.items()}
-    plan = optimum.plan_for(msgspec.structs.replace(scenario.system, links=links), file.workload, split)
+    plan = _plan_over(file, scenario, link_mbps * (marks.high_percent + marks.low_percent) / 200)
+    if plan.lambda_max < rate_per_second:
+        plan = _plan_over(file, scenario, link_mbps)
     if plan.threshold_tokens is None:
         raise ConfigError(f"the plan over a link of {link_mbps:g} Mbit/s has no threshold: let the link carry more")
     return plan.threshold_tokens
+
+
+def _plan_over(file: PlanFile, scenario: Scenario, used_mbps: float) -> Plan:
+    """Return the plan of a scenario's split if caches may use so much of the link."""
+    links = tuple(msgspec.structs.replace(link, capacity_mbps=used_mbps) for link in scenario.system.links)
+    split = {name: float(count) for name, count in scenario.prefill_instances.items()}
+    return optimum.plan_for(msgspec.structs.replace(scenario.system, links=links), file.workload, split)
 
 
 def settlings_of(case: Case, run: Run) -> tuple[ThresholdSettling, ...]:
@@ -154,30 +170,40 @@ def settlings_of(case: Case, run: Run) -> tuple[ThresholdSettling, ...]:
         return ()
     interval_seconds = scenario.policy.short_interval_seconds
     end_seconds = max(one.at_seconds for one in run.answers)
+    (link,) = scenario.system.links
     changes = [step for shape in scenario.conditions.values() for step in shape.schedule if step[0] < end_seconds]
+    widths = [link.capacity_mbps, *(mbps for _, mbps in changes)]
+    times = [*(at for at, _ in changes), end_seconds]
+
+    @cache
+    def borne(mbps: float) -> int:
+        return borne_tokens(case.file, scenario, mbps, run.rate_per_second)
+
     return tuple(
-        _settling(run, at, until, borne_tokens(case.file, scenario, mbps), interval_seconds)
-        for (at, mbps), (until, _) in pairwise([*changes, (end_seconds, 0.0)])
+        _settling(run, (at, until), (borne(before), borne(after)), interval_seconds)
+        for at, until, before, after in zip(times, times[1:], widths, widths[1:], strict=False)
         if until - at >= FEWEST_INTERVALS * interval_seconds
     )
 
 
-def _settling(run: Run, at: float, until: float, borne: int, interval_seconds: int) -> ThresholdSettling:
-    least, most = (share * borne for share in SETTLED)
+def _settling(
+    run: Run, within_seconds: tuple[float, float], borne: tuple[int, int], interval_seconds: int
+) -> ThresholdSettling:
+    """Return how the threshold followed a change within this time, from what the link bore to what it bears."""
+    (at, until), (before, after) = within_seconds, borne
+    least, most = (share * after for share in SETTLED)
     seen = [
-        (one.at_seconds, least <= one.threshold_tokens <= most)
+        (one.at_seconds, one.threshold_tokens)
         for one in run.readings
         if at <= one.at_seconds < until and one.threshold_tokens is not None
     ]
-    settled_seconds: float | None = None
-    for at_seconds, is_close in reversed(seen):
-        if not is_close:
-            break
-        settled_seconds = at_seconds
+    close = list(takewhile(lambda one: least <= one[1] <= most, reversed(seen)))
+    nearer = [at_seconds for at_seconds, tokens in close if abs(tokens - after) <= abs(tokens - before)]
     return ThresholdSettling(
         at_seconds=at,
-        borne_tokens=borne,
-        intervals=None if settled_seconds is None else math.ceil((settled_seconds - at) / interval_seconds),
+        before_tokens=before,
+        borne_tokens=after,
+        intervals=math.ceil((nearer[-1] - at) / interval_seconds) if nearer else None,
         most_intervals=math.floor((until - at) / interval_seconds),
     )
 

@@ -19,6 +19,7 @@ from prfaas.simulate.outcome import Outcome, Tally
 from prfaas.simulate.request import Request
 from prfaas.simulate.run import simulate
 from prfaas.simulate.scenario import PolicyName
+from prfaas.wire.trace import UNKNOWN
 
 
 class PlanFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +65,10 @@ def link_percent(egress_mbps: float, capacity_mbps: float) -> float:
 
 
 def simulated_run(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Run:
-    """Return the record that the run would have, were it simulated: of the same requests, and without parts."""
+    """Return the record that the run would have, were it simulated: of the same requests.
+
+    Of the parts of a first token it has the prefill and what waits for it.
+    """
     scenario, tally = scenario_of(case, key), _Answers()
     result = simulate(scenario, arrivals_of(case, key, new_rng), tally)
     return Run(
@@ -113,7 +117,17 @@ class _Answers(Tally):
                 seconds=now_seconds - at_seconds if is_served else None,
                 offloaded=route is not None and route.kind == "offload",
                 fallback=request.attempts > 1,
+                parts=_parts(request),
                 lost=None if is_served else "refused",
                 error="" if is_served else outcome,
             )
         )
+
+
+def _parts(request: Request) -> dict[str, float]:
+    """Return the parts that are known; {} for a request that was resumed, whose prefill came after its first token."""
+    first, ended = request.first_token_seconds, request.prefill_ended_seconds
+    if first is None or ended is None or ended > first:
+        return {}
+    waited = ended - request.prefill_seconds - request.arrival.at_seconds
+    return {"prefill_queue": waited, "prefill": request.prefill_seconds, UNKNOWN: first - ended}

@@ -1,11 +1,12 @@
 """The most that a system serves, measured in two ways, and the ratio of two systems.
 
-**Saturated.** More arrives than a system serves, and what it completes is its throughput: Lambda_max of the paper. One
-overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that complete are easier than
-those that arrive: counting them would flatter a system by 2 to 14 %. So each counts as its prefill's time over that of
-the mean prompt of its pool, unless decodes limit the system. Simulated at 1.15 to 1.3 times the plan, systems of the
-paper's case then complete 95 to 100 % of what the plan carries; further above it, ever fewer of the long prompts end
-within the run.
+**Saturated.** More arrives than a system serves, and the work that it does in a second is its throughput: Lambda_max of
+the paper. One overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that it serves
+are easier than those that arrive: counting them would flatter a system by 2 to 14 %. So each counts as its prefill's
+time over that of the mean prompt of its pool, unless decodes limit the system: then as one. And it counts evenly over
+the time in which that work was done. Were it counted when its answer ends, the figure would hang on which answers
+happen to end in a time that may be no longer than one of them, and nothing done for a long prompt that ends later would
+count.
 
 **Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
 within the limit, and *breaks* it if the interval lies above, or if most of its runs are overloaded: requests in flight
@@ -24,7 +25,8 @@ from prfaas.evaluate.record import MOST_LOST, AnsweredRequest, Run
 from prfaas.evaluate.steady import MOST_GROWTH, Sampled, SteadyPart, growth_share, rate_of, refusals
 
 FILLED_AFTER: Final = 0.2
-"""Of the time in which requests arrive, and after it what an early answer takes: until then the system fills."""
+"""Of the time in which requests arrive, and after it what an early request takes until its work is done: until then
+the system fills."""
 LoadOutcome = Literal["held", "broken", "open"]
 
 
@@ -102,21 +104,43 @@ def ratio_of(above: Bounds, below: Bounds) -> Bounds:
     return Bounds(_quotient(above.low, below.high), _quotient(above.high, below.low))
 
 
-def saturated_rate(run: Run, work: Callable[[AnsweredRequest], float]) -> Sampled | None:
-    """Return the requests a second that a system completes while more arrive; None: the run is not overloaded.
+def prefill_span(one: AnsweredRequest) -> tuple[float, float]:
+    """Return when a prefill began and ended, in seconds of the run. Where its parts do not say, that is the moment of
+    the first token."""
+    if "prefill" not in one.parts:
+        first_token = one.at_seconds + (one.ttft_seconds or 0.0)
+        return first_token, first_token
+    waited = one.sent_late_seconds + one.parts.get("gateway_queue", 0.0) + one.parts.get("prefill_queue", 0.0)
+    began = one.at_seconds + waited
+    return began, began + one.parts["prefill"]
 
-    `work` is as how many an answer counts; it is 1 in the mean of all that arrive.
+
+def decode_span(one: AnsweredRequest) -> tuple[float, float]:
+    """Return when the first and the last token of an answer came, in seconds of the run."""
+    return one.at_seconds + (one.ttft_seconds or 0.0), one.at_seconds + (one.seconds or 0.0)
+
+
+def saturated_rate(
+    run: Run,
+    work: Callable[[AnsweredRequest], float],
+    span: Callable[[AnsweredRequest], tuple[float, float]] = prefill_span,
+) -> Sampled | None:
+    """Return the requests a second that a system serves while more arrive; None: the run is not overloaded.
+
+    `work` is as how many an answer counts; it is 1 in the mean of all that arrive. `span` is when that work began and
+    ended.
     """
-    served = [(one, one.at_seconds + one.seconds) for one in run.answers if one.seconds is not None]
+    served = [(one, span(one)) for one in run.answers if one.seconds is not None]
     if not served:
         return None
     end = max(one.at_seconds for one in run.answers)
-    early = [ended - one.at_seconds for one, ended in served if one.at_seconds <= FILLED_AFTER * end]
+    early = [done - one.at_seconds for one, (_, done) in served if one.at_seconds <= FILLED_AFTER * end]
     begin = FILLED_AFTER * end + (median(early) if early else 0.0)
-    growth = growth_share([(one.at_seconds, ended) for one, ended in served], FILLED_AFTER * end, end)
+    in_flight = [(one.at_seconds, one.at_seconds + (one.seconds or 0.0)) for one, _ in served]
+    growth = growth_share(in_flight, FILLED_AFTER * end, end)
     if begin >= end or (growth <= MOST_GROWTH and refusals(run) <= MOST_LOST * len(run.answers)):
         return None
-    return rate_of([(ended, work(one)) for one, ended in served if begin <= ended <= end], begin, end)
+    return rate_of([(*when, work(one)) for one, when in served], begin, end)
 
 
 def _quotient(above: float | None, below: float | None) -> float | None:

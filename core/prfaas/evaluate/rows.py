@@ -1,7 +1,7 @@
 """The row of a policy at a load: what its runs show, what the plan says, and what the simulator shows.
 
 A run that is invalid or has no steady part gives no figures. If it was overloaded, its load breaks the limit, and it
-says what the system completes then: see `prfaas.evaluate.limit`.
+says what the system serves then: see `prfaas.evaluate.limit`.
 """
 
 import math
@@ -17,7 +17,7 @@ from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.profile import Profile, prefill_seconds
 from prfaas.capacity.workload import Workload
 from prfaas.evaluate.expected import PlanFigures, link_percent, plan_figures
-from prfaas.evaluate.limit import FILLED_AFTER, LoadVerdict, judge, saturated_rate
+from prfaas.evaluate.limit import FILLED_AFTER, LoadVerdict, decode_span, judge, prefill_span, saturated_rate
 from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
 from prfaas.evaluate.steady import BATCHES, Sampled, SteadyPart, find_steady, mean_of, of_seeds, quantile_of, rate_of
 from prfaas.simulate import setup as setups
@@ -120,7 +120,7 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
     """Return the figures of a run's steady part; `capacity_mbps` is what its links are declared to carry."""
     firsts = part.first_tokens_seconds
     egress = _metric(run.readings, part, "egress_mbps")
-    ends = [(ended, 1.0) for ended in part.ends_seconds]
+    ends = [(ended, ended, 1.0) for ended in part.ends_seconds]
     return LoadFigures(
         ttft_mean_seconds=mean_of(firsts),
         ttft_p90_seconds=quantile_of(firsts, 0.9),
@@ -135,15 +135,24 @@ def figures_of(run: Run, part: SteadyPart, capacity_mbps: float) -> LoadFigures:
 def most_of(file: PlanFile, run: Run) -> Sampled | None:
     """Return the requests a second, of all lengths, that a saturated run's system carries; None: it is not saturated.
 
-    A pool carries, of all requests, as many as it completes over its share of them, and the least of the pools is the
-    system's most. Their sum would count what a pool with room completes while prompts wait for the other one. Where the
-    plan says that decodes limit the system, its requests are counted.
+    A pool carries, of all requests, as many as it prefills over its share of them, and the least of the pools is the
+    system's most. Their sum would count what a pool with room prefills while prompts wait for the other one. Where the
+    plan says that decodes limit the system, these are counted.
     """
-    _, plan = setups.planned(file, run.key.policy)
-    if plan.theta_pd_d <= plan.lambda_max:
-        return saturated_rate(run, lambda _: 1.0)
+    if _is_limited_by_decodes(file, run):
+        return counted_of(file, run)
     rates = [rate for work in works_of(file, run) if (rate := saturated_rate(run, work)) and rate.value > 0]
     return min(rates, key=lambda one: one.value, default=None)
+
+
+def counted_of(file: PlanFile, run: Run) -> Sampled | None:
+    """Return the same with each request counted as one."""
+    return saturated_rate(run, lambda _: 1.0, decode_span if _is_limited_by_decodes(file, run) else prefill_span)
+
+
+def _is_limited_by_decodes(file: PlanFile, run: Run) -> bool:
+    _, plan = setups.planned(file, run.key.policy)
+    return plan.theta_pd_d <= plan.lambda_max
 
 
 def works_of(file: PlanFile, run: Run) -> list[Callable[[AnsweredRequest], float]]:
@@ -188,7 +197,7 @@ def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]
     return LoadResult(
         figures=None if overloaded else steady,
         saturated_per_second=_of_all([(run.key.seed, most_of(file, run)) for run, _ in runs]),
-        saturated_counted=_of_all([(run.key.seed, saturated_rate(run, lambda _: 1.0)) for run, _ in runs]),
+        saturated_counted=_of_all([(run.key.seed, counted_of(file, run)) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
         parts=_mean_parts(overloaded or [one for _, part in runs for one in part.answers]),
     )

@@ -186,13 +186,19 @@ def quantile_of(values: Sequence[float], share: float) -> Sampled:
     return Sampled(value, at(share - off), at(share + off))
 
 
-def rate_of(events: Iterable[tuple[float, float]], begin_seconds: float, end_seconds: float) -> Sampled:
-    """Return what happens in a second between two times; an event is its time, and as how many it counts."""
+def rate_of(pieces: Iterable[tuple[float, float, float]], begin_seconds: float, end_seconds: float) -> Sampled:
+    """Return how much is done in a second between two times. A piece is when it began and ended, and as how much it
+    counts: evenly over its time, or at its moment if it has no length."""
     seconds = (end_seconds - begin_seconds) / BATCHES
-    counts = [0.0] * BATCHES
-    for at, count in events:
-        counts[min(BATCHES - 1, int((at - begin_seconds) / seconds))] += count
-    rate = mean_of(counts)
+    edges = [begin_seconds + place * seconds for place in range(BATCHES + 1)]
+    done = [0.0] * BATCHES
+    for began, ended, count in pieces:
+        if began < ended:
+            for place, (first, last) in enumerate(pairwise(edges)):
+                done[place] += count * max(0.0, min(ended, last) - max(began, first)) / (ended - began)
+        elif begin_seconds <= ended <= end_seconds:
+            done[min(BATCHES - 1, int((ended - begin_seconds) / seconds))] += count
+    rate = mean_of(done)
     return Sampled(rate.value / seconds, rate.low / seconds, rate.high / seconds)
 
 

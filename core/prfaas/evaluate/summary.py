@@ -35,6 +35,8 @@ class CaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Runs that give no figure. An overloaded one is none of them."""
     missing: tuple[RunKey, ...]
     """Runs that were asked for and are not there."""
+    software: tuple[str, ...]
+    """The versions that the runs were made with."""
     shown: Run | None
     """The run whose threshold and link are drawn: PrfaaS-PD at the highest load that it carries, or else at the highest
     that was served."""
@@ -77,6 +79,7 @@ def summarise(
         beside=compare_first_tokens(rows, answers),
         excluded=tuple(ExcludedRun(key.name, why) for key, why in why_not.items() if why),
         missing=tuple(sorted(set(asked) - {run.key for run in ordered})),
+        software=tuple(sorted({run.software for run in ordered})),
         shown=next(
             (
                 run

@@ -263,9 +263,10 @@ class SimulatedInstance:
         elapsed = self._events.now - span.began
         ended = bisect_right(range(1, span.steps), elapsed, key=lambda steps: self._seconds(span, steps))
         if ended:
-            span.began += self._seconds(span, ended)
+            seconds = self._seconds(span, ended)
+            span.began += seconds
             span.steps -= ended
-            self._advance(span, ended)
+            self._advance(span, ended, seconds)
 
     def _cut_short(self) -> None:
         """Plan anew when the step under way ends."""
@@ -274,8 +275,10 @@ class SimulatedInstance:
             self._span.steps = 1
             self._expect_end(self._span)
 
-    def _advance(self, span: _Span, steps: int) -> None:
+    def _advance(self, span: _Span, steps: int, seconds: float) -> None:
         for one, tokens in span.chunks:
+            if tokens > 1 and not one.gone:
+                one.request.prefill_seconds += seconds
             one.computed_tokens += steps * tokens
             one.remaining_tokens -= steps * tokens
             one.is_first = False
@@ -290,7 +293,7 @@ class SimulatedInstance:
         if span is None or planned != self._planned:
             return
         self._span, self._awake = None, True  # what comes of it is there before the next step begins
-        self._advance(span, span.steps)
+        self._advance(span, span.steps, self._events.now - span.began)
         for one, tokens in span.chunks:
             if not one.gone:
                 self._end_chunk(one, tokens)

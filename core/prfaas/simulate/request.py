@@ -47,6 +47,10 @@ class Request:
     tried: set[str] = field(default_factory=set[str])
     generated_tokens: int = 0
     first_token_seconds: float | None = None
+    prefill_seconds: float = 0.0
+    """Of the steps that computed more than one token of its prompt, on its present route."""
+    prefill_ended_seconds: float | None = None
+    """When the last one did."""
     fetch: PrefixFetch | None = None
     """The prefix that its prefill instance fetches first, on its present route."""
     queued_tokens: int = 0

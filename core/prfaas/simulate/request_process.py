@@ -151,6 +151,7 @@ class RequestProcess:
         request.run += 1
         request.route, request.fetch = decision, None
         request.prefilled = False
+        request.prefill_seconds, request.prefill_ended_seconds = 0.0, None
         self.gateway.enter(decision, request)
         if decision.decode.name in self.dead:
             self.fail_later(request, "decode")
@@ -284,6 +285,7 @@ class RequestProcess:
             self._link(request.route).to_hub.add(request, request.crossing_token_bytes * tokens)
 
     def _hand_over_rest(self, request: Request) -> None:
+        request.prefill_ended_seconds = self.events.now
         route = request.route
         if route is None:
             return
@@ -329,6 +331,7 @@ class RequestProcess:
         if request.first_token_seconds is None:
             request.first_token_seconds = self.events.now
         if request.route is not None and request.route.prefill is None:
+            request.prefill_ended_seconds = self.events.now
             self._note_cache(request, request.route)
 
     def _last(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from prfaas.cli.plan import load
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.expected import simulated_run
 from prfaas.evaluate.record import MachineTiming, Run, RunKey
-from prfaas.wire.trace import PARTS
+from prfaas.wire.trace import PARTS, UNKNOWN, Parts
 
 PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
 CASE = Case(name="paper", file=load(PAPER), requests=400, stretch=4.0, cache_scale=128)
@@ -33,7 +33,7 @@ def live(key: RunKey, seconds_more: float = 0.0) -> Run:
             one,
             ttft_seconds=one.ttft_seconds + seconds_more,
             seconds=one.seconds + seconds_more,
-            parts={name: (one.ttft_seconds + seconds_more) / len(PARTS) for name in PARTS},
+            parts=_whole(one.parts, seconds_more),
         )
         for one in run.answers
     ]
@@ -45,6 +45,12 @@ def live(key: RunKey, seconds_more: float = 0.0) -> Run:
         software="prfaas 0.1.0",
         began_at="2026-11-29T12:00:00",
     )
+
+
+def _whole(parts: Parts, seconds_more: float) -> Parts:
+    """Return all parts, where the simulator knows the prefill and its queue."""
+    rest = (parts[UNKNOWN] + seconds_more) / 4
+    return {"gateway_queue": 0.0} | {name: parts.get(name, rest) for name in PARTS[1:]}
 
 
 def keys(policy: str, *loads: float, seeds: int = 1) -> list[RunKey]:

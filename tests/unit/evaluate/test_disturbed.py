@@ -7,7 +7,10 @@ import msgspec
 import pytest
 
 from prfaas.capacity import optimum
-from prfaas.cli.evaluation.disturbed import disturbed_answer, disturbed_page
+from prfaas.capacity.optimum import Plan
+from prfaas.cli.evaluation.disturbed import disturbed_answer, disturbed_chapter
+from prfaas.cli.evaluation.document import document_files
+from prfaas.cli.evaluation.report import page_of
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import arrivals_of, rate_per_second, scenario_of
 from prfaas.evaluate.disturbed import (
@@ -28,7 +31,8 @@ LOAD, MBPS = 0.7, 40_000.0
 OURS = RunKey("threshold", LOAD, 1)
 FALLS = disturb(CASE, "falls", LOAD, MBPS)
 FELL, WHOLE = (at for at, _ in scenario_of(FALLS, OURS).conditions["between-datacentres"].schedule)
-BORNE_LOW, BORNE_WHOLE = (borne_tokens(FALLS.file, scenario_of(FALLS, OURS), mbps) for mbps in (MBPS / 5, MBPS))
+RATE = rate_per_second(FALLS, OURS)
+BORNE_LOW, BORNE_WHOLE = (borne_tokens(FALLS.file, scenario_of(FALLS, OURS), mbps, RATE) for mbps in (MBPS / 5, MBPS))
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +86,31 @@ def test_each_disturbance_is_a_case_of_its_own(name: DisturbanceName):
     assert rate_per_second(made, OURS) == pytest.approx(rate_per_second(CASE, OURS), rel=1e-3)
 
 
-def test_a_link_bears_the_planner_s_threshold_at_the_use_that_the_policy_asks_for():
-    system = FALLS.file.system
-    links = tuple(msgspec.structs.replace(link, capacity_mbps=0.65 * MBPS / 5) for link in system.links)
-    plan = optimum.plan_for(msgspec.structs.replace(system, links=links), FALLS.file.workload, {"pd": 3.0})
+def plan_over(mbps: float) -> Plan:
+    links = tuple(msgspec.structs.replace(link, capacity_mbps=mbps) for link in FALLS.file.system.links)
+    system = msgspec.structs.replace(FALLS.file.system, links=links)
+    return optimum.plan_for(system, FALLS.file.workload, {"pd": 3.0})
 
-    assert plan.threshold_tokens == BORNE_LOW
-    assert BORNE_LOW * 0.75 > BORNE_WHOLE, "a threshold that stays where it was does not pass for settled"
+
+def test_a_link_bears_the_planner_s_threshold_at_the_use_that_the_policy_asks_for():
+    middle = plan_over(0.65 * MBPS / 5)
+    borne = borne_tokens(FALLS.file, scenario_of(FALLS, OURS), MBPS / 5, 0.99 * middle.lambda_max)
+
+    assert borne == middle.threshold_tokens
+    assert plan_over(0.65 * MBPS).threshold_tokens == BORNE_WHOLE
+
+
+def test_where_the_hub_would_carry_less_than_arrives_a_link_bears_what_uses_all_of_it():
+    middle, whole = plan_over(0.65 * MBPS / 5), plan_over(MBPS / 5)
+
+    assert middle.lambda_max < RATE <= whole.lambda_max, "the middle leaves the hub too much, and the whole does not"
+    assert BORNE_LOW == whole.threshold_tokens < middle.threshold_tokens
+    assert borne_tokens(FALLS.file, scenario_of(FALLS, OURS), MBPS / 5, 1.01 * middle.lambda_max) == BORNE_LOW
 
 
 def test_a_link_that_carries_nothing_bears_no_threshold():
     with pytest.raises(ConfigError, match="has no threshold"):
-        borne_tokens(FALLS.file, scenario_of(FALLS, OURS), 1e-6)
+        borne_tokens(FALLS.file, scenario_of(FALLS, OURS), 1e-6, RATE)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +120,23 @@ def test_a_link_that_carries_nothing_bears_no_threshold():
         (((0, BORNE_WHOLE), (FELL, BORNE_LOW), (WHOLE + 9, BORNE_WHOLE)), (0, 9)),
         (((0, BORNE_WHOLE), (FELL + 2, BORNE_LOW), (FELL + 9, 9), (FELL + 12, BORNE_LOW), (WHOLE, 9)), (12, None)),
         (((0, BORNE_WHOLE),), (None, 0)),
-        (((0, BORNE_WHOLE), (FELL + 2, 0.7 * BORNE_LOW), (FELL + 5, 1.3 * BORNE_LOW), (WHOLE, BORNE_WHOLE)), (5, 0)),
+        (((0, BORNE_LOW),), (0, None)),
+        (((0, BORNE_WHOLE), (FELL + 2, 1.35 * BORNE_LOW), (FELL + 5, 1.3 * BORNE_LOW), (WHOLE, BORNE_WHOLE)), (5, 0)),
+        (
+            ((0, 9), (FELL + 2, BORNE_LOW), (FELL + 9, BORNE_WHOLE), (FELL + 12, BORNE_LOW), (WHOLE, BORNE_WHOLE)),
+            (2, 0),
+        ),
+        (((0, BORNE_LOW), (WHOLE, 0.7 * BORNE_WHOLE), (WHOLE + 3, 0.8 * BORNE_WHOLE)), (0, 3)),
     ],
-    ids=["after the fall", "after the return", "not while it leaves again", "a threshold that stays", "close"],
+    ids=[
+        *("after the fall", "after the return", "not while it leaves again", "it stays low", "it stays high"),
+        *("high", "back for a moment, and close", "low"),
+    ],
 )
 def test_a_threshold_is_settled_when_it_is_close_and_stays_until_the_next_change(run, seen, intervals):
     found = settlings_of(FALLS, following(run, *seen))
 
+    assert 0.75 * BORNE_LOW < BORNE_WHOLE < BORNE_LOW, "one that stays is close, too"
     assert tuple(one.intervals for one in found) == intervals
     end = max(one.at_seconds for one in run.answers)
     assert [one.most_intervals for one in found] == [WHOLE - FELL, math.floor(end - WHOLE)]
@@ -164,11 +191,15 @@ def test_the_page_has_the_ratios_and_draws_what_the_link_bears(run):
     static = RunKey("static", LOAD, 1, 24_000)
     runs = [run, simulated_run(FALLS, static, Random)]
     found = summarise_disturbed(FALLS, runs, lambda key: simulated_run(FALLS, key, Random), [OURS, static])
-    page = disturbed_page(FALLS, runs, found, "prfaas bench evaluation --part falls")
+    chapter = disturbed_chapter(FALLS, runs, found, "prfaas bench evaluation --part falls")
+    page, (document, *pictures) = page_of(chapter), document_files([chapter]).items()
 
     assert f"PrfaaS-PD {p90_of(runs[0]) / p90_of(runs[1]):.2f}" in page
     assert page.count("what the link bears</text>") == 1, "of the threshold that moves"
-    assert f"{BORNE_LOW:,}" in page
+    assert f"<td>{BORNE_WHOLE:,}</td><td>{BORNE_LOW:,}</td>" in page
+    assert "uses all of the link" in page
+    assert f"| {BORNE_WHOLE:,} | {BORNE_LOW:,} |" in document[1]
+    assert len(pictures) == page.count("<svg") == 4, "two of each run"
 
 
 def test_an_invalid_run_has_no_figure_and_no_chart(run):
@@ -179,4 +210,11 @@ def test_an_invalid_run_has_no_figure_and_no_chart(run):
     assert "no answer" in disturbed_answer(found)
     assert found.runs[0].p90_seconds is None
     assert found.over_best("threshold") is None
-    assert disturbed_page(FALLS, runs, found, "").count("over time") == 1
+    assert page_of(disturbed_chapter(FALLS, runs, found, "")).count("over time") == 1
+
+
+def test_where_nothing_settles_nobody_says_what_a_link_bears(run):
+    bursts = disturb(CASE, "bursts", LOAD, MBPS)
+    found = summarise_disturbed(bursts, [run], lambda _: run, [OURS])
+
+    assert "bears" not in page_of(disturbed_chapter(bursts, [run], found, ""))

@@ -1,17 +1,30 @@
-"""Proves where a limit lies, and what a saturated system completes, with systems whose most is known."""
+"""Proves where a limit lies, and what a saturated system serves, with systems whose most is known."""
 
 import operator
+from collections.abc import Callable
 from functools import cache
 from random import Random
+from statistics import median
 
 import msgspec
 import pytest
 
+from prfaas.capacity.profile import prefill_seconds
 from prfaas.evaluate.expected import simulated_run
-from prfaas.evaluate.limit import Bounds, LoadVerdict, judge, limit_of, ratio_of, saturated_rate
+from prfaas.evaluate.limit import (
+    FILLED_AFTER,
+    Bounds,
+    LoadVerdict,
+    decode_span,
+    judge,
+    limit_of,
+    prefill_span,
+    ratio_of,
+    saturated_rate,
+)
 from prfaas.evaluate.record import AnsweredRequest, Run, RunKey
-from prfaas.evaluate.rows import most_of, works_of
-from prfaas.evaluate.steady import Sampled, SteadyPart
+from prfaas.evaluate.rows import counted_of, most_of, works_of
+from prfaas.evaluate.steady import Sampled, SteadyPart, rate_of
 from prfaas.simulate import setup as setups
 from prfaas.simulate.scenario import PolicyName
 
@@ -145,6 +158,109 @@ def test_a_run_without_answers_says_nothing_of_the_most():
     assert saturated_rate(run(lost), lambda _: 1.0) is None
 
 
+SERVERS, PREFILL_SECONDS, ANSWER_SECONDS = 9, 4.5, 25.6
+
+
+def busy(seed: int) -> Run:
+    """Return a run of servers that all work until the last request has come, and so serve SERVERS / PREFILL_SECONDS a
+    second. Half of each prefills the first prompt, half the shortest, as an instance does. A prompt of a thousand
+    tokens takes a whole one a second."""
+    rng, at, coming = Random(seed), 0.0, []
+    for _ in range(300):
+        at += rng.expovariate(1.6 * SERVERS / PREFILL_SECONDS)
+        coming.append((at, PREFILL_SECONDS * rng.lognormvariate(-0.5, 1.0)))
+    free, waiting, answers = [0.0] * (2 * SERVERS), [], []
+    while coming or waiting:
+        half = free.index(min(free))
+        while coming and (coming[0][0] <= free[half] or not waiting):
+            waiting.append(coming.pop(0))
+        came, seconds = min(waiting, key=operator.itemgetter(1)) if half % 2 else waiting[0]
+        waiting.remove((came, seconds))
+        began = max(free[half], came)
+        free[half] = began + 2 * seconds
+        first = free[half] - came
+        parts = {"prefill_queue": began - came, "prefill": 2 * seconds}
+        answers.append(
+            AnsweredRequest(
+                at_seconds=came,
+                prompt_tokens=round(1000 * seconds),
+                ttft_seconds=first,
+                seconds=first + ANSWER_SECONDS,
+                parts=parts,
+            )
+        )
+    return run(answers)
+
+
+def of_mean(one: AnsweredRequest) -> float:
+    return one.prompt_tokens / 1000 / PREFILL_SECONDS
+
+
+def by_ends(run: Run, work: Callable[[AnsweredRequest], float]) -> Sampled:
+    """Count each request when its answer ends."""
+    end = max(one.at_seconds for one in run.answers)
+    filled = FILLED_AFTER * end
+    begin = filled + median(one.seconds for one in run.answers if one.at_seconds <= filled)
+    ends = [(one.at_seconds + one.seconds, work(one)) for one in run.answers]
+    return rate_of([(at, at, count) for at, count in ends], begin, end)
+
+
+def test_servers_that_always_work_serve_what_they_can_with_hardly_a_doubt():
+    found = [one for seed in range(20) if (one := saturated_rate(busy(seed), of_mean))]
+
+    assert len(found) >= 15, "a few meet so many short prompts that they have room"
+    for one in found:
+        assert one.value == pytest.approx(2.0, rel=0.005)
+        assert one.high - one.low <= 0.02 * one.value
+
+
+def test_answers_counted_when_they_end_would_tell_less_of_the_same_servers():
+    """The negative control: that is why work counts when it is done."""
+    found = [by_ends(busy(seed), of_mean) for seed in range(20)]
+
+    assert sum(one.value for one in found) / len(found) < 0.97 * 2.0
+    assert sum(one.high - one.low for one in found) / len(found) > 0.4 * 2.0
+
+
+def test_a_long_prompt_under_way_counts_for_what_is_done_of_it():
+    """Half of a server prefills short prompts, of 2 s each, and half one of 150 s, which ends later."""
+    pieces = [*((float(at), at + 4.0, 2.0) for at in range(0, 200, 4)), (0.0, 300.0, 150.0)]
+
+    assert rate_of(pieces, 40.0, 200.0).value == pytest.approx(1.0)
+    ends = [(ended, ended, work) for _, ended, work in pieces]
+    assert rate_of(ends, 42.0, 198.0).value == pytest.approx(0.5, abs=0.02), "the negative control"
+
+
+def test_decodes_count_while_they_decode():
+    """Forty at once, 20 s each: two a second; three a second are prefilled."""
+    at = [place / 3 for place in range(600)]
+    begins = [max(one, place // 40 * 20.0) for place, one in enumerate(at)]
+    answers = [
+        AnsweredRequest(
+            at_seconds=one,
+            prompt_tokens=1,
+            ttft_seconds=begin - one,
+            seconds=begin - one + 20.0,
+            parts={"prefill": 0.1},
+        )
+        for one, begin in zip(at, begins, strict=True)
+    ]
+
+    assert saturated_rate(run(answers), lambda _: 1.0, decode_span).value == pytest.approx(2.0, rel=0.01)
+    assert saturated_rate(run(answers), lambda _: 1.0).value == pytest.approx(3.0, rel=0.05), "the negative control"
+
+
+def test_a_prefill_begins_when_it_has_waited_at_the_gateway_and_at_its_instance():
+    parts = {"gateway_queue": 0.5, "prefill_queue": 1.0, "prefill": 2.0, "transfer": 3.0}
+    one = AnsweredRequest(
+        at_seconds=10.0, prompt_tokens=1, sent_late_seconds=0.25, ttft_seconds=7.0, seconds=9.0, parts=parts
+    )
+
+    assert prefill_span(one) == (11.75, 13.75)
+    assert prefill_span(msgspec.structs.replace(one, parts={})) == (17.0, 17.0)
+    assert decode_span(one) == (17.0, 19.0)
+
+
 @cache
 def saturated(policy: PolicyName) -> Run:
     return simulated_run(LONG, RunKey(policy, 1.3, 1), Random)
@@ -193,5 +309,16 @@ def test_where_decodes_limit_a_system_each_request_is_one():
     file = msgspec.structs.replace(CASE.file, system=msgspec.structs.replace(CASE.file.system, hub=(slow,)))
     run = saturated("naive")
 
-    assert most_of(file, run) == saturated_rate(run, lambda _: 1.0)
-    assert most_of(CASE.file, run) != saturated_rate(run, lambda _: 1.0), "the negative control"
+    assert most_of(file, run) == counted_of(file, run) == saturated_rate(run, lambda _: 1.0, decode_span)
+    assert most_of(CASE.file, run) != counted_of(CASE.file, run), "the negative control"
+
+
+def test_the_simulator_says_when_a_prefill_began_and_ended():
+    answers = saturated("homogeneous").answers
+    one = answers[0]
+    alone_seconds = prefill_seconds(CASE.file.system.hub[0].profile, one.prompt_tokens)
+
+    assert one.parts["prefill"] == pytest.approx(alone_seconds, rel=0.05), "the first one shares no step"
+    for each in answers:
+        assert min(each.parts.values()) >= -1e-6
+        assert sum(each.parts.values()) == pytest.approx(each.ttft_seconds)

@@ -72,6 +72,7 @@ def test_a_short_prompt_shares_each_step_with_a_long_one_and_is_not_behind_it():
     # 1,472 tokens, less that, in the fourth, then 28 in the fifth.
     assert bench.at("prefilled")[2] == pytest.approx(10.0)
     assert bench.at("prefilled")[1] == pytest.approx(21.5), "no time is lost"
+    assert [bench.requests[one].prefill_seconds for one in (1, 2)] == pytest.approx([21.5, 6.0]), "of its steps"
 
 
 def test_a_short_prompt_without_a_slot_waits_until_the_long_ones_cache_has_left():
@@ -214,6 +215,8 @@ def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role,
     assert [one[:2] for one in sorted(quick.told)] == [one[:2] for one in sorted(plain.told)]
     assert [one[2] for one in sorted(quick.told)] == pytest.approx([one[2] for one in sorted(plain.told)], abs=1e-6)
     assert quick.one.generated_tokens == plain.one.generated_tokens
+    took, took_plain = ([one.prefill_seconds for one in bench.requests.values()] for bench in runs)
+    assert took == pytest.approx(took_plain, abs=1e-6)
     assert quick.handed == plain.handed
 
 
