@@ -33,7 +33,7 @@ LENGTHS: Final = (4000, 8000)
 THRESHOLD_TOKENS: Final = 6000
 REPEATS: Final = 20
 EVERY_SECONDS: Final = 1.0
-REACH: Final = 0.05
+REACH_PERCENT: Final = 5.0
 
 
 def figures() -> Iterator[Figure]:
@@ -73,8 +73,8 @@ def compared(name: str, answers: Sequence[AnsweredRequest]) -> Iterator[Figure]:
         if not off:
             raise PeerError(f"{name}: no prompt was prefilled {place}; the last error: {answers[-1].error or 'none'}")
         for what, share in (("median", statistics.median(off)), ("of 90 %, at most", percentile(off, 0.9))):
-            label = f"{name}, prefilled {place}: sum of the parts off by, {what}"
-            yield Figure(name=label, value=share, unit="of the time", reach=REACH)
+            label = f"{name}, prefilled {place}: off by, {what}"
+            yield Figure(name=label, value=100 * share, unit="%", reach=REACH_PERCENT)
 
 
 def off_share(one: AnsweredRequest) -> float:

@@ -130,7 +130,7 @@ def table(report: Report) -> Table:
     caption = f"rival: {', '.join(rivals)}" if rivals else None
     made = Table(title=f"{report.bench}: {report.machine}", caption=caption, box=None, pad_edge=False)
     made.title_justify = made.caption_justify = "left"
-    made.add_column("figure", no_wrap=True)
+    made.add_column("figure")  # a narrow terminal breaks names, never figures
     for name in ("value", "unit", "reach", "rival", "ratio"):
         made.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
     for one in report.figures:

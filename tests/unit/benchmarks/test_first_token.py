@@ -41,13 +41,13 @@ def test_each_place_has_its_figures_and_a_lost_or_partly_known_request_is_counte
     near = [answer(1.0, prefill=1.0 - off) for off in (0.01, 0.02, 0.03)]
     away = [answer(1.0, offloaded=True, transfer=1.0 - off) for off in (0.25, 0.5, 0.75)]
     found = {one.name: one.value for one in compared("w", [lost, unknown, *near, *away])}
-    label = "w, prefilled {}: sum of the parts off by, {}".format
+    label = "w, prefilled {}: off by, {}".format
     assert found == {
         "w: requests without an answer, or without a part": 2,
-        label("where it is decoded", "median"): pytest.approx(0.02),
-        label("where it is decoded", "of 90 %, at most"): pytest.approx(0.03),
-        label("elsewhere", "median"): pytest.approx(0.5),
-        label("elsewhere", "of 90 %, at most"): pytest.approx(0.75),
+        label("where it is decoded", "median"): pytest.approx(2.0),
+        label("where it is decoded", "of 90 %, at most"): pytest.approx(3.0),
+        label("elsewhere", "median"): pytest.approx(50.0),
+        label("elsewhere", "of 90 %, at most"): pytest.approx(75.0),
     }
     with pytest.raises(PeerError, match="no prompt was prefilled where it is decoded; the last error: it died"):
         list(compared("w", [*away, lost]))

@@ -15,7 +15,7 @@ from benchmarks.hardening.gaps import TICK_SECONDS, Gaps, Moment
 from benchmarks.hardening.inputs import LONGEST_BYTES, WEIGHTS, Target, inputs
 from benchmarks.hardening.load import Reply, beats
 from benchmarks.hardening.members import REACH_MIB, faced
-from benchmarks.hardening.overload import goodput, is_good, is_refused_well, judged, recovery_seconds
+from benchmarks.hardening.overload import GOOD_SECONDS, goodput, is_good, is_refused_well, judged, recovery_seconds
 from benchmarks.hardening.rotation import Load
 from benchmarks.hardening.rotation import Reply as Rotated
 from benchmarks.hardening.strangers import BODY_BYTES, HELD_BACK_BYTES, held_back
@@ -110,7 +110,7 @@ def test_strangers_hold_back_the_end_of_a_body_that_is_small_only_while_it_is_pa
         gzip.decompress(packed.partition(b"\r\n\r\n")[2])
 
 
-SERVED, LATE = Reply(1.0, 0.5, 200, ""), Reply(12.5, 2.5, 200, "")
+SERVED, LATE = Reply(1.0, 0.5, 200, ""), Reply(12.5, GOOD_SECONDS + 0.5, 200, "")
 REFUSED, LOST = Reply(14.0, 0.1, 429, "3"), Reply(11.0, 0.1, 0, "")
 
 

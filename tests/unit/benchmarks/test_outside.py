@@ -6,7 +6,7 @@ import re
 
 import pytest
 from benchmarks.evaluation.compared import SHORT
-from benchmarks.outside import cache_simulator, environments, load_tools
+from benchmarks.outside import cache_simulator, environments, installation, load_tools
 from benchmarks.outside.cache_simulator import AttentionCache, hit_figures, hit_rate
 from benchmarks.outside.installation import LEAD_SECONDS, OURS, Load, load_figures, schedule, seen_of
 from benchmarks.outside.load_tools import LOAD_TOOLS, Seen, schedule_lines
@@ -52,7 +52,9 @@ def test_a_schedule_has_the_times_and_lengths_of_the_requests_and_shares_no_prom
 
 def test_one_request_comes_alone_before_a_run():
     first, *rest = schedule(read_case(ROOT / SHORT.file, 20, SHORT.stretch, SHORT.cache_scale))
+    words = " ".join((ROOT / "docs/understand/outside.md").read_text().split())
 
+    assert f"{installation.REQUESTS} requests come at random" in words
     assert (first.at_seconds, len(rest)) == (0.0, 20)
     assert first.input_tokens == min(one.input_tokens for one in rest)
     assert rest[0].at_seconds >= LEAD_SECONDS
