@@ -40,10 +40,8 @@ browser: ## Chromium, for the tests of the live page (Debian's package; elsewher
 demo: tools ## Two clusters, a shaped link, real prompts, a failure; KEEP=1 leaves it running, ENGINE=vllm runs vLLM
 	@prfaas demo $(if $(filter-out 0,$(KEEP)),--keep,) $(if $(ENGINE),--engine $(ENGINE),)
 
-evaluation: tools ## The paper's case live on emulated instances, with a report; three parts of an hour, which go on after an interruption
-	@prfaas bench evaluation --part saturated
-	@prfaas bench evaluation --part beside
-	@prfaas bench evaluation --part steady
+evaluation: tools ## The paper's case and Qwen3.5-397B live on emulated instances, with reports: hours, which go on after an interruption
+	@prfaas bench evaluation --long
 
 kind: $(STAMP) ## Two kind clusters in Docker with prfaas installed, for you to try; again reuses what is there
 	@prfaas kind up

@@ -1,37 +1,64 @@
 """The gain, measured live: what PrfaaS-PD serves beside the other systems, and how far plan and simulator are off.
 
-    prfaas bench evaluation [--part saturated|beside|steady|falls|swings|bursts|longloop|qwen]
+    prfaas bench evaluation [--part saturated|beside|steady|static|falls|swings|bursts|longloop|qwen]
+    prfaas bench evaluation --long
 
-Without a part it serves a small case for thirteen minutes. The paper's case has three parts of at most an hour each:
-what the systems complete when more arrives, first tokens at the same rate, and loads that both carry. Three more
+Without a part it serves a small case for four minutes. The paper's case has three parts of at most an hour each:
+what the systems serve when more arrives, first tokens at the same rate, and loads that both carry. Three more
 disturb it at 70 % load: the link falls to a fifth and returns, it swings, or requests come in bursts. The moving
-threshold and prices are then compared with the best thresholds that stay. In `longloop` the requests change, and the
-long loop converts and scales. And `qwen` is what systems of Qwen3.5-397B complete when more arrives. An interrupted
-part goes on where it was, as `prfaas evaluate` does. The first three parts write one report, the others one each.
+threshold and prices are then compared with the best thresholds that stay, and in `static` at 90 % while nothing
+changes. In `longloop` the requests change, and the long loop converts and scales. And `qwen` is what systems of
+Qwen3.5-397B serve when more arrives. With `--long` all parts are served, one after the other. What was interrupted
+goes on where it was, as `prfaas evaluate` does. The first three parts write one report, the others one each.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, get_args
 
+import msgspec
 import typer
 from benchmarks.evaluation.compared import compared_part
 from benchmarks.evaluation.disturbed import disturbed_part
 from benchmarks.evaluation.longloop import long_loop_part
 from benchmarks.evaluation.part import EvaluationPart
-from benchmarks.report import Figure, run
+from benchmarks.report import Figure, run, say
 
-PartName = Literal["short", "saturated", "beside", "steady", "falls", "swings", "bursts", "longloop", "qwen"]
+from prfaas.errors import ConfigError
+
+LongPartName = Literal["saturated", "beside", "steady", "static", "falls", "swings", "bursts", "longloop", "qwen"]
+PartName = Literal["short", LongPartName]
 Part = Annotated[PartName, typer.Option(help="What to serve; short: a small case.")]
+Long = Annotated[bool, typer.Option("--long", help="Serve all parts but the short one, one after the other.")]
+
+STATE: Final = Path(".prfaas")
 
 
-def figures(part: Part = "short") -> Iterator[Figure]:
-    return part_of(part).figures(Path(".prfaas"))
+def figures(part: Part = "short", long: Long = False) -> Iterator[Figure]:
+    if not long:
+        yield from part_of(part).figures(STATE)
+        return
+    if part != "short":
+        raise ConfigError(f"--long serves all parts, and --part {part} one: give one of both")
+    parts = {name: part_of(name) for name in get_args(LongPartName)}
+    for name, one in parts.items():
+        say(what_is_left(parts))
+        for figure in one.figures(STATE):
+            yield msgspec.structs.replace(figure, name=f"{name}: {figure.name}")
+
+
+def what_is_left(parts: dict[LongPartName, EvaluationPart]) -> str:
+    """Return the parts that have runs to make, and about how long these take."""
+    minutes = {name: round(seconds / 60) for name, one in parts.items() if (seconds := one.left_seconds(STATE))}
+    if not minutes:
+        return "all runs of all parts are there"
+    said = ", ".join(f"{name} {count}" for name, count in minutes.items())
+    return f"left are some {sum(minutes.values())} minutes of runs: {said}"
 
 
 def part_of(name: PartName) -> EvaluationPart:
     match name:
-        case "falls" | "swings" | "bursts":
+        case "static" | "falls" | "swings" | "bursts":
             return disturbed_part(name)
         case "longloop":
             return long_loop_part()

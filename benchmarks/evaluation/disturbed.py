@@ -1,15 +1,17 @@
-"""The paper's case at 70 % load while its link or its load changes: the moving threshold, prices, and what stays."""
+"""The moving threshold, prices, and the best thresholds that stay: the paper's case at 70 % load while its link or its
+load changes, and at 90 % while nothing does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
+import msgspec
 from benchmarks.evaluation.compared import PAPER
 from benchmarks.evaluation.part import EvaluationPart, Form, missing, simulator_of
-from benchmarks.report import Figure, say
+from benchmarks.report import Figure
 
-from prfaas.cli.evaluation.content import TITLES
-from prfaas.cli.evaluation.disturbed import disturbed_page
+from prfaas.cli.evaluation.content import TITLES, Chapter
+from prfaas.cli.evaluation.disturbed import disturbed_chapter
 from prfaas.evaluate.disturbed import (
     DisturbanceName,
     DisturbedSummary,
@@ -20,12 +22,13 @@ from prfaas.evaluate.disturbed import (
 )
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate.scenario import PolicyName
-from prfaas.util import replace_file
 from prfaas_sandbox.evaluate.campaign import Campaign
 
+BesideStatic = Literal[DisturbanceName, "static"]
 FORM: Final[Form] = PAPER._replace(requests=600)
 """Twice as long: the threshold follows what comes once it knows 200 prompts, and the link falls after as many."""
 LOAD: Final = 0.7
+STEADY_LOAD: Final = 0.9
 NARROW_MBPS: Final = 40_000.0
 """Of the link: a fifth of it still carries the load, but not at the threshold that the whole one bears."""
 MOVING: Final[tuple[PolicyName, ...]] = ("threshold", "price")
@@ -36,28 +39,28 @@ REACH_OVER_STATIC: Final = 0.9
 CHANGES: Final = ("the link falls", "it is whole again")
 
 
-def disturbed_part(name: DisturbanceName) -> EvaluationPart:
-    case = disturb(FORM.case(), name, LOAD, NARROW_MBPS)
-    best = best_thresholds(case, LOAD, 1, simulator_of(case), BEST_STATIC)
+def disturbed_part(name: BesideStatic) -> EvaluationPart:
+    if name == "static":
+        case, load = msgspec.structs.replace(PAPER.case(), name="paper-static"), STEADY_LOAD
+    else:
+        case, load = disturb(FORM.case(), name, LOAD, NARROW_MBPS), LOAD
+    best = best_thresholds(case, load, 1, simulator_of(case), BEST_STATIC)
     return EvaluationPart(
         case=case,
-        runs=[*(RunKey(policy, LOAD, 1) for policy in MOVING), *best],
+        runs=[*(RunKey(policy, load, 1) for policy in MOVING), *best],
         limit_seconds=FORM.limit_seconds,
         command=f"prfaas bench evaluation --part {name}",
         conclude=partial(_conclude, name),
     )
 
 
-def _conclude(name: DisturbanceName, campaign: Campaign) -> Iterator[Figure]:
+def _conclude(name: BesideStatic, campaign: Campaign) -> tuple[Chapter, Iterable[Figure]]:
     runs, _ = campaign.made()
     found = summarise_disturbed(campaign.case, runs, simulator_of(campaign.case), campaign.wanted.asked)
-    page = campaign.folder / "report.html"
-    replace_file(page, disturbed_page(campaign.case, runs, found, campaign.command).encode())
-    say(f"the report: {page}")
-    yield from figures_of(found, name)
+    return disturbed_chapter(campaign.case, runs, found, campaign.command), figures_of(found, name)
 
 
-def figures_of(found: DisturbedSummary, name: DisturbanceName) -> Iterator[Figure]:
+def figures_of(found: DisturbedSummary, name: BesideStatic) -> Iterator[Figure]:
     """Yield what the runs say. A figure that they do not give misses what it should reach."""
     yield Figure(name="requests lost", value=sum(one.lost for one in found.runs), unit="", reach=0)
     without = sum(bool(one.why_invalid) for one in found.runs) + len(found.missing)
@@ -73,7 +76,8 @@ def figures_of(found: DisturbedSummary, name: DisturbanceName) -> Iterator[Figur
             said = found.simulated_over_best(policy)
             yield Figure(name=title, value=ratio, unit="", rival="simulator", rival_value=said)
     if known := [ratio for ratio in ratios.values() if ratio is not None]:
-        yield Figure(name="  the better of both", value=min(known), unit="", reach=REACH_OVER_STATIC)
+        reach = None if name == "static" else REACH_OVER_STATIC
+        yield Figure(name="  the better of both", value=min(known), unit="", reach=reach)
 
 
 def _settlings(found: DisturbedSummary) -> Iterator[Figure]:

@@ -1,15 +1,15 @@
 """The paper's case with one of its four offload instances: requests change, and the long loop converts and scales."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from benchmarks.evaluation.part import EvaluationPart, Form, missing, simulator_of
 from benchmarks.report import Figure, say
 
-from prfaas.cli.evaluation.longloop import long_loop_page
+from prfaas.cli.evaluation.content import Chapter
+from prfaas.cli.evaluation.longloop import long_loop_chapter
 from prfaas.evaluate.longloop import LongLoopSeen, long_loop_of
 from prfaas.evaluate.record import Run, RunKey
-from prfaas.util import replace_file
 from prfaas_sandbox.evaluate.campaign import Campaign
 
 FORM: Final = Form("examples/longloop.yaml", 850, 2.0, 128, 20.0)
@@ -30,16 +30,15 @@ def long_loop_part() -> EvaluationPart:
     )
 
 
-def _conclude(campaign: Campaign) -> Iterator[Figure]:
+def _conclude(campaign: Campaign) -> tuple[Chapter | None, Iterable[Figure]]:
     runs, _ = campaign.made()
     simulated = long_loop_of(campaign.case, simulator_of(campaign.case)(RUN))
     run = next((run for run in runs if run.key == RUN), None)
-    seen = long_loop_of(campaign.case, run) if run is not None else None
-    if run is not None and seen is not None:
-        page = campaign.folder / "report.html"
-        replace_file(page, long_loop_page(campaign.case, run, seen, simulated, campaign.command).encode())
-        say(f"the report: {page}")
-    yield from figures_of(run, seen, simulated)
+    if run is None:
+        return None, figures_of(None, None, simulated)
+    seen = long_loop_of(campaign.case, run)
+    chapter = long_loop_chapter(campaign.case, run, seen, simulated, campaign.command)
+    return chapter, figures_of(run, seen, simulated)
 
 
 def figures_of(run: Run | None, seen: LongLoopSeen | None, simulated: LongLoopSeen) -> Iterator[Figure]:

@@ -2,14 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from prfaas.cli.evaluation.content import Evaluation
+from prfaas.cli.evaluation.content import Chapter, Evaluation
 from prfaas.cli.evaluation.document import document_files
-from prfaas.cli.evaluation.report import evaluation_page
+from prfaas.cli.evaluation.report import page_of
 from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, rate_per_second, scenario_of
@@ -76,16 +76,16 @@ class Campaign:
         return asyncio.run(evaluate(self.case, self.next_runs, self.folder, state, report))
 
 
-def write_report(evaluation: Evaluation, folder: Path) -> Path:
-    """Write the page and the document of an evaluation; return where the page is."""
-    write_document(evaluation, folder)
-    replace_file(page := folder / "report.html", evaluation_page(evaluation).encode())
+def write_report(chapter: Chapter, folder: Path) -> Path:
+    """Write the page and the document of a chapter; return where the page is."""
+    write_document([chapter], folder)
+    replace_file(page := folder / "report.html", page_of(chapter).encode())
     return page
 
 
-def write_document(evaluation: Evaluation, folder: Path) -> None:
-    """Write the document of an evaluation, and its pictures in a folder beside it."""
-    for name, text in document_files(evaluation).items():
+def write_document(chapters: Sequence[Chapter], folder: Path) -> None:
+    """Write a document of chapters, and its pictures in a folder beside it."""
+    for name, text in document_files(chapters).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text.encode())

@@ -60,6 +60,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
     output: TableOrJson = "table",
 ) -> None:
     """Run a case live on emulated instances. Example: prfaas evaluate -f examples/evaluation.yaml --loads 0.7."""
+    from prfaas.cli.evaluation.sections import chapter_of
     from prfaas_sandbox.evaluate.campaign import Campaign, folder_of, in_order_of_chance, read_case, write_report
 
     case, policies = read_case(file, requests, stretch, cache_scale), _policies(systems)
@@ -78,7 +79,7 @@ def evaluate(  # noqa: PLR0913, PLR0917  # a command line has one parameter a fl
             f"{folder} has no run of this case: a run is of a file, --requests, --stretch and --cache-scale; "
             "give those of its call"
         )
-    page = write_report(evaluation, folder)
+    page = write_report(chapter_of(evaluation), folder)
     if output == "json":
         echo_json(evaluation.summary)
     else:

@@ -5,7 +5,8 @@ import pytest
 from benchmarks.evaluation import longloop as bench
 from benchmarks.report import Figure
 
-from prfaas.cli.evaluation.longloop import long_loop_page
+from prfaas.cli.evaluation.longloop import long_loop_chapter
+from prfaas.cli.evaluation.report import page_of
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, longest_tokens, shift_seconds
 from prfaas.evaluate.longloop import LongLoopSeen, long_loop_of
@@ -120,8 +121,11 @@ def test_a_run_that_is_invalid_or_missing_gives_no_figure(run: Run | None):
 def test_the_page_draws_instances_over_time_only_for_a_run_that_counts():
     run, found = run_of(*WELL), seen(*WELL)
 
-    assert "Instances</h3>" in long_loop_page(LONG_LOOP, run, found, found, "prfaas bench evaluation")
-    page = long_loop_page(LONG_LOOP, invalid(run), found, found, "prfaas bench evaluation")
+    def page_with(one: Run) -> str:
+        return page_of(long_loop_chapter(LONG_LOOP, one, found, found, "prfaas bench evaluation"))
+
+    assert "Instances</h3>" in page_with(run)
+    page = page_with(invalid(run))
     assert "<svg" not in page
     assert "gives no figure" in page
 

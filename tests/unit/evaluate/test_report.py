@@ -17,8 +17,9 @@ from prfaas.cli.evaluation.content import (
     off_by,
     run_table,
 )
-from prfaas.cli.evaluation.document import document_files, evaluation_markdown
-from prfaas.cli.evaluation.report import evaluation_page
+from prfaas.cli.evaluation.document import document_files
+from prfaas.cli.evaluation.report import page_of
+from prfaas.cli.evaluation.sections import chapter_of
 from prfaas.evaluate.record import ExcludedRun, MachineTiming, Run, RunKey
 from prfaas.evaluate.summary import summarise
 
@@ -30,6 +31,14 @@ COMMAND = "prfaas evaluate -f examples/paper.yaml"
 def evaluation(*runs: Run, unread=(), asked=()) -> Evaluation:
     made = summarise(CASE.file, runs, simulated, LIMIT_SECONDS, asked)
     return Evaluation(case=CASE, runs=runs, summary=made, unread=unread, command=COMMAND)
+
+
+def evaluation_page(made: Evaluation) -> str:
+    return page_of(chapter_of(made))
+
+
+def evaluation_markdown(made: Evaluation) -> str:
+    return document_files([chapter_of(made)])["evaluation.md"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +112,7 @@ def test_the_document_has_the_titles_and_tables_of_the_page_in_its_order(whole):
 @pytest.mark.parametrize("name", ["whole", "saturated"])
 def test_the_document_shows_the_charts_of_the_page_as_files_that_stand_alone(name, request):
     made = request.getfixturevalue(name)
-    files = document_files(made)
+    files = document_files([chapter_of(made)])
     document = files.pop("evaluation.md")
 
     assert re.findall(r"!\[.+\]\((.+)\)", document) == list(files)
@@ -113,8 +122,27 @@ def test_the_document_shows_the_charts_of_the_page_as_files_that_stand_alone(nam
         assert "--ink: #1a1f2b" in picture
 
 
+def test_a_further_chapter_has_a_title_and_charts_of_its_own(saturated):
+    first = chapter_of(saturated)
+    second = first._replace(case=msgspec.structs.replace(CASE, name="paper-falls"), command="prfaas bench evaluation")
+    alone, both = document_files([first]), document_files([first, second])
+    document = both["evaluation.md"]
+
+    assert document.startswith(alone["evaluation.md"])
+    added = document.removeprefix(alone["evaluation.md"])
+    assert re.findall("^#+ .*", added, re.MULTILINE)[:2] == [
+        "## Evaluation of the case paper-falls",
+        "### What was asked",
+    ]
+    assert "\n    prfaas bench evaluation\n" in added
+    assert re.findall(r"!\[.+\]\((.+)\)", document) == list(both)[1:]
+    assert {name for name in both if name not in alone} == {
+        name.replace("evaluation/", "evaluation/paper-falls-") for name in alone if name != "evaluation.md"
+    }
+
+
 def test_overload_alone_has_its_charts_and_no_table_without_figures(saturated):
-    document = document_files(saturated)
+    document = document_files([chapter_of(saturated)])
 
     assert [*document] == [
         "evaluation.md",
@@ -145,6 +173,14 @@ def test_one_run_of_each_load_and_a_gain_that_may_be_chance_are_said(saturated):
 def test_seeds_that_repeat_each_load_are_not_called_one_run():
     runs = [live(key) for key in keys("threshold", 0.5, seeds=2)]
     assert not certainty(evaluation(*runs).summary)
+
+
+def test_systems_that_were_served_by_different_versions_are_marked():
+    ours, theirs = (live(RunKey(policy, 0.5, 1)) for policy in ("threshold", "homogeneous"))
+    later = msgspec.structs.replace(theirs, software="prfaas 0.1.0, commit 1f2e-dirty")
+
+    assert "of prfaas 0.1.0 and prfaas 0.1.0, commit 1f2e-dirty:" in certainty(evaluation(ours, later).summary)
+    assert "The runs are of" not in certainty(evaluation(ours, theirs).summary), "the negative control"
 
 
 def test_what_failed_before_stands_in_both(saturated):
@@ -234,6 +270,8 @@ def test_no_runs_are_a_page_too():
 
 def test_a_run_without_parts_or_readings_is_drawn():
     run = simulated(RunKey("threshold", 0.5, 1))
+    answers = tuple(msgspec.structs.replace(one, parts={}) for one in run.answers)
+    run = msgspec.structs.replace(run, answers=answers)
 
     assert "Where the time to the first token went" not in evaluation_page(evaluation(run))
     assert "nothing to show" in evaluation_page(evaluation(msgspec.structs.replace(run, readings=())))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from tests.unit.evaluate.cases import CASE, LIMIT_SECONDS, PAPER, live
 
+from prfaas.cli.evaluation.sections import chapter_of
 from prfaas.errors import ConfigError
 from prfaas.evaluate.next_runs import WantedRuns
 from prfaas.evaluate.record import Run, RunKey
@@ -40,7 +41,7 @@ def test_a_folder_of_runs_is_an_evaluation(campaign: Campaign):
     assert [run.key for run in made.runs] == [key]
     assert [one.name for one in made.unread] == ["torn.json"]
     assert made.summary.rows[0].measured.ttft_mean_seconds == made.summary.rows[0].simulated.ttft_mean_seconds
-    assert "PrfaaS-PD" in write_report(made, campaign.folder).read_text()
+    assert "PrfaaS-PD" in write_report(chapter_of(made), campaign.folder).read_text()
 
 
 def test_loads_rise_once_all_that_was_asked_for_is_there_and_nothing_is_simulated(campaign: Campaign, monkeypatch):

@@ -3,41 +3,16 @@
 The page has the drawings in itself. Beside the document each is a file.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
-
 from prfaas.cli.chart import Axis, ChartSigns, Lines, Mark, draw_bars, draw_lines, draw_stacks
-from prfaas.cli.evaluation.content import PART_WORDS, TITLES
-from prfaas.cli.evaluation.sections import Chart
+from prfaas.cli.evaluation.content import PART_WORDS, TITLES, ChartGroup, DrawnChart
 from prfaas.evaluate.record import Reading, Run
 from prfaas.evaluate.rows import LoadRow
 from prfaas.evaluate.summary import CaseSummary
 from prfaas.simulate.scenario import POLICIES, PolicyName
 
 
-class DrawnChart(NamedTuple):
-    """A chart as SVG text. `name` is its file's, without the ending."""
-
-    name: str
-    title: str
-    drawing: str
-
-
-class ChartGroup(NamedTuple):
-    """Charts under one title, and a note that says how to read them."""
-
-    title: str
-    charts: Sequence[DrawnChart]
-    note: str
-
-
-def draw_chart(chart: Chart, summary: CaseSummary) -> ChartGroup | None:
-    """Return what is drawn of an evaluation; None: its runs do not say it."""
-    return _CHARTS[chart](summary)
-
-
-def over_time(run: Run, beside_threshold: Lines) -> ChartGroup:
-    """Return threshold and link of a run, and other lines beside the threshold."""
+def over_time(run: Run, beside_threshold: Lines, prefix: str = "") -> ChartGroup:
+    """Return threshold and link of a run, and other lines beside the threshold. The charts' names have the prefix."""
     seconds = Axis("s since the run began")
     last = Mark(max((one.at_seconds for one in run.answers), default=0.0), "last request")
     lines = {"threshold": series_of(run.readings, "threshold_tokens", 1), **beside_threshold}
@@ -49,18 +24,18 @@ def over_time(run: Run, beside_threshold: Lines) -> ChartGroup:
         f"{TITLES[run.key.policy]} over time, at {run.key.load:.0%} load, seed {run.key.seed}",
         [
             DrawnChart(
-                "threshold",
+                f"{prefix}threshold",
                 "The threshold: longer prompts are prefilled elsewhere",
                 draw_lines(seconds, Axis("threshold, tokens"), lines, last),
             ),
-            DrawnChart("link", "The link", draw_lines(seconds, Axis("Gbit/s, over the link"), link, last)),
+            DrawnChart(f"{prefix}link", "The link", draw_lines(seconds, Axis("Gbit/s, over the link"), link, last)),
         ],
         "As the installation's own metrics say. Behind the last request the system only ends what it has.",
     )
 
 
-def _most(summary: CaseSummary) -> ChartGroup | None:
-    """Return what each system serves when more arrives, beside what models say."""
+def most_chart(summary: CaseSummary) -> ChartGroup | None:
+    """Return what each system serves when more arrives, beside what models say; None: no run says it."""
     there = [(TITLES[policy], one, found) for policy, one in summary.answers.items() if (found := one.saturated)]
     if not there:
         return None
@@ -68,18 +43,18 @@ def _most(summary: CaseSummary) -> ChartGroup | None:
     simulated = [one.saturated_simulated.value for _, one, _ in there if one.saturated_simulated]
     if len(simulated) == len(there):
         bars["simulator"] = simulated
-    y = Axis("requests/s completed while more arrive", shown="{:,.2f}".format)
+    y = Axis("requests/s served while more arrive", shown="{:,.2f}".format)
     intervals = {"measured": [(found.low, found.high) for *_, found in there]}
     drawing = draw_bars(y, [title for title, *_ in there], bars, intervals)
     return ChartGroup(
         "The most that each system serves",
-        [DrawnChart("most", "Requests a second that each system completes while more arrive", drawing)],
+        [DrawnChart("most", "Requests a second that each system serves while more arrive", drawing)],
         "The line over a measured bar is its 95 % interval.",
     )
 
 
-def _first_tokens(summary: CaseSummary) -> ChartGroup | None:
-    """Return P90 by rate, a line a system."""
+def first_token_chart(summary: CaseSummary) -> ChartGroup | None:
+    """Return P90 by rate, a line a system; None: no run says it."""
     by_system = {TITLES[policy]: rows for policy, rows in _rows_by_system(summary).items()}
     lines = {title: _points(rows, "measured") for title, rows in by_system.items()}
     if not any(lines.values()):
@@ -107,11 +82,7 @@ def _first_tokens(summary: CaseSummary) -> ChartGroup | None:
     )
 
 
-def _over_time(summary: CaseSummary) -> ChartGroup | None:
-    return None if summary.shown is None else over_time(summary.shown, {})
-
-
-def _parts(summary: CaseSummary) -> ChartGroup | None:
+def part_charts(summary: CaseSummary) -> ChartGroup | None:
     """Return where the first token's time went, a chart a system: at the loads that it carries, or else at all."""
     charts: list[DrawnChart] = []
     for policy, rows in _rows_by_system(summary).items():
@@ -151,11 +122,3 @@ def _points(rows: list[LoadRow], field: str) -> list[tuple[float, float]]:
 def series_of(readings: tuple[Reading, ...], field: str, unit: float) -> list[tuple[float, float]]:
     """Return a field of the readings over time, in so large units."""
     return [(one.at_seconds, value / unit) for one in readings if (value := getattr(one, field)) is not None]
-
-
-_CHARTS: Final[Mapping[Chart, Callable[[CaseSummary], ChartGroup | None]]] = {
-    Chart.MOST: _most,
-    Chart.FIRST_TOKENS: _first_tokens,
-    Chart.OVER_TIME: _over_time,
-    Chart.PARTS: _parts,
-}

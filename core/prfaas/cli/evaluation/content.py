@@ -77,6 +77,42 @@ class TextTable(NamedTuple):
     """Not figures, which are aligned otherwise."""
 
 
+class DrawnChart(NamedTuple):
+    """A chart as SVG text. `name` is its file's, without the ending."""
+
+    name: str
+    title: str
+    drawing: str
+
+
+class ChartGroup(NamedTuple):
+    """Charts under one title, and a note that says how to read them."""
+
+    title: str
+    charts: Sequence[DrawnChart]
+    note: str
+
+
+class ReportSection(NamedTuple):
+    """Paragraphs, tables and charts under a title. The first one of a chapter has none, and opens with the answer."""
+
+    title: str
+    items: Sequence[str | TextTable | ChartGroup]
+
+
+class Chapter(NamedTuple):
+    """All that is said of a case: a page of its own, or a part of a document. `command` repeats it."""
+
+    case: Case
+    command: str
+    sections: Sequence[ReportSection]
+
+
+def section(title: str, *items: str | TextTable | ChartGroup | None) -> ReportSection:
+    """Return a section. Empty paragraphs, tables without rows and charts of nothing are left out."""
+    return ReportSection(title, [one for one in items if one and not (isinstance(one, TextTable) and not one.rows)])
+
+
 class _Column(NamedTuple):
     field: str
     title: str
@@ -122,7 +158,7 @@ def answer(summary: CaseSummary) -> str:
             if one.saturated
         ]
         title = f"PrfaaS-PD ({BRIEFLY['threshold']})"
-        sentences.append(_joined(f"{title} completes {_short(ours.saturated)} requests a second at most", ratios))
+        sentences.append(_joined(f"{title} serves {_short(ours.saturated)} requests a second at most", ratios))
     if _says_more(ours.limit.bounds, ours.saturated):
         ratios = [
             f"{_bounds(one.limit)} times as many as {TITLES[policy]}"
@@ -153,6 +189,9 @@ def certainty(summary: CaseSummary) -> str:
         sentences.append("Each load was served once, so the intervals are wide; more seeds narrow them.")
     if any(one.saturated for one in summary.answers.values()):
         sentences.append("± is the longer half of an interval that holds the true value in 95 of 100 cases.")
+    if len(summary.software) > 1:
+        versions = " and ".join(summary.software)
+        sentences.append(f"The runs are of {versions}: a difference may be of these, and not of the systems.")
     unproven = [
         TITLES[policy]
         for policy, one in summary.ratios.items()
@@ -225,7 +264,7 @@ def load_sentence(file: PlanFile, requests: int) -> str:
 
 
 def saturated_table(summary: CaseSummary) -> TextTable:
-    """Return what each system completes when more arrives than it serves."""
+    """Return what each system serves when more arrives."""
     rows = [
         (
             TITLES[policy],
@@ -238,7 +277,7 @@ def saturated_table(summary: CaseSummary) -> TextTable:
         for policy, one in summary.answers.items()
     ]
     head = ("system", "measured at load", "measured", "95 % interval", "counted one by one", "plan", "simulator")
-    return TextTable("Requests/s completed while more arrive", head, rows)
+    return TextTable("Requests/s served while more arrive", head, rows)
 
 
 def limit_table(summary: CaseSummary) -> TextTable:

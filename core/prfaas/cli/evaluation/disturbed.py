@@ -1,41 +1,31 @@
-"""The page of a disturbed case: first tokens beside those of thresholds that stay, and threshold and link over time."""
+"""The chapter of a disturbed case: first tokens beside those of thresholds that stay, threshold and link over time."""
 
 from collections.abc import Sequence
-from html import escape
 
 from prfaas.cli.chart import Lines
 from prfaas.cli.evaluation.charts import over_time
-from prfaas.cli.evaluation.content import TITLES, TextTable, made_table, title_of
-from prfaas.cli.evaluation.paragraphs import COUNTED_WHOLE
-from prfaas.cli.evaluation.report import show_charts, show_table
-from prfaas.cli.page import wrap_page
+from prfaas.cli.evaluation.content import TITLES, Chapter, TextTable, made_table, section
+from prfaas.cli.evaluation.paragraphs import BORNE, COUNTED_WHOLE
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.disturbed import SETTLED, DisturbedSummary, ThresholdSettling
 from prfaas.evaluate.record import Run, RunKey
 
 
-def disturbed_page(case: Case, runs: Sequence[Run], summary: DisturbedSummary, command: str) -> str:
-    """Return the page."""
+def disturbed_chapter(case: Case, runs: Sequence[Run], summary: DisturbedSummary, command: str) -> Chapter:
+    """Return what the runs say; an invalid one is not drawn."""
     settlings = {one.key: one.settlings for one in summary.runs}
-    charts = [
-        part
+    settling = _settling_table(summary)
+    drawn = [
+        section(_title(run.key), over_time(run, _borne(run, settlings[run.key]), f"{run.key.name}-"))
         for run in runs
         if not run.why_invalid
-        for part in (
-            f"<h2>{escape(_title(run.key))}</h2>",
-            show_charts(over_time(run, _borne(run, settlings[run.key]))),
-        )
     ]
-    return wrap_page(
-        title_of(case),
-        f'<p class="verdict">{escape(disturbed_answer(summary))}</p>',
-        f"<p>{escape(COUNTED_WHOLE)}</p>",
-        show_table(_run_table(summary)),
-        show_table(_settling_table(summary)),
-        *charts,
-        "<h2>How it was made</h2>",
-        show_table(made_table(case, runs, command)),
+    opening = section(
+        "",
+        *(disturbed_answer(summary), COUNTED_WHOLE, _run_table(summary)),
+        *(settling, BORNE if settling.rows else ""),
     )
+    return Chapter(case, command, [opening, *drawn, section("How it was made", made_table(case, runs, command))])
 
 
 def disturbed_answer(summary: DisturbedSummary) -> str:
@@ -73,6 +63,7 @@ def _settling_table(summary: DisturbedSummary) -> TextTable:
         (
             _title(one.key),
             f"{settling.at_seconds:,.0f}",
+            f"{settling.before_tokens:,}",
             f"{settling.borne_tokens:,}",
             _intervals(settling),
             _intervals(expected),
@@ -80,7 +71,10 @@ def _settling_table(summary: DisturbedSummary) -> TextTable:
         for one in summary.runs
         for settling, expected in zip(one.settlings, one.simulated_settlings, strict=False)
     ]
-    head = ("system", "the link changes at, s", "it then bears, tokens", "settled after intervals", "simulator")
+    head = (
+        *("system", "the link changes at, s", "it bore, tokens", "it then bears, tokens"),
+        *("settled after intervals", "simulator"),
+    )
     least, most = SETTLED
     return TextTable(f"Until the threshold stays within {least:g} to {most:g} of what the link bears", head, rows)
 

@@ -1,50 +1,52 @@
-"""The document of an evaluation, such as docs/understand/evaluation.md: the page's sections as Markdown, with its
-charts as files beside it."""
+"""The document of evaluations, such as docs/understand/evaluation.md: the pages' sections as Markdown, with their
+charts as files beside it.
 
-from collections.abc import Iterator
+The first chapter gives the document its title. Each further one is under a title of its own, and its charts have the
+name of its case.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from prfaas.cli.evaluation.charts import draw_chart
-from prfaas.cli.evaluation.content import Evaluation, TextTable, title_of
-from prfaas.cli.evaluation.sections import Chart, sections_of
+from prfaas.cli.evaluation.content import Chapter, ChartGroup, TextTable, title_of
 from prfaas.cli.page import picture_of
 
 _FOLDER: Final = "evaluation"
 
 
-def document_files(evaluation: Evaluation) -> dict[str, str]:
+def document_files(chapters: Sequence[Chapter]) -> dict[str, str]:
     """Return the document and its pictures, each by its path beside the document."""
-    pictures = {
-        _path(one.name): picture_of(one.drawing)
-        for chart in Chart
-        if (group := draw_chart(chart, evaluation.summary))
-        for one in group.charts
-    }
-    return {"evaluation.md": evaluation_markdown(evaluation), **pictures}
+    pictures: dict[str, str] = {}
+    parts: list[str] = []
+    for place, chapter in enumerate(chapters):
+        prefix = f"{chapter.case.name}-" if place else ""
+        parts += _chapter(chapter, "##" if place else "#", prefix)
+        groups = [item for one in chapter.sections for item in one.items if isinstance(item, ChartGroup)]
+        pictures |= {_path(prefix + one.name): picture_of(one.drawing) for group in groups for one in group.charts}
+    return {"evaluation.md": "\n\n".join(parts) + "\n", **pictures}
 
 
-def evaluation_markdown(evaluation: Evaluation) -> str:
-    """Return the document."""
-    parts = [f"# {_cell(title_of(evaluation.case))}", f"    {evaluation.command}"]
-    for title, items in sections_of(evaluation):
-        parts += [f"## {title}"] if title else []
+def _chapter(chapter: Chapter, heading: str, prefix: str) -> Iterator[str]:
+    yield f"{heading} {_cell(title_of(chapter.case))}"
+    yield f"    {chapter.command}"
+    for title, items in chapter.sections:
+        if title:
+            yield f"#{heading} {_cell(title)}"
         for item in items:
             match item:
                 case str():
-                    parts.append(_text(item))
+                    yield _text(item)
                 case TextTable():
-                    parts += _table(item)
-                case Chart():
-                    parts += _charts(item, evaluation)
-    return "\n\n".join(parts) + "\n"
+                    yield from _table(item)
+                case ChartGroup():
+                    yield from _charts(item, prefix)
 
 
-def _charts(chart: Chart, evaluation: Evaluation) -> Iterator[str]:
-    if group := draw_chart(chart, evaluation.summary):
-        yield f"**{_cell(group.title)}**"
-        for one in group.charts:
-            yield f"![{_cell(one.title)}]({_path(one.name)})"
-        yield _text(group.note)
+def _charts(group: ChartGroup, prefix: str) -> Iterator[str]:
+    yield f"**{_cell(group.title)}**"
+    for one in group.charts:
+        yield f"![{_cell(one.title)}]({_path(prefix + one.name)})"
+    yield _text(group.note)
 
 
 def _path(name: str) -> str:

@@ -1,32 +1,20 @@
-"""The page of a case whose requests change for good: what the long loop did, beside the threshold and the link."""
-
-from html import escape
+"""The chapter of a case whose requests change for good: what the long loop did, beside the threshold and the link."""
 
 from prfaas.cli.chart import Axis, draw_lines
-from prfaas.cli.evaluation.charts import ChartGroup, DrawnChart, over_time, series_of
-from prfaas.cli.evaluation.content import TITLES, TextTable, made_table
-from prfaas.cli.evaluation.report import show_charts, show_table
-from prfaas.cli.page import wrap_page
+from prfaas.cli.evaluation.charts import over_time, series_of
+from prfaas.cli.evaluation.content import Chapter, ChartGroup, DrawnChart, TextTable, made_table, section
 from prfaas.evaluate.case import Case
 from prfaas.evaluate.longloop import LongLoopSeen
 from prfaas.evaluate.record import Run
 
 
-def long_loop_page(case: Case, run: Run, seen: LongLoopSeen, simulated: LongLoopSeen, command: str) -> str:
-    """Return the page of one run; an invalid one has no figure."""
-    parts: list[str] = []
+def long_loop_chapter(case: Case, run: Run, seen: LongLoopSeen, simulated: LongLoopSeen, command: str) -> Chapter:
+    """Return what one run says; an invalid one has no figure."""
     if why := run.why_invalid:
-        verdict = f"The run gives no figure: {why}"
+        opening = section("", f"The run gives no figure: {why}")
     else:
-        verdict = long_loop_answer(seen)
-        parts = [show_table(_table(seen, simulated)), show_charts(over_time(run, {})), show_charts(_instances(run))]
-    return wrap_page(
-        f"Evaluation of {case.name}, {TITLES[run.key.policy]}",
-        f'<p class="verdict">{escape(verdict)}</p>',
-        *parts,
-        "<h2>How it was made</h2>",
-        show_table(made_table(case, [run], command)),
-    )
+        opening = section("", long_loop_answer(seen), _table(seen, simulated), over_time(run, {}), _instances(run))
+    return Chapter(case, command, [opening, section("How it was made", made_table(case, [run], command))])
 
 
 def _instances(run: Run) -> ChartGroup:

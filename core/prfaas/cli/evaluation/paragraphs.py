@@ -26,18 +26,26 @@ COUNTED: Final = (
 )
 COUNTED_WHOLE: Final = (
     "A request is sent at its time, however many wait, and its first token is timed from then. All requests of a run "
-    "count, for nothing in it is steady. The simulator served the same requests; the thresholds that stay are those "
+    "count, from its beginning to its end. The simulator served the same requests; the thresholds that stay are those "
     "that it found best for them."
+)
+BORNE: Final = (
+    "What a link bears is the threshold of the plan over it, of which so much is used as the policy asks for: the "
+    "middle between its watermarks. Where the hub with that threshold would carry less than arrives, it is the one "
+    "that uses all of the link. Settled means so close to it until the link changes again, from when it is nearer to "
+    "it than to what the link bore before."
 )
 EXPECTED: Final = (
     "Beside what was measured stands what was expected. The plan is what the equations of prfaas plan say. The "
     "simulator is that of prfaas simulate: it serves the same requests in virtual time, and is counted alike."
 )
 SATURATED: Final = (
-    "The most that a system serves is measured in two ways. One is to send more than it serves, and to count what it "
-    "completes. Short prompts overtake long ones then, so each counts as its prefill's time over that of the mean "
-    "prompt of its pool, unless the plan says that decodes limit the system. What is counted one by one stands beside "
-    "it."
+    "The most that a system serves is measured in two ways. One is to send more than it serves, and to count the work "
+    "that it does. Short prompts overtake long ones then, so each request counts as its prefill's time over that of "
+    "the mean prompt of its pool. It counts evenly over the time in which it was prefilled, not when its answer ends: "
+    "what is prefilled in a second hardly varies while all instances work. Where the plan says that decodes limit the "
+    "system, each request counts as one, evenly from its first to its last token. What is counted one by one stands "
+    "beside it."
 )
 WITHIN: Final = (
     "The other is to look for the highest load whose first tokens keep a limit: nine of ten come within it, which is "

@@ -1,41 +1,38 @@
-"""The page of an evaluation: one file of HTML that loads nothing, with the document's sections, and charts."""
+"""The page of a chapter: one file of HTML that loads nothing, with the document's sections, and charts."""
 
 from html import escape
 
-from prfaas.cli.evaluation.charts import ChartGroup, draw_chart
-from prfaas.cli.evaluation.content import Evaluation, TextTable, title_of
-from prfaas.cli.evaluation.sections import Chart, ReportSection, sections_of
+from prfaas.cli.evaluation.content import Chapter, ChartGroup, ReportSection, TextTable, title_of
 from prfaas.cli.page import make_table, wrap_page
 
 
-def evaluation_page(evaluation: Evaluation) -> str:
+def page_of(chapter: Chapter) -> str:
     """Return the page."""
-    (_, (verdict, *opening)), *sections = sections_of(evaluation)
+    (_, (verdict, *opening)), *sections = chapter.sections
     parts = [f'<p class="verdict">{escape(str(verdict))}</p>']
-    for section in (ReportSection("", tuple(opening)), *sections):
-        parts += [f"<h2>{escape(section.title)}</h2>"] if section.title else []
-        parts += [_shown(item, evaluation) for item in section.items]
-    return wrap_page(title_of(evaluation.case), *parts)
+    for one in (ReportSection("", opening), *sections):
+        parts += [f"<h2>{escape(one.title)}</h2>"] if one.title else []
+        parts += map(_shown, one.items)
+    return wrap_page(title_of(chapter.case), *parts)
 
 
-def _shown(item: str | TextTable | Chart, evaluation: Evaluation) -> str:
+def _shown(item: str | TextTable | ChartGroup) -> str:
     match item:
         case str():
             return f"<p>{escape(item)}</p>"
         case TextTable():
-            return show_table(item)
-        case Chart():
-            group = draw_chart(item, evaluation.summary)
-            return show_charts(group) if group else ""
+            return _show_table(item)
+        case ChartGroup():
+            return _show_charts(item)
 
 
-def show_table(table: TextTable) -> str:
+def _show_table(table: TextTable) -> str:
     """Return a table under its title."""
     title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
     return title + make_table(table.head, table.rows, are_words=table.are_words)
 
 
-def show_charts(group: ChartGroup) -> str:
+def _show_charts(group: ChartGroup) -> str:
     """Return charts under their title, beside each other if there are several."""
     one_alone = len(group.charts) == 1
     titles = ["" if one_alone else f"<h3>{escape(one.title)}</h3>\n" for one in group.charts]
