@@ -190,6 +190,9 @@ def test_what_a_long_pause_takes_is_not_caught_up():
         pass
     taken = engine.clock.seconds - 100.0
     assert wanted + 0.9 * pause_seconds < taken < wanted + pause_seconds, "but for a twentieth of a second"
+    found = engine.engine.runner.emulation()
+    assert found is not None
+    assert found.decodes.total > 0.9 * pause_seconds / 0.005393, "and it is counted, as what lies before a long step is"
 
 
 def test_the_last_token_behind_a_cache_costs_a_decode_step():

@@ -4,7 +4,7 @@ A prefill for another instance leaves layer by layer, spread over the chunks' ti
 
 Steps lie on a line: while there is work, each begins where the one before should have ended. So neither a late wake-up
 nor the loop's own work adds up, and only what a long pause of the machine takes is lost. How late each step ends is
-counted against the line: emulated time that does not keep up is no measure of anything.
+counted against the line, with what was lost before it: emulated time that does not keep up is no measure of anything.
 
 A token is a hash of the tokens before it and of how many they are. So an answer is the same wherever its prompt was
 computed, and whoever continues it.
@@ -74,12 +74,14 @@ class EmulatedRunner:
         if self._cpu_before is None:
             self._cpu_before = _cpu_seconds()
         now = self._clock()
-        begins_at = now if self._ends_at is None else max(self._ends_at, now - _CAUGHT_UP_SECONDS)
+        due_at = now if self._ends_at is None else self._ends_at
+        begins_at = max(due_at, now - _CAUGHT_UP_SECONDS)
         prefill_seconds, seconds = self._seconds_of(work)
         self._send_layers(work, begins_at, prefill_seconds)
         self._ends_at = ends_at = begins_at + seconds
         self._wait_until(ends_at)
-        self._count(work, (self._clock() - ends_at) / max(seconds, self._instance.least_step_seconds))
+        late_seconds = begins_at - due_at + self._clock() - ends_at
+        self._count(work, late_seconds / max(seconds, self._instance.least_step_seconds))
         for sequence, _ in work.chunks:
             sequence.request.prefill_seconds += seconds
         return EmulatedStep()
