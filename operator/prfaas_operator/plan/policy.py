@@ -148,6 +148,13 @@ def _engine_mismatch(facts: PolicyFacts) -> ConditionState | None:
                 f"{first.kind_name} {first.metadata.name} {theirs}; {engine.title} carries caches only between equal "
                 "ones: they serve nothing together until both have the same, or none",
             )
+        own, other = _stretch_of(pool), _stretch_of(first)
+        if own != other:
+            return no(
+                "EngineMismatch",
+                f"{pool.kind_name} {pool.metadata.name} has --stretch {own:g} and {first.kind_name} "
+                f"{first.metadata.name} {other:g}: times of one are none of the other; give both the same",
+            )
     return None
 
 
@@ -238,12 +245,14 @@ def routing_table(
 
 def _stretch(facts: PolicyFacts) -> float:
     """Return how many times slower than the clock a policy's emulated instances live; 1 for real ones."""
-    found = 1.0
-    for pool in facts.routed_pools[:1]:  # they have one engine, and exchange nothing in time at different ones
-        engine = pool.spec.engine
-        words = [word for arg in engine.args for word in arg.split("=", 1)] if engine.record.is_emulated else []
-        for flag, value in pairwise(words):
-            found = _factor(value) or found if flag == "--stretch" else found
+    return _stretch_of(facts.routed_pools[0]) if facts.routed_pools else 1.0  # all have the same: `_engine_mismatch`
+
+
+def _stretch_of(pool: PoolObject) -> float:
+    engine, found = pool.spec.engine, 1.0
+    words = [word for arg in engine.args for word in arg.split("=", 1)] if engine.record.is_emulated else []
+    for flag, value in pairwise(words):
+        found = _factor(value) or found if flag == "--stretch" else found
     return found
 
 

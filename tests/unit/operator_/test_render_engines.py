@@ -509,6 +509,23 @@ def test_reports_pools_of_our_connector_with_other_draft_layers(make):
         assert reason != "EngineMismatch" or verdict.message.startswith(wanted)
 
 
+def test_reports_emulated_pools_of_which_one_lives_more_slowly(make):
+    def emulated(flag: str) -> dict[str, object]:
+        return {"type": "emulated", "args": ["--emulate=p", flag]}
+
+    for flag, reason in (("--stretch=4", "EngineMismatch"), ("--stretch=2.0", "NoReadyInstances")):
+        facts = plan.PolicyFacts(
+            make.policy(model="kimi", prefillPools=["offload"]),
+            {"decode": make.decode_pool(engine=emulated("--stretch=2"), model=MODEL)},
+            {"offload": make.prefill_pool(engine=emulated(flag), model=MODEL)},
+            {"eu": make.member()},
+        )
+        verdict = plan.readiness(facts, plan.routing_table(facts, {}, None), Counts(ready=1))
+        assert verdict.reason == reason
+        wanted = "PrefillPool offload has --stretch 4 and DecodePool decode 2: "
+        assert reason != "EngineMismatch" or verdict.message.startswith(wanted)
+
+
 def test_a_gateway_reaches_the_ports_of_others_engines_only_where_there_are_some(make):
     def ports(*engines: str, ranks: int = 1) -> set[int]:
         instances = [
