@@ -39,12 +39,11 @@ QWEN: Final = Form("examples/qwen3.5-397b.yaml", 1800, 2.5, 128, 20.0)
 def compared_part(part: ComparedName) -> EvaluationPart:
     form = {"short": SHORT, "qwen": QWEN}.get(part, PAPER)
     case = form.case()
-    commands = {"short": "prfaas bench evaluation", "qwen": "prfaas bench evaluation --part qwen"}
     return EvaluationPart(
         case=case,
         runs=runs_of_part(part, case),
         limit_seconds=form.limit_seconds,
-        command=commands.get(part, "make evaluation"),
+        command="prfaas bench evaluation" + ("" if part == "short" else f" --part {part}"),
         conclude=partial(_conclude, part),
     )
 

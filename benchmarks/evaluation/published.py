@@ -56,16 +56,14 @@ NOTES: Final = (
     "waits two minutes now, and these runs have no such request.",
     "The most that a system carries was estimated as the sum of what its pools completed. That flattered moving "
     "thresholds by 5 to 12 %: a pool with room completes prompts while others wait for the other pool. Now the fullest "
-    "pool counts: what it completes, over its share of the requests.",
+    "pool counts: what it prefills, over its share of the requests.",
     "Of the most that a system carries, what counted were the answers that ended in the time. An answer decodes for "
     "26 s, so that time was as short as one answer. Homogeneous, whose instances all worked, was counted as 1.75 "
     "requests a second, 16 % less than its plan, and PrfaaS-PD as 1.68 times as much, which is more than the plans "
     "allow. Now work counts while it is done.",
-    "Under overload the moving threshold of these runs carries 93 % of its plan, and the best threshold that stays "
-    "99 %, simulated with six seeds. What relieved a full pool moved the threshold away from its optimum. So PrfaaS-PD "
-    "misses 1.3 times naive, in the simulator, too. Since these runs the threshold balances what waits. Simulated so, "
-    "it carries 97 % instead of 95 % of what the planned threshold does that stays, and 1.27 instead of 1.24 times "
-    "naive.",
+    "Under overload, what relieved a full pool moved the threshold away from its optimum. So PrfaaS-PD carries 96 % of "
+    "its plan here, and misses 1.3 times naive by a hundredth. Since these runs the threshold balances what waits on "
+    "either side.",
     "At a stretch of 1.4 two cores are too slow: steps ended late by more than is allowed, so the run marked itself as "
     "invalid, and gave no figure.",
 )

@@ -198,14 +198,21 @@ def _settling(
         if at <= one.at_seconds < until and one.threshold_tokens is not None
     ]
     close = list(takewhile(lambda one: least <= one[1] <= most, reversed(seen)))
-    nearer = [at_seconds for at_seconds, tokens in close if abs(tokens - after) <= abs(tokens - before)]
+    nearer = [at_seconds for at_seconds, tokens in reversed(close) if abs(tokens - after) <= abs(tokens - before)]
+    # What the link bore before may be close, too: a threshold that goes back to it for good has not settled.
+    settled = (one for one in nearer if 2 * _since(one, nearer) >= _since(one, [at_seconds for at_seconds, _ in close]))
+    settled_at = next(settled, None)
     return ThresholdSettling(
         at_seconds=at,
         before_tokens=before,
         borne_tokens=after,
-        intervals=math.ceil((nearer[-1] - at) / interval_seconds) if nearer else None,
+        intervals=None if settled_at is None else math.ceil((settled_at - at) / interval_seconds),
         most_intervals=math.floor((until - at) / interval_seconds),
     )
+
+
+def _since(at_seconds: float, times_seconds: Iterable[float]) -> int:
+    return sum(one >= at_seconds for one in times_seconds)
 
 
 def summarise_disturbed(

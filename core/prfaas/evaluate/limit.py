@@ -2,11 +2,11 @@
 
 **Saturated.** More arrives than a system serves, and the work that it does in a second is its throughput: Lambda_max of
 the paper. One overloaded run tells. While queues grow, short prompts overtake long ones, so the requests that it serves
-are easier than those that arrive: counting them would flatter a system by 2 to 14 %. So each counts as its prefill's
-time over that of the mean prompt of its pool, unless decodes limit the system: then as one. And it counts evenly over
-the time in which that work was done. Were it counted when its answer ends, the figure would hang on which answers
-happen to end in a time that may be no longer than one of them, and nothing done for a long prompt that ends later would
-count.
+are easier than those that arrive: counting them would flatter a system by up to a fifth. So each counts as its
+prefill's time over that of the mean prompt of its pool, unless decodes limit the system: then as one. And it counts
+evenly over the time in which that work was done. Were it counted when its answer ends, the figure would hang on which
+answers happen to end in a time that may be no longer than one of them, and nothing done for a long prompt that ends
+later would count.
 
 **Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
 within the limit, and *breaks* it if the interval lies above, or if most of its runs are overloaded: requests in flight
@@ -107,10 +107,10 @@ def ratio_of(above: Bounds, below: Bounds) -> Bounds:
 def prefill_span(one: AnsweredRequest) -> tuple[float, float]:
     """Return when a prefill began and ended, in seconds of the run. Where its parts do not say, that is the moment of
     the first token."""
-    if "prefill" not in one.parts:
+    if "prefill_queue" not in one.parts:  # without it the queue is in the prefill
         first_token = one.at_seconds + (one.ttft_seconds or 0.0)
         return first_token, first_token
-    waited = one.sent_late_seconds + one.parts.get("gateway_queue", 0.0) + one.parts.get("prefill_queue", 0.0)
+    waited = one.sent_late_seconds + one.parts.get("gateway_queue", 0.0) + one.parts["prefill_queue"]
     began = one.at_seconds + waited
     return began, began + one.parts["prefill"]
 

@@ -127,10 +127,21 @@ def test_a_link_that_carries_nothing_bears_no_threshold():
             (2, 0),
         ),
         (((0, BORNE_LOW), (WHOLE, 0.7 * BORNE_WHOLE), (WHOLE + 3, 0.8 * BORNE_WHOLE)), (0, 3)),
+        (((0, BORNE_WHOLE), (FELL + 2, BORNE_LOW), (FELL + 5, BORNE_WHOLE)), (None, 0)),
+        (
+            (
+                (0, BORNE_WHOLE),
+                (FELL + 1, BORNE_LOW),
+                (FELL + 2, BORNE_WHOLE),
+                (WHOLE - 8, BORNE_LOW),
+                (WHOLE, BORNE_WHOLE),
+            ),
+            (WHOLE - 8 - FELL, 0),
+        ),
     ],
     ids=[
         *("after the fall", "after the return", "not while it leaves again", "it stays low", "it stays high"),
-        *("high", "back for a moment, and close", "low"),
+        *("high", "back for a moment, and close", "low", "back for good", "late, after a moment"),
     ],
 )
 def test_a_threshold_is_settled_when_it_is_close_and_stays_until_the_next_change(run, seen, intervals):

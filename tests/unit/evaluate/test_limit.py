@@ -241,7 +241,7 @@ def test_decodes_count_while_they_decode():
             prompt_tokens=1,
             ttft_seconds=begin - one,
             seconds=begin - one + 20.0,
-            parts={"prefill": 0.1},
+            parts={"prefill_queue": 0.0, "prefill": 0.1},
         )
         for one, begin in zip(at, begins, strict=True)
     ]

@@ -33,7 +33,7 @@ BORNE: Final = (
     "What a link bears is the threshold of the plan over it, of which so much is used as the policy asks for: the "
     "middle between its watermarks. Where the hub with that threshold would carry less than arrives, it is the one "
     "that uses all of the link. Settled means so close to it until the link changes again, from when it is nearer to "
-    "it than to what the link bore before."
+    "it than to what the link bore before, and is so for half of the rest at least."
 )
 EXPECTED: Final = (
     "Beside what was measured stands what was expected. The plan is what the equations of prfaas plan say. The "
@@ -44,8 +44,8 @@ SATURATED: Final = (
     "that it does. Short prompts overtake long ones then, so each request counts as its prefill's time over that of "
     "the mean prompt of its pool. It counts evenly over the time in which it was prefilled, not when its answer ends: "
     "what is prefilled in a second hardly varies while all instances work. Where the plan says that decodes limit the "
-    "system, each request counts as one, evenly from its first to its last token. What is counted one by one stands "
-    "beside it."
+    "system, each request counts as one, evenly from its first to its last token; decodes that are slower than the "
+    "plan says are not seen otherwise. What is counted one by one stands beside it."
 )
 WITHIN: Final = (
     "The other is to look for the highest load whose first tokens keep a limit: nine of ten come within it, which is "
