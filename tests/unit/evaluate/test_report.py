@@ -183,12 +183,6 @@ def test_systems_that_were_served_by_different_versions_are_marked():
     assert "The runs are of" not in certainty(evaluation(ours, theirs).summary), "the negative control"
 
 
-def test_what_failed_before_stands_in_both(saturated):
-    made = msgspec.structs.replace(saturated, notes=("A cache ended too soon.",))
-    for text in (evaluation_page(made), evaluation_markdown(made)):
-        assert text.index("3 of 3 runs count.") < text.index("A cache ended too soon.") < text.index("All figures")
-
-
 def test_the_tables_of_the_document_have_as_many_cells_as_their_heads(whole):
     for table in re.findall(r"(?:^\|.*\|\n?)+", evaluation_markdown(whole), re.MULTILINE):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.strip().split("\n")}) == 1

@@ -63,8 +63,6 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     unread: tuple[ExcludedRun, ...] = ()
     """Files among the runs that hold none."""
     command: str
-    notes: tuple[str, ...] = ()
-    """What failed before these runs: a paragraph each, from who made them."""
 
 
 class TextTable(NamedTuple):
@@ -433,8 +431,9 @@ def _value_of(found: Sampled | None) -> str:
 
 
 def _short(found: Sampled) -> str:
-    """Return a figure with half of its interval, the longer one."""
-    return f"{found.value:.2f} ± {max(found.value - found.low, found.high - found.value):.2f}"
+    """Return a figure with half of its interval, the longer one, rounded up: none is certain."""
+    half = max(found.value - found.low, found.high - found.value)
+    return f"{found.value:.2f} ± {math.ceil(round(100 * half, 6)) / 100:.2f}"
 
 
 def _bounds(found: Bounds) -> str:

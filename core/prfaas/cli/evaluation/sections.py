@@ -3,6 +3,8 @@
 They open with the answer. How it was done and what failed stand before all figures, and what repeats it at the end.
 """
 
+from typing import Final
+
 from prfaas.cli.evaluation.charts import first_token_chart, most_chart, over_time, part_charts
 from prfaas.cli.evaluation.content import (
     Chapter,
@@ -36,6 +38,9 @@ from prfaas.cli.evaluation.paragraphs import (
     WITHIN,
 )
 
+FAILED: Final = "What failed"
+"""The title of the section for it."""
+
 
 def chapter_of(evaluation: Evaluation) -> Chapter:
     """Return all that an evaluation has to say."""
@@ -65,7 +70,7 @@ def chapter_of(evaluation: Evaluation) -> Chapter:
             *(first_token_chart(summary), no_first_tokens, limit_table(summary), broken_table(summary)),
             *(over_time(summary.shown, {}) if summary.shown else None, part_charts(summary)),
         ),
-        section("What failed", f"{total - len(failed.rows)} of {total} runs count.", failed, *evaluation.notes),
+        section(FAILED, f"{total - len(failed.rows)} of {total} runs count.", failed),
         section(
             "All figures",
             *((f"Off is by how much measured is more. {LINK_USE}", *figures) if figures else ()),
