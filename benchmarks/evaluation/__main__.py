@@ -1,15 +1,17 @@
 """The gain, measured live: what PrfaaS-PD serves beside the other systems, and how far plan and simulator are off.
 
     prfaas bench evaluation [--part saturated|beside|steady|static|falls|swings|bursts|longloop|qwen]
-    prfaas bench evaluation --long
+    prfaas bench evaluation --part conversations --trace FILE
+    prfaas bench evaluation --long [--trace FILE]
 
-Without a part it serves a small case for four minutes. The paper's case has three parts of at most an hour each:
-what the systems serve when more arrives, first tokens at the same rate, and loads that both carry. Three more
-disturb it at 70 % load: the link falls to a fifth and returns, it swings, or requests come in bursts. The moving
-threshold and prices are then compared with the best thresholds that stay, and in `static` at 90 % while nothing
-changes. In `longloop` the requests change, and the long loop converts and scales. And `qwen` is what systems of
-Qwen3.5-397B serve when more arrives. With `--long` all parts are served, one after the other. What was interrupted
-goes on where it was, as `prfaas evaluate` does. The first three parts write one report, the others one each.
+Without a part it serves a small case for four minutes. The paper's case has three parts of at most an hour each: what
+the systems serve when more arrives, first tokens at the same rate, and loads that both carry. Three more disturb it at
+70 % load: the link falls to a fifth and returns, it swings, or requests come in bursts. The moving threshold and prices
+are then compared with the best thresholds that stay, and in `static` at 90 % while nothing changes, and in
+`conversations` while prompts go on from earlier ones. In `longloop` the requests change, and the long loop converts and
+scales. And `qwen` is what systems of Qwen3.5-397B serve when more arrives. With `--long` all parts are served, one
+after the other, without conversations where no trace is named. What was interrupted goes on where it was, as `prfaas
+evaluate` does. The first three parts write one report, the others one each.
 """
 
 from collections.abc import Iterator
@@ -26,21 +28,25 @@ from benchmarks.report import Figure, run, say
 
 from prfaas.errors import ConfigError
 
-LongPartName = Literal["saturated", "beside", "steady", "static", "falls", "swings", "bursts", "longloop", "qwen"]
+LongPartName = Literal[
+    "saturated", "beside", "steady", "static", "conversations", "falls", "swings", "bursts", "longloop", "qwen"
+]
 PartName = Literal["short", LongPartName]
 Part = Annotated[PartName, typer.Option(help="What to serve; short: a small case.")]
+Trace = Annotated[Path | None, typer.Option(help="Conversations to serve, in Mooncake's form.", show_default=False)]
 Long = Annotated[bool, typer.Option("--long", help="Serve all parts but the short one, one after the other.")]
 
 STATE: Final = Path(".prfaas")
 
 
-def figures(part: Part = "short", long: Long = False) -> Iterator[Figure]:
+def figures(part: Part = "short", long: Long = False, trace: Trace = None) -> Iterator[Figure]:
     if not long:
-        yield from part_of(part).figures(STATE)
+        yield from part_of(part, trace).figures(STATE)
         return
     if part != "short":
         raise ConfigError(f"--long serves all parts, and --part {part} one: give one of both")
-    parts = {name: part_of(name) for name in get_args(LongPartName)}
+    names: list[LongPartName] = [name for name in get_args(LongPartName) if trace or name != "conversations"]
+    parts = {name: part_of(name, trace) for name in names}
     for name, one in parts.items():
         say(what_is_left(parts))
         for figure in one.figures(STATE):
@@ -56,10 +62,11 @@ def what_is_left(parts: dict[LongPartName, EvaluationPart]) -> str:
     return f"left are some {sum(minutes.values())} minutes of runs: {said}"
 
 
-def part_of(name: PartName) -> EvaluationPart:
+def part_of(name: PartName, trace: Path | None = None) -> EvaluationPart:
+    """Return a part. Raises ConfigError for one of conversations without a trace."""
     match name:
-        case "static" | "falls" | "swings" | "bursts":
-            return disturbed_part(name)
+        case "static" | "conversations" | "falls" | "swings" | "bursts":
+            return disturbed_part(name, trace)
         case "longloop":
             return long_loop_part()
         case _:

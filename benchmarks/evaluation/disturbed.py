@@ -1,8 +1,9 @@
 """The moving threshold, prices, and the best thresholds that stay: the paper's case at 70 % load while its link or its
-load changes, and at 90 % while nothing does."""
+load changes, and at 90 % while nothing does, or while prompts go on from others, which some instances have cached."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -12,6 +13,9 @@ from benchmarks.report import Figure
 
 from prfaas.cli.evaluation.content import TITLES, Chapter
 from prfaas.cli.evaluation.disturbed import disturbed_chapter
+from prfaas.cli.simulate import read_trace_file
+from prfaas.errors import ConfigError
+from prfaas.evaluate.case import Case, case_of_trace
 from prfaas.evaluate.disturbed import (
     DisturbanceName,
     DisturbedSummary,
@@ -24,9 +28,12 @@ from prfaas.evaluate.record import RunKey
 from prfaas.simulate.scenario import PolicyName
 from prfaas_sandbox.evaluate.campaign import Campaign
 
-BesideStatic = Literal[DisturbanceName, "static"]
+BesideStatic = Literal[DisturbanceName, "static", "conversations"]
 FORM: Final[Form] = PAPER._replace(requests=600)
 """Twice as long: the threshold follows what comes once it knows 200 prompts, and the link falls after as many."""
+CONVERSATIONS: Final[Form] = PAPER._replace(requests=1200)
+KEPT_GIB: Final = {"hub": 512, "between-datacentres": 256}
+"""What the clusters keep of prompts."""
 LOAD: Final = 0.7
 STEADY_LOAD: Final = 0.9
 NARROW_MBPS: Final = 40_000.0
@@ -39,9 +46,15 @@ REACH_OVER_STATIC: Final = 0.9
 CHANGES: Final = ("the link falls", "it is whole again")
 
 
-def disturbed_part(name: BesideStatic) -> EvaluationPart:
+def disturbed_part(name: BesideStatic, trace: Path | None = None) -> EvaluationPart:
+    """Return a part; `trace` is of conversations, which have no requests without one."""
+    command = f"prfaas bench evaluation --part {name}"
     if name == "static":
         case, load = msgspec.structs.replace(PAPER.case(), name="paper-static"), STEADY_LOAD
+    elif name == "conversations":
+        if trace is None:
+            raise ConfigError(f"--part {name} serves a published trace of conversations: name its file by --trace")
+        case, load, command = conversations(trace), STEADY_LOAD, f"{command} --trace {trace.name}"
     else:
         case, load = disturb(FORM.case(), name, LOAD, NARROW_MBPS), LOAD
     best = best_thresholds(case, load, 1, simulator_of(case), BEST_STATIC)
@@ -49,9 +62,16 @@ def disturbed_part(name: BesideStatic) -> EvaluationPart:
         case=case,
         runs=[*(RunKey(policy, load, 1) for policy in MOVING), *best],
         limit_seconds=FORM.limit_seconds,
-        command=f"prfaas bench evaluation --part {name}",
+        command=command,
         conclude=partial(_conclude, name),
     )
+
+
+def conversations(trace: Path) -> Case:
+    """Return the paper's case with the requests of a trace, and with caches that keep what was prefilled."""
+    case = CONVERSATIONS.case()
+    file = msgspec.structs.replace(case.file, simulation={**case.file.simulation, "cacheGib": KEPT_GIB})
+    return case_of_trace(msgspec.structs.replace(case, name="paper-conversations", file=file), read_trace_file(trace))
 
 
 def _conclude(name: BesideStatic, campaign: Campaign) -> tuple[Chapter, Iterable[Figure]]:

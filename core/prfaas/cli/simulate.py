@@ -18,7 +18,6 @@ from rich.table import Table
 
 from prfaas.capacity.comparison import profile_notes
 from prfaas.capacity.planfile import PlanFile
-from prfaas.capacity.workload import Workload
 from prfaas.cli.plan import load
 from prfaas.cli.plots import check_plot, draw_runs
 from prfaas.console import TableOrJson, echo_json
@@ -60,12 +59,8 @@ class SimulatedLoad:
         self.file: PlanFile = load(file)
         self.trace: list[Arrival] | None = None
         if trace is not None:
-            try:
-                with trace.open(encoding="utf-8") as lines:
-                    self.trace = read_trace(str(trace), lines)
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{trace} cannot be read: {error}") from error
-            self.file = _planned_for(self.file, self.trace)
+            self.trace = read_trace_file(trace)
+            self.file = setups.planned_for(self.file, self.trace)
         self.setup: Setup = setups.read(self.file)
         if requests is not None:
             self.setup = msgspec.structs.replace(self.setup, requests=requests)
@@ -110,13 +105,13 @@ class SimulatedLoad:
         return setups.draw(self.file, self.setup, rate_per_second, rng, prefix_rng)
 
 
-def _planned_for(file: PlanFile, trace: list[Arrival]) -> PlanFile:
-    outputs = sum(one.output_tokens for one in trace) / len(trace)
-    return msgspec.structs.replace(
-        file,
-        workload=Workload.observed(one.input_tokens for one in trace),
-        system=msgspec.structs.replace(file.system, output_tokens=outputs),
-    )
+def read_trace_file(path: Path) -> list[Arrival]:
+    """Return the requests of a trace, as `read_trace` does. Raises ConfigError for a file that cannot be read, too."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return read_trace(str(path), lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def with_progress(loaded: SimulatedLoad, policy: PolicyName, rate_per_second: float) -> Result:

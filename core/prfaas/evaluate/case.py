@@ -8,6 +8,7 @@ are compared. All systems meet the same prompts with the same seed, the faster t
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from prfaas.capacity.planfile import PlanFile
 from prfaas.capacity.workload import Randomness
 from prfaas.evaluate.record import RunKey
 from prfaas.simulate import setup as setups
+from prfaas.simulate.arrivals import at_rate, in_whole_blocks
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.scenario import PolicyName, Scenario
 from prfaas.simulate.setup import Setup
@@ -36,6 +38,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     stretch: float
     cache_scale: int
+    trace: tuple[Arrival, ...] = ()
+    """The requests of each run, whose times are those of its rate; none: they are drawn."""
 
     @property
     def digest(self) -> str:
@@ -46,7 +50,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         workload = (list(self.file.workload.lengths), list(self.file.workload.weights))
         simulation = json.dumps(_lasting(self.file), sort_keys=True)
         known = (repr(self.file.system), workload, simulation, self.requests, self.stretch, self.cache_scale)
-        return hashlib.sha256(repr(known).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr((*known, self.trace) if self.trace else known).encode()).hexdigest()[:12]
 
 
 def runs_of(case: Case, policies: Sequence[PolicyName], loads: Sequence[float], seeds: int) -> list[RunKey]:
@@ -60,6 +64,15 @@ def runs_of(case: Case, policies: Sequence[PolicyName], loads: Sequence[float], 
     if COMPARED_AT in loads and {"threshold", "homogeneous"} <= {*policies}:
         wanted += [RunKey("threshold", compared_load(case.file), seed) for seed in range(1, 1 + seeds)]
     return wanted
+
+
+def case_of_trace(case: Case, requests: Iterable[Arrival]) -> Case:
+    """Return a case that serves the first requests of a trace, and is planned for their lengths.
+
+    Prompts that begin alike do so live, too, so they end with a block: see `in_whole_blocks`.
+    """
+    trace = tuple(in_whole_blocks(islice(requests, case.requests)))
+    return msgspec.structs.replace(case, file=setups.planned_for(case.file, trace), requests=len(trace), trace=trace)
 
 
 def compared_load(file: PlanFile) -> float:
@@ -81,6 +94,8 @@ def scenario_of(case: Case, key: RunKey) -> Scenario:
 
 def arrivals_of(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Iterable[Arrival]:
     """Return the requests of a run, the same in each of the same key. `new_rng` makes a source of chance of a seed."""
+    if case.trace:
+        return at_rate(case.trace, rate_per_second(case, key))
     rng, prefix_rng = new_rng(f"arrivals of {key.seed}"), new_rng(f"prefixes of {key.seed}")
     return setups.draw(case.file, _setup(case, key), rate_per_second(case, key), rng, prefix_rng)
 
@@ -93,6 +108,8 @@ def shift_seconds(case: Case, key: RunKey) -> float | None:
 
 def longest_tokens(case: Case, key: RunKey) -> int:
     """Return the most tokens that a prompt and its answer may have together."""
+    if case.trace:
+        return max(one.input_tokens + one.output_tokens for one in case.trace)
     longest = case.file.workload.max_tokens + round(case.file.system.output_tokens)
     shift = _setup(case, key).shift
     return max(longest, shift.workload.max_tokens + shift.output_tokens) if shift else longest

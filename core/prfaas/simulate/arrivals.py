@@ -140,6 +140,18 @@ def at_rate(arrivals: Iterable[Arrival], rate_per_second: float) -> Iterator[Arr
     return (one._replace(at_seconds=(one.at_seconds - first) * stretch) for one in known)
 
 
+def in_whole_blocks(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
+    """Yield the arrivals with prompts that end one token behind their last whole block.
+
+    What follows in a part of a block has no name. So a prompt that was served as long as it is would leave its state
+    where no later one of the trace goes on.
+    """
+    for one in arrivals:
+        whole = one.input_tokens // BLOCK_TOKENS
+        tokens = whole * BLOCK_TOKENS + 1 if whole else one.input_tokens
+        yield one._replace(input_tokens=tokens, blocks=one.blocks[:whole])
+
+
 class _MooncakeLine(msgspec.Struct):
     timestamp: float
     input_length: int

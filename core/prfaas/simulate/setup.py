@@ -23,7 +23,7 @@ All policies meet the same requests. Each has the hardware of the plan's column 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -272,6 +272,16 @@ def rate(file: PlanFile, setup: Setup) -> float:
         return setup.rate_per_second
     plan = optimum.best(file.system, file.workload)
     return (setup.load or 0.0) * plan.lambda_max
+
+
+def planned_for(file: PlanFile, requests: Sequence[Arrival]) -> PlanFile:
+    """Return the file with the lengths of these requests, such as a trace's."""
+    outputs = sum(one.output_tokens for one in requests) / len(requests)
+    return msgspec.structs.replace(
+        file,
+        workload=Workload.observed(one.input_tokens for one in requests),
+        system=msgspec.structs.replace(file.system, output_tokens=outputs),
+    )
 
 
 def draw(

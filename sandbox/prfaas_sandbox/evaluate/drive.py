@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from typing import Final, Self
 
 import aiohttp
@@ -18,6 +19,7 @@ from prfaas.errors import PeerError, PrfaasError
 from prfaas.evaluate.record import AnsweredRequest, Loss
 from prfaas.measure.answers import TokenStream
 from prfaas.names import HUB
+from prfaas.simulate.arrivals import BLOCK_TOKENS
 from prfaas.simulate.request import Arrival
 from prfaas.wire import headers
 from prfaas.wire.trace import read_parts
@@ -29,6 +31,7 @@ _LONGEST_SECONDS: Final = 3600.0
 _LOSSES: Final[dict[int, Loss]] = {429: "refused", 504: "timeout"}
 """By the gateway's status: 503 says that nothing serves."""
 _SAY_EVERY_SECONDS: Final = 10.0
+_REMEMBERED_BLOCKS: Final = 20_000
 
 
 class Driver:
@@ -69,9 +72,11 @@ class Driver:
         return tuple(task.result() for task in tasks)
 
     async def _ask(self, request: Arrival, at: float) -> AnsweredRequest:
-        """Send one prompt that no cache knows."""
+        """Send one prompt. It begins with its blocks, and no cache knows the rest."""
         self._open += 1
-        prompt = self._rng.randbytes(request.input_tokens // 2 + 1).hex()[: request.input_tokens]
+        known = "".join(_text_of(block) for block in request.blocks)
+        new_tokens = request.input_tokens - len(known)
+        prompt = known + self._rng.randbytes(new_tokens // 2 + 1).hex()[:new_tokens]
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -111,6 +116,12 @@ class Driver:
 
     def _lost(self, request: Arrival, loss: Loss, why: str) -> AnsweredRequest:
         return AnsweredRequest(at_seconds=request.at_seconds, prompt_tokens=request.input_tokens, lost=loss, error=why)
+
+
+@lru_cache(_REMEMBERED_BLOCKS)
+def _text_of(block: int) -> str:
+    """Return the text of a block: a token a character, the same wherever it has this name."""
+    return random.Random(f"block {block}").randbytes(BLOCK_TOKENS // 2).hex()  # noqa: S311 - equal text is the purpose
 
 
 def _fell_back(head: Mapping[str, str]) -> bool:

@@ -17,6 +17,7 @@ from prfaas.capacity.system import HubPool, OffloadPool
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case
 from prfaas.kube.session import Object
+from prfaas.names import HUB
 from prfaas.schedule import RUNNING
 from prfaas.simulate.scenario import ConversionPolicy, Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
@@ -165,7 +166,7 @@ def _instances_spec(
         f"--stretch={scale.stretch:g}",
         f"--max-running={_running(pool)}",
         f"--max-context={longest_tokens + 1}",
-        f"--cache-mib={_cache_mib(pool, scale, longest_tokens)}",
+        f"--cache-mib={_cache_mib(pool, scenario, scale, longest_tokens)}",
         *([f"--step-tokens={scenario.step_tokens}"] if scenario.step_tokens else []),
     ]
     return {
@@ -272,10 +273,16 @@ def _running(pool: OffloadPool | HubPool) -> int:
     return pool.max_batch if isinstance(pool, HubPool) else RUNNING
 
 
-def _cache_mib(pool: OffloadPool | HubPool, scale: CaseScale, longest_tokens: int) -> int:
-    """Return the memory in which all sequences that an instance computes at once find room, however long."""
-    cache_bytes = pool.profile.state_bytes + pool.profile.token_bytes * longest_tokens
-    return max(_LEAST_CACHE_MIB, math.ceil(_BESIDE_CACHES * _running(pool) * cache_bytes / scale.cache_scale / 2**20))
+def _cache_mib(pool: OffloadPool | HubPool, scenario: Scenario, scale: CaseScale, longest_tokens: int) -> int:
+    """Return the memory in which all sequences that an instance computes at once find room, however long, and beside
+    them the prefixes that it keeps in the simulator."""
+    longest_bytes = pool.profile.state_bytes + pool.profile.token_bytes * longest_tokens
+    cluster, sharing = (
+        (HUB, scenario.system.hub_instances) if isinstance(pool, HubPool) else (pool.link, pool.instances)
+    )
+    kept_bytes = scenario.cache_bytes.get(cluster, 0.0) / sharing
+    cache_bytes = _BESIDE_CACHES * _running(pool) * longest_bytes + kept_bytes
+    return max(_LEAST_CACHE_MIB, math.ceil(cache_bytes / scale.cache_scale / 2**20))
 
 
 def _profile(pool: OffloadPool | HubPool) -> str:

@@ -1,5 +1,7 @@
 """Proves what each part of the evaluation serves, how long it takes, and that a headline without runs is a miss."""
 
+from random import Random
+
 import msgspec
 import pytest
 from benchmarks.evaluation import __main__ as command
@@ -11,7 +13,7 @@ from benchmarks.report import Figure
 from tests.unit.evaluate.cases import CASE, LIMIT_SECONDS, invalid, live
 
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import compared_load, rate_per_second, run_seconds, scenario_of
+from prfaas.evaluate.case import arrivals_of, compared_load, rate_per_second, run_seconds, scenario_of
 from prfaas.evaluate.disturbed import summarise_disturbed
 from prfaas.evaluate.record import Run, RunKey
 from prfaas.evaluate.summary import summarise
@@ -66,11 +68,11 @@ def test_the_short_form_takes_five_minutes_at_most_with_the_start_of_its_sandbox
 def some_folder(tmp_path, parts, monkeypatch):
     """Where the command keeps its runs, of parts that are made already."""
     monkeypatch.setattr(command, "STATE", tmp_path)
-    monkeypatch.setattr(command, "part_of", parts.__getitem__)
+    monkeypatch.setattr(command, "part_of", lambda name, _: parts[name])
     return tmp_path
 
 
-def test_the_long_form_serves_all_parts_but_the_short_one_in_turn(some_folder, monkeypatch, capsys):
+def test_the_long_form_serves_all_parts_but_the_short_one_in_turn(some_folder, parts, monkeypatch, capsys):
     served: list[EvaluationPart] = []
 
     def serve(part: EvaluationPart, _) -> list[Figure]:
@@ -82,7 +84,7 @@ def test_the_long_form_serves_all_parts_but_the_short_one_in_turn(some_folder, m
 
     names = [name for name in MINUTES if name != "short"]
     assert [one.name for one in figures] == [f"{name}: requests lost" for name in names]
-    assert served == list(map(command.part_of, names))
+    assert served == [parts[name] for name in names], "and no conversations, of which there is no trace"
     assert capsys.readouterr().err.count("minutes of runs") == len(names)
     assert [one.name for one in command.figures("falls")] == ["requests lost"], "one part has no need of a name"
     with pytest.raises(ConfigError, match="one of both"):
@@ -233,6 +235,32 @@ def test_the_best_threshold_that_stays_is_served_at_90_percent_where_it_has_noth
     assert found[better].value <= ours == found["P90 of PrfaaS-PD over the best threshold that stays"].rival_value
     bursts = {one.name: one for one in disturbed.figures_of(made, "bursts")}
     assert (found[better].reach, bursts[better].reach) == (None, 0.9)
+
+
+def test_conversations_are_the_first_requests_of_a_trace_and_there_are_none_without_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(disturbed, "CONVERSATIONS", disturbed.CONVERSATIONS._replace(requests=30))
+    path = tmp_path / "trace.jsonl"
+    requests = [(n, [0, *range(1000 * n, 1000 * n + 2 * n)]) for n in range(1, 41)]
+    lines = [
+        {"timestamp": 100 * n, "input_length": 512 * len(blocks), "output_length": 9, "hash_ids": blocks}
+        for n, blocks in requests
+    ]
+    path.write_bytes(msgspec.json.Encoder().encode_lines(lines))
+    part = part_of("conversations", path)
+    (key, *_) = part.runs
+    served = list(arrivals_of(part.case, key, Random))
+
+    assert part.command == "prfaas bench evaluation --part conversations --trace trace.jsonl"
+    assert [(one.policy, one.load) for one in part.runs] == [
+        (policy, 0.9) for policy in ("threshold", "price", "static", "static")
+    ]
+    assert [one.input_tokens for one in served] == [512 * len(blocks) + 1 for _, blocks in requests[:30]]
+    assert all(one.blocks == tuple(blocks) for one, (_, blocks) in zip(served, requests, strict=False))
+    assert 29 / served[-1].at_seconds == pytest.approx(rate_per_second(part.case, key))
+    for run in part.runs:
+        check_live(part.case, scenario_of(part.case, run))
+    with pytest.raises(ConfigError, match="by --trace"):
+        part_of("conversations")
 
 
 def test_a_disturbed_case_without_all_thresholds_that_stay_has_no_ratio(falls, simulated):

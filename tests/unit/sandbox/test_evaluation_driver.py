@@ -43,6 +43,18 @@ async def test_prompts_are_the_same_each_time_and_others_with_another_seed():
     assert sent[0] == sent[1] != sent[2]
 
 
+async def test_prompts_with_equal_blocks_begin_alike_and_no_further():
+    async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:
+        await driver.run(
+            [Arrival(0.0, 1025, 1, (7, 8)), Arrival(0.1, 1025, 1, (7, 9)), Arrival(0.2, 600, 1, (7,))], quiet
+        )
+    first, second, third = (one["prompt"] for one in world.prompts)
+    assert [len(one) for one in (first, second, third)] == [1025, 1025, 600]
+    assert first[:512] == second[:512] == third[:512]
+    assert len({first[512:600], second[512:600], third[512:600]}) == 3
+    assert first[:512] != first[512:1024], "another name"
+
+
 @pytest.mark.parametrize(("status", "loss"), [(429, "refused"), (503, "failure"), (502, "failure"), (504, "timeout")])
 async def test_a_lost_request_has_the_reason_and_only_a_full_system_refuses(status: int, loss: str):
     async with World.serving() as world, Driver.connected(world.url, "m", STRETCH, 1) as driver:

@@ -38,6 +38,14 @@ SCALE = CaseScale(stretch=4.0, cache_scale=128)
 KINDS = {"PrefillPool": PrefillPool, "DecodePool": DecodePool, "PrfaaSPolicy": PrfaaSPolicy}
 
 
+def cache_mib(case: Case) -> list[int]:
+    """Return the memory for the cache of each pool's instances."""
+    key = RunKey("threshold", 0.5, 1)
+    pools = [one for one in pool_objects(scenario_of(case, key), SCALE, 132_096) if "engine" in one["spec"]]
+    flags = [dict(word.split("=", 1) for word in one["spec"]["engine"]["args"]) for one in pools]
+    return [int(one["--cache-mib"]) for one in flags]
+
+
 def case(path: Path = ROOT / "examples/paper.yaml", stretch: float = 4.0) -> Case:
     return Case(name=path.stem, file=load(path), requests=100, stretch=stretch, cache_scale=128)
 
@@ -65,6 +73,16 @@ def test_the_objects_are_valid_and_offload_only_where_the_system_does(policy: Po
     *_, made = objects
     assert made["spec"]["intervals"] == {"shortSeconds": 1}, "the scheduler itself is as slow as the instances"
     assert made["spec"]["metrics"]["staleAfterSeconds"] == 10
+
+
+def test_instances_have_room_for_what_they_keep_beside_what_they_compute():
+    plain = case()
+    kept = {**plain.file.simulation, "cacheGib": {"hub": 512, "between-datacentres": 256}}
+    keeping = msgspec.structs.replace(plain, file=msgspec.structs.replace(plain.file, simulation=kept))
+    more = [with_it - without for with_it, without in zip(cache_mib(keeping), cache_mib(plain), strict=True)]
+    assert len(more) == 3
+    assert all(64 * 1024 // 128 - 512 <= one <= 64 * 1024 // 128 for one in more), "64 GiB of 12 instances, scaled"
+    assert max(more) > 0
 
 
 def test_a_profile_has_the_times_and_the_cache_of_the_case():

@@ -7,7 +7,8 @@ import pytest
 
 from prfaas.capacity.workload import Workload
 from prfaas.errors import ConfigError
-from prfaas.simulate.arrivals import BLOCK_TOKENS, Bursts, poisson, sharing
+from prfaas.simulate.arrivals import BLOCK_TOKENS, Bursts, in_whole_blocks, poisson, sharing
+from prfaas.simulate.request import Arrival
 
 LENGTHS = Workload.lognormal(8.0, 1.0, 128, 32_768)
 COUNT = 4000
@@ -15,6 +16,12 @@ COUNT = 4000
 
 def drawn(bursts: Bursts | None = None):
     return poisson(LENGTHS, 10, 5.0, random.Random(1), bursts)
+
+
+def test_a_prompt_in_whole_blocks_ends_a_token_behind_the_last_of_them():
+    lengths = (511, 512, 513, 1300)
+    found = list(in_whole_blocks(Arrival(0.0, one, 1, (7, 8, 9)[: -(-one // 512)]) for one in lengths))
+    assert [(one.input_tokens, one.blocks) for one in found] == [(511, ()), (513, (7,)), (513, (7,)), (1025, (7, 8))]
 
 
 def test_bursts_change_when_requests_come_and_not_how_many_or_which():
