@@ -46,7 +46,7 @@ def figures(part: Part = "short", long: Long = False, trace: Trace = None) -> It
     if part != "short":
         raise ConfigError(f"--long serves all parts, and --part {part} one: give one of both")
     names: list[LongPartName] = [name for name in get_args(LongPartName) if trace or name != "conversations"]
-    parts = {name: part_of(name, trace) for name in names}
+    parts = {name: part_of(name, trace if name == "conversations" else None) for name in names}
     for name, one in parts.items():
         say(what_is_left(parts))
         for figure in one.figures(STATE):
@@ -63,7 +63,9 @@ def what_is_left(parts: dict[LongPartName, EvaluationPart]) -> str:
 
 
 def part_of(name: PartName, trace: Path | None = None) -> EvaluationPart:
-    """Return a part. Raises ConfigError for one of conversations without a trace."""
+    """Return a part. Raises ConfigError for one of conversations without a trace, or another with one."""
+    if trace and name != "conversations":
+        raise ConfigError(f"--trace names what --part conversations serves; --part {name} draws its requests")
     match name:
         case "static" | "conversations" | "falls" | "swings" | "bursts":
             return disturbed_part(name, trace)

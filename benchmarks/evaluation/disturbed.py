@@ -71,7 +71,10 @@ def conversations(trace: Path) -> Case:
     """Return the paper's case with the requests of a trace, and with caches that keep what was prefilled."""
     case = CONVERSATIONS.case()
     file = msgspec.structs.replace(case.file, simulation={**case.file.simulation, "cacheGib": KEPT_GIB})
-    return case_of_trace(msgspec.structs.replace(case, name="paper-conversations", file=file), read_trace_file(trace))
+    requests = read_trace_file(trace)
+    if not any(one.blocks for one in requests):
+        raise ConfigError(f"{trace} says of no prompt how it goes on from others: name a trace of Mooncake's form")
+    return case_of_trace(msgspec.structs.replace(case, name="paper-conversations", file=file), requests)
 
 
 def _conclude(name: BesideStatic, campaign: Campaign) -> tuple[Chapter, Iterable[Figure]]:

@@ -9,8 +9,8 @@ many, and those that are best there are also run.
 *What a link bears* is the planner's threshold for the hub's split over a link of that width, of which so much is used
 as the policy asks for: the middle between its watermarks. Where the hub with that threshold would carry less than
 arrives, it is the one that uses all of the link, as the short loop does while prompts wait in the hub. Settled means
-close to it until the link changes again, from when it is nearer to it than to what the link bore before. Both may lie
-so close that a threshold which stays would count, too.
+close to it until the link changes again, from when it is nearer to it than to what the link bore before, as it then is
+for half of the rest at least. Both may lie so close that a threshold which stays would count, too.
 """
 
 import math

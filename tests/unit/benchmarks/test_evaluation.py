@@ -261,6 +261,11 @@ def test_conversations_are_the_first_requests_of_a_trace_and_there_are_none_with
         check_live(part.case, scenario_of(part.case, run))
     with pytest.raises(ConfigError, match="by --trace"):
         part_of("conversations")
+    with pytest.raises(ConfigError, match="--part falls draws its requests"):
+        part_of("falls", path)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n")
+    with pytest.raises(ConfigError, match="of Mooncake's form"):
+        part_of("conversations", path)
 
 
 def test_a_disturbed_case_without_all_thresholds_that_stay_has_no_ratio(falls, simulated):
