@@ -89,7 +89,10 @@ def rate_per_second(case: Case, key: RunKey) -> float:
 def scenario_of(case: Case, key: RunKey) -> Scenario:
     """Return what runs and what the simulator is given; raises ConfigError where the file cannot be run."""
     horizon_seconds = 2 * case.requests / rate_per_second(case, key) + 3600
-    return setups.scenario(case.file, _setup(case, key), key.policy, horizon_seconds)
+    scenario = setups.scenario(case.file, _setup(case, key), key.policy, horizon_seconds)
+    # A live gateway assumes that much between instances, and knows nothing of the scale of their caches and times.
+    cluster_mbps = scenario.cluster_mbps * case.cache_scale * case.stretch
+    return msgspec.structs.replace(scenario, cluster_mbps=cluster_mbps)
 
 
 def arrivals_of(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -> Iterable[Arrival]:

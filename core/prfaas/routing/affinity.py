@@ -40,9 +40,6 @@ from prfaas.wire.routes import Instance
 
 ANSWER_TOKENS: Final = 343
 """Mean length of an answer in the published conversation trace (Mooncake), of which the gateway cannot know its own."""
-CLUSTER_MBPS: Final = 1000.0
-"""Assumed between instances of one cluster, where the rate is not measured: the slowest Ethernet of servers. Where it
-is faster, some prefixes are computed that would be worth fetching."""
 MARGIN: Final = 0.3
 """Share of the computing time that fetching must save."""
 ROUND_TRIPS: Final = 3
@@ -180,7 +177,7 @@ def _reaches(facts: RoutingFacts, prefiller: Instance, source: Instance, cluster
 def _link(facts: RoutingFacts, prefiller: Instance, source: Instance) -> tuple[float, float]:
     """Return the Mbit/s and the round trip between two instances."""
     if source.cluster == prefiller.cluster:
-        return CLUSTER_MBPS, 0.0
+        return facts.cluster_mbps, 0.0
     priced = next((one.link_mbps for one in facts.rule.prices if one.cluster == source.cluster), None)
     cluster = next(one for one in facts.table.clusters if one.name == source.cluster)
     return priced or float(cluster.capacity_mbps), cluster.round_trip_millis / 1000

@@ -5,7 +5,7 @@ decision. The same types serve a simulator and the tests. Times are seconds of a
 """
 
 from collections.abc import Mapping, Set
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -43,6 +43,11 @@ class RoutingRule(msgspec.Struct, frozen=True, kw_only=True):
     """The price of each cluster; empty: the threshold decides."""
 
 
+CLUSTER_MBPS: Final = 1000.0
+"""Assumed between instances of one cluster, where the rate is not measured: the slowest Ethernet of servers. Where it
+is faster, some prefixes are computed that would be worth fetching."""
+
+
 class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One request and the world at this moment. Mappings without an entry mean zero."""
 
@@ -62,6 +67,8 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in flight by instance."""
     queued_tokens: Mapping[str, int] = {}
     """Tokens of prompts that an instance still computes for requests placed there."""
+    cluster_mbps: float = CLUSTER_MBPS
+    """What moves between instances of one cluster."""
     backlog: Backlog | None = None
     """The work that waits at each instance and link, for prices; None: none."""
     ejected_until_seconds: Mapping[str, float] = {}

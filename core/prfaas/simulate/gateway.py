@@ -43,10 +43,18 @@ def routing_table(scenario: Scenario) -> RoutingTable:
 class Gateway:
     """Gathers the facts of each decision."""
 
-    def __init__(self, events: EventQueue, table: RoutingTable, caches: Caches, profiles: Mapping[str, Profile]):
+    def __init__(
+        self,
+        events: EventQueue,
+        table: RoutingTable,
+        caches: Caches,
+        profiles: Mapping[str, Profile],
+        cluster_mbps: float,
+    ):
         self._events = events
         self._caches = caches
         self._profiles = profiles
+        self._cluster_mbps = cluster_mbps
         self.table = table
         self._all = table.instances
         self.rule: RoutingRule = rule_in_force(table, None)
@@ -124,6 +132,7 @@ class Gateway:
             cached_tokens=cached_by_cluster(self.table, found) if found else {},
             cached_on=found or None,
             profiles=self._profiles,
+            cluster_mbps=self._cluster_mbps,
             in_flight=self._in_flight,
             queued_tokens=self._queued_tokens,
             backlog=self._backlog,

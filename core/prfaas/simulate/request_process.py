@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from prfaas.names import HUB
-from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, fetched_bytes, fetching_seconds
+from prfaas.routing.affinity import PrefixFacts, fetched_bytes, fetching_seconds
 from prfaas.routing.facts import Decision, LegName, Refusal, Route
 from prfaas.routing.lengths import LengthTally as Lengths
 from prfaas.routing.lengths import PrefillTally
@@ -50,7 +50,7 @@ class RequestProcess:
         table, by_pool = routing_table(scenario), scenario.profiles
         self._profiles = {one.name: by_pool[one.pool] for one in table.instances}
         self.caches = Caches(scenario, table.instances, self._profiles)
-        self.gateway = Gateway(self.events, table, self.caches, self._profiles)
+        self.gateway = Gateway(self.events, table, self.caches, self._profiles, scenario.cluster_mbps)
         self.links = {
             link.name: SharedLink(
                 self.events,
@@ -261,7 +261,7 @@ class RequestProcess:
             cached_tokens=self.caches.match(to.name, request),
             source_tokens=self.caches.match(source.name, request),
             profile=self._profiles[to.name],
-            link_mbps=CLUSTER_MBPS if link is None else link.mbps,
+            link_mbps=self.scenario.cluster_mbps if link is None else link.mbps,
             round_trip_seconds=0.0 if link is None else link.round_trip_seconds,
         )
         if facts.source_tokens <= facts.cached_tokens:

@@ -13,6 +13,7 @@ import msgspec
 from prfaas.capacity.system import HubPool, System, check
 from prfaas.errors import ConfigError
 from prfaas.names import HUB
+from prfaas.routing.facts import CLUSTER_MBPS
 from prfaas.wire.profile import Profile
 from prfaas.wire.routes import Instance, LinkWatermarks, OnOffloadFailure, PoolRole, Threshold
 
@@ -89,6 +90,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[Failure, ...] = ()
     step_tokens: int = 0
     """Tokens of an instance's step; 0: as many as a worker finds best by its profile."""
+    cluster_mbps: float = CLUSTER_MBPS
+    """What moves between instances of one cluster, such as prefixes."""
     block_tokens: int = 512
     """Tokens of a block, as the arrivals name them."""
     detection_seconds: float = 1.0

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 
 from prfaas.names import HUB
-from prfaas.routing.affinity import CLUSTER_MBPS, PrefixFacts, pays
+from prfaas.routing.affinity import PrefixFacts, pays
+from prfaas.routing.facts import CLUSTER_MBPS
 from prfaas.routing.prompt_size import prompt_values
 from prfaas.wire import headers
 from prfaas.wire.routes import Instance, LinkWatermarks, RoutingTable, Threshold, encode
