@@ -34,7 +34,11 @@ async def test_a_worker_is_measured_in_seconds_and_as_it_says_itself(launch, tmp
         own = await answer.json()
     profile = Profile(**found["profile"])
     assert (profile.state_bytes, profile.token_bytes) == (own["state_bytes"], own["token_bytes"])
-    assert [step["batch"] for step in found["decode_steps"]] == [1, 2, 4]
+    measured_batches = {step["batch"] for step in found["decode_steps"]}
+    # Where no two measurements agree, as on a busy machine, a batch is left out.
+    left_out = {n for n in (1, 2, 4) if any(note.startswith(f"decode steps of {n} streams") for note in found["notes"])}
+    assert (measured_batches | left_out, measured_batches & left_out) == ({1, 2, 4}, set())
+    assert len(measured_batches) > 1
     assert "8 streams did not run at once: decode steps end before" in found["notes"]
     assert "1,024 tokens" in said
     with HttpServer(worker.url) as server:
