@@ -13,6 +13,10 @@ Memory is given by arrival, too. A prompt gets all of its pages when it is admit
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
 So the first one always makes progress, and in time all do.
 
+A sequence whose cache comes from another instance, or leaves for one, has memory and computes nothing. If it took the
+place of one that decodes, batches would be smaller by all that is on its way. So more sequences have memory than decode
+at once. One that could begin its answer waits until fewer do. It never interrupts another's.
+
 A request for several choices is admitted as one sequence. Its further choices take slots as they come free, and at most
 half of all slots. So one request cannot stop the others.
 """
@@ -47,7 +51,7 @@ class RunningSequence(NamedTuple, Generic[_Key]):
 
     If it `decodes`, it takes one token of the step, otherwise a chunk, which may not go beyond `until_cut_tokens`.
     `short` says that its next token needs one more page. Preempting it would free `held_pages`; a `pinned` one may not
-    be preempted, since others read from its memory.
+    be preempted, since others read from its memory: it has no answer. One that `started` has drawn a token.
     """
 
     key: _Key
@@ -57,17 +61,20 @@ class RunningSequence(NamedTuple, Generic[_Key]):
     short: bool
     decodes: bool
     pinned: bool = False
+    started: bool = False
 
 
 class ScheduleFacts(NamedTuple, Generic[_Key]):
     """The engine's state. Sequences are in order of arrival. `waiting` is read once, and only as far as one may be
-    admitted: what it needs takes a look into the cache. Further choices may take `further_slots` more slots."""
+    admitted: what it needs takes a look into the cache. Further choices may take `further_slots` more slots. At most
+    `most_decodes` draw tokens in a step."""
 
     waiting: Iterable[WaitingSequence[_Key]]
     running: Sequence[RunningSequence[_Key]]
     free_slots: int
     free_pages: int
     further_slots: int
+    most_decodes: int
 
 
 class Budgets(NamedTuple):
@@ -114,6 +121,11 @@ BUDGETS: Final = role_budgets(STEP_TOKENS)
 """Step budgets of a machine that was not measured."""
 
 
+def slots_for(running: int) -> int:
+    """Return how many sequences have memory where so many decode at once. Half as many again may be on their way."""
+    return running + -(-running // 2)
+
+
 def most_further_slots(slots: int) -> int:
     """Return how many slots all further choices may have together."""
     return slots // 2
@@ -144,21 +156,22 @@ def schedule(facts: ScheduleFacts[_Key], budgets: Budgets) -> Schedule[_Key]:
     """Return the next step. What is admitted in it computes from the next one on."""
     decodes, preempted, free_pages = _choose_decodes(facts)
     prompts = [sequence for sequence in facts.running if not sequence.decodes and sequence.key not in preempted]
-    chunks = _choose_chunks(prompts, len(decodes), budgets)
+    chunks = _choose_chunks(prompts, len(decodes), facts.most_decodes, budgets)
     # One page for each decode stays free, or what is admitted now would be preempted in a moment.
     admit = () if preempted else _admit(facts, free_pages - len(decodes))
     return Schedule(tuple(preempted), admit, chunks, tuple(decodes))
 
 
 def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key], int]:
-    """Return the decoding sequences, those preempted for them, and the pages left then."""
+    """Return the decoding sequences, those preempted for them, and the pages left then. Those that have started come
+    first, and one without a page takes no place: it may wait for those that have not."""
     decodes: list[_Key] = []
     preempted: list[_Key] = []
     free_pages, last = facts.free_pages, len(facts.running)
-    for place, sequence in enumerate(facts.running):
-        if place >= last:
+    for place, sequence in sorted(enumerate(facts.running), key=lambda one: not one[1].started):
+        if len(decodes) == facts.most_decodes:
             break
-        if not sequence.decodes:
+        if place >= last or not sequence.decodes:
             continue
         while sequence.short and free_pages == 0 and last > place + 1:
             last -= 1
@@ -169,11 +182,11 @@ def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key],
             continue  # the pages belong to a sequence that computes no more: it ends by itself
         free_pages -= sequence.short
         decodes.append(sequence.key)
-    return decodes, preempted, free_pages
+    return [key for key in decodes if key not in preempted], preempted, free_pages
 
 
 def _choose_chunks(
-    prompts: list[RunningSequence[_Key]], num_decodes: int, budgets: Budgets
+    prompts: list[RunningSequence[_Key]], num_decodes: int, most_decodes: int, budgets: Budgets
 ) -> tuple[ScheduledChunk[_Key], ...]:
     left = budgets.step_tokens - num_decodes
     if num_decodes:
@@ -190,6 +203,11 @@ def _choose_chunks(
         tokens = min(most, share, left)
         taken[prompt.key] += tokens
         left -= tokens
+    for prompt in prompts:
+        if taken[prompt.key] == prompt.remaining_tokens and not prompt.pinned:
+            # Its last token draws one. Without a place for its answer it computes all but that.
+            taken[prompt.key] -= num_decodes >= most_decodes
+            num_decodes += 1
     return tuple(ScheduledChunk(key, tokens) for key, tokens in taken.items() if tokens)
 
 

@@ -31,8 +31,8 @@ def prompt(handle: int, remaining: int, cut: int | None = None) -> RunningSequen
     return RunningSequence(handle, remaining, remaining if cut is None else cut, 2, False, False)
 
 
-def decoding(handle: int, *, short: bool = False, held: int = 2) -> RunningSequence[int]:
-    return RunningSequence(handle, 1, 1, held, short, True)
+def decoding(handle: int, *, short: bool = False, held: int = 2, started: bool = True) -> RunningSequence[int]:
+    return RunningSequence(handle, 1, 1, held, short, decodes=True, started=started)
 
 
 def facts(
@@ -41,8 +41,9 @@ def facts(
     slots: int = 8,
     pages: int = 100,
     further_slots: int = 4,
+    most_decodes: int = 1000,
 ) -> ScheduleFacts[int]:
-    return ScheduleFacts(waits, running, slots, pages, further_slots)
+    return ScheduleFacts(waits, running, slots, pages, further_slots, most_decodes)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +192,39 @@ def test_a_prompt_that_others_read_from_never_gives_way():
     )
 
 
+def test_what_could_begin_waits_until_fewer_decode_than_may_and_interrupts_none():
+    running = decoding(1, started=False), decoding(2), prompt(3, 9), decoding(4), decoding(5, started=False)
+    for most, decodes, tokens in [
+        (1, (2,), 8),
+        (2, (2, 4), 8),
+        (3, (2, 4, 1), 8),
+        (4, (2, 4, 1, 5), 8),
+        (5, (2, 4, 1, 5), 9),
+    ]:
+        found = schedule(facts(*running, most_decodes=most), BUDGETS)
+        assert (found.decodes, found.chunks) == (decodes, (ScheduledChunk(3, tokens),))
+
+
+def test_without_a_place_for_its_answer_a_prompt_is_computed_but_for_its_last_token():
+    prompts = prompt(2, 9), prompt(3, 1), prompt(4, 7)._replace(pinned=True)
+    found = schedule(facts(decoding(1), *prompts, most_decodes=1), BUDGETS)
+    assert found.chunks == (ScheduledChunk(2, 8), ScheduledChunk(4, 7)), "what is for another instance has no answer"
+    found = schedule(facts(decoding(1), *prompts, most_decodes=2), BUDGETS)
+    assert found.chunks == (ScheduledChunk(2, 9), ScheduledChunk(4, 7))
+
+
+def test_one_without_a_page_takes_no_place_from_those_that_it_waits_for():
+    first, full = decoding(1, started=False), decoding(2, short=True)
+    assert schedule(facts(first, full, pages=0, most_decodes=1), BUDGETS).decodes == (1,)
+    found = schedule(facts(first._replace(short=True), full, pages=0, most_decodes=1), BUDGETS)
+    assert (found.preempt, found.decodes) == ((2,), (1,)), "or both would wait for ever"
+
+
+def test_one_that_gives_way_does_not_decode():
+    found = schedule(facts(decoding(1, short=True, started=False), decoding(2), pages=0, most_decodes=2), BUDGETS)
+    assert (found.preempt, found.decodes) == ((2,), (1,))
+
+
 def test_what_only_transfers_hold_is_waited_for():
     assert schedule(facts(decoding(1, short=True), pages=0), BUDGETS).empty
 
@@ -202,6 +236,7 @@ class Line:
     prompt: int
     left: int
     further: bool
+    fetched: bool
     computed: int = 0
     pages: int = 0
     drawn: int = 0
@@ -211,17 +246,18 @@ class Line:
         return self.prompt + self.drawn - self.computed
 
     def facts(self, handle: int) -> RunningSequence[int]:
+        short, decodes, started = self.computed + 1 > self.pages * 64, self.remaining == 1, self.drawn > 0
         return RunningSequence(
-            handle, self.remaining, self.remaining, self.pages, self.computed + 1 > self.pages * 64, True
+            handle, self.remaining, self.remaining, self.pages, short, decodes=decodes, started=started
         )
 
 
-lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.booleans()), max_size=12)
+lines = st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300), st.booleans(), st.booleans()), max_size=12)
 
 
-@given(lines, st.integers(2, 6), st.integers(30, 60), st.integers(64, 700))
+@given(lines, st.integers(2, 6), st.integers(1, 6), st.integers(30, 60), st.integers(64, 700))
 def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
-    entries: list[tuple[int, int, bool]], slots: int, pages: int, step_tokens: int
+    entries: list[tuple[int, int, bool, bool]], slots: int, most_decodes: int, pages: int, step_tokens: int
 ):
     """A run that preempts at will still ends, because the first to arrive always gets on."""
     budgets = Budgets(step_tokens, max(1, step_tokens // 2))
@@ -243,11 +279,14 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
                 free_slots,
                 free_pages,
                 most_further_slots(slots) - further,
+                most_decodes,
             ),
             budgets,
         )
         assert not found.empty
         assert len(found.decodes) + sum(chunk.tokens for chunk in found.chunks) <= max(step_tokens, len(found.decodes))
+        begun = [key for key, tokens in found.chunks if tokens == everyone[key].remaining]
+        assert len(found.decodes) + len(begun) <= most_decodes
         if runs:
             assert min(runs) not in found.preempt
         for handle in found.preempt:
@@ -264,7 +303,9 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
             one.computed += 1
             one.drawn += 1
         for handle in found.admit:
-            everyone[handle].pages = -(-everyone[handle].remaining // 64)
+            one = everyone[handle]
+            one.pages = -(-one.remaining // 64)
+            one.computed = one.remaining - 1 if one.fetched and not one.drawn else 0
             waits.remove(handle)
             runs.append(handle)
         for handle in [n for n in runs if everyone[n].drawn >= everyone[n].left]:

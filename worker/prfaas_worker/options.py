@@ -12,7 +12,7 @@ from prfaas.console import LogFormatOption, ip_address, port_option, read_option
 from prfaas.errors import ConfigError
 from prfaas.names import WORKER_ADMIN_PORT, WORKER_API_PORT, WORKER_DATA_PORT
 from prfaas.routing.compression import WireCodec
-from prfaas.schedule import RUNNING
+from prfaas.schedule import RUNNING, slots_for
 from prfaas.wire.engine import Role
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -76,7 +76,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
-    max_running: Annotated[int, _count("Sequences computed at once.")] = RUNNING
+    max_running: Annotated[
+        int, _count("Sequences that decode at once; half as many again may have caches that come or go.")
+    ] = RUNNING
     step_tokens: Annotated[
         int,
         _count("Most tokens of a step; twice as many with the role prefill.", shown="measured at the start, else 1024"),
@@ -84,7 +86,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     cache_mib: Annotated[
         int,
         _count(
-            "Memory for the cache: pages, and the states of running sequences.",
+            "Memory for the cache: pages, and the states of sequences.",
             shown="1024; on a GPU nine tenths of what the weights leave",
         ),
     ] = 0
@@ -148,6 +150,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         return "/".join(part for part in (self.cluster, self.pool, self.instance) if part) + f" {self.role}"
+
+    @property
+    def slots(self) -> int:
+        """Sequences that have memory at once."""
+        return slots_for(self.max_running)
 
     @property
     def max_waiting(self) -> int:

@@ -204,6 +204,7 @@ class SimulatedInstance:
                 free_slots=self._kind.slots - len(self._held),
                 free_pages=_PLENTY,
                 further_slots=0,
+                most_decodes=self._kind.slots,
             ),
             self._kind.budgets[self._role],
         )

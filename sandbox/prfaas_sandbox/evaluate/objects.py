@@ -18,7 +18,7 @@ from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case
 from prfaas.kube.session import Object
 from prfaas.names import HUB
-from prfaas.schedule import RUNNING
+from prfaas.schedule import RUNNING, slots_for
 from prfaas.simulate.scenario import ConversionPolicy, Scenario
 from prfaas_sandbox.demo.install import MEMBER, NAMESPACE
 
@@ -269,19 +269,19 @@ def _long_loop(scenario: Scenario, conversion: ConversionPolicy, scale: CaseScal
 
 
 def _running(pool: OffloadPool | HubPool) -> int:
-    """Return the sequences that an instance computes at once, as the simulator has them."""
+    """Return the sequences that decode at once on an instance, as the simulator has them."""
     return pool.max_batch if isinstance(pool, HubPool) else RUNNING
 
 
 def _cache_mib(pool: OffloadPool | HubPool, scenario: Scenario, scale: CaseScale, longest_tokens: int) -> int:
-    """Return the memory in which all sequences that an instance computes at once find room, however long, and beside
-    them the prefixes that it keeps in the simulator."""
+    """Return the memory in which all sequences of an instance find room, however long, and beside them the prefixes
+    that it keeps in the simulator."""
     longest_bytes = pool.profile.state_bytes + pool.profile.token_bytes * longest_tokens
     cluster, sharing = (
         (HUB, scenario.system.hub_instances) if isinstance(pool, HubPool) else (pool.link, pool.instances)
     )
     kept_bytes = scenario.cache_bytes.get(cluster, 0.0) / sharing
-    cache_bytes = _BESIDE_CACHES * _running(pool) * longest_bytes + kept_bytes
+    cache_bytes = _BESIDE_CACHES * slots_for(_running(pool)) * longest_bytes + kept_bytes
     return max(_LEAST_CACHE_MIB, math.ceil(cache_bytes / scale.cache_scale / 2**20))
 
 

@@ -6,6 +6,7 @@ from typing import Final
 import pytest
 
 from prfaas.errors import CapacityError
+from prfaas.schedule import slots_for
 from prfaas_worker.engine import remote
 from prfaas_worker.options import WAITING_PER_RUNNING
 
@@ -14,7 +15,7 @@ from ...unit.worker.test_mover_of_a_worker import Engine
 
 pytestmark = pytest.mark.system
 
-PREFILLS: Final = 1 + WAITING_PER_RUNNING
+PREFILLS: Final = slots_for(1) + WAITING_PER_RUNNING
 """That an engine with one running request offers at a time, whether they wait, are computed, or are not fetched."""
 HUB: Final = ""
 BUYER: Final = "buyer/shop"

@@ -69,6 +69,7 @@ class Emulated:
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self._note,
             role=role,
+            max_running=max_running,
             max_waiting=max_waiting,
             budgets=role_budgets(step_tokens, in_order=profile.in_order),
         )

@@ -92,13 +92,14 @@ class Bench:
         max_waiting: int = 3,
         num_pages: int = 256,
         *,
+        slots: int = 0,
         knows_peers: bool = True,
     ):
         self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.declined: list[tuple[int, str]] = []
         self.memory = CacheMemory(
-            CacheGeometry(model.layers), num_pages=num_pages, num_slots=max_running, max_context=num_pages * 64
+            CacheGeometry(model.layers), num_pages=num_pages, num_slots=slots or max_running, max_context=num_pages * 64
         )
         self.layout = CacheLayout("f" * 64, layer_groups(model.layers))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -115,6 +116,7 @@ class Bench:
             profiler=Profiler(1, 1, lambda _profile: None),
             send=self.sent.extend,
             role="mixed",
+            max_running=max_running,
             max_waiting=max_waiting,
         )
         self._handles = itertools.count(1)

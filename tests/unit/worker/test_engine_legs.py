@@ -67,6 +67,45 @@ def test_a_destination_computes_one_token_of_a_prompt_whose_cache_came(bench: Be
     bench.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_prompt_on_its_way_does_not_take_the_place_of_an_answer(model: Model, slots: int):
+    bench = Bench(model, max_running=1, slots=slots)
+    fetching, local = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[:70])
+    bench.step()
+    (fetch,) = bench.fetches
+    if slots == 1:
+        assert not bench.step(), "there is no memory besides"
+    else:
+        while not bench.tokens(local):
+            assert bench.step()
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    if slots > 1:
+        while not bench.ends(local):
+            assert not bench.tokens(fetching), "no answer is interrupted"
+            bench.step()
+    bench.run()
+    assert bench.tokens(local) == generate(model, PROMPT[:70], 6)
+    assert bench.tokens(fetching) == generate(model, PROMPT, 6)
+    bench.assert_nothing_is_held()
+
+
+def test_what_has_come_begins_in_its_turn(model: Model):
+    bench = Bench(model, max_running=1, slots=4)
+    running = bench.ask(PROMPT[2:], max_tokens=20)
+    while not bench.tokens(running):
+        bench.step()
+    first, local, last = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[:70]), bench.ask(PROMPT[1:], leg=LEG)
+    bench.step()
+    for fetch, prompt in zip(bench.fetches[::-1], (PROMPT[1:], PROMPT), strict=True):
+        fetch.on_end(prefix_fetched(model, fetch.sequence, len(prompt) - 1))
+    began = list[int]()
+    while bench.step():
+        began += [one for one in (last, local, first) if bench.tokens(one) and one not in began]
+        assert not began or bench.ends(running)
+    assert began == [first, local, last]
+    bench.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_cache_that_passed_a_lossy_codec_is_used_and_not_cached(bench: Bench, model: Model, is_exact: bool):
     handle = bench.ask(PROMPT, leg=LEG)

@@ -14,6 +14,7 @@ import torch
 
 from prfaas.errors import CapacityError, PeerError, PrfaasError, RequestError
 from prfaas.ports import free_ports
+from prfaas.schedule import slots_for
 from prfaas.wire.engine import AskStats, EgressSet, Generate, GiveCache, Sampling, SetEgress, ToFront, TransferEnded
 from prfaas.wire.prefill import LegParams, new_transfer
 from prfaas_transfer.cache import CacheLayout
@@ -171,7 +172,7 @@ def test_a_mover_that_dies_fails_what_is_open_and_another_one_serves(engines):
 
 def test_an_engine_offers_no_more_than_it_may_and_no_transfer_twice(engines):
     source, _ = engines
-    capacity = 1 + WAITING_PER_RUNNING
+    capacity = slots_for(1) + WAITING_PER_RUNNING
     first, leg = source.announce(1)
     with pytest.raises(RequestError, match="is open here, for another request") as refused:
         source.announce(2, leg)

@@ -86,7 +86,7 @@ def _cache_memory(model: EmulatedModel, options: Options) -> EmulatedMemory:
     geometry = CacheGeometry(model.layers)
     cache_mib = options.cache_mib or HOST_CACHE_MIB
     num_pages = count_pages(geometry, options, max_context(model, options), cache_mib)
-    return EmulatedMemory(geometry, num_pages=num_pages, num_slots=options.max_running)
+    return EmulatedMemory(geometry, num_pages=num_pages, num_slots=options.slots)
 
 
 def _calibrate(

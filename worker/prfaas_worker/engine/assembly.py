@@ -94,7 +94,7 @@ def _cache_memory(model: Model, options: Options) -> CacheMemory:
         return CacheMemory(
             geometry,
             num_pages=num_pages,
-            num_slots=options.max_running,
+            num_slots=options.slots,
             max_context=context,
             device=model.device,
             is_shared=not is_on_gpu,  # with the mover

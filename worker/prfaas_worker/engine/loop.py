@@ -61,9 +61,9 @@ CODE_ENGINE_FAILED: Final = "engine_failed"
 
 @dataclass(kw_only=True, eq=False)
 class EngineLoop:
-    """Owns all requests, of which at most `max_waiting` wait. `kv_events` are the cache's since the last step, and
-    `publish` takes a batch of them. `stats` are replaced whole, so that any thread may read them: their counters are
-    those after the last step, and requests are counted as the step under way has them."""
+    """Owns all requests, of which at most `max_running` decode at once and `max_waiting` wait. `kv_events` are the
+    cache's since the last step, and `publish` takes a batch of them. `stats` are replaced whole, so that any thread may
+    read them: their counters are those after the last step, and requests are counted as the step under way has them."""
 
     inbox: queue.SimpleQueue[Event]
     runner: StepRunner
@@ -74,6 +74,7 @@ class EngineLoop:
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
+    max_running: int
     max_waiting: int
     budgets: Mapping[Role, Budgets] = field(default_factory=lambda: BUDGETS)
     stats: Stats = field(init=False)
@@ -124,9 +125,9 @@ class EngineLoop:
     def _plan(self) -> Schedule[Sequence]:
         """Return the next step. Stored prompts give way before a sequence does, and before all stand still."""
         budgets = self.budgets[self.stats.role]
-        planned = schedule(self.requests.facts(self.cache), budgets)
+        planned = schedule(self.requests.facts(self.cache, self.max_running), budgets)
         if (planned.preempt or planned.empty) and self.requests.drop_stored(self.cache):
-            planned = schedule(self.requests.facts(self.cache), budgets)
+            planned = schedule(self.requests.facts(self.cache, self.max_running), budgets)
         return planned
 
     def _handle_events(self, *, wait: bool) -> None:
@@ -196,7 +197,7 @@ class EngineLoop:
     def _give_prefix(self, sequence: Sequence) -> None:
         """Give what is cached of a prompt, at once, or nothing. Its answer waits for the end of the offer: so a caller
         that leaves, since nobody wants it any more, frees its memory."""
-        facts, slots = self.requests.facts(self.cache), self.requests.slots_to_give(self.cache)
+        facts, slots = self.requests.facts(self.cache, self.max_running), self.requests.slots_to_give(self.cache)
         refusal = self.remote.give_prefix(sequence, slots, len(facts.running))
         if refusal is not None:
             self._refuse_leg(sequence.request, refusal)

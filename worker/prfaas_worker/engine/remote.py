@@ -161,7 +161,7 @@ class EngineTransfers:
     ):
         self._layout, self._memory, self._options, self._post, self._pin = layout, memory, options, post, pin
         self.counters = TransferCounters(lambda transfer: say([transfer]))
-        self._capacity = options.max_running + options.max_waiting
+        self._capacity = options.slots + options.max_waiting
         self._sources: Sources[MovedOffer] = Sources()
         self._fetches: Fetches[MovedFetch] = Fetches()
         self._lock = threading.Lock()

@@ -355,10 +355,11 @@ class Requests(dict[int, EngineRequest]):
         """Count requests by (for another instance, waits)."""
         return Counter((not request.is_generation, request.waits) for request in self.values())
 
-    def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
+    def facts(self, cache: HybridCache, most_decodes: int) -> ScheduleFacts[Sequence]:
         running = [_running(one, cache) for one in self.sequences() if one.phase is Phase.RUNNING]
         further_slots = self.further_slots(cache) if cache.free_slots else 0
-        return ScheduleFacts(self._waiting(cache), running, cache.free_slots, cache.free_pages, further_slots)
+        waiting = self._waiting(cache)
+        return ScheduleFacts(waiting, running, cache.free_slots, cache.free_pages, further_slots, most_decodes)
 
     def further_slots(self, cache: HybridCache) -> int:
         """Return how many more slots further choices of requests may take."""
@@ -427,7 +428,10 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
     short = computed >= cache.capacity_tokens(lease)
     pinned = sequence.request.offer is not None  # its frames are views of its pages
     decodes = computed + 1 == total and not pinned
-    return RunningSequence(sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned)
+    started = sequence.sampler is not None
+    return RunningSequence(
+        sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned, started
+    )
 
 
 class PrefillOffered(NamedTuple):

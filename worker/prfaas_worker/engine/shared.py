@@ -54,7 +54,7 @@ def mover_options(options: Options, layout: CacheLayout, memory: PagedMemory) ->
         transfer_memory_mib=options.transfer_memory_mib,
         wire_codec=options.wire_codec,
         map=_map_of(layout, memory) if is_mapped else None,
-        max_offers=options.max_running + options.max_waiting,
+        max_offers=options.slots + options.max_waiting,
         copy_threads=0 if is_mapped else COPY_THREADS,
         log_place=f"{options.place} mover",
         log_format=options.log_format,

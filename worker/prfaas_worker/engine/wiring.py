@@ -67,6 +67,7 @@ def connect(
         profiler=profiler,
         send=outbox.put,
         role=options.role,
+        max_running=options.max_running,
         max_waiting=options.max_waiting,
         budgets=budgets,
     )
@@ -87,9 +88,9 @@ def max_context(model: ModelFacts, options: Options) -> int:
 def count_pages(
     geometry: CacheGeometry, options: Options, context: int, cache_mib: int, *, is_on_gpu: bool = False
 ) -> int:
-    """Return the pages of a cache of this size, beside the states of running sequences. Raises ConfigError if one
-    sequence of the longest context does not fit, or the host has less memory than the options say."""
-    states = options.max_running * geometry.slot_bytes
+    """Return the pages of a cache of this size, beside the states of sequences. Raises ConfigError if one sequence of
+    the longest context does not fit, or the host has less memory than the options say."""
+    states = options.slots * geometry.slot_bytes
     num_pages = (cache_mib * MIB - states) // geometry.page_bytes
     if num_pages < (least := geometry.pages_for(context)):
         raise ConfigError(_too_little(options, context, cache_mib, (states, least * geometry.page_bytes), is_on_gpu))
@@ -98,12 +99,12 @@ def count_pages(
             f"--cache-mib {cache_mib} is more than the {available} MiB of memory that are available: give less"
         )
     log.info(
-        "the cache has %d MiB: %d pages of %d tokens, and %d MiB for the states of %d running sequences",
+        "the cache has %d MiB: %d pages of %d tokens, and %d MiB for the states of %d sequences",
         cache_mib,
         num_pages,
         geometry.page_tokens,
         states // MIB,
-        options.max_running,
+        options.slots,
     )
     return num_pages
 
@@ -112,7 +113,7 @@ def _too_little(options: Options, context: int, cache_mib: int, needed: tuple[in
     """Return the refusal of a cache that has no room for these bytes of states, and of one sequence's rows."""
     states_mib, rows_mib, least_mib = (-(-nbytes // MIB) for nbytes in (*needed, sum(needed)))
     too_little = (
-        f"too little for the states of {options.max_running} sequences ({states_mib} MiB, --max-running) and one "
+        f"too little for the states of {options.slots} sequences ({states_mib} MiB, --max-running) and one "
         f"sequence of {context} tokens ({rows_mib} MiB, --max-context)"
     )
     smaller = "a smaller --max-context or --max-running"
