@@ -81,10 +81,7 @@ def engine_of(model: Model | Instant) -> EngineLoop:
         prompt = [3 + (handle + token) % 200 for token in range(PROMPT_TOKENS)]
         sampling = Sampling(0.0, 1.0, 0, handle)
         engine.inbox.put(Generate(handle, "r", prompt, 1, 2000, sampling, -1, "", ignore_eos=True))
-    while (
-        len(engine.requests.facts(engine.cache, RUNNING).running) < RUNNING
-        or engine.stats.generation_tokens < 2 * RUNNING
-    ):
+    while len(engine.requests.facts(engine.cache).running) < RUNNING or engine.stats.generation_tokens < 2 * RUNNING:
         engine.step(wait=False)
     return engine
 
@@ -103,7 +100,7 @@ def figures() -> list[Figure]:
     """Measure everything."""
     model, _ = load_model("builtin:kimi-linear-tiny", 1)
     engine = engine_of(Instant(model))
-    deciding = median_ms(lambda: schedule(engine.requests.facts(engine.cache, RUNNING), BUDGETS["mixed"]))
+    deciding = median_ms(lambda: schedule(engine.requests.facts(engine.cache), BUDGETS["mixed"]))
     around = median_ms(lambda: engine.step(wait=False))
     whole = engine_of(model)
     real = median_ms(lambda: whole.step(wait=False)) - around

@@ -15,10 +15,10 @@ So the first one always makes progress, and in time all do.
 
 A sequence whose cache comes from another instance, or leaves for one, has memory and computes nothing. If it took the
 place of one that decodes, batches would be smaller by all that is on its way. So more sequences have memory than decode
-at once. One that could begin its answer waits until fewer do. It never interrupts another's.
+at once. One that could begin its answer waits until fewer decode. It interrupts none.
 
 A request for several choices is admitted as one sequence. Its further choices take slots as they come free, and at most
-half of all slots. So one request cannot stop the others.
+half of those that decode. So one request cannot stop the others.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ STEP_TOKENS: Final = 1024
 STEP_SIZES: Final = tuple(256 << doublings for doublings in range(8))
 """Tokens of the steps whose seconds are asked for, to 32,768."""
 RUNNING: Final = 32
-"""Sequences that an engine computes at once, unless its options say otherwise."""
+"""Sequences that an engine decodes at once, unless its options say otherwise."""
 MOST_STEP_SECONDS: Final = 0.5
 NEARLY: Final = 0.9
 
@@ -51,7 +51,8 @@ class RunningSequence(NamedTuple, Generic[_Key]):
 
     If it `decodes`, it takes one token of the step, otherwise a chunk, which may not go beyond `until_cut_tokens`.
     `short` says that its next token needs one more page. Preempting it would free `held_pages`; a `pinned` one may not
-    be preempted, since others read from its memory: it has no answer. One that `started` has drawn a token.
+    be preempted, since others read from its memory: it has no answer. One that `continues` drew a token in the last
+    step.
     """
 
     key: _Key
@@ -61,7 +62,7 @@ class RunningSequence(NamedTuple, Generic[_Key]):
     short: bool
     decodes: bool
     pinned: bool = False
-    started: bool = False
+    continues: bool = False
 
 
 class ScheduleFacts(NamedTuple, Generic[_Key]):
@@ -126,9 +127,9 @@ def slots_for(running: int) -> int:
     return running + -(-running // 2)
 
 
-def most_further_slots(slots: int) -> int:
-    """Return how many slots all further choices may have together."""
-    return slots // 2
+def most_further_slots(running: int) -> int:
+    """Return how many slots all further choices may have together where so many sequences decode at once."""
+    return running // 2
 
 
 class ScheduledChunk(NamedTuple, Generic[_Key]):
@@ -163,12 +164,12 @@ def schedule(facts: ScheduleFacts[_Key], budgets: Budgets) -> Schedule[_Key]:
 
 
 def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key], int]:
-    """Return the decoding sequences, those preempted for them, and the pages left then. Those that have started come
-    first, and one without a page takes no place: it may wait for those that have not."""
+    """Return the decoding sequences, those preempted for them, and the pages left then. Those that continue come first,
+    and one without a page takes no place: it may wait for those that do not."""
     decodes: list[_Key] = []
     preempted: list[_Key] = []
     free_pages, last = facts.free_pages, len(facts.running)
-    for place, sequence in sorted(enumerate(facts.running), key=lambda one: not one[1].started):
+    for place, sequence in sorted(enumerate(facts.running), key=lambda one: not one[1].continues):
         if len(decodes) == facts.most_decodes:
             break
         if place >= last or not sequence.decodes:

@@ -31,8 +31,8 @@ def prompt(handle: int, remaining: int, cut: int | None = None) -> RunningSequen
     return RunningSequence(handle, remaining, remaining if cut is None else cut, 2, False, False)
 
 
-def decoding(handle: int, *, short: bool = False, held: int = 2, started: bool = True) -> RunningSequence[int]:
-    return RunningSequence(handle, 1, 1, held, short, decodes=True, started=started)
+def decoding(handle: int, *, short: bool = False, held: int = 2, continues: bool = True) -> RunningSequence[int]:
+    return RunningSequence(handle, 1, 1, held, short, decodes=True, continues=continues)
 
 
 def facts(
@@ -193,7 +193,7 @@ def test_a_prompt_that_others_read_from_never_gives_way():
 
 
 def test_what_could_begin_waits_until_fewer_decode_than_may_and_interrupts_none():
-    running = decoding(1, started=False), decoding(2), prompt(3, 9), decoding(4), decoding(5, started=False)
+    running = decoding(1, continues=False), decoding(2), prompt(3, 9), decoding(4), decoding(5, continues=False)
     for most, decodes, tokens in [
         (1, (2,), 8),
         (2, (2, 4), 8),
@@ -214,14 +214,14 @@ def test_without_a_place_for_its_answer_a_prompt_is_computed_but_for_its_last_to
 
 
 def test_one_without_a_page_takes_no_place_from_those_that_it_waits_for():
-    first, full = decoding(1, started=False), decoding(2, short=True)
+    first, full = decoding(1, continues=False), decoding(2, short=True)
     assert schedule(facts(first, full, pages=0, most_decodes=1), BUDGETS).decodes == (1,)
     found = schedule(facts(first._replace(short=True), full, pages=0, most_decodes=1), BUDGETS)
     assert (found.preempt, found.decodes) == ((2,), (1,)), "or both would wait for ever"
 
 
 def test_one_that_gives_way_does_not_decode():
-    found = schedule(facts(decoding(1, short=True, started=False), decoding(2), pages=0, most_decodes=2), BUDGETS)
+    found = schedule(facts(decoding(1, short=True, continues=False), decoding(2), pages=0, most_decodes=2), BUDGETS)
     assert (found.preempt, found.decodes) == ((2,), (1,))
 
 
@@ -240,15 +240,16 @@ class Line:
     computed: int = 0
     pages: int = 0
     drawn: int = 0
+    continues: bool = False
 
     @property
     def remaining(self) -> int:
         return self.prompt + self.drawn - self.computed
 
     def facts(self, handle: int) -> RunningSequence[int]:
-        short, decodes, started = self.computed + 1 > self.pages * 64, self.remaining == 1, self.drawn > 0
+        short, decodes = self.computed + 1 > self.pages * 64, self.remaining == 1
         return RunningSequence(
-            handle, self.remaining, self.remaining, self.pages, short, decodes=decodes, started=started
+            handle, self.remaining, self.remaining, self.pages, short, decodes=decodes, continues=self.continues
         )
 
 
@@ -285,10 +286,15 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         )
         assert not found.empty
         assert len(found.decodes) + sum(chunk.tokens for chunk in found.chunks) <= max(step_tokens, len(found.decodes))
-        begun = [key for key, tokens in found.chunks if tokens == everyone[key].remaining]
-        assert len(found.decodes) + len(begun) <= most_decodes
+        drawing = [*found.decodes, *(key for key, tokens in found.chunks if tokens == everyone[key].remaining)]
+        assert len(drawing) <= most_decodes
+        for handle in set(runs) - set(found.preempt):
+            one = everyone[handle].facts(handle)
+            assert handle in drawing or one.short or not one.continues, "an answer was interrupted"
         if runs:
             assert min(runs) not in found.preempt
+        for handle, one in everyone.items():
+            one.continues = handle in drawing
         for handle in found.preempt:
             one = everyone[handle]
             one.pages = one.computed = 0

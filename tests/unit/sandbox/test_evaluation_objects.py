@@ -16,6 +16,7 @@ from prfaas.cli.plan import load
 from prfaas.errors import ConfigError
 from prfaas.evaluate.case import Case, arrivals_of, longest_tokens, rate_per_second, run_seconds, runs_of, scenario_of
 from prfaas.evaluate.record import RunKey
+from prfaas.schedule import slots_for
 from prfaas.simulate.outcome import Tally
 from prfaas.simulate.request_process import RequestProcess
 from prfaas.simulate.scenario import POLICIES, PolicyName
@@ -127,13 +128,13 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
             instance.check_reach(5000, kinds[pool.name].slots)
 
 
-def test_an_instance_has_room_for_as_many_caches_as_it_computes_at_once():
+def test_an_instance_has_room_for_the_caches_of_all_its_sequences():
     scenario = scenario_of(case(), RunKey("threshold", 0.5, 1))
     for cache_scale in (128, 8):
         first, *_ = pool_objects(scenario, CaseScale(stretch=4.0, cache_scale=cache_scale), 132_096)
         flags = dict(one.split("=", 1) for one in first["spec"]["engine"]["args"])
         profile = scenario.system.offload[0].profile
-        caches = int(flags["--max-running"]) * (profile.state_bytes + profile.token_bytes * 132_096)
+        caches = slots_for(int(flags["--max-running"])) * (profile.state_bytes + profile.token_bytes * 132_096)
         assert int(flags["--cache-mib"]) * 2**20 > caches / cache_scale
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from prfaas.schedule import role_budgets
+from prfaas.schedule import role_budgets, slots_for
 from prfaas.wire.engine import Generate, Role, Sampling, ToFront, Tokens
 from prfaas_worker.cache.cache import HybridCache
 from prfaas_worker.cache_spec import CacheGeometry
@@ -54,7 +54,7 @@ class Emulated:
         self.clock, self.sent = clock, list[tuple[float, ToFront]]()
         instance = EmulatedInstance(profile, cache_scale=1024)
         geometry = CacheGeometry(instance.layers())
-        memory = EmulatedMemory(geometry, num_pages=pages, num_slots=max_running)
+        memory = EmulatedMemory(geometry, num_pages=pages, num_slots=slots_for(max_running))
         model = EmulatedModel(264, 32_768, "f" * 64, instance.layers())
         runner, cache = EmulatedRunner(model, memory, instance, step_tokens, clock, clock.sleep), HybridCache(memory)
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()

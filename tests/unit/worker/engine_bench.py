@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from prfaas.schedule import slots_for
 from prfaas.wire.engine import Generate, GiveCache, Sampling, ToFront, Tokens, TransferSubject
 from prfaas.wire.frames import Address
 from prfaas.wire.prefill import LegParams
@@ -99,7 +100,10 @@ class Bench:
         self.fetches: list[FetchByHand] = []
         self.declined: list[tuple[int, str]] = []
         self.memory = CacheMemory(
-            CacheGeometry(model.layers), num_pages=num_pages, num_slots=slots or max_running, max_context=num_pages * 64
+            CacheGeometry(model.layers),
+            num_pages=num_pages,
+            num_slots=slots or slots_for(max_running),
+            max_context=num_pages * 64,
         )
         self.layout = CacheLayout("f" * 64, layer_groups(model.layers))
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()

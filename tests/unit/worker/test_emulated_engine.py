@@ -57,6 +57,15 @@ def test_a_step_decodes_in_the_time_of_its_batch(batch: int, seconds: float):
     assert long - short == pytest.approx(10 * seconds)
 
 
+def test_a_chunk_of_one_token_beside_as_many_decodes_as_are_known_takes_no_time():
+    alone = PROFILE._replace(times=PROFILE.times._replace(decode_steps=PROFILE.times.decode_steps[:1]))
+    engine = Emulated(SlowClock(), max_running=2, profile=alone)  # two prompts of one token each
+    began = engine.clock()
+    engine.ask(prompt_of(1), 1, max_tokens=3)
+    engine.answer(prompt_of(1), 2, max_tokens=3)
+    assert engine.clock() - began == pytest.approx(3 * alone.times.decode_steps[0].seconds)
+
+
 # A prompt takes 10 ms and 0.1 ms a token, a decode step 2 ms, and a further chunk 3 ms.
 PLAIN = Profile(
     state_bytes=CURVE.state_bytes,

@@ -26,11 +26,11 @@ PROMPT = b"def main(argument):\n    return argument\n" * 4
 
 @pytest.fixture
 def bench(model: Model) -> Bench:
-    return Bench(model, max_running=1)
+    return Bench(model, max_running=1, slots=1)
 
 
 def test_a_prefill_for_another_instance_waits_until_the_step_that_begins_it(model: Model):
-    bench, seen = Bench(model, max_running=2), list[tuple[int, int]]()
+    bench, seen = Bench(model, max_running=2, slots=2), list[tuple[int, int]]()
     compute = bench.engine.runner.run
 
     def watched(work: StepWork) -> ComputedStep:
@@ -87,6 +87,16 @@ def test_a_prompt_on_its_way_does_not_take_the_place_of_an_answer(model: Model, 
     assert bench.tokens(local) == generate(model, PROMPT[:70], 6)
     assert bench.tokens(fetching) == generate(model, PROMPT, 6)
     bench.assert_nothing_is_held()
+
+
+def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_on_their_way(model: Model):
+    bench = Bench(model, max_running=2, max_waiting=8)  # three slots
+    for length in (70, 80, 90):
+        bench.ask(PROMPT[:length])
+    bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    assert len(bench.fetches) == 1
+    assert bench.engine.requests.counts() == {(False, False): 3, (False, True): 1}
 
 
 def test_what_has_come_begins_in_its_turn(model: Model):

@@ -105,7 +105,7 @@ def test_a_fetch_that_brings_nothing_leaves_no_trace(model: Model, caplog: pytes
 
 
 def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
-    bench = Bench(model, max_waiting=8)
+    bench = Bench(model, slots=8, max_waiting=8)
     prompts = [prompt_of(tail) for tail in (b"one", b"two", b"two", b"four")]
     handles = [ask(bench, prompt) for prompt in prompts]
     bench.step()
@@ -122,7 +122,7 @@ def test_prompts_behind_one_system_prompt_make_one_transfer(model: Model):
 
 
 def test_strangers_and_prefixes_of_other_lengths_are_not_waited_for(model: Model):
-    bench = Bench(model, max_waiting=4)
+    bench = Bench(model, slots=8, max_waiting=4)
     ask(bench, prompt_of(b"first"))
     ask(bench, prompt_of(b"first"), 128)
     ask(bench, b"x" * 200)
@@ -134,7 +134,7 @@ def test_strangers_and_prefixes_of_other_lengths_are_not_waited_for(model: Model
 @pytest.mark.parametrize(("second", "fetches"), [("eu", 1), ("us", 2), ("hub", 2)])
 def test_a_request_waits_for_no_cluster_but_that_of_its_own_leg(model: Model, second: str, fetches: int):
     """A slow member would delay requests that forbid it. The control is a second request to the same cluster."""
-    bench = Bench(model, max_waiting=4)
+    bench = Bench(model, slots=8, max_waiting=4)
     for cluster, places in (("eu", ("eu",)), (second, (second,))):
         ask(bench, prompt_of(b"first"), leg=msgspec.structs.replace(leg_of(), cluster=cluster), places=places)
     bench.step()
@@ -147,7 +147,7 @@ def test_a_request_waits_for_no_cluster_but_that_of_its_own_leg(model: Model, se
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_those_that_waited_in_vain_compute(model: Model, leaves: bool):
-    bench, prompt = Bench(model), prompt_of(b"first")
+    bench, prompt = Bench(model, slots=8), prompt_of(b"first")
     handles = [ask(bench, prompt) for _ in range(3)]
     bench.step()
     if leaves:
@@ -271,7 +271,7 @@ def test_a_source_without_a_state_where_the_prefix_ends_refuses(model: Model, to
 
 
 def test_given_prefixes_take_a_quarter_of_the_slots(model: Model):
-    bench = Bench(model, max_running=8)
+    bench = Bench(model, max_running=8, slots=8)
     teach(bench, SHARED + b"x")
     legs = [{"handle": number, "transfer_id": f"{number:032x}", "tokens": len(SHARED)} for number in range(501, 505)]
     offers = [bench.give(prompt_of(b"first"), **leg) for leg in legs[:3]]
@@ -288,7 +288,7 @@ def test_given_prefixes_take_a_quarter_of_the_slots(model: Model):
 
 
 def test_a_given_prefix_takes_no_slot_of_a_request_that_waits(model: Model):
-    bench = Bench(model, max_running=2)
+    bench = Bench(model, max_running=2, slots=2)
     teach(bench, SHARED + b"x")
     handles = [bench.ask(bytes([number]) * 40, max_tokens=3) for number in (1, 2)]
     offer = bench.give(prompt_of(b"first"), tokens=len(SHARED))
@@ -301,7 +301,7 @@ def test_a_given_prefix_takes_no_slot_of_a_request_that_waits(model: Model):
 
 
 def test_a_given_prefix_takes_no_promised_slot(model: Model):
-    bench = Bench(model, max_running=2)
+    bench = Bench(model, max_running=2, slots=2)
     teach(bench, SHARED + b"x")
     handle = bench.ask(b"some prompt", choices=3, max_tokens=3)
     bench.engine._handle_events(wait=False)

@@ -159,7 +159,7 @@ def kinds_of_steps(model: Model) -> list[str]:
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_every_kind_of_step_is_run_before_the_clock(slots):
     model, _ = load_model("builtin:kimi-linear-tiny", 1)
-    bench, kinds = Bench(model, max_running=slots, num_pages=4), kinds_of_steps(model)
+    bench, kinds = Bench(model, max_running=slots, slots=slots, num_pages=4), kinds_of_steps(model)
     warm_up(bench.engine.runner, bench.engine.cache, max_tokens=200)
     several = ["chunk", "decodes", "chunk behind rows beside decode"] if slots > 1 else []
     assert kinds == ["chunk", "chunk behind rows", "decode", *several]

@@ -97,11 +97,13 @@ class EmulatedRunner:
 
     def _seconds_of(self, work: StepWork) -> tuple[float, float]:
         """Return how long a step computes prompts, and how long it lasts. A chunk of one token, as behind a cache that
-        was fetched, is one more decode."""
+        was fetched, is one more decode. Beyond the largest known batch it takes no time: few steps have such a chunk.
+        """
         chunks = [_chunk(sequence, tokens) for sequence, tokens in work.chunks if tokens > 1]
         decodes = [*work.decodes, *(sequence for sequence, tokens in work.chunks if tokens == 1)]
         context_tokens = sum(sequence.computed_tokens for sequence in decodes)
-        return self._instance.step_seconds(chunks, len(decodes), context_tokens, self._step_tokens)
+        batch = min(len(decodes), self._instance.profile.times.decode_steps[-1].batch)
+        return self._instance.step_seconds(chunks, batch, context_tokens, self._step_tokens)
 
     def _send_layers(self, work: StepWork, begins_at: float, seconds: float) -> None:
         """Send each layer of prefills for other instances when it would be computed."""

@@ -74,16 +74,16 @@ class EngineLoop:
     profiler: Profiler
     send: Callable[[list[ToFront]], None]
     role: InitVar[Role]
-    max_running: int
+    max_running: InitVar[int]
     max_waiting: int
     budgets: Mapping[Role, Budgets] = field(default_factory=lambda: BUDGETS)
     stats: Stats = field(init=False)
-    requests: Requests = field(default_factory=Requests, init=False)
+    requests: Requests = field(init=False)
     _messages: list[ToFront] = field(default_factory=list, init=False)
     _step_began: float = field(default=0.0, init=False)
 
-    def __post_init__(self, role: Role) -> None:
-        self.stats = Stats(role=role)
+    def __post_init__(self, role: Role, max_running: int) -> None:
+        self.stats, self.requests = Stats(role=role), Requests(max_running)
         model = self.runner.model
         self._outputs = Outputs(model.vocab_size, tuple(sorted(model.eos_token_ids)))
 
@@ -125,9 +125,9 @@ class EngineLoop:
     def _plan(self) -> Schedule[Sequence]:
         """Return the next step. Stored prompts give way before a sequence does, and before all stand still."""
         budgets = self.budgets[self.stats.role]
-        planned = schedule(self.requests.facts(self.cache, self.max_running), budgets)
+        planned = schedule(self.requests.facts(self.cache), budgets)
         if (planned.preempt or planned.empty) and self.requests.drop_stored(self.cache):
-            planned = schedule(self.requests.facts(self.cache, self.max_running), budgets)
+            planned = schedule(self.requests.facts(self.cache), budgets)
         return planned
 
     def _handle_events(self, *, wait: bool) -> None:
@@ -197,7 +197,7 @@ class EngineLoop:
     def _give_prefix(self, sequence: Sequence) -> None:
         """Give what is cached of a prompt, at once, or nothing. Its answer waits for the end of the offer: so a caller
         that leaves, since nobody wants it any more, frees its memory."""
-        facts, slots = self.requests.facts(self.cache, self.max_running), self.requests.slots_to_give(self.cache)
+        facts, slots = self.requests.facts(self.cache), self.requests.slots_to_give(self.cache)
         refusal = self.remote.give_prefix(sequence, slots, len(facts.running))
         if refusal is not None:
             self._refuse_leg(sequence.request, refusal)
@@ -313,6 +313,8 @@ class EngineLoop:
         alone = len(work.chunks) == 1 and not work.decodes
         finished: list[tuple[Sequence, int]] = []
         self._count(prompt_tokens=sum(tokens for _, tokens in work.chunks))
+        for sequence in self.requests.sequences():
+            sequence.continues = False
         for row, (sequence, tokens) in enumerate(work.chunks):
             sequence.request.ran_alone &= alone
             finished += self._advance(sequence, tokens, row)
@@ -338,6 +340,7 @@ class EngineLoop:
             if request.is_owed_answer:
                 self._answer_leg(request)
             return []
+        sequence.continues = True
         if request.started:
             return [(sequence, row)]
         return [(choice, row) for choice in self._start_choices(sequence)]
@@ -347,7 +350,7 @@ class EngineLoop:
         stored for it."""
         request, generate = sequence.request, sequence.request.generate
         prompt = StoredPrompt(sequence.held, sequence.computed_tokens, sequence.is_exact)
-        further_slots = self.requests.further_slots(self.cache) if generate.choices > 1 else 0
+        further_slots = self.requests.further_slots() if generate.choices > 1 else 0
         for index in range(generate.choice + 1, generate.choice + generate.choices):
             choice = Sequence(request, index, sequence.token_ids[:], sequence.chain.copy())
             request.sequences.append(choice)

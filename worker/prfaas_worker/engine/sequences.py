@@ -157,6 +157,7 @@ class Sequence:
     cuts: tuple[int, ...] = ()
     is_exact: bool = True
     sampler: Sampler | None = None
+    continues: bool = False  # It drew a token in the last step.
 
     def __str__(self) -> str:
         return f"choice {self.index} of request {self.request.handle}"
@@ -190,6 +191,11 @@ class Sequence:
         leg = self.request.open_leg
         return len(self.token_ids) - 1 if leg is None or leg.tokens else goal_of(self.request.message.token_ids) - 1
 
+    @property
+    def computes(self) -> bool:
+        """True if it has memory for a prompt that is computed here, or for its answer."""
+        return self.phase in (Phase.RUNNING, Phase.FETCHING) and self.request.computes_prompt
+
     def next_tokens(self, tokens: int) -> list[int]:
         return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
 
@@ -210,7 +216,7 @@ class Sequence:
     def release(self, cache: HybridCache) -> None:
         """Release the memory and wait to be computed again; published blocks may still be cached then."""
         cache.close(self.held)
-        self.lease, self.computed_tokens, self.phase = None, 0, Phase.WAITING
+        self.lease, self.computed_tokens, self.phase, self.continues = None, 0, Phase.WAITING, False
 
 
 class StoredPrompt(NamedTuple):
@@ -270,6 +276,13 @@ class EngineRequest:
     def is_remote(self) -> bool:
         """True if another instance prefills its prompt, which is not here yet."""
         return self.is_generation and (leg := self.open_leg) is not None and not leg.tokens
+
+    @property
+    def computes_prompt(self) -> bool:
+        """True if its prompt is computed here, perhaps behind a prefix that is fetched."""
+        leg = self.message.leg
+        is_fetched = self.is_generation and self.prefix is not None and leg is not None and not leg.tokens
+        return not (self.is_remote or is_fetched)
 
     @property
     def open_leg(self) -> LegParams | None:
@@ -346,7 +359,11 @@ class EngineRequest:
 
 
 class Requests(dict[int, EngineRequest]):
-    """All requests by handle, in order of arrival."""
+    """All requests by handle, in order of arrival. At most `max_running` of their sequences decode at once."""
+
+    def __init__(self, max_running: int):
+        super().__init__()
+        self._max_running = max_running
 
     def sequences(self) -> Iterator[Sequence]:
         return (sequence for request in self.values() for sequence in request.sequences)
@@ -355,16 +372,21 @@ class Requests(dict[int, EngineRequest]):
         """Count requests by (for another instance, waits)."""
         return Counter((not request.is_generation, request.waits) for request in self.values())
 
-    def facts(self, cache: HybridCache, most_decodes: int) -> ScheduleFacts[Sequence]:
+    def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
         running = [_running(one, cache) for one in self.sequences() if one.phase is Phase.RUNNING]
-        further_slots = self.further_slots(cache) if cache.free_slots else 0
-        waiting = self._waiting(cache)
-        return ScheduleFacts(waiting, running, cache.free_slots, cache.free_pages, further_slots, most_decodes)
+        return ScheduleFacts(
+            waiting=self._waiting(cache),
+            running=running,
+            free_slots=cache.free_slots,
+            free_pages=cache.free_pages,
+            further_slots=self.further_slots() if cache.free_slots else 0,
+            most_decodes=self._max_running,
+        )
 
-    def further_slots(self, cache: HybridCache) -> int:
+    def further_slots(self) -> int:
         """Return how many more slots further choices of requests may take."""
         taken = sum(max(0, request.held_slots - 1) for request in self.values())
-        return most_further_slots(cache.num_slots) - taken
+        return most_further_slots(self._max_running) - taken
 
     def slots_to_give(self, cache: HybridCache) -> int:
         """Return how many more slots prefixes for other instances may have: a quarter of all together, and none that
@@ -372,7 +394,7 @@ class Requests(dict[int, EngineRequest]):
         further = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
         given = [one for request in self.values() if request.gives_prefix for one in request.sequences]
         waiting = sum(one not in given for one, _ in self._admissible(cache))
-        free_slots = cache.free_slots - waiting - max(0, min(further, self.further_slots(cache)))
+        free_slots = cache.free_slots - waiting - max(0, min(further, self.further_slots()))
         return min(free_slots, max(1, cache.num_slots // 4) - sum(one.lease is not None for one in given))
 
     def drop_stored(self, cache: HybridCache) -> bool:
@@ -389,16 +411,19 @@ class Requests(dict[int, EngineRequest]):
     def _admissible(self, cache: HybridCache) -> Iterator[tuple[Sequence, bool]]:
         """Yield what waits and may have memory, and whether it is a further choice. A buyer's prefills keep theirs
         until they are fetched: where one more would exceed its part of slots or pages, others pass. It may have one in
-        any case."""
+        any case. As many prompts are computed here as decode at once: caches that come or go have the other slots."""
         slots, pages = Counter[str](), Counter[str]()
         for one in self.sequences():
             if one.lease is not None:
                 slots[one.request.caller] += 1
                 pages[one.request.caller] += len(one.lease.pages)
+        computing = sum(one.computes for one in self.sequences())
         for request in self.values():
             caller, further = request.caller, request.held_slots > 0
             for sequence in request.sequences:
                 if sequence.phase is not Phase.WAITING:
+                    continue
+                if request.computes_prompt and computing >= self._max_running:
                     continue
                 if caller:
                     wanted = cache.pages_for(len(sequence.token_ids))
@@ -407,6 +432,7 @@ class Requests(dict[int, EngineRequest]):
                         continue
                     slots[caller] += 1
                     pages[caller] += wanted
+                computing += request.computes_prompt
                 yield sequence, further
                 further = True
 
@@ -428,9 +454,8 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
     short = computed >= cache.capacity_tokens(lease)
     pinned = sequence.request.offer is not None  # its frames are views of its pages
     decodes = computed + 1 == total and not pinned
-    started = sequence.sampler is not None
     return RunningSequence(
-        sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned, started
+        sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned, sequence.continues
     )
 
 

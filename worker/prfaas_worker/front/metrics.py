@@ -201,7 +201,7 @@ class WorkerMetrics(Collector):
 
     def _of_engine(self, stats: Stats) -> Iterator[Metric]:
         yield from self._ours.fields(stats, GAUGES, COUNTERS)
-        text = "Limit of requests that hold memory at the same time."
+        text = "Sequences that decode at the same time, at most."
         yield self._ours.gauge("prfaas_requests_running_limit", text, self._max_running)
         yield self._ours.counter(
             "prfaas_prefix_fetches",
