@@ -135,8 +135,8 @@ def harm_given(harm: Harm) -> None:
     held: WeakKeyDictionary[MovedOffer, list[Any]] = WeakKeyDictionary()
     begin, put, finish = EngineLoop.__post_init__, MovedOffer.put, MovedOffer.finish_computing
 
-    def note_loop(self: EngineLoop, role: Any) -> None:
-        begin(self, role)
+    def note_loop(self: EngineLoop, *given: Any) -> None:
+        begin(self, *given)
         loops.append(self)
 
     def finish_harmed(self: MovedOffer, prefill_seconds: float, **known: Any) -> None:
