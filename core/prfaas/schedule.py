@@ -11,7 +11,7 @@ Other engines compute prompts in order of arrival. Where one of them is emulated
 
 Memory is given by arrival, too. A prompt gets all of its pages when it is admitted, a decoding sequence one page at a
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
-So the first one always makes progress, and in time all do.
+So the first one keeps its pages, and in time all end.
 
 A sequence whose cache comes from another instance, or leaves for one, has memory and computes nothing. If it took the
 place of one that decodes, batches would be smaller by all that is on its way. So more sequences have memory than decode
@@ -68,7 +68,7 @@ class RunningSequence(NamedTuple, Generic[_Key]):
 class ScheduleFacts(NamedTuple, Generic[_Key]):
     """The engine's state. Sequences are in order of arrival. `waiting` is read once, and only as far as one may be
     admitted: what it needs takes a look into the cache. Further choices may take `further_slots` more slots. At most
-    `most_decodes` draw tokens in a step."""
+    `most_decodes` have a place for their answers in a step."""
 
     waiting: Iterable[WaitingSequence[_Key]]
     running: Sequence[RunningSequence[_Key]]

@@ -75,7 +75,7 @@ class CacheGeometry:
 
 
 class PagedMemory(Protocol):
-    """The bytes of a cache: pages, and slots of running sequences. If they are the file of `descriptor`, other
+    """The bytes of a cache: pages, and slots of sequences. If they are the file of `descriptor`, other
     processes map them."""
 
     geometry: CacheGeometry

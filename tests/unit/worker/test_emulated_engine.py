@@ -57,9 +57,9 @@ def test_a_step_decodes_in_the_time_of_its_batch(batch: int, seconds: float):
     assert long - short == pytest.approx(10 * seconds)
 
 
-def test_a_chunk_of_one_token_beside_as_many_decodes_as_are_known_takes_no_time():
+def test_a_batch_beyond_the_largest_known_one_takes_as_long_as_that():
     alone = PROFILE._replace(times=PROFILE.times._replace(decode_steps=PROFILE.times.decode_steps[:1]))
-    engine = Emulated(SlowClock(), max_running=2, profile=alone)  # two prompts of one token each
+    engine = Emulated(SlowClock(), max_running=2, profile=alone)
     began = engine.clock()
     engine.ask(prompt_of(1), 1, max_tokens=3)
     engine.answer(prompt_of(1), 2, max_tokens=3)

@@ -157,7 +157,7 @@ class Sequence:
     cuts: tuple[int, ...] = ()
     is_exact: bool = True
     sampler: Sampler | None = None
-    continues: bool = False  # It drew a token in the last step.
+    continues: bool = False  # It had a place for its answer in the last step.
 
     def __str__(self) -> str:
         return f"choice {self.index} of request {self.request.handle}"
@@ -279,10 +279,10 @@ class EngineRequest:
 
     @property
     def computes_prompt(self) -> bool:
-        """True if its prompt is computed here, perhaps behind a prefix that is fetched."""
+        """True if its prompt is computed here, perhaps behind a prefix that is fetched. False if its cache comes, has
+        come, or is here: then hardly anything is computed, unless it is preempted."""
         leg = self.message.leg
-        is_fetched = self.is_generation and self.prefix is not None and leg is not None and not leg.tokens
-        return not (self.is_remote or is_fetched)
+        return not self.is_generation or leg is None or leg.tokens > 0 or bool(self.lost_transfer)
 
     @property
     def open_leg(self) -> LegParams | None:
@@ -386,7 +386,11 @@ class Requests(dict[int, EngineRequest]):
     def further_slots(self) -> int:
         """Return how many more slots further choices of requests may take."""
         taken = sum(max(0, request.held_slots - 1) for request in self.values())
-        return most_further_slots(self._max_running) - taken
+        return min(most_further_slots(self._max_running) - taken, self._max_running - self._computing)
+
+    @property
+    def _computing(self) -> int:
+        return sum(sequence.computes for sequence in self.sequences())
 
     def slots_to_give(self, cache: HybridCache) -> int:
         """Return how many more slots prefixes for other instances may have: a quarter of all together, and none that
@@ -417,13 +421,14 @@ class Requests(dict[int, EngineRequest]):
             if one.lease is not None:
                 slots[one.request.caller] += 1
                 pages[one.request.caller] += len(one.lease.pages)
-        computing = sum(one.computes for one in self.sequences())
+        computing, further_slots = self._computing, self.further_slots()
         for request in self.values():
             caller, further = request.caller, request.held_slots > 0
             for sequence in request.sequences:
                 if sequence.phase is not Phase.WAITING:
                     continue
-                if request.computes_prompt and computing >= self._max_running:
+                # What may not be admitted takes nobody's place: neither a choice beyond its part, nor a buyer's prompt.
+                if (further and further_slots <= 0) or (request.computes_prompt and computing >= self._max_running):
                     continue
                 if caller:
                     wanted = cache.pages_for(len(sequence.token_ids))
@@ -433,6 +438,7 @@ class Requests(dict[int, EngineRequest]):
                     slots[caller] += 1
                     pages[caller] += wanted
                 computing += request.computes_prompt
+                further_slots -= further
                 yield sequence, further
                 further = True
 
