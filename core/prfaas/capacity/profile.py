@@ -38,6 +38,9 @@ _TOLERANCE: Final = 0.1
 """Samples slower than believed by up to this share of their time weigh fully."""
 _DISTURBED: Final = 1.15
 """Samples that took this many times as long as the frontier says are not fitted."""
+_FEWEST_TOKENS: Final = 64
+"""Of a prefill that says something of others. Where nearly all was cached it takes no longer than a decode step; by its
+relative error that would count more than all others, and long prompts would look half as dear again."""
 _FIT_ROUNDS: Final = 30
 _SHORTEST_SECONDS: Final = 1e-7
 _LONGEST_SECONDS: Final = 1e6
@@ -166,8 +169,8 @@ class Curve:
         return curve
 
     def add(self, sample: Sample) -> None:
-        """Learn from one more prefill; one without tokens or time teaches nothing."""
-        if not _usable(sample):
+        """Learn from one more prefill; one of a few tokens, or without time, teaches nothing."""
+        if not _usable(sample) or sample.tokens < _FEWEST_TOKENS:
             return
         if self._samples:
             self._error.add(_error(self.coefficients, sample))

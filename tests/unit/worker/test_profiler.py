@@ -229,6 +229,18 @@ def test_real_prefills_teach_the_curve_which_is_published_once_a_second():
     assert 9 <= len(machine.profiles) <= 12
 
 
+def test_prefills_of_which_nearly_all_was_cached_say_nothing_of_others():
+    machine = Machine()
+    machine.profiler.measure(machine.prefill, 10.0, 4096)
+    before = machine.profiler.profile
+    for _ in range(50):
+        machine.now += 1
+        machine.profiler.observe(1, 0.0002, 4096)  # as long as a step of decodes
+    assert machine.profiler.profile == before
+    machine.profiler.observe(64, 0.0002, 4096)
+    assert machine.profiler.profile != before, "control: of as many as were measured it learns"
+
+
 async def test_the_profile_is_published(client, front):
     async with client.session.get(f"{front.url}/v1/profile") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (404, "no_profile")
