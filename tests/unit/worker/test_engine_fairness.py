@@ -30,25 +30,16 @@ def steps_until_ended(bench: Bench, handles: list[int], most: int) -> int:
     return most
 
 
-def test_a_request_with_as_many_choices_as_may_decode_does_not_stop_the_others(parrot: Any):
-    """A long stream runs, then comes one request with as many choices as may decode, and behind it five short ones."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_request_with_as_many_choices_as_may_decode_does_not_stop_the_others(parrot: Any, begun: bool):
+    """A long stream runs, then comes one request with as many choices as may decode, and behind it, or when it has
+    begun and some of its choices wait, five short ones."""
     bench = Bench(parrot, max_running=8, max_waiting=20)
     bench.ask(b"a" * 100, max_tokens=500, ignore_eos=True)
     for _ in range(10):
         bench.step()
     many = bench.ask(b"b" * 100, choices=8, max_tokens=500, ignore_eos=True)
-    short = [bench.ask(bytes([99 + number]) * 100, max_tokens=5, ignore_eos=True) for number in range(5)]
-    assert steps_until_ended(bench, short, 100) < 60
-    bench.run()
-    assert [len(bench.tokens(many, choice)) for choice in range(8)] == [500] * 8
-    bench.assert_nothing_is_held()
-
-
-def test_choices_that_wait_take_the_place_of_no_prompt_that_comes_later(parrot: Any):
-    bench = Bench(parrot, max_running=8, max_waiting=20)
-    bench.ask(b"a" * 100, max_tokens=500, ignore_eos=True)
-    many = bench.ask(b"b" * 100, choices=8, max_tokens=500, ignore_eos=True)
-    while not bench.tokens(many):
+    while begun and not bench.tokens(many):
         bench.step()
     short = [bench.ask(bytes([99 + number]) * 100, max_tokens=5, ignore_eos=True) for number in range(5)]
     assert steps_until_ended(bench, short, 100) < 60
