@@ -21,10 +21,21 @@ from prfaas.rights import COUNTED_PART, TRANSFER
 from prfaas.util import Deadline, network_of
 from prfaas.wire.frames import Address, Kind
 from prfaas.wire.kvevents import EVENTS_PATH
-from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, VERSION, Abort, Hello, Welcome, decode_message, message_frame
+from prfaas.wire.transfer import (
+    AWAIT_SILENT_SECONDS,
+    AWAIT_VERSION,
+    HEARTBEAT_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    VERSION,
+    Abort,
+    Hello,
+    Welcome,
+    decode_message,
+    message_frame,
+)
 from prfaas_transfer.events import follow
 from prfaas_transfer.events.log import EventLog
-from prfaas_transfer.leases import Offer, Offers
+from prfaas_transfer.leases import UNWANTED, NoRoomError, Offer, Offers
 from prfaas_transfer.limits import Traffic
 from prfaas_transfer.link_stats import read_tcp_info
 from prfaas_transfer.net import CUBIC, DataStream, OnWait, use_congestion
@@ -224,19 +235,23 @@ class DataPort:
         address, hello = _await_hello(stream, patience, begun)
         self._open.end_wait(stream.socket)
         try:
-            if VERSION not in hello.versions:
-                raise ProtocolError(
-                    f"HELLO speaks versions {hello.versions}, this instance {VERSION}: upgrade one side"
-                )
+            spoken = AWAIT_VERSION if hello.awaits else VERSION
+            if spoken not in hello.versions:
+                raise ProtocolError(f"HELLO speaks versions {hello.versions}, this instance {spoken}: upgrade one side")
             # A kept connection was proven in an earlier handshake; certificates and authorities may have changed since.
             self._traffic.auth.check(stream, TRANSFER)
             if not hello.declines:  # one that comes early is remembered
                 self._await_announced(stream, address, hello.rank)
             cluster = stream.peer.cluster if stream.peer else ""
+            if hello.awaits:
+                with self._offers.awaited(address, hello, cluster) as offer:
+                    self._await_begin(stream, offer)
+                return
             offer = self._offers.connect(address, hello, cluster, stream)
         except PeerError as error:
             with suppress(PeerError):
-                stream.send([message_frame(Kind.ABORT, address, Abort(str(error)))])
+                abort = Abort(str(error), later=isinstance(error, NoRoomError))
+                stream.send([message_frame(Kind.ABORT, address, abort)])
             raise
         try:
             if stream.peer is None:
@@ -258,6 +273,29 @@ class DataPort:
             return
         with self._catch_up() as is_caught_up:
             await_announced(is_announced, is_caught_up, self._patience_seconds, show_life)
+
+    def _await_begin(self, stream: DataStream, offer: Offer) -> None:
+        """Let a destination wait until its prompt begins to be computed: it takes memory then, and comes again. Raises
+        PeerError if the offer is over, or the destination is silent."""
+        if stream.peer is None:
+            self._open.prove(stream.socket)  # without TLS it can prove no more than this token
+        self._open.begin_wait(stream.socket)
+        address, silence = offer.manifest.address, Deadline(AWAIT_SILENT_SECONDS)
+        while not offer.await_begin(HEARTBEAT_SECONDS):
+            stream.send([message_frame(Kind.KEEP_ALIVE, address)])
+            while stream.readable():
+                header, _ = receive_message(stream)
+                if header.kind != Kind.KEEP_ALIVE:
+                    raise ProtocolError(f"{header.describe()} from a destination that awaits, want KEEP_ALIVE")
+                silence.renew(AWAIT_SILENT_SECONDS)
+                offer.note_awaited()
+            if silence.is_over:
+                raise UnreachableError(f"a destination that awaits was silent for {AWAIT_SILENT_SECONDS:g} s")
+        self._open.end_wait(stream.socket)
+        if offer.ended:
+            raise PeerError(f"transfer {address.transfer_id} is over: {offer.send_state.failure or UNWANTED}")
+        welcome = Welcome(version=AWAIT_VERSION, manifest=offer.manifest)
+        stream.send([message_frame(Kind.WELCOME, address, welcome)])
 
     def _deliver(self, stream: DataStream, offer: Offer, hello: Hello) -> None:
         traffic, sent = self._traffic, self._offers.counters.count_sent

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -35,8 +36,15 @@ DELIVERY_FLOOR_BYTES_PER_SECOND = 125_000
 REMEMBERED_ENDS: Final = 1024
 """A destination that comes later than so many ends waits as for a transfer that nobody knows; so many unknown ones may
 be declined."""
+MAX_AWAITED = 192
+"""Offers whose begin is awaited, each on a connection of the data port: less than half of those. A buyer has no more
+than the prefills that it may have open."""
 UNWANTED = "the destination does not want it any more"
 DELIVERY_GRACE_SECONDS = 30.0
+
+
+class NoRoomError(PeerError):
+    """As many destinations wait as may: another one may ask later."""
 
 
 class Offer:
@@ -54,6 +62,7 @@ class Offer:
         self._delivery = Deadline(math.inf, clock)  # Limit for a destination that takes only a byte now and then.
         self.streams: dict[int, DataStream] = {}
         self.ended = False
+        self._begun = threading.Event()
         self._lock = threading.Lock()
         self._held: list[Frame] | None = []  # Until a destination says which rows it lacks.
         self._finished: tuple[float, bool, tuple[str, ...] | None] | None = None
@@ -65,6 +74,19 @@ class Offer:
     def is_bound(self) -> bool:
         """True once a destination has come, whose cluster it belongs to from then on."""
         return self._held is None
+
+    def begin(self) -> None:
+        """Note that the prompt begins to be computed, or that nothing more will come: nobody awaits it any more."""
+        self._begun.set()
+
+    def await_begin(self, seconds: float) -> bool:
+        """Wait until the prompt begins to be computed; False after so many seconds."""
+        return self._begun.wait(seconds)
+
+    def note_awaited(self) -> None:
+        """Note a sign of life of a destination that awaits the prompt, which may be queued for longer than a lease."""
+        if not (self.is_bound or self._begun.is_set()):
+            self.note_life()
 
     def put(self, frame: Frame) -> None:
         with self._lock:
@@ -96,6 +118,7 @@ class Offer:
         """Note that every frame is queued; not `is_exact` if it was computed on a cache that passed a lossy codec.
         `origins` are the other clusters whose bytes it stands on; None: nobody knows."""
         self.log.mark("computed")
+        self.begin()
         self.send_state.note_computed()
         with self._lock:
             if self._held is not None:
@@ -117,6 +140,7 @@ class Offer:
     def fail(self, message: str) -> None:
         """Note that the prefill failed; its connections, or its lease, end it."""
         self.send_state.fail(message)
+        self.begin()
 
     @property
     def is_late(self) -> bool:
@@ -146,6 +170,7 @@ class Offers:
         self._offers: dict[tuple[str, int], Offer] = {}  # By transfer and rank.
         self._ended: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ENDS)
         self._declined: dict[tuple[str, int], tuple[int, str]] = {}  # Epochs and tokens, of what is not announced yet.
+        self._awaited: set[Offer] = set()
         self.counters = counters or TransferCounters()
         self._on_end = on_end
         self._clock = clock
@@ -206,6 +231,22 @@ class Offers:
         offer.log.mark("connected", connection=hello.connection)
         offer.log.record_break(len(set(hello.broken)), f"connection {hello.connection} takes over")
         return offer
+
+    @contextmanager
+    def awaited(self, address: Address, hello: Hello, peer: str) -> Iterator[Offer]:
+        """Give the offer whose begin a destination awaits meanwhile, which is bound to nobody by that. Raises as
+        `connect`, and NoRoomError if it has not begun and is awaited already, or too many are."""
+        with self._lock:
+            offer = self._find(address, hello, peer)
+            is_full = offer in self._awaited or len(self._awaited) >= MAX_AWAITED
+            if is_full and not offer.await_begin(0):
+                raise NoRoomError(f"transfer {address.transfer_id} is awaited already, or {MAX_AWAITED} others are")
+            self._awaited.add(offer)
+        try:
+            yield offer
+        finally:
+            with self._lock:
+                self._awaited.discard(offer)
 
     def _note_declined(self, address: Address, hello: Hello) -> None:
         place = address.transfer_id, hello.rank

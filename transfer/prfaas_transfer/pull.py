@@ -25,12 +25,22 @@ from prfaas.errors import (
 from prfaas.util import Deadline
 from prfaas.wire.frames import MAX_MESSAGE_BYTES, Address, Kind
 from prfaas.wire.receive_ledger import ReceiveLedger
-from prfaas.wire.transfer import NO_PROGRESS_SECONDS, Abort, Hello, Manifest, Welcome, decode_message, message_frame
+from prfaas.wire.transfer import (
+    AWAIT_SILENT_SECONDS,
+    AWAIT_VERSION,
+    NO_PROGRESS_SECONDS,
+    Abort,
+    Hello,
+    Manifest,
+    Welcome,
+    decode_message,
+    message_frame,
+)
 from prfaas_transfer.cache import CacheLayout, DestinationCache
 from prfaas_transfer.compression import DECODABLE
 from prfaas_transfer.limits import Traffic
 from prfaas_transfer.link_stats import read_tcp_info
-from prfaas_transfer.net import NEAR_SECONDS, DataStream, connect_tcp
+from prfaas_transfer.net import NEAR_SECONDS, DataStream, OnWait, connect_tcp
 from prfaas_transfer.receive import ReceiveLoop, ReceiveState
 from prfaas_transfer.send import receive_message
 from prfaas_transfer.tls import CONNECT_SECONDS, PeerAuth
@@ -47,6 +57,8 @@ STRIPE_BYTES = 4 << 20  # Fewer bytes a connection are not worth another connect
 MAX_BREAKS = 16  # Breaks that one transfer survives.
 REFUSED_SECONDS = 0.25
 """Before a connection is tried again for which the source has no room; twice as long each further time."""
+AWAIT_AGAIN_SECONDS = 2.0
+"""Before a source is asked again that had no room for one more who waits."""
 GONE_SECONDS = 2 * NO_PROGRESS_SECONDS
 """A source that was silent for this long, on a new connection too, counts as gone."""
 
@@ -146,6 +158,10 @@ def stripes_for(nbytes: int, round_trip_seconds: float, *, is_encrypted: bool) -
 
 class _UnwelcomeError(UnreachableError):
     """A connection broke before the source answered its HELLO."""
+
+
+class _LaterError(PeerError):
+    """The source has no room for one more who waits."""
 
 
 class FetchContext(NamedTuple):
@@ -302,22 +318,7 @@ class Pull:
             rank=expected.rank,
             ranks=expected.ranks,
         )
-        stream.send([message_frame(Kind.HELLO, expected.address, hello)])
-        self._await_welcome(stream)
-
-    def _await_welcome(self, stream: DataStream) -> None:
-        """Read the answer to HELLO; skip late messages about the previous transfer."""
-        expected = self._state.ledger.expected
-        while True:
-            header, payload = receive_message(stream, self._check_progress, MAX_MESSAGE_BYTES)
-            if header.address == expected.address and header.kind == Kind.ABORT:
-                raise PeerError(decode_message(header, payload, Abort).message)
-            if header.address == expected.address and header.kind == Kind.WELCOME:
-                welcome = decode_message(header, payload, Welcome)
-                self._state.ledger.require_manifest(welcome.manifest)
-                return
-            if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
-                raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
+        ledger.require_manifest(_greet(stream, expected.address, hello, self._check_progress).manifest)
 
     def _check_progress(self, silent_seconds: float) -> None:
         """Limit the wait for a WELCOME, and end it after a cancel."""
@@ -357,6 +358,54 @@ class Pull:
         with self._changed:
             self._failure = self._failure or self._state.gave_up or error
             self._changed.notify_all()
+
+
+def _greet(stream: DataStream, address: Address, hello: Hello, on_wait: OnWait) -> Welcome:
+    """Send HELLO and return the answer; skip late messages about the previous transfer. One that awaits shows life when
+    the source does. Raises PeerError for ABORT."""
+    stream.send([message_frame(Kind.HELLO, address, hello)])
+    while True:
+        header, payload = receive_message(stream, on_wait, MAX_MESSAGE_BYTES)
+        if header.address == address and header.kind == Kind.ABORT:
+            abort = decode_message(header, payload, Abort)
+            raise (_LaterError if abort.later else PeerError)(abort.message)
+        if header.address == address and header.kind == Kind.WELCOME:
+            return decode_message(header, payload, Welcome)
+        if header.kind not in (Kind.KEEP_ALIVE, Kind.FREED):
+            raise ProtocolError(f"{header.describe()} for {header.address} where WELCOME was due")
+        if hello.awaits and header.kind == Kind.KEEP_ALIVE:
+            on_wait(0.0)
+            stream.send([message_frame(Kind.KEEP_ALIVE, address)])
+
+
+def await_begin(
+    connections: Connections, source: SourceAddress, token: str, address: Address, cancelled: threading.Event
+) -> None:
+    """Wait until a source begins to compute a prompt. Raises PeerError if it does not say so, or the wait is cancelled:
+    the source is gone or of an older version, or the transfer is over. A pull finds out which."""
+
+    def check_silence(silent_seconds: float) -> None:
+        if cancelled.is_set() or silent_seconds > AWAIT_SILENT_SECONDS:
+            raise UnreachableError(f"the source that is awaited was silent for {silent_seconds:.1f} s: given up")
+
+    hello = Hello(versions=(AWAIT_VERSION,), token=token, awaits=True)
+    while True:
+        kept, well = connections.take(source), False
+        stream = kept or connections.open(source)
+        try:
+            _greet(stream, address, hello, check_silence)
+            well = True
+            return
+        except _LaterError:
+            # Not as if it had begun: a prompt at the end of the queue would take the memory of those before it.
+            cancelled.wait(AWAIT_AGAIN_SECONDS)
+            check_silence(0.0)
+        except UnreachableError:
+            check_silence(0.0)
+            if kept is None:
+                raise  # else it had died unnoticed, and a further one is kept, or opened
+        finally:
+            (connections.keep if well else connections.drop)(source, stream)
 
 
 def decline(connections: Connections, source: SourceAddress, token: str, address: Address, rank: int = 0) -> None:

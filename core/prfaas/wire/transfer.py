@@ -9,7 +9,8 @@ The *source* has a cache and a data port; the *destination* learned the transfer
                    DONE       how many frames, how many bytes, the digest over all, and the source's timings
     both           KEEP_ALIVE nothing to send at the moment (source); the cache is still wanted (destination)
                    ABORT      this transfer is over, and why
-    destination    ACK        everything arrived whole: the source may free its copy
+    destination    HELLO      that only awaits: the source answers WELCOME when it begins to compute
+                   ACK        everything arrived whole: the source may free its copy
     source         FREED      it did; the connection waits for the next HELLO
 
 `receive_ledger.py` and `send_queue.py` hold the two halves as state machines.
@@ -28,12 +29,16 @@ from prfaas.util import decode_json
 from prfaas.wire.frames import Address, Buffer, FrameHeader, Kind, seal
 
 VERSION: Final = 3
+AWAIT_VERSION: Final = 4
+"""Of a HELLO that awaits: a source that knows none of these answers ABORT, and binds nothing to it."""
 MAX_TOKEN_CHARS: Final = 253
 """A source keeps the tokens of who declines what it does not know yet."""
 KEEP_ALIVE_SECONDS: Final = 0.2
 """Longest silence of a source on an open data connection."""
 HEARTBEAT_SECONDS: Final = 1.0
-"""A destination confirms at least this often that it still wants the cache."""
+"""A destination confirms at least this often that it still wants the cache. So do both while it awaits a prompt."""
+AWAIT_SILENT_SECONDS: Final = 5.0
+"""Who hears nothing for this long, while a prompt is awaited, counts the other as gone."""
 NO_PROGRESS_SECONDS: Final = 1.0
 """A destination counts a connection as broken after this long without a byte from the source."""
 
@@ -130,7 +135,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     `connection` numbers the connections of this transfer. Frames that were sent on one of the `broken` and are not
     among `received` were lost; the destination does not read from those connections any more. `start_token`, `rank`
     and `ranks` say what the destination wants of the transfer. One that `declines` wants nothing:
-    the source answers ABORT, and need not keep the cache.
+    the source answers ABORT, and need not keep the cache. One that `awaits` wants nothing yet: the source answers
+    WELCOME when it begins to compute, and KEEP_ALIVE until then.
     """
 
     versions: tuple[int, ...] = (VERSION,)
@@ -143,6 +149,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     ranks: int = 1
     declines: bool = False
+    awaits: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,10 +176,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     origins: tuple[str, ...] | None = None
 
 
-class Abort(msgspec.Struct, frozen=True):
-    """One side's reason for ending a transfer."""
+class Abort(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One side's reason for ending a transfer; with `later` only this connection: it may be asked again."""
 
     message: Annotated[str, Meta(max_length=4096)]
+    later: bool = False
 
 
 _Message = TypeVar("_Message", Hello, Welcome, Done, Abort)

@@ -3,13 +3,22 @@
 import queue
 import secrets
 import urllib.request
+from functools import partial
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from prfaas_transfer.mover.client import MoverClient
-from prfaas_transfer.mover.messages import AnnounceCache, CopyPart, DeclineCache, EndedFetch, FetchCache, MoverOptions
+from prfaas_transfer.mover.messages import (
+    AnnounceCache,
+    AwaitCache,
+    CopyPart,
+    DeclineCache,
+    EndedFetch,
+    FetchCache,
+    MoverOptions,
+)
 
 from ...waiting import PATIENCE_SECONDS, take_next
 from .layout import GROUPS, PAGE_TOKENS, TOKENS
@@ -35,6 +44,7 @@ class Engine:
         self.ended_offers: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.ended_fetches: queue.SimpleQueue[EndedFetch] = queue.SimpleQueue()
         self.options = make_options(**options)
+        self.begun: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.mover = MoverClient(self.options, self, self.ended_offers.put, self.ended_fetches.put)
 
     @property
@@ -85,11 +95,18 @@ class Engine:
         fields = locate(source, message) | {"start_token": 0, "end_token": message.end_token, "slice": message.slice}
         self.mover.fetch(FetchCache(**(fields | changes)))  # type: ignore[arg-type]
 
+    def await_begin(self, source: "Engine", message: AnnounceCache, **changes: object) -> None:
+        awaited = AwaitCache(**(locate(source, message) | changes))  # type: ignore[arg-type]
+        self.mover.await_begin(awaited, partial(self.begun.put, message.transfer_id))
+
     def decline(self, source: "Engine", message: AnnounceCache, **changes: object) -> None:
         self.mover.decline(DeclineCache(**(locate(source, message) | changes)))  # type: ignore[arg-type]
 
     def take_ended_fetch(self) -> EndedFetch:
         return take_next(self.ended_fetches, "a fetch ends")
+
+    def take_begun(self) -> str:
+        return take_next(self.begun, "a source begins")
 
     def take_ended_offer(self) -> str:
         return take_next(self.ended_offers, "an offer ends")

@@ -20,6 +20,8 @@ LIMITS = (
     (receive, "STARVED_SECONDS"),
     (pull, "NO_PROGRESS_SECONDS"),
     (pull, "GONE_SECONDS"),
+    (pull, "AWAIT_SILENT_SECONDS"),
+    (data_port, "AWAIT_SILENT_SECONDS"),
     (data_port, "HELLO_SECONDS"),
     (leases, "LEASE_SECONDS"),
     (leases, "RESUME_SECONDS"),

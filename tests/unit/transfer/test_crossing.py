@@ -1,9 +1,12 @@
 """Two engines and their movers: caches cross bit by bit, and every way of failing gives the memory back."""
 
 import datetime
+import os
 import queue
 import secrets
+import signal
 import time
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -12,7 +15,7 @@ from prfaas import identity
 from prfaas.errors import PeerError
 from prfaas.ports import free_ports
 from prfaas.wire.frames import HEADER_BYTES, Kind
-from prfaas.wire.transfer import VERSION, Welcome, message_frame
+from prfaas.wire.transfer import VERSION, Hello, Welcome, decode_message, message_frame
 from prfaas_transfer.mover.messages import CacheSlice, CopyPart
 
 from ...waiting import eventually
@@ -80,6 +83,49 @@ def test_a_cache_of_pages_crosses_bit_by_bit_from_where_the_destination_wants_it
     assert destination.landed == wanted
     assert ended.fetched is not None
     assert ended.fetched.received_bytes == sum(map(len, wanted.values()))
+
+
+def test_a_destination_hears_when_its_source_begins_and_gets_the_cache_then(pair):
+    source, destination = pair
+    message, later = source.announce(), source.announce()
+    destination.await_begin(source, message)
+    destination.await_begin(source, later)
+    with pytest.raises(queue.Empty):
+        destination.begun.get(timeout=1.5)  # for longer than it takes to come
+    source.mover.put(message.key, [])
+    assert destination.take_begun() == message.transfer_id
+    destination.fetch(source, message)
+    source.compute(message)
+    assert destination.take_ended_fetch().reason == ""
+    source.compute(later)
+    assert destination.take_begun() == later.transfer_id
+
+
+def speak_another_version(seen: Seen) -> Sequence[bytes]:
+    if seen.header.kind != Kind.HELLO:
+        return [seen.raw]
+    hello = decode_message(seen.header, seen.raw[HEADER_BYTES:], Hello)
+    return [message_frame(Kind.HELLO, seen.header.address, msgspec.structs.replace(hello, versions=(9,)))]
+
+
+@pytest.mark.parametrize("why", ["unknown", "ended", "gone", "silent", "of another version"])
+def test_a_source_that_cannot_be_awaited_is_waited_for_no_longer(pair, why):
+    source, destination = pair
+    message = make_announcement() if why == "unknown" else source.announce()
+    if why == "of another version":
+        with Proxy(("127.0.0.1", source.mover.data_port), up=speak_another_version) as proxy:
+            destination.await_begin(source, message, port=proxy.address[1])
+            assert destination.take_begun() == message.transfer_id
+        return
+    destination.await_begin(source, message)
+    if why == "ended":
+        source.mover.fail(message.key, "its caller left")
+    elif why == "gone":
+        source.mover.close()
+    elif why == "silent":
+        os.kill(source.mover_pid, signal.SIGSTOP)
+        destination.decline(source, message)
+    assert destination.take_begun() == message.transfer_id
 
 
 @pytest.mark.parametrize("asks_first", [False, True], ids=["has it all", "asks and thinks again"])

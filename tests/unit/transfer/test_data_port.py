@@ -3,15 +3,30 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing
+from typing import BinaryIO
 
+import msgspec
 import pytest
 
-from prfaas.errors import CapacityError
+from prfaas.errors import CapacityError, UnreachableError
 from prfaas.wire.engine import TransferSubject
-from prfaas.wire.frames import HEADER_BYTES, Address, Kind, parse_header
-from prfaas.wire.transfer import KEEP_ALIVE_SECONDS, NO_PROGRESS_SECONDS, Abort, Hello, decode_message, message_frame
-from prfaas_transfer import data_port
+from prfaas.wire.frames import HEADER_BYTES, Address, FrameHeader, Kind, parse_header
+from prfaas.wire.transfer import (
+    AWAIT_SILENT_SECONDS,
+    AWAIT_VERSION,
+    HEARTBEAT_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    NO_PROGRESS_SECONDS,
+    VERSION,
+    Abort,
+    Hello,
+    Welcome,
+    decode_message,
+    message_frame,
+)
+from prfaas_transfer import data_port, leases, pull
 from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.data_port import (
     LATE_SECONDS,
@@ -24,6 +39,7 @@ from prfaas_transfer.data_port import (
 )
 from prfaas_transfer.leases import Offer, Offers
 from prfaas_transfer.limits import unlimited
+from prfaas_transfer.pull import Connections, SourceAddress, await_begin
 
 from ...clocks import Clock
 from ...waiting import PATIENCE_SECONDS, eventually
@@ -37,8 +53,11 @@ LAYOUT = CacheLayout("f", GROUPS)
 
 
 @pytest.fixture
-def offers() -> Offers:
-    return Offers(1)
+def offers() -> Iterator[Offers]:
+    offers = Offers(1)
+    yield offers
+    for offer in [*offers._offers.values()]:  # its end would be logged in another test
+        offers.end(offer, "cancelled")
 
 
 @pytest.fixture
@@ -93,6 +112,109 @@ def test_a_destination_that_comes_after_the_end_of_an_offer_hears_so_without_a_w
     with sock.makefile("rb") as reader:
         sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token")))
         assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.ABORT
+
+
+AWAITS = message_frame(Kind.HELLO, ADDRESS, Hello(versions=(AWAIT_VERSION,), token="token", awaits=True))
+
+
+def read_answer(reader: BinaryIO, alive: list[FrameHeader] | None = None) -> tuple[FrameHeader, bytes]:
+    """Return what follows the signs of life."""
+    while (found := parse_header(reader.read(HEADER_BYTES))).kind == Kind.KEEP_ALIVE:
+        if alive is not None:
+            alive.append(found)
+    return found, reader.read(found.payload_bytes)
+
+
+def test_a_destination_that_awaits_hears_when_its_prompt_begins_and_comes_again_on_its_connection(offers, connect):
+    offer, sock, alive = announce(offers), connect(PATIENCE_SECONDS), list[FrameHeader]()
+    with sock.makefile("rb") as reader:
+        sock.sendall(AWAITS)
+        assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.KEEP_ALIVE
+        offer.begin()
+        header, payload = read_answer(reader, alive)
+        assert decode_message(header, payload, Welcome).version == AWAIT_VERSION
+        assert not offer.is_bound
+        sock.sendall(message_frame(Kind.HELLO, ADDRESS, Hello(token="token", start_token=8)))
+        header, payload = read_answer(reader)
+        welcome = decode_message(header, payload, Welcome)
+    assert (welcome.version, welcome.manifest.start_token) == (VERSION, 8)
+
+
+@pytest.mark.parametrize("wrong", ["token", "version", "ended", "full"])
+def test_a_destination_that_cannot_wait_hears_why_and_its_cache_is_offered_as_before(
+    offers, connect, monkeypatch, wrong
+):
+    monkeypatch.setattr(leases, "MAX_AWAITED", 0 if wrong == "full" else 1)
+    offer, sock = announce(offers), connect(PATIENCE_SECONDS)
+    hello = Hello(versions=(AWAIT_VERSION,), token="token", awaits=True)
+    changes = {"token": {"token": "other"}, "version": {"versions": (VERSION,)}}.get(wrong, {})
+    with sock.makefile("rb") as reader:
+        sock.sendall(message_frame(Kind.HELLO, ADDRESS, msgspec.structs.replace(hello, **changes)))
+        if wrong == "ended":
+            assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.KEEP_ALIVE
+            offers.end(offer, "cancelled", "its caller left")
+        abort = decode_message(*read_answer(reader), Abort)
+    message = abort.message
+    assert abort.later == (wrong == "full")
+    text = {"token": "no prefill", "version": "upgrade one side", "ended": "is over", "full": "is awaited already"}
+    assert text[wrong] in message
+    assert not offer.is_bound
+    assert offers.is_open(ADDRESS.transfer_id, 0) == (wrong != "ended")
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_destination_that_awaits_in_silence_is_given_up(offers, connect, monkeypatch, lives):
+    assert AWAIT_SILENT_SECONDS > 2 * HEARTBEAT_SECONDS, "one that is alive has time to say so"
+    monkeypatch.setattr(data_port, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(data_port, "AWAIT_SILENT_SECONDS", PATIENCE_SECONDS if lives else 0.2)
+    offer, sock = announce(offers), connect(PATIENCE_SECONDS)
+    with sock.makefile("rb") as reader:
+        sock.sendall(AWAITS)
+        for _ in range(4):
+            if lives:
+                assert parse_header(reader.read(HEADER_BYTES)).kind == Kind.KEEP_ALIVE
+                sock.sendall(message_frame(Kind.KEEP_ALIVE, ADDRESS))
+        if lives:
+            offer.begin()
+        kind = read_answer(reader)[0].kind
+    assert kind == (Kind.WELCOME if lives else Kind.ABORT)
+    assert offers.is_open(ADDRESS.transfer_id, 0)
+
+
+def test_who_finds_no_room_to_wait_asks_again_as_long_as_it_may(offers, connect, monkeypatch):
+    """It would take the memory of those before it, if that were as if its source had begun."""
+    monkeypatch.setattr(leases, "MAX_AWAITED", 0)
+    monkeypatch.setattr(pull, "AWAIT_AGAIN_SECONDS", 0.02)
+    refused, awaited, cancelled = list[Address](), offers.awaited, threading.Event()
+
+    def watched(address: Address, hello: Hello, peer: str) -> AbstractContextManager[Offer]:
+        refused.append(address)
+        return awaited(address, hello, peer)
+
+    monkeypatch.setattr(offers, "awaited", watched)
+    offer, port = announce(offers), connect(0.0).getpeername()[1]
+    source, connections = SourceAddress("127.0.0.1", port), Connections(unlimited().auth)
+    with ThreadPoolExecutor(1) as pool:
+        leaving = pool.submit(await_begin, connections, source, "token", ADDRESS, cancelled)
+        eventually(lambda: len(refused) > 2, "it asks again")
+        assert not leaving.done()
+        cancelled.set()
+        assert isinstance(leaving.exception(PATIENCE_SECONDS), UnreachableError)
+        waiting = pool.submit(await_begin, connections, source, "token", ADDRESS, threading.Event())
+        seen = len(refused)
+        eventually(lambda: len(refused) > seen + 2, "it asks again")
+        offer.begin()
+        assert waiting.result(PATIENCE_SECONDS) is None
+
+
+def test_who_has_waited_makes_room_for_the_next(offers, connect, monkeypatch):
+    monkeypatch.setattr(leases, "MAX_AWAITED", 1)
+    offer, sock = announce(offers), connect(PATIENCE_SECONDS)
+    offer.begin()
+    with sock.makefile("rb") as reader:
+        for _ in range(3):
+            sock.sendall(AWAITS)
+            assert read_answer(reader)[0].kind == Kind.WELCOME
 
 
 def count_seconds(

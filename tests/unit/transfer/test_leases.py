@@ -21,6 +21,7 @@ from .layout import GROUPS, TOKENS
 ADDRESS = Address("a" * 32, 7)
 LAYOUT = CacheLayout("f", GROUPS)
 STREAM = cast(DataStream, None)
+AWAITS = Hello(token="token", awaits=True)
 
 
 class OffersOnAClock(Offers):
@@ -59,6 +60,57 @@ def test_an_offer_expires_when_no_destination_connects_during_its_first_lease(of
     assert offers.ended == []
     offers.pass_seconds(0.1)
     assert (offers.ended, offers.outcomes) == ([3], {"expired": 1})
+
+
+def test_an_offer_lives_as_long_as_a_destination_awaits_its_begin(offers):
+    offer = announce(offers)
+    with offers.awaited(ADDRESS, AWAITS, "hub") as found:
+        for _ in range(3):
+            offers.pass_seconds(leases.ANNOUNCED_SECONDS - 0.1)
+            found.note_awaited()
+    assert not offer.is_bound
+    offer.begin()
+    for _ in range(3):
+        offer.note_awaited()
+        offers.pass_seconds(leases.ANNOUNCED_SECONDS / 2)
+    assert offers.outcomes == {"expired": 1}, "who could come is awaited for no longer than before"
+
+
+def test_who_awaits_binds_nothing_and_is_no_stranger(offers):
+    offer = announce(offers)
+    with offers.awaited(ADDRESS, AWAITS, "hub"):
+        offers.connect(ADDRESS, make_hello(start_token=8), "member", STREAM)
+    assert offer.manifest.start_token == 8
+    for wrong, peer in ((AWAITS, "hub"), (Hello(token="other", awaits=True), "member")):
+        with pytest.raises(PeerError, match="no prefill"), offers.awaited(ADDRESS, wrong, peer):
+            pass
+
+
+def test_an_offer_is_awaited_once_and_so_many_are(offers, monkeypatch):
+    announce(offers)
+    for _ in range(2):  # a wait that has ended leaves its place
+        second = offers.awaited(ADDRESS, AWAITS, "hub")
+        with offers.awaited(ADDRESS, AWAITS, "hub"), pytest.raises(PeerError, match="awaited already"), second:
+            pass
+    monkeypatch.setattr(leases, "MAX_AWAITED", 0)
+    with pytest.raises(PeerError, match="0 others are"), offers.awaited(ADDRESS, AWAITS, "hub"):
+        pass
+
+
+@pytest.mark.parametrize("what", ["begin", "compute", "fail", "end"])
+def test_whatever_begins_or_ends_a_prompt_ends_the_wait_for_it(offers, what):
+    offer = announce(offers)
+    assert not offer.await_begin(0)
+    match what:
+        case "begin":
+            offer.begin()
+        case "compute":
+            offer.finish_computing(0.5)
+        case "fail":
+            offer.fail("the machine burns")
+        case _:
+            offers.end(offer, "cancelled")
+    assert offer.await_begin(0)
 
 
 def test_a_destination_that_shows_no_life_is_dropped_although_its_connection_stands(offers):

@@ -2,6 +2,7 @@
 
 import itertools
 import queue
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -99,6 +100,8 @@ class Bench:
         self.sent: list[ToFront] = []
         self.fetches: list[FetchByHand] = []
         self.declined: list[tuple[int, str]] = []
+        self.awaited: list[Callable[[], None]] | None = None
+        """With a list sources begin when the test says so; without one at once."""
         self.memory = CacheMemory(
             CacheGeometry(model.layers),
             num_pages=num_pages,
@@ -128,6 +131,12 @@ class Bench:
     def prepare(self, sequence: Sequence) -> Any:
         self.fetches.append(FetchByHand(sequence))
         return self.fetches[-1]
+
+    def await_source(self, _message: Generate, _leg: LegParams, on_begin: Callable[[], None]) -> None:
+        if self.awaited is None:
+            on_begin()
+        else:
+            self.awaited.append(on_begin)
 
     def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
         self.declined.append((message.handle, leg.transfer_id))

@@ -3,13 +3,14 @@ owes its front; whatever ends first, nothing stays held.
 """
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from prfaas import schedule
 from prfaas.errors import PeerError, UnreachableError
-from prfaas.wire.engine import Cancel, Started
+from prfaas.wire.engine import Cancel, Failed, Started
 from prfaas.wire.frames import Kind
 from prfaas.wire.prefill import LegParams
 from prfaas.wire.trace import PARTS, UNKNOWN, split
@@ -90,7 +91,7 @@ def test_a_prompt_on_its_way_does_not_take_the_place_of_an_answer(model: Model, 
 
 
 def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_on_their_way(model: Model):
-    bench = Bench(model, max_running=2, max_waiting=8)  # three slots
+    bench = Bench(model, max_running=2, max_waiting=8)  # four slots
     for length in (70, 80, 90):
         bench.ask(PROMPT[:length])
     bench.ask(PROMPT, leg=LEG)
@@ -114,6 +115,70 @@ def test_what_has_come_begins_in_its_turn(model: Model):
         assert not began or bench.ends(running)
     assert began == [first, local, last]
     bench.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_prompt_that_its_source_has_not_begun_takes_no_memory_of_one_that_it_has(
+    bench: Bench, model: Model, waits: bool
+):
+    bench.awaited = list[Callable[[], None]]() if waits else None
+    first, second = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[1:], leg=LEG)
+    bench.step()
+    if bench.awaited is None:  # control: both sources begin, and the only slot is given by arrival
+        assert bench.fetches[0].sequence.request.handle == first
+        return
+    assert bench.engine.cache.free_slots == 1
+    assert not bench.fetches
+    assert bench.engine.requests.counts() == {(False, True): 2}
+    bench.awaited[1]()
+    bench.step()
+    fetch = bench.fetches.pop()
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 2))
+    bench.run()
+    assert bench.tokens(second) == generate(model, PROMPT[1:], 6)
+    assert not bench.tokens(first)
+    bench.awaited[0]()
+    bench.step()
+    fetch = bench.fetches.pop()
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert bench.tokens(first) == generate(model, PROMPT, 6)
+    bench.assert_nothing_is_held()
+
+
+def test_sources_that_have_begun_are_served_by_the_arrival_of_their_requests(model: Model):
+    bench = Bench(model, max_running=1, slots=1)
+    bench.awaited = []
+    running = bench.ask(PROMPT[2:], max_tokens=9)
+    bench.step()
+    first, second = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[1:], leg=LEG)
+    bench.step()
+    for begin in bench.awaited[::-1]:
+        begin()
+    while not bench.ends(running) or not bench.fetches:
+        bench.step()
+    assert [one.sequence.request.handle for one in bench.fetches] == [first]
+    for handle in (first, second):
+        bench.engine.inbox.put(Cancel(handle))
+    bench.step()
+    bench.fetches[0].on_end(PeerError("cancelled"))
+    bench.run()
+    bench.assert_nothing_is_held()
+
+
+def test_the_wait_for_a_source_is_no_wait_for_memory(bench: Bench, model: Model):
+    bench.awaited = []
+    bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (request,) = bench.engine.requests.values()
+    request.arrived = request.queued_at = request.arrived - 50
+    bench.awaited[0]()
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    (start,) = started(bench)
+    assert 0 < start.queue_seconds < 50, "it waits for room since its source began"
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -219,6 +284,22 @@ def test_a_destination_that_is_refused_sends_its_source_away(bench: Bench):
     bench.assert_nothing_is_held()
 
 
+def test_those_that_await_their_source_are_refused_only_where_all_could_not_have_memory(model: Model):
+    bench = Bench(model, max_running=1, max_waiting=2, slots=3)
+    bench.awaited = []
+    for number in range(5):
+        bench.ask(PROMPT[number:], leg=LEG)
+    bench.step()
+    assert not bench.declined
+    local = bench.ask(PROMPT[:70])
+    bench.step()
+    assert [one.handle for one in bench.sent if isinstance(one, Failed)] == [local]
+    bench.engine.inbox.put(Cancel(1))
+    bench.ask(PROMPT[:70])
+    bench.step()
+    assert bench.engine.requests.counts() == {(False, True): 4, (False, False): 1}
+
+
 def test_a_prompt_of_one_token_has_nothing_to_fetch(bench: Bench, model: Model):
     handle = bench.ask(b"#", leg=LEG)
     bench.run()
@@ -242,6 +323,35 @@ def test_a_client_that_leaves_a_destination_sends_its_source_away(bench: Bench, 
         fetch.on_end(PeerError("cancelled"))
     bench.run()
     bench.assert_nothing_is_held()
+
+
+def test_a_client_that_leaves_before_the_source_begins_sends_it_away(bench: Bench):
+    bench.awaited = []
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    bench.engine.inbox.put(Cancel(handle))
+    bench.step()
+    assert bench.declined == [(handle, "a" * 32)]
+    bench.awaited[0]()  # the wait ends with the offer
+    bench.run()
+    assert not bench.fetches
+    bench.assert_nothing_is_held()
+
+
+def test_a_source_says_that_it_begins_in_the_step_that_does(model: Model):
+    bench, seen = Bench(model, max_running=1, slots=2), list[tuple[bool, bool]]()
+    first, second = (bench.give(PROMPT, handle, transfer_id=f"{handle:032x}") for handle in (500, 501))
+    compute = bench.engine.runner.run
+
+    def watched(work: StepWork) -> ComputedStep:
+        seen.append((first.await_begin(0), second.await_begin(0)))
+        return compute(work)
+
+    bench.engine.runner.run = watched
+    bench.step()
+    assert not first.await_begin(0)
+    bench.run()
+    assert (seen[0], seen[-1]) == ((True, False), (True, True)), "before it computes, and the second has no place yet"
 
 
 def test_a_source_computes_all_but_the_last_token_and_answers_before_it_is_delivered(bench: Bench):

@@ -43,6 +43,8 @@ from prfaas_transfer.mover.messages import (
     MAX_REASON,
     NO_MEMORY_STATUS,
     AnnounceCache,
+    AwaitCache,
+    BegunCache,
     CacheSlice,
     CancelFetch,
     ComputedParts,
@@ -65,7 +67,7 @@ from prfaas_transfer.mover.messages import (
 )
 from prfaas_transfer.mover.metrics import LOOPBACK, MoverMetrics, serve
 from prfaas_transfer.mover.shared import Copies, SharedMemory, Slots
-from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, decline, open_pull
+from prfaas_transfer.pull import Connections, FetchContext, Pull, SourceAddress, await_begin, decline, open_pull
 from prfaas_transfer.send import Frame, Payload
 from prfaas_transfer.transfer_log import TransferCounters, TransferLog, TransferTotals, outcome_of
 
@@ -144,6 +146,7 @@ class OpenOffers:
                 # the prompt.
                 if not offer.is_bound:
                     offer.note_life()  # a destination may come until a while after the last part
+                offer.begin()
                 if place is not None:
                     self._places[message.key] = place
                 self._put(message.key, offer, parts)
@@ -180,6 +183,7 @@ class Pulls:
     def __init__(self, context: FetchContext, memory: EngineCache, say: Callable[[MoverReport], None]):
         self._context, self._memory, self._say = context, memory, say
         self._running: dict[str, Pull] = {}
+        self._cancelled: dict[str, threading.Event] = {}  # By the transfer that is awaited.
 
     def fetch(self, message: FetchCache) -> None:
         """Start a fetch, which `cancel` finds from now on."""
@@ -203,7 +207,17 @@ class Pulls:
         if (running := self._running.get(key)) is not None:
             running.cancel()
 
+    def begin_await(self, message: AwaitCache) -> None:
+        """Start to wait for a source, until `begin_decline`; whatever ends the wait is reported."""
+        cancelled = self._cancelled[message.transfer_id] = threading.Event()
+        try:
+            threading.Thread(target=self._await, args=(message, cancelled), name="await", daemon=True).start()
+        except RuntimeError as error:
+            self._end_await(message, str(error))
+
     def begin_decline(self, message: DeclineCache) -> None:
+        if (cancelled := self._cancelled.get(message.transfer_id)) is not None:
+            cancelled.set()
         try:
             threading.Thread(target=self.decline, args=(message,), name="decline", daemon=True).start()
         except RuntimeError as error:
@@ -218,6 +232,24 @@ class Pulls:
             decline(self._context.connections, source, message.token, address, rank)
         except PrfaasError as error:
             log.info("the source of %s keeps its cache for its lease: %s", message.request_id, error)
+
+    def _await(self, message: AwaitCache, cancelled: threading.Event) -> None:
+        source, reason = SourceAddress(message.host, message.port, message.cluster), ""
+        address = Address(message.transfer_id, message.epoch)
+        try:
+            await_begin(self._context.connections, source, message.token, address, cancelled)
+        except PrfaasError as error:
+            reason = str(error)
+        except Exception as error:  # a bug here must not leave the request waiting
+            log.exception("await of %s", message.transfer_id)
+            reason = repr(error)
+        self._end_await(message, reason)
+
+    def _end_await(self, message: AwaitCache, reason: str) -> None:
+        if reason:
+            log.info("the source of %s is awaited no longer: %s", message.request_id, reason)
+        del self._cancelled[message.transfer_id]
+        self._say(BegunCache(message.transfer_id))
 
     def _run(self, message: FetchCache, pull: Pull, record: TransferLog) -> None:
         """Run a fetch to its end, in its own thread."""
@@ -283,6 +315,8 @@ class Mover:
                 self._copies.finish(message)
             case FetchCache():
                 self._pulls.fetch(message)
+            case AwaitCache():
+                self._pulls.begin_await(message)
             case CancelFetch(key):
                 self._pulls.cancel(key)
             case DeclineCache():

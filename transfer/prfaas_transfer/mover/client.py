@@ -30,6 +30,8 @@ from prfaas_transfer.mover.messages import (
     NO_MEMORY_STATUS,
     AnnounceCache,
     AskAnnounce,
+    AwaitCache,
+    BegunCache,
     CancelFetch,
     ComputedParts,
     CopyDone,
@@ -105,6 +107,7 @@ class MoverClient:
         self._socket: socket.socket | None = None
         self._offers: set[str] = set()
         self._fetches: set[str] = set()
+        self._awaited: dict[str, Callable[[], None]] = {}
         self._is_in_step = False
         self._asked: list[int] = []  # Questions for what is announced, until the step is over.
         self._closed = threading.Event()
@@ -146,6 +149,16 @@ class MoverClient:
     def fetch(self, message: FetchCache) -> None:
         if not self._begin(self._fetches, message.key, message):
             self._end_fetch(EndedFetch(message.key, "the mover is not running"))
+
+    def await_begin(self, message: AwaitCache, on_begin: Callable[[], None]) -> None:
+        """Have `on_begin` called once, from any thread, when a source begins to compute a cache, or cannot be awaited.
+        So it is for the second of two requests that name one transfer: only one of both may fetch it."""
+        with self._lock:
+            is_awaited = message.transfer_id not in self._awaited and self._say(message)
+            if is_awaited:
+                self._awaited[message.transfer_id] = on_begin
+        if not is_awaited:
+            on_begin()
 
     def ask(self, question: Question) -> None:
         """Have a question of the engine's front answered, by the next mover if this one dies. An egress cap stays."""
@@ -310,6 +323,8 @@ class MoverClient:
                     answered = self._questions.pop(handle, None)
                 if answered is not None:
                     self._on_answer(message)
+            case BegunCache(transfer_id):
+                self._end_await(transfer_id)
             case EndedOffer(key):
                 self._end_offer(key)
             case EndedFetch():
@@ -356,10 +371,18 @@ class MoverClient:
         if known:
             self._on_fetch_end(message)
 
+    def _end_await(self, transfer_id: str) -> None:
+        with self._lock:
+            on_begin = self._awaited.pop(transfer_id, None)
+        if on_begin is not None:
+            on_begin()
+
     def _fail_open(self, reason: str) -> None:
         with self._lock:
-            offers, fetches = list(self._offers), list(self._fetches)
+            offers, fetches, awaited = list(self._offers), list(self._fetches), list(self._awaited)
         for key in offers:
             self._end_offer(key)
         for key in fetches:
             self._end_fetch(EndedFetch(key, reason))
+        for transfer_id in awaited:
+            self._end_await(transfer_id)

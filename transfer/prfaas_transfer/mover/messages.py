@@ -1,15 +1,17 @@
 """Messages between an engine and its mover: msgpack with its length before it, over a stream.
 
     engine   AnnounceCache                   a cache for a destination that says what it lacks
-             ComputedParts FinishCache       parts of it are there, or all
+             ComputedParts FinishCache       it begins to be computed or parts of it are there, or all
              FailedCache                     the rest will not come, or is not wanted
              FetchCache                      a cache from a source
+             AwaitCache                      say when a source begins to compute one
              CancelFetch DeclineCache        it is not wanted, any more or at all
              CopyDone                        a copy is done, or why it is not
              AskStats SetEgress              questions of the engine's front, answered as it answers them
     mover    MoverReady, or MoverRefused     the data port is open, or why it is not
              CopyRequest                     move a part between the engine's memory and a slot
              AskAnnounce                     say `CopyDone` once all that was said before is on its way
+             BegunCache                      a source begins to compute what was awaited, or cannot be awaited
              EndedOffer EndedFetch           nothing of it touches the engine's memory any more
              TransferEnded                   a transfer's record, before either of these
 
@@ -127,7 +129,8 @@ class AnnounceCache(_Message, frozen=True, array_like=True, tag=True):
 
 
 class ComputedParts(_Message, frozen=True, array_like=True, tag=True):
-    """These parts are computed, and stay as they are until the offer is over. In a mapped cache they are at `place`."""
+    """These parts are computed, and stay as they are until the offer is over. In a mapped cache they are at `place`.
+    Without a part: the first ones begin to be computed."""
 
     key: str
     parts: list[CopyPart]
@@ -180,6 +183,10 @@ class FetchCache(_AtSource, frozen=True, array_like=True, tag=True):
         return keyed(self.transfer_id, self.slice)
 
 
+class AwaitCache(_AtSource, frozen=True, array_like=True, tag=True):
+    """Wait until this source begins to compute the cache."""
+
+
 class CancelFetch(_Message, frozen=True, array_like=True, tag=True):
     key: str
 
@@ -226,6 +233,12 @@ class EndedOffer(_Message, frozen=True, array_like=True, tag=True):
     key: str
 
 
+class BegunCache(_Message, frozen=True, array_like=True, tag=True):
+    """The source of an awaited transfer begins to compute, or does not say when it will: the cache is to be fetched."""
+
+    transfer_id: str
+
+
 class AskAnnounce(_Message, frozen=True, array_like=True, tag=True):
     """A destination came for a transfer that is not known here. Answered by CopyDone, behind what tells of it."""
 
@@ -260,6 +273,7 @@ MoverCommand: TypeAlias = (
     | FinishCache
     | FailedCache
     | FetchCache
+    | AwaitCache
     | CancelFetch
     | DeclineCache
     | CopyDone
@@ -268,7 +282,16 @@ MoverCommand: TypeAlias = (
 )
 MoverAnswer: TypeAlias = Stats | EgressSet
 MoverReport: TypeAlias = (
-    MoverReady | MoverRefused | CopyRequest | AskAnnounce | EndedOffer | EndedFetch | TransferEnded | Stats | EgressSet
+    MoverReady
+    | MoverRefused
+    | CopyRequest
+    | AskAnnounce
+    | BegunCache
+    | EndedOffer
+    | EndedFetch
+    | TransferEnded
+    | Stats
+    | EgressSet
 )
 
 

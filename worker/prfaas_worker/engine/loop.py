@@ -50,6 +50,7 @@ from prfaas_worker.engine.sequences import (
     Requests,
     Sampler,
     Sequence,
+    SourceBegun,
     StoredPrompt,
     check_tokens,
     goal_of,
@@ -103,7 +104,7 @@ class EngineLoop:
         growing = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
         work = StepWork(planned.chunks, growing)
         for sequence, _ in work.chunks:
-            sequence.request.begun = True
+            _begin(sequence.request)
         self._count_requests()  # a step may last a second
         self._compute(work)
         if work.decodes and not work.chunks:
@@ -149,6 +150,8 @@ class EngineLoop:
                 self._add_prefill(EngineRequest(message, offer), has_ended=offer.ended)
             case OfferEnded(handle):
                 self._end_offer(handle)
+            case SourceBegun(handle, at):
+                self._end_await(handle, at)
             case FetchEnded():
                 self._finish_fetch(event)
             case ResetCache(handle):
@@ -158,7 +161,7 @@ class EngineLoop:
                 self._messages.append(RoleSet(handle, role))
 
     def _add_generation(self, message: Generate) -> None:
-        if self.requests.counts()[False, True] >= self.max_waiting:
+        if self.requests.has_too_many(self.max_waiting, self.cache.num_slots):
             text = f"{self.max_waiting} requests are waiting already; try another instance, or later"
             self._refuse(message, Failed(message.handle, 503, CODE_OVERLOADED, text))
             return
@@ -193,6 +196,8 @@ class EngineLoop:
         self.requests[request.handle] = request
         if request.gives_prefix:
             self._give_prefix(sequence)
+        elif request.is_remote and not self._has_nearly_all(sequence):
+            self.remote.await_source(sequence)
 
     def _give_prefix(self, sequence: Sequence) -> None:
         """Give what is cached of a prompt, at once, or nothing. Its answer waits for the end of the offer: so a caller
@@ -238,7 +243,7 @@ class EngineLoop:
         sequence.lease, sequence.computed_tokens = opened.lease, opened.cached_tokens
         sequence.cuts, sequence.is_exact = opened.checkpoints, True
         if request.queue_seconds is None:
-            request.queue_seconds = time.monotonic() - request.arrived
+            request.queue_seconds = time.monotonic() - request.queued_at
             request.cached_tokens = opened.cached_tokens
         sequence.phase = Phase.RUNNING
         self.remote.start_fetch(sequence)
@@ -285,6 +290,13 @@ class EngineLoop:
         sequence.cuts, sequence.is_exact = (), prompt.is_exact
         sequence.request.drop_unneeded(self.cache)
         return True
+
+    def _end_await(self, handle: int, at: float) -> None:
+        """Let a request have memory in its turn, by its arrival."""
+        request = self.requests.get(handle)
+        if request is not None:
+            request.queued_at = at
+            request.sequences[0].phase = Phase.WAITING
 
     def _finish_fetch(self, ended: FetchEnded) -> None:
         request = self.requests.get(ended.handle)
@@ -453,6 +465,13 @@ class EngineLoop:
         if self._messages:
             self.send(self._messages)
             self._messages = []
+
+
+def _begin(request: EngineRequest) -> None:
+    """Note that some of a prompt is computed in the step that begins."""
+    if not request.begun and request.offer is not None:
+        request.offer.begin()
+    request.begun = True
 
 
 def _started(request: EngineRequest, moments: tuple[Moment, ...] = ()) -> Started:

@@ -4,6 +4,9 @@ Another instance sends the cache of a prompt that is prefilled there, all but th
 prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot. From then on they
 are as if they had been cached here.
 
+A prompt that another instance computes is admitted when that begins: memory that waits for the other's queue would lack
+those whose cache has come. A wait that is of no use ends, as if the other began.
+
 A cache is fetched when its prompt is admitted. The fetch may fail at any time, which costs only time: the prompt is
 computed. Many prompts behind one system prompt come at once. Only the first one's transfer is used: the others tell
 their sources that they want nothing, wait, and find the prefix in the cache. A waiting sequence holds no memory, and
@@ -41,6 +44,7 @@ from prfaas_transfer.leases import too_many
 from prfaas_transfer.mover.client import MoverClient, Question
 from prfaas_transfer.mover.messages import (
     AnnounceCache,
+    AwaitCache,
     CopyPart,
     DeclineCache,
     EndedFetch,
@@ -63,6 +67,7 @@ from prfaas_worker.engine.sequences import (
     OfferEnded,
     Phase,
     Sequence,
+    SourceBegun,
     goal_of,
 )
 from prfaas_worker.engine.shared import copy_in, copy_out, mover_options
@@ -91,6 +96,9 @@ class MovedOffer:
         self.frames: dict[CopyPart, Frame] = {}
         self._mover = mover
         self._is_placed = False
+
+    def begin(self) -> None:
+        self._mover.put(self.manifest.transfer_id, [])
 
     def put(self, frame: Frame) -> None:
         """Hand on a frame that is computed."""
@@ -249,6 +257,12 @@ class EngineTransfers:
         subject = TransferSubject(message.handle, message.request_id, leg.cluster, message.trace)
         return MovedFetch(self, request, subject, place)
 
+    def await_source(self, message: Generate, leg: LegParams, on_begin: Callable[[], None]) -> None:
+        """Have `on_begin` called once, from any thread, when the source of a leg begins to compute, or cannot be
+        awaited."""
+        named, at = (leg.transfer_id, leg.epoch, leg.token), (leg.host, leg.port, leg.cluster)
+        self.mover.await_begin(AwaitCache(message.request_id, *named, *at), on_begin)
+
     def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
         """Tell the source of a destination's leg that its cache is not wanted."""
         at = (leg.host, leg.port, leg.cluster)
@@ -334,6 +348,9 @@ class Fetcher:
             raise InternalError(f"{sequence} has nothing to fetch")
         return self.transfers.prepare_leg(message, leg, sequence.computed_tokens, self.runner.place(sequence.held))
 
+    def await_source(self, message: Generate, leg: LegParams, on_begin: Callable[[], None]) -> None:
+        self.transfers.await_source(message, leg, on_begin)
+
     def decline(self, message: Generate | GiveCache, leg: LegParams) -> None:
         self.transfers.decline(message, leg)
 
@@ -354,6 +371,14 @@ class RemoteCaches:
         self._waiting: dict[_PrefixName, list[Sequence]] = {}  # by the prefix that another sequence fetches
         self.outcomes: Counter[FetchOutcome] = Counter()
         self.prefix_tokens = 0  # Tokens of fetched prefixes.
+
+    def await_source(self, sequence: Sequence) -> None:
+        """Let a sequence wait, without memory, until another instance begins to compute its prompt."""
+        request, leg = sequence.request, sequence.request.open_leg
+        if leg is None:
+            raise InternalError(f"{sequence} has nothing to await")
+        sequence.phase, handle = Phase.AWAITING, request.handle
+        self._fetcher.await_source(request.generate, leg, lambda: self._post(SourceBegun(handle, time.monotonic())))
 
     def join_fetch(self, sequence: Sequence) -> bool:
         """Let a sequence wait for the prefix that another one fetches, instead of its own; False if none does."""

@@ -42,6 +42,10 @@ class OfferedCache(Protocol):
         """Whether nothing reads the cache any more."""
         ...
 
+    def begin(self) -> None:
+        """Note that its prompt begins to be computed: a destination that awaits this takes memory for it."""
+        ...
+
     def put(self, frame: Frame) -> None: ...
 
     def finish_computing(
@@ -124,11 +128,12 @@ def check_tokens(generate: Generate, vocab_size: int) -> None:
 class Phase(Enum):
     """The phase of a sequence.
 
-    WAITING and JOINING hold no memory; JOINING waits for a prefix that another sequence fetches. FETCHING waits for
-    another instance's cache. DELIVERING waits until another instance has ours. ENDING waits for a transfer's thread to
-    release the memory.
+    AWAITING, WAITING and JOINING hold no memory. AWAITING waits until another instance begins to compute its prompt;
+    JOINING waits for a prefix that another sequence fetches. FETCHING waits for another instance's cache. DELIVERING
+    waits until another instance has ours. ENDING waits for a transfer's thread to release the memory.
     """
 
+    AWAITING = "awaiting"
     WAITING = "waiting"
     JOINING = "joining"
     FETCHING = "fetching"
@@ -252,9 +257,10 @@ class EngineRequest:
     stored: StoredPrompt | None = None
     handle: int = field(init=False)
     prompt_tokens: int = field(init=False)
+    queued_at: float = field(init=False)  # When it might have memory: at its arrival, or when its source began.
 
     def __post_init__(self) -> None:
-        self.handle = self.message.handle
+        self.handle, self.queued_at = self.message.handle, self.arrived
         self.prompt_tokens = len(self.message.token_ids)
 
     @property
@@ -307,7 +313,7 @@ class EngineRequest:
                 source_computed = first_byte + fetched.done.computed_seconds - fetched.done.first_byte_seconds
         return first_token_moments(
             Stamps(
-                admitted=self.arrived + (self.queue_seconds or 0.0),
+                admitted=self.queued_at + (self.queue_seconds or 0.0),
                 prefill_seconds=self.prefill_seconds,
                 computed=time.monotonic(),
                 step_began=step_began,
@@ -339,8 +345,9 @@ class EngineRequest:
 
     @property
     def waits(self) -> bool:
-        """True while it waits for the engine: a generation for memory, of which a choice may have some; a prefill for
-        another instance, with memory or without, until some of it is computed. One that fetches waits for a link."""
+        """True while it waits for the engine, or its source's: a generation without memory, of which a choice may have
+        some; a prefill for another instance, with memory or without, until some of it is computed. One that fetches
+        waits for a link."""
         if self.is_generation:
             return not self.held_slots
         phase = self.sequences[0].phase
@@ -371,6 +378,13 @@ class Requests(dict[int, EngineRequest]):
     def counts(self) -> Counter[tuple[bool, bool]]:
         """Count requests by (for another instance, waits)."""
         return Counter((not request.is_generation, request.waits) for request in self.values())
+
+    def has_too_many(self, most_waiting: int, slots: int) -> bool:
+        """Return whether as many generations wait for memory as may. Those that await their source wait for none yet;
+        they and the others are no more than may wait or have memory."""
+        without = self.counts()[False, True]
+        awaiting = sum(one.phase is Phase.AWAITING for one in self.sequences())
+        return without - awaiting >= most_waiting or without >= most_waiting + slots
 
     def facts(self, cache: HybridCache) -> ScheduleFacts[Sequence]:
         running = [_running(one, cache) for one in self.sequences() if one.phase is Phase.RUNNING]
@@ -476,6 +490,14 @@ class OfferEnded(NamedTuple):
     handle: int
 
 
+class SourceBegun(NamedTuple):
+    """The source of a request's cache begins to compute it, or cannot be awaited; `at` is that moment, by the monotonic
+    clock."""
+
+    handle: int
+    at: float
+
+
 class FetchEnded(NamedTuple):
     """A fetch ended, and its thread no longer writes to its memory; `at` is that moment, by the monotonic clock."""
 
@@ -484,4 +506,4 @@ class FetchEnded(NamedTuple):
     at: float
 
 
-Event = Generate | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | FetchEnded
+Event = Generate | Cancel | ResetCache | SetRole | PrefillOffered | OfferEnded | SourceBegun | FetchEnded
