@@ -75,5 +75,5 @@ def vllm(folder: Path) -> Iterator[Engine]:
 KINDS: Final = {
     "worker": Kind(our_worker, WORKER_DEPTH, False, 5.0, CacheBytes(62_976, 256, "the tiny model")),
     # A state larger than any prompt's rows is not kept, so the emulated worker cuts no prompts.
-    "vllm": Kind(vllm, VLLM_DEPTH, True, 10.0, CacheBytes(1 << 20, 1, "nothing"), ("--cache-mib", "16")),
+    "vllm": Kind(vllm, VLLM_DEPTH, True, 10.0, CacheBytes(1 << 20, 1, "nothing"), ("--cache-mib", "32")),
 }

@@ -95,7 +95,7 @@ def simulated_waits(
         engine_seconds = stretch * events.now - request.arrival.at_seconds
         waits.append(engine_seconds + own.prompt_seconds(request.arrival.input_tokens))
 
-    notices = Notices(lambda *_: None, lambda _: None, first, lambda _: None)
+    notices = Notices(first, lambda _: None)
     simulated = InstanceKind.of(found.profile, BATCH, 0.0, STEP_TOKENS)
     one = SimulatedInstance(events, simulated._replace(measured=found.times, budgets=kind.budgets), ROLE, notices)
     for index, arrival in enumerate(arrivals):

@@ -123,8 +123,8 @@ BUDGETS: Final = role_budgets(STEP_TOKENS)
 
 
 def slots_for(running: int) -> int:
-    """Return how many sequences have memory where so many decode at once. Half as many again may be on their way."""
-    return running + -(-running // 2)
+    """Return how many sequences have memory where so many decode at once. As many again may be on their way."""
+    return 2 * running
 
 
 def most_further_slots(running: int) -> int:

@@ -77,7 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
     max_running: Annotated[
-        int, _count("Sequences that decode at once; half as many again may have caches that come or go.")
+        int, _count("Sequences that decode at once; as many again may have caches that come or go.")
     ] = RUNNING
     step_tokens: Annotated[
         int,

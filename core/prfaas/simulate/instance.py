@@ -3,7 +3,9 @@
 A step lasts as long as an emulated engine's: its chunks of prompts one after the other, and the step of its decodes.
 What comes during a step is admitted in the next one and computed in the one after; engines that compute in order of
 arrival compute it in the next one. A prefill for another instance hands over each chunk as it ends, and keeps its slot
-until its cache has left. Memory beyond the slots is never short.
+until its cache has left. A sequence whose cache another instance computes has its slot before that comes. As many
+prompts are computed here as decode at once, and the other slots are for caches that come or go. Memory beyond the slots
+is never short.
 
 Most steps repeat the one before: the same sequences decode, and the same prompts get as many tokens. Such steps are one
 event. Who gets which tokens depends on the order of the prompts' lengths. Those shrink by equal amounts, so that two of
@@ -12,9 +14,11 @@ steps repeat ends the repetition with the step in which it came.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from heapq import merge
+from itertools import islice
 from typing import Final, NamedTuple
 
 from prfaas.capacity.profile import best_step_tokens, chunk_seconds
@@ -29,6 +33,7 @@ from prfaas.schedule import (
     WaitingSequence,
     role_budgets,
     schedule,
+    slots_for,
 )
 from prfaas.simulate.events import EventQueue
 from prfaas.simulate.request import Request
@@ -43,8 +48,8 @@ class InstanceKind(NamedTuple):
     """What instances of one pool have in common."""
 
     profile: Profile
-    slots: int
-    """Sequences that it computes at once."""
+    running: int
+    """Sequences that decode at once."""
     decode_seconds: Callable[[int], float]
     """Of a step of so many sequences, perhaps none."""
     budgets: Mapping[Role, Budgets]
@@ -55,12 +60,16 @@ class InstanceKind(NamedTuple):
 
     @classmethod
     def of(
-        cls, profile: Profile, slots: int, decode_seconds: float, tokens: int = 0, *, hands_over: bool = False
+        cls, profile: Profile, running: int, decode_seconds: float, tokens: int = 0, *, hands_over: bool = False
     ) -> "InstanceKind":
         """Return a kind whose decode step takes as long for any batch, with steps of so many `tokens`; 0: as many as a
         worker finds best by such a profile."""
         budgets = role_budgets(tokens or best_step_tokens(profile))
-        return cls(profile, slots, partial(_same_for_any, decode_seconds), budgets, hands_over)
+        return cls(profile, running, partial(_same_for_any, decode_seconds), budgets, hands_over)
+
+    @property
+    def slots(self) -> int:
+        return slots_for(self.running)
 
     @property
     def state_pages(self) -> int:
@@ -71,14 +80,21 @@ def _same_for_any(seconds: float, batch: int) -> float:
     return seconds if batch else 0.0
 
 
-class Notices(NamedTuple):
-    """Whom an instance tells of a request: a chunk for another instance is computed, of so many tokens; all of them
-    are; its first token is drawn; its last one is."""
+def _ignore(*_: object) -> None:
+    pass
 
-    chunk: Callable[[Request, int], None]
-    prefilled: Callable[[Request], None]
+
+class Notices(NamedTuple):
+    """Whom an instance tells of a request: its first token is drawn; its last one is; a prompt for another instance
+    begins to be computed; a chunk of it is, of so many tokens; all of them are; there is a slot for the cache that it
+    waits for."""
+
     first: Callable[[Request], None]
     last: Callable[[Request], None]
+    begun: Callable[[Request], None] = _ignore
+    chunk: Callable[[Request, int], None] = _ignore
+    prefilled: Callable[[Request], None] = _ignore
+    held: Callable[[Request], None] = _ignore
 
 
 @dataclass(slots=True, eq=False)
@@ -89,17 +105,31 @@ class _Sequence:
     computed_tokens: int
     remaining_tokens: int
     answer_tokens: int
-    cut_tokens: int
+    cut_tokens: int = 0
     """A chunk ends here, to keep the state; 0: nowhere."""
+    is_fetched: bool = False
+    """True if another instance computes its prompt."""
     drawn_tokens: int = 0
     is_first: bool = True
     gone: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """True if its slot is for a prompt that is computed here, or for the answer to one."""
+        return not self.is_fetched and (self.answer_tokens > 0 or self.remaining_tokens > 0)
 
     def facts(self, ahead_tokens: int = 0) -> "RunningSequence[_Sequence]":
         """Return what the schedule asks, as it will be when so many more tokens are computed."""
         computed, remaining = self.computed_tokens + ahead_tokens, self.remaining_tokens - ahead_tokens
         until_cut_tokens = self.cut_tokens - computed if self.cut_tokens > computed else remaining
-        return RunningSequence(self, remaining, until_cut_tokens, 0, False, remaining == 1 and self.answer_tokens > 0)
+        answers, continues = self.answer_tokens > 0, self.drawn_tokens > 0
+        return RunningSequence(
+            self, remaining, until_cut_tokens, 0, False, remaining == 1 and answers, not answers, continues
+        )
+
+
+def _arrived(one: _Sequence) -> float:
+    return one.request.arrival.at_seconds
 
 
 _Planned = Schedule[_Sequence]
@@ -122,6 +152,7 @@ class SimulatedInstance:
         self._events, self._kind, self._notices = events, kind, notices
         self._role: Role = role
         self._waiting: dict[Request, _Sequence] = {}
+        self._fetching: dict[Request, _Sequence] = {}  # without a slot, while another instance computes
         self._held: dict[Request, _Sequence] = {}  # with a slot, in order of arrival
         self._span: _Span | None = None
         self._awake = False  # it begins a step at this moment
@@ -145,16 +176,27 @@ class SimulatedInstance:
         total = cached_tokens + prompt_tokens
         cut = (total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         keeps = cut - cached_tokens >= max(1, self._kind.state_pages)
-        self._waiting[request] = _Sequence(request, cached_tokens, prompt_tokens, answer_tokens, cut if keeps else 0)
+        self._add(_Sequence(request, cached_tokens, prompt_tokens, answer_tokens, cut if keeps else 0))
+
+    def hold(self, request: Request, answer_tokens: int) -> None:
+        """Give a slot in its turn to a request whose cache another instance computes. It answers after `begin`."""
+        self._add(_Sequence(request, 0, 0, answer_tokens, is_fetched=True))
+
+    def begin(self, request: Request, cached_tokens: int) -> None:
+        """Answer a request that has a slot: its cache is there, but for the prompt's last token."""
+        sequence = self._held.get(request)
+        if sequence is None:  # an instance that has failed meanwhile knows it no more, which is about to be noticed
+            return
+        sequence.computed_tokens, sequence.remaining_tokens = cached_tokens, 1
         if self._span is None:
             self._wake()
-        elif len(self._held) < self._kind.slots:
+        else:
             self._cut_short()
 
     def withdraw(self, request: Request) -> int:
         """Forget a request, if it is here, and return the number of its tokens. A step under way ends as it would."""
         self._catch_up()
-        if self._waiting.pop(request, None) is not None:
+        if self._waiting.pop(request, None) or self._fetching.pop(request, None):
             return 0
         sequence = self._held.pop(request, None)
         if sequence is None:
@@ -169,6 +211,7 @@ class SimulatedInstance:
     def restart(self) -> None:
         """Forget everything, the step under way, too."""
         self._waiting.clear()
+        self._fetching.clear()
         self._held.clear()
         self._span = None
         self._planned += 1
@@ -176,6 +219,13 @@ class SimulatedInstance:
     def set_role(self, role: Role) -> None:
         self._role = role
         self._cut_short()
+
+    def _add(self, sequence: _Sequence) -> None:
+        (self._fetching if sequence.is_fetched else self._waiting)[sequence.request] = sequence
+        if self._span is None:
+            self._wake()
+        elif len(self._held) < self._kind.slots and (sequence.is_fetched or self._places):
+            self._cut_short()
 
     def _wake(self) -> None:
         """Begin a step when all that comes at this moment is there."""
@@ -185,6 +235,8 @@ class SimulatedInstance:
 
     def _begin(self, _: None = None) -> None:
         self._awake = False
+        if self._span is not None:  # it was woken by a cache that came as its sequence was admitted
+            return
         planned = self._admit(self._schedule())
         if planned.admit and self._kind.budgets[self._role].in_order:
             planned = self._admit(self._schedule())
@@ -193,25 +245,44 @@ class SimulatedInstance:
         if not planned.empty:
             self._span = _Span(self._events.now, planned.chunks, planned.decodes, self._steps_alike(planned))
             self._expect_end(self._span)
+        for chunk in planned.chunks:
+            if chunk.key.is_first and not chunk.key.answer_tokens:
+                self._notices.begun(chunk.key.request)
 
     def _schedule(self, ahead_steps: int = 0, chunks: Iterable[ScheduledChunk[_Sequence]] = ()) -> _Planned:
         """Ask for the next step, or for the one after so many that compute these chunks."""
         ahead = {chunk.key: ahead_steps * chunk.tokens for chunk in chunks}
         return schedule(
             ScheduleFacts(
-                waiting=(WaitingSequence(one, 0) for one in self._waiting.values()),
+                waiting=self._admissible(),
                 running=[one.facts(ahead.get(one, 0)) for one in self._held.values() if one.remaining_tokens],
                 free_slots=self._kind.slots - len(self._held),
                 free_pages=_PLENTY,
                 further_slots=0,
-                most_decodes=self._kind.slots,
+                most_decodes=self._kind.running,
             ),
             self._kind.budgets[self._role],
         )
 
+    def _admissible(self) -> Iterator[WaitingSequence[_Sequence]]:
+        """Yield what may have a slot, by its arrival."""
+        computed = islice(self._waiting.values(), self._places) if self._waiting else ()
+        fetched = sorted(self._fetching.values(), key=_arrived)
+        return (WaitingSequence(one, 0) for one in merge(computed, fetched, key=_arrived))
+
+    @property
+    def _places(self) -> int:
+        """How many more prompts may be computed here."""
+        return max(0, self._kind.running - sum(one.computes for one in self._held.values()))
+
     def _admit(self, planned: _Planned) -> _Planned:
         for sequence in planned.admit:
-            self._held[sequence.request] = self._waiting.pop(sequence.request)
+            request = sequence.request
+            (self._fetching if sequence.is_fetched else self._waiting).pop(request)
+            self._held[request] = sequence
+            if sequence.is_fetched:
+                self._held = dict(sorted(self._held.items(), key=lambda one: _arrived(one[1])))
+                self._notices.held(request)
         return planned
 
     def _steps_alike(self, planned: _Planned) -> int:
@@ -223,12 +294,20 @@ class SimulatedInstance:
             return 1
         steps = min(
             *(one.answer_tokens - one.drawn_tokens for one in planned.decodes),
-            *(one.facts().until_cut_tokens // tokens for one, tokens in planned.chunks),
+            *(self._whole_chunks(one, tokens) for one, tokens in planned.chunks),
             _PLENTY,
         )
         if steps > 1 and len(planned.chunks) > 1 and self._schedule(steps - 1, planned.chunks).chunks != planned.chunks:
             return 1
         return steps
+
+    @staticmethod
+    def _whole_chunks(one: _Sequence, tokens: int) -> int:
+        """Return how many chunks of so many tokens a prompt has, at least one. The last one of a prompt that is to be
+        answered here may be a token shorter, and counts for itself."""
+        facts = one.facts()
+        ends = one.answer_tokens > 0 and facts.until_cut_tokens == facts.remaining_tokens
+        return max(1, (facts.until_cut_tokens - ends) // tokens)
 
     def _expect_end(self, span: _Span) -> None:
         self._planned += 1

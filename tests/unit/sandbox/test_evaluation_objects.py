@@ -124,8 +124,8 @@ def test_instances_have_the_times_bytes_and_slots_of_the_simulated_ones(path: st
             expected = 2 * prefill_seconds(pool.profile, tokens)
             assert instance.chunk_seconds(0, tokens, is_first=True) == pytest.approx(expected, rel=0.01)
         for name in (one for one in flags if one in {pool.name, f"{pool.name}-prefill", f"{pool.name}-decode"}):
-            assert f"--max-running={kinds[pool.name].slots}" in flags[name]
-            instance.check_reach(5000, kinds[pool.name].slots)
+            assert f"--max-running={kinds[pool.name].running}" in flags[name]
+            instance.check_reach(5000, kinds[pool.name].running)
 
 
 def test_an_instance_has_room_for_the_caches_of_all_its_sequences():

@@ -100,3 +100,13 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others():
 
     assert encoded(1) == encoded(1)
     assert encoded(1) != encoded(2)
+
+
+def test_a_member_that_dies_while_the_end_of_a_cache_is_on_its_way_costs_time_and_no_answer():
+    far = LinkShape(round_trip_seconds=10.0)
+    scenario = world(threshold(8_000), hub=(1, 2), offload=1, conditions={"member": far})
+    calm = run(scenario, [Arrival(0.0, 20_000, 10)])
+    assert 15.0 < calm.seconds < 20.0, "a round trip, the prefill, and half a round trip"
+    failure = Failure(at_seconds=14.0, for_seconds=1000.0, name="member")
+    hit = run(msgspec.structs.replace(scenario, failures=(failure,)), [Arrival(0.0, 20_000, 10)])
+    assert (hit.completed, hit.rerouted) == (1, 1)

@@ -30,11 +30,13 @@ class OneByOne(SimulatedInstance):
 class Bench:
     """One instance, with what it told and when."""
 
-    def __init__(self, profile: Profile = MILLI, *, slots: int = 8, tokens: int = 1000, role: Role = "mixed", **more):
+    def __init__(self, profile: Profile = MILLI, *, running: int = 8, tokens: int = 1000, role: Role = "mixed", **more):
         self.events = EventQueue()
-        kind = InstanceKind.of(profile, slots, STEP, tokens, hands_over=more.pop("hands_over", False))
+        kind = InstanceKind.of(profile, running, STEP, tokens, hands_over=more.pop("hands_over", False))
         self.told: list[tuple[str, int, float]] = []
-        notices = Notices(self._chunk, *map(self._note, ("prefilled", "first", "last")))
+        self.begun: dict[int, float] = {}
+        prefilled, held, first, last = map(self._note, ("prefilled", "held", "first", "last"))
+        notices = Notices(first, last, self._begin, self._chunk, prefilled, held)
         self.one = more.pop("made", SimulatedInstance)(self.events, kind, role, notices)
         self.requests: dict[int, Request] = {}
         self.handed: list[tuple[int, int]] = []
@@ -50,6 +52,17 @@ class Bench:
     def serve(self, at: float, index: int, prompt: int, answer: int, cached: int = 0) -> None:
         self.requests[index] = Request(index, Arrival(at, prompt + cached, max(1, answer)))
         self.events.at(at, lambda _: self.one.serve(self.requests[index], cached, prompt, answer))
+
+    def _begin(self, request: Request) -> None:
+        assert request.index not in self.begun, "it is said once"
+        self.begun[request.index] = self.events.now
+
+    def hold(self, at: float, index: int, answer: int) -> None:
+        self.requests[index] = Request(index, Arrival(at, 500, answer))
+        self.events.at(at, lambda _: self.one.hold(self.requests[index], answer))
+
+    def begin(self, at: float, index: int) -> None:
+        self.events.at(at, lambda _: self.one.begin(self.requests[index], 499))
 
     def withdraw(self, at: float, index: int) -> None:
         self.events.at(at, lambda _: self.left.append(self.one.withdraw(self.requests[index])))
@@ -76,29 +89,30 @@ def test_a_short_prompt_shares_each_step_with_a_long_one_and_is_not_behind_it():
 
 
 def test_a_short_prompt_without_a_slot_waits_until_the_long_ones_cache_has_left():
-    bench = Bench(role="prefill", tokens=1000, slots=1)
+    bench = Bench(role="prefill", tokens=1000, running=1)  # two slots, and one prompt is computed
     bench.serve(0, 1, 20_000, 0)
-    bench.serve(0.1, 2, 1500, 0)
+    bench.serve(0, 2, 4000, 0)
+    bench.serve(0.1, 3, 1500, 0)
     bench.events.at(10, lambda _: bench.told.append(("waiting", bench.one.waiting_prefills, 10)))
     bench.withdraw(25, 1)
     bench.finish()
-    assert (bench.at("prefilled")[1], bench.at("waiting")) == (pytest.approx(20.0), {1: 10})
-    assert bench.at("prefilled")[2] == pytest.approx(26.5)
+    assert (bench.at("prefilled"), bench.at("waiting")) == ({1: 20.0, 2: 24.0, 3: pytest.approx(26.5)}, {2: 10})
+    assert bench.begun == {1: 0.0, 2: 20.0, 3: 25.0}
 
 
 def test_a_prefill_for_another_instance_waits_until_the_step_that_begins_it():
-    bench = Bench(role="prefill", tokens=1000, slots=3)  # steps of 2,000 tokens, 2 s
+    bench = Bench(role="prefill", tokens=1000, running=2)  # four slots, and steps of 2,000 tokens, 2 s
     waiting = dict[float, int]()
-    for index, prompt in ((1, 5000), (2, 3000), (3, 20_000), (4, 100)):
+    for index, prompt in ((1, 5000), (2, 3000), (3, 20_000), (6, 20_000), (4, 100)):
         bench.serve(0, index, prompt, 0)
     bench.serve(0, 5, 100, 1)  # of its own
-    for at in (0.5, 2.5, 4.5, 20.0):
+    for at in (0.5, 2.5, 4.5, 20.0, 40.0):
         bench.events.at(at, lambda _: waiting.update({bench.events.now: bench.one.waiting_prefills}))
     bench.finish()
-    # Half of each step is the first one's, half the shortest one's: the second. The third has a slot and waits as well
-    # as the fourth does, without one.
-    assert waiting == {0.5: 2, 2.5: 2, 4.5: 2, 20.0: 1}
-    assert bench.at("prefilled").keys() == {1, 2, 3}
+    # Half of each step is the first one's, half the shortest one's. The sixth has a slot, then, and waits; the fourth,
+    # without one, does so to the end.
+    assert waiting == {0.5: 3, 2.5: 3, 4.5: 3, 20.0: 2, 40.0: 1}
+    assert bench.at("prefilled").keys() == {1, 2, 3, 6}
 
 
 def test_decodes_go_on_beside_the_chunks_of_a_prompt_as_the_role_allows():
@@ -118,12 +132,36 @@ def test_decodes_go_on_beside_the_chunks_of_a_prompt_as_the_role_allows():
 
 
 def test_a_full_batch_has_others_wait_for_a_slot_and_their_first_token():
-    bench = Bench(slots=2)
+    bench = Bench(running=2)
     for index, answer in ((1, 10), (2, 4), (3, 3)):
         bench.serve(0, index, 1, answer, cached=500)
     bench.finish()
     assert bench.at("first") == pytest.approx({1: STEP, 2: STEP, 3: 6 * STEP})
     assert bench.at("last") == pytest.approx({1: 10 * STEP, 2: 4 * STEP, 3: 8 * STEP}), "admitted in the fifth step"
+
+
+def test_a_cache_on_its_way_has_a_slot_and_takes_no_place_of_an_answer():
+    bench = Bench(running=2)  # four slots
+    for index, answer in ((1, 10), (2, 4), (3, 3), (4, 2), (5, 2)):
+        bench.hold(0, index, answer)
+    bench.begin(1.1, 3)
+    bench.begin(1.1, 2)
+    bench.begin(1.6, 1)
+    bench.finish()
+    assert bench.at("held").keys() == {1, 2, 3, 4, 5}
+    assert [index for index, at in bench.at("held").items() if at] == [5]
+    assert bench.at("first").keys() == {1, 2, 3}, "the other caches never come"
+    assert bench.at("first")[1] >= min(bench.at("last")[one] for one in (2, 3)), "two answer already"
+
+
+def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_that_come():
+    bench = Bench(running=2)  # four slots
+    for index in (1, 2, 3):
+        bench.serve(0, index, 3000, 1)
+    bench.hold(0.1, 4, 2)
+    bench.finish()
+    assert bench.at("held")[4] < bench.at("last")[1] < bench.at("first")[3]
+    assert bench.begun == {}, "they are answered here"
 
 
 def test_one_prompt_and_its_answer_need_one_slot_and_no_hand_over():
@@ -144,7 +182,7 @@ def test_the_end_of_a_prompt_waits_for_the_step_it_is_in_and_the_state_is_kept_a
 
 
 def test_what_is_withdrawn_leaves_its_slot_at_the_end_of_the_step_and_keeps_its_tokens():
-    bench = Bench(slots=1)
+    bench = Bench(running=1)
     bench.serve(0, 1, 1, 100, cached=500)
     bench.serve(1, 2, 1, 2, cached=500)
     bench.withdraw(10.2, 1)
@@ -198,14 +236,18 @@ ODD = Profile(state_bytes=9000, token_bytes=7, fixed_seconds=0.0517, token_secon
 @example([(0.0, 9_000, 1, 0), (0.0, 8_990, 1, 0)], [], "mixed", 333, 3, False)
 @given(PROMPTS, LEAVING, ROLES, st.sampled_from([64, 333, 1024]), st.sampled_from([1, 3, 12]), st.booleans())
 @settings(max_examples=150)
-def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role, tokens, slots, hands_over):
+def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role, tokens, running, hands_over):
     runs: list[Bench] = []
     for made in (SimulatedInstance, OneByOne):
-        bench = Bench(ODD, slots=slots, tokens=tokens, role=role, hands_over=hands_over, made=made)
+        bench = Bench(ODD, running=running, tokens=tokens, role=role, hands_over=hands_over, made=made)
         at = 0.0
         for index, (gap, prompt, answer, cached) in enumerate(prompts):
             at += gap
-            bench.serve(at, index, prompt, answer, cached)
+            if cached == 64 and answer:  # another instance computes its prompt
+                bench.hold(at, index, answer)
+                bench.begin(at + prompt / 77.7, index)
+            else:
+                bench.serve(at, index, prompt, answer, cached)
             bench.withdraw(at + 700.0123, index)  # what was prefilled leaves
         for when, index in leaving:
             if index < len(prompts):
@@ -218,6 +260,7 @@ def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role,
     took, took_plain = ([one.prefill_seconds for one in bench.requests.values()] for bench in runs)
     assert took == pytest.approx(took_plain, abs=1e-6)
     assert quick.handed == plain.handed
+    assert quick.begun == pytest.approx(plain.begun, abs=1e-6)
 
 
 def test_a_long_answer_and_a_long_prompt_take_few_events():
@@ -231,8 +274,8 @@ def test_a_long_answer_and_a_long_prompt_take_few_events():
 
 
 @given(PROMPTS, ROLES, st.sampled_from([64, 1024]), st.sampled_from([1, 4]))
-def test_every_request_ends_once_and_gets_its_tokens(prompts, role, tokens, slots):
-    bench = Bench(ODD, slots=slots, tokens=tokens, role=role)
+def test_every_request_ends_once_and_gets_its_tokens(prompts, role, tokens, running):
+    bench = Bench(ODD, running=running, tokens=tokens, role=role)
     for index, (gap, prompt, answer, cached) in enumerate(prompts):
         bench.serve(gap, index, prompt, answer, cached)
     told = _leaving_when_prefilled(bench)

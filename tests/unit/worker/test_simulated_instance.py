@@ -86,7 +86,7 @@ def simulated(
 
     budgets = role_budgets(tokens, in_order=in_order)
     kind = InstanceKind(CURVE, SLOTS, decode_seconds, budgets, measured=measured)
-    one = SimulatedInstance(events, kind, role, Notices(lambda *_: None, lambda _: None, first, last))
+    one = SimulatedInstance(events, kind, role, Notices(first, last))
     for handle, job in enumerate(sent, 1):
         request = Request(handle, Arrival(job.at, job.prompt, job.answer))
         events.at(job.at, lambda _, job=job, request=request: one.serve(request, 0, job.prompt, job.answer))
