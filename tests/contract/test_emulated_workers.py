@@ -22,7 +22,7 @@ from prfaas.wire.engine import Role
 
 from ..unit.tls.mounts import Mount
 from ..unit.worker.conftest import launched
-from ..waiting import assert_prompt, eventually
+from ..waiting import NotInTime, assert_prompt, eventually
 from .bench import Bench, listener
 from .conftest import benches, ready
 
@@ -74,6 +74,21 @@ def test_a_cache_crosses_inside_tls_from_the_cluster_that_was_named_alone(tmp_pa
     profile = read_builtin("", PROFILE)
     wanted = (profile.state_bytes + 20_000 * profile.token_bytes) / SCALE
     assert int(answer.headers[headers.KV_BYTES]) == pytest.approx(wanted, rel=0.01)
+
+
+def test_a_destination_gives_no_memory_to_prompts_that_its_source_has_not_begun(emulated: Bench):
+    pair, waiting = emulated.pair(), list[float]()
+    legs = [leg for _ in range(5) for leg in pair.hand_off(text_of(30_000), max_tokens=1)]
+
+    def are_answered() -> bool:
+        waiting.append(pair.destination.metrics()["prfaas_requests_waiting"])
+        return all(leg.is_answered() for leg in legs)
+
+    eventually(are_answered, "the legs are answered")
+    if max(waiting) < 3:  # the source begins with two at once at most, and a busy machine may look too late
+        raise NotInTime(f"at most {max(waiting):g} of five prompts waited for their source")
+    assert all(leg.answer().has_fetched for leg in legs[1::2])
+    pair.wait_idle()
 
 
 def put_role(engine: CheckedEngine, role: Role) -> None:
