@@ -56,7 +56,7 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
 def judge(
     rate_per_second: float, parts: Sequence[SteadyPart], p90: Sampled | None, limit_seconds: float
 ) -> LoadVerdict:
-    """Return the verdict on a load, of its valid runs, and of the P90 of those with a steady part."""
+    """Return the verdict on a load, of its valid runs, and of the P90 of those that count."""
 
     def found(outcome: LoadOutcome, why: str) -> LoadVerdict:
         return LoadVerdict(rate_per_second=rate_per_second, outcome=outcome, why=why)

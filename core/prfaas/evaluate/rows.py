@@ -1,7 +1,8 @@
 """The row of a policy at a load: what its runs show, what the plan says, and what the simulator shows.
 
-A run that is invalid or has no steady part gives no figures. If it was overloaded, its load breaks the limit, and it
-says what the system serves then: see `prfaas.evaluate.limit`.
+A run that is invalid or has no steady part gives no figures. If most runs of a load were overloaded, it breaks the
+limit; if all were, they say what the system serves: see `prfaas.evaluate.limit`. Close to the limit the requests in
+flight may grow by chance in fewer than half of the runs. The others alone would be the luckier ones, so all count.
 """
 
 import math
@@ -44,7 +45,8 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """What the runs of a policy at a load show. `saturated_per_second` is None unless all are overloaded.
 
-    `figures` is None if one is, for the others are the best of that load, or if none has a steady part.
+    `figures` is None if none has a steady part, and if at least half are overloaded or one of these has nothing to
+    count: the others are the best of that load.
     """
 
     figures: LoadFigures | None
@@ -191,15 +193,19 @@ def _work_of(profile: Profile, brings_seconds: float, away: bool, one: AnsweredR
 def _result_of(file: PlanFile, first: Run, runs: Sequence[tuple[Run, SteadyPart]], limit_seconds: float) -> LoadResult:
     """Return what the runs of one load show, each with its steady part."""
     capacity_mbps = sum(link.capacity_mbps for link in file.system.links)
-    steady = _combined([(run.key.seed, figures_of(run, part, capacity_mbps)) for run, part in runs if not part.why_not])
+    overloaded = [run for run, part in runs if part.overloaded]
+    able = sum(not part.why_not or part.overloaded for _, part in runs)
+    is_carried = 2 * len(overloaded) < able and all(part.answers for _, part in runs if part.overloaded)
+    counted = [(run, part) for run, part in runs if not part.why_not or (part.overloaded and is_carried)]
+    steady = _combined([(run.key.seed, figures_of(run, part, capacity_mbps)) for run, part in counted])
     p90 = steady.ttft_p90_seconds if steady else None
-    overloaded = [one for run, part in runs if part.overloaded for one in run.answers]
+    timed = [one for _, part in counted for one in part.answers]
     return LoadResult(
-        figures=None if overloaded else steady,
+        figures=steady if is_carried else None,
         saturated_per_second=_of_all([(run.key.seed, most_of(file, run)) for run, _ in runs]),
         saturated_counted=_of_all([(run.key.seed, counted_of(file, run)) for run, _ in runs]),
         verdict=judge(first.rate_per_second, [part for _, part in runs], p90, limit_seconds),
-        parts=_mean_parts(overloaded or [one for _, part in runs for one in part.answers]),
+        parts=_mean_parts(timed if is_carried else [one for run in overloaded for one in run.answers]),
     )
 
 

@@ -5,9 +5,10 @@ more where MSER-5 asks for it (White, *Simulation* 69, 1997; Franklin and White,
 it takes the means of five requests each, in order of arrival, and finds the cut after which the standard error of the
 mean is smallest. That very cut would favour the quiet end of a busy queue: figures of M/G/1 at 90 % would be a
 quarter too low. So the earliest cut counts after which that error is at most 1.4 times the smallest. If it lies in the
-second half, there is no steady part. Nor is there one if the requests in flight grow all the time, or if many requests
-are refused: such a run is overloaded. Nothing comes behind the last requests, which makes the end of a run too quiet.
-So those that arrive within the limit's time of the last one are sent, and not counted.
+second half, there is no steady part. Nor is there one if many requests are refused: such a run is overloaded. So is one
+whose requests in flight grow all the time. But a queue with room may grow by chance, so what its steady part would be
+is kept (`prfaas.evaluate.rows` says when it counts). Nothing comes behind the last requests, which makes the end of a
+run too quiet. So those that arrive within the limit's time of the last one are sent, and not counted.
 
 First tokens that follow each other waited in the same queue, and their spread says too little about the error of their
 mean. So the steady part is divided into a few long batches, whose means depend little on each other (Schmeiser,
@@ -75,7 +76,8 @@ class SteadyPart(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str = ""
     """Why there is no steady part; empty if there is."""
     overloaded: bool = False
-    """There is none because more arrives than is served. Otherwise nothing is known of a run without one."""
+    """There is none because more arrives than is served; if False, nothing is known of a run without one. Where
+    requests in flight grow, the other fields are set as if they did not."""
 
     @property
     def first_tokens_seconds(self) -> list[float]:
@@ -94,9 +96,17 @@ def find_steady(run: Run, tail_seconds: float = 0.0) -> SteadyPart:
         )
     spans = [(one.at_seconds, one.at_seconds + (one.seconds or 0.0)) for one in answers]
     growth = growth_share(spans, answers[least].at_seconds, answers[-1].at_seconds)
+    part = _steady_part(answers, spans, tail_seconds)
     if growth > MOST_GROWTH:
         why = f"more requests arrive than end: {growth:.0%} of them pile up"
-        return SteadyPart(why_not=why, overloaded=True)
+        return msgspec.structs.replace(part, why_not=why, overloaded=True)
+    return part
+
+
+def _steady_part(
+    answers: Sequence[AnsweredRequest], spans: Sequence[tuple[float, float]], tail_seconds: float
+) -> SteadyPart:
+    """Return what counts of these answers, in order of arrival, if the requests in flight do not grow."""
     end = answers[-1].at_seconds - tail_seconds
     counted = [one for one in answers if one.at_seconds <= end]
     cut = warmup_length([one.ttft_seconds for one in counted if one.ttft_seconds is not None])

@@ -165,6 +165,41 @@ def test_a_load_of_which_most_runs_are_overloaded_breaks_the_limit(overloaded, o
     assert (f"in {overloaded} of 3 runs 20 of 400 requests were refused" in row.result.verdict.why) == (overloaded > 0)
 
 
+def growing(run):
+    """The same run, but each answer takes the longer, the later it is."""
+    slower = [msgspec.structs.replace(one, seconds=one.seconds + one.at_seconds / 2) for one in run.answers]
+    return msgspec.structs.replace(run, answers=tuple(slower))
+
+
+@pytest.mark.parametrize(("grows", "outcome"), [(0, "held"), (1, "open"), (2, "broken"), (3, "broken")])
+def test_a_run_that_grows_by_chance_counts_among_others_that_do_not(grows, outcome):
+    runs = [live(key) for key in keys("threshold", 0.5, seeds=3)]
+    (row,) = summary_of(*map(growing, runs[:grows]), *runs[grows:], limit_seconds=60.0).rows
+    (plain,) = summary_of(*runs, limit_seconds=60.0).rows
+
+    assert row.result.verdict.outcome == outcome
+    assert ("more requests arrive than end" in row.result.verdict.why) == (grows > 0)
+    if grows < 2:
+        assert row.measured.ttft_p90_seconds == plain.measured.ttft_p90_seconds, "of all three seeds"
+        assert row.result.parts == plain.result.parts
+    else:
+        assert row.measured is None
+
+
+def test_a_load_with_a_run_that_grows_breaks_a_limit_that_all_runs_exceed():
+    first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
+    (row,) = summary_of(growing(first), *others, limit_seconds=0.01).rows
+
+    assert row.result.verdict.outcome == "broken"
+
+
+def test_one_of_two_runs_that_grows_is_as_many_as_does_not():
+    first, second = (live(key) for key in keys("threshold", 0.5, seeds=2))
+    (row,) = summary_of(growing(first), second, limit_seconds=60.0).rows
+
+    assert (row.result.verdict.outcome, row.measured) == ("open", None)
+
+
 def test_an_invalid_run_has_no_voice_whether_a_load_breaks_the_limit():
     first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
     (row,) = summary_of(invalid(refusing(first)), *others, limit_seconds=60.0).rows

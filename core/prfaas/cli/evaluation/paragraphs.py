@@ -50,9 +50,10 @@ SATURATED: Final = (
 WITHIN: Final = (
     "The other is to look for the highest load whose first tokens keep a limit: nine of ten come within it, which is "
     "called P90. A load holds if the interval of P90 lies within the limit. It breaks the limit if the interval lies "
-    "above, or if in most of its runs more requests arrive than end, or some are refused. The limit lies between the "
-    "highest load that holds and the lowest that breaks. Where one that breaks lies below one that holds, neither "
-    "counts."
+    "above, or if in most of its runs more requests arrive than end, or many are refused. Close to the limit requests "
+    "may pile up by chance: a load does not hold then, but where they do in fewer than half of its runs, all of these "
+    "count for its times. The limit lies between the highest load that holds and the lowest that breaks. Where one "
+    "that breaks lies below one that holds, neither counts."
 )
 NO_FIRST_TOKENS: Final = (
     "No load was served that a system carries, so there is no time to the first token to compare: while queues grow, "
