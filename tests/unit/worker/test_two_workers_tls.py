@@ -17,9 +17,11 @@ from prfaas.identity import KeyPair
 from prfaas.wire.prefill import new_transfer
 from prfaas_transfer.credentials import PeerCredentials
 
+from ...waiting import eventually_async
 from ..tls.mounts import Mount
 from .conftest import Client, Worker
 from .prompts import IDLE, choices, text_of
+from .transfer_bench import descriptors
 
 pytestmark = pytest.mark.system
 
@@ -79,9 +81,12 @@ class Gateway(Client):
 
 @pytest.fixture
 async def client(secure) -> AsyncIterator[Gateway]:
+    before = descriptors()
     connector = aiohttp.TCPConnector(ssl=False, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120)) as session:
         yield Gateway(session, PeerCredentials(secure[1].mount.path))
+    # The session does not wait until a worker has answered the end of TLS.
+    await eventually_async(lambda: descriptors() <= before, "the session's connections are closed")
 
 
 async def logprobs(answer: aiohttp.ClientResponse) -> dict[str, Any]:
