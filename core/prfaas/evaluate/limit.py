@@ -10,9 +10,10 @@ later would count.
 
 **Within a limit.** P90 of the first token keeps a promise up to some rate. A load *holds* if the interval of P90 lies
 within the limit, and *breaks* it if the interval lies above, or if most of its runs are overloaded: requests in flight
-grow, or requests are refused. A queue with room may look so by chance, at 90 % in 3 of 40 runs, so fewer of them leave
-the load open. So does anything else, such as a machine that was too slow. The limit lies between the highest load that
-holds and the lowest that breaks; nothing narrower is known. Where a load breaks and a higher one holds, both are open.
+grow, or requests are refused. A queue with room may look so by chance, at 90 % in 3 of 40 runs. So fewer of them leave
+a load open that P90 would let hold. So does anything else, such as a machine that was too slow. The limit lies between
+the highest load that holds and the lowest that breaks; nothing narrower is known. Where a load breaks and a higher one
+holds, both are open.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -120,6 +120,7 @@ def test_an_overloaded_queue_is_not_steady(load):
 
     assert sum(one.overloaded for one in found) >= 18
     assert all(one.why_not for one in found if one.overloaded)
+    assert all(one.answers == () for one in found if one.why_not and not one.overloaded)
 
 
 @pytest.mark.parametrize(("load", "most"), [(0.5, 0), (0.8, 1), (0.9, 3)])

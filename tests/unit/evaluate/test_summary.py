@@ -200,6 +200,30 @@ def test_one_of_two_runs_that_grows_is_as_many_as_does_not():
     assert (row.result.verdict.outcome, row.measured) == ("open", None)
 
 
+def unsteady(run):
+    """The same run, but first tokens take the longer, the later they are: no cut leaves a steady part."""
+    last = max(one.at_seconds for one in run.answers)
+    rising = [msgspec.structs.replace(one, ttft_seconds=one.seconds * one.at_seconds / last) for one in run.answers]
+    return msgspec.structs.replace(run, answers=tuple(rising))
+
+
+def test_a_run_that_grows_and_has_nothing_to_count_leaves_its_load_without_figures():
+    first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
+    (row,) = summary_of(growing(unsteady(first)), *others, limit_seconds=60.0).rows
+
+    assert (row.result.verdict.outcome, row.measured) == ("open", None)
+
+
+def test_a_run_that_grows_counts_for_half_where_another_has_no_steady_part():
+    """Of three runs two say something of the load, and one of these grows."""
+    first, second, third = (live(key) for key in keys("threshold", 0.5, seeds=3))
+    (row,) = summary_of(growing(first), unsteady(second), third, limit_seconds=60.0).rows
+    (plain,) = summary_of(unsteady(second), first, third, limit_seconds=60.0).rows
+
+    assert row.measured is None
+    assert plain.measured is not None, "the negative control: an unsteady run alone is left out"
+
+
 def test_an_invalid_run_has_no_voice_whether_a_load_breaks_the_limit():
     first, *others = (live(key) for key in keys("threshold", 0.5, seeds=3))
     (row,) = summary_of(invalid(refusing(first)), *others, limit_seconds=60.0).rows
