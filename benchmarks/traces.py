@@ -32,12 +32,9 @@ HEAD = """# Policies on published traces
 
     prfaas bench traces mooncake_conversation.jsonl azure_2023_code.csv --write       # regenerates this page
 
-Simulated instances now hold slots as live ones do: for a cache that comes since its source began to compute, not only
-once it is there, and as many again as decode. On code Λ at SLO fell from 6.30 to 5.62 (threshold and price), from 6.22
-to 5.70 (static) and from 5.62 to 4.90 (homogeneous), and P90 at 50 % grew from 17 to 20 to 22 s. On conversations
-little changed: Λ at SLO of prices rose from 8.65 to 8.76. Before that, the worker's schedule in place of first come,
-first served had taken Λ at SLO on code from 7.49 to 6.30 (threshold and price), and on conversations from 7.55 to 7.23
-(threshold) and from 8.76 to 8.65 (price).
+A cache that comes now takes a slot of its decode instance with its first token. While it held one since its source
+began to compute, Λ at SLO on code was 5.62 instead of 6.30 (threshold and price), 5.70 instead of 6.22 (static) and
+4.90 instead of 5.62 (homogeneous), and P90 at 50 % was 20 to 22 s instead of 17. On conversations little changed.
 
 This page compares the [policies](../../docs/understand/simulation.md#policies) on two published traces.
 

@@ -13,9 +13,10 @@ Memory is given by arrival, too. A prompt gets all of its pages when it is admit
 time. When the pages run out, the sequence that arrived last gives back all its pages. It waits again, in its old place.
 So the first one keeps its pages, and in time all end.
 
-A sequence whose cache comes from another instance, or leaves for one, has memory and computes nothing. If it took the
-place of one that decodes, batches would be smaller by all that is on its way. So more sequences have memory than decode
-at once. One that could begin its answer waits until fewer decode. It interrupts none.
+A sequence needs a slot, for its linear state, while it computes, and until its cache has left for another instance. If
+what leaves took the place of what decodes, batches would be smaller by all that is on its way. So there are more slots
+than sequences that decode at once. The cache of a whole prompt that comes from another instance lies in pages alone. It
+takes its slot when it is computed, mostly with its first token, when fewer decode. It interrupts none.
 
 A request for several choices is admitted as one sequence. Its further choices take slots as they come free, and at most
 half of those that decode. So one request cannot stop the others.
@@ -38,12 +39,13 @@ _Key = TypeVar("_Key", bound=Hashable)  # The caller's reference to a sequence.
 
 
 class WaitingSequence(NamedTuple, Generic[_Key]):
-    """A sequence without memory. It takes a state slot and `pages` free pages to be admitted. If `further`, its request
-    has another choice with a slot."""
+    """A sequence without memory. It takes `pages` free pages to be admitted, and a slot, unless its whole cache `comes`
+    from another instance. If `further`, its request has another choice with a slot."""
 
     key: _Key
     pages: int
     further: bool = False
+    comes: bool = False
 
 
 class RunningSequence(NamedTuple, Generic[_Key]):
@@ -52,7 +54,7 @@ class RunningSequence(NamedTuple, Generic[_Key]):
     If it `decodes`, it takes one token of the step, otherwise a chunk, which may not go beyond `until_cut_tokens`.
     `short` says that its next token needs one more page. Preempting it would free `held_pages`; a `pinned` one may not
     be preempted, since others read from its memory: it has no answer. One that `continues` drew a token in the last
-    step.
+    step. One whose cache has come `lacks_slot`, until it is computed.
     """
 
     key: _Key
@@ -63,12 +65,13 @@ class RunningSequence(NamedTuple, Generic[_Key]):
     decodes: bool
     pinned: bool = False
     continues: bool = False
+    lacks_slot: bool = False
 
 
 class ScheduleFacts(NamedTuple, Generic[_Key]):
-    """The engine's state. Sequences are in order of arrival. `waiting` is read once, and only as far as one may be
-    admitted: what it needs takes a look into the cache. Further choices may take `further_slots` more slots. At most
-    `most_decodes` have a place for their answers in a step."""
+    """The engine's state. Sequences are in order of arrival. `waiting` is read once, and only as far as pages go: what
+    one needs takes a look into the cache. Further choices may take `further_slots` more slots. At most `most_decodes`
+    have a place for their answers in a step."""
 
     waiting: Iterable[WaitingSequence[_Key]]
     running: Sequence[RunningSequence[_Key]]
@@ -123,7 +126,7 @@ BUDGETS: Final = role_budgets(STEP_TOKENS)
 
 
 def slots_for(running: int) -> int:
-    """Return how many sequences have memory where so many decode at once. As many again may be on their way."""
+    """Return how many slots there are where so many decode at once: as many again for prompts and caches that leave."""
     return 2 * running
 
 
@@ -155,35 +158,57 @@ class Schedule(NamedTuple, Generic[_Key]):
 
 def schedule(facts: ScheduleFacts[_Key], budgets: Budgets) -> Schedule[_Key]:
     """Return the next step. What is admitted in it computes from the next one on."""
-    decodes, preempted, free_pages = _choose_decodes(facts)
-    prompts = [sequence for sequence in facts.running if not sequence.decodes and sequence.key not in preempted]
+    decodes, preempted, free = _choose_decodes(facts)
+    prompts: list[RunningSequence[_Key]] = []
+    places = facts.most_decodes - len(decodes)
+    for sequence in facts.running:
+        if sequence.decodes or sequence.key in preempted or (sequence.lacks_slot and min(free.slots, places) <= 0):
+            continue
+        free, places = free._replace(slots=free.slots - sequence.lacks_slot), places - sequence.lacks_slot
+        prompts.append(sequence)
     chunks = _choose_chunks(prompts, len(decodes), facts.most_decodes, budgets)
     # One page for each decode stays free, or what is admitted now would be preempted in a moment.
-    admit = () if preempted else _admit(facts, free_pages - len(decodes))
+    admit = () if preempted else _admit(facts, _Free(free.slots, free.pages - len(decodes)))
     return Schedule(tuple(preempted), admit, chunks, tuple(decodes))
 
 
-def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key], int]:
-    """Return the decoding sequences, those preempted for them, and the pages left then. Those that continue come first,
-    and one without a page takes no place: it may wait for those that do not."""
+class _Free(NamedTuple):
+    """The memory that a step has left."""
+
+    slots: int
+    pages: int
+
+
+def _choose_decodes(facts: ScheduleFacts[_Key]) -> tuple[list[_Key], list[_Key], _Free]:
+    """Return the decoding sequences, those preempted for them, and the memory left then. Those that continue come
+    first. One without a page or slot takes no place: it may wait for those that do not. Those that lack a slot give way
+    first, for they have no answer that would be interrupted, and then the others, in each case the last."""
     decodes: list[_Key] = []
     preempted: list[_Key] = []
-    free_pages, last = facts.free_pages, len(facts.running)
+    free_slots, free_pages, last = facts.free_slots, facts.free_pages, len(facts.running)
+    without_slot = [sequence for sequence in facts.running if sequence.lacks_slot]
     for place, sequence in sorted(enumerate(facts.running), key=lambda one: not one[1].continues):
         if len(decodes) == facts.most_decodes:
             break
-        if place >= last or not sequence.decodes:
+        if place >= last or not sequence.decodes or sequence.key in preempted:
             continue
-        while sequence.short and free_pages == 0 and last > place + 1:
-            last -= 1
-            if not facts.running[last].pinned:
-                preempted.append(facts.running[last].key)
-                free_pages += facts.running[last].held_pages
+        if sequence.lacks_slot and free_slots <= 0:
+            continue
+        while sequence.short and free_pages == 0 and (without_slot or last > place + 1):
+            if without_slot:
+                victim = without_slot.pop()
+            else:
+                last -= 1
+                victim = facts.running[last]
+            if not victim.pinned and victim.key not in preempted and victim.key != sequence.key:
+                preempted.append(victim.key)
+                free_pages += victim.held_pages
         if sequence.short and free_pages == 0:
             continue  # the pages belong to a sequence that computes no more: it ends by itself
         free_pages -= sequence.short
+        free_slots -= sequence.lacks_slot
         decodes.append(sequence.key)
-    return [key for key in decodes if key not in preempted], preempted, free_pages
+    return [key for key in decodes if key not in preempted], preempted, _Free(free_slots, free_pages)
 
 
 def _choose_chunks(
@@ -212,21 +237,18 @@ def _choose_chunks(
     return tuple(ScheduledChunk(key, tokens) for key, tokens in taken.items() if tokens)
 
 
-def _admit(facts: ScheduleFacts[_Key], free_pages: int) -> tuple[_Key, ...]:
-    """Admit in order of arrival: a large request is not overtaken for ever by small ones. Only further choices let
-    others pass, while as many as may have slots do."""
+def _admit(facts: ScheduleFacts[_Key], free: _Free) -> tuple[_Key, ...]:
+    """Admit in order of arrival: a large request is not overtaken for ever by small ones. Others pass only further
+    choices, while as many as may have slots do, and what needs a slot where there is none."""
     admitted: list[_Key] = []
-    if facts.free_slots <= 0:
-        return ()
-    further_slots = facts.further_slots
+    (free_slots, free_pages), further_slots = free, facts.further_slots
     for sequence in facts.waiting:
-        if sequence.further and further_slots <= 0:
+        if (sequence.further and further_slots <= 0) or (not sequence.comes and free_slots <= 0):
             continue
         further_slots -= sequence.further
         free_pages -= sequence.pages
         if free_pages < 0:
             break
         admitted.append(sequence.key)
-        if len(admitted) == facts.free_slots:
-            break
+        free_slots -= not sequence.comes
     return tuple(admitted)

@@ -23,8 +23,8 @@ from prfaas.schedule import (
 BUDGETS = Budgets(step_tokens=1024, prompt_tokens_beside_decodes=512)
 
 
-def waiting(handle: int, pages: int = 1, *, further: bool = False) -> WaitingSequence[int]:
-    return WaitingSequence(handle, pages, further)
+def waiting(handle: int, pages: int = 1, *, further: bool = False, comes: bool = False) -> WaitingSequence[int]:
+    return WaitingSequence(handle, pages, further, comes)
 
 
 def prompt(handle: int, remaining: int, cut: int | None = None) -> RunningSequence[int]:
@@ -156,13 +156,51 @@ def test_further_choices_take_their_share_of_the_slots_in_turn_and_then_let_othe
     )
 
 
-def test_examines_no_request_that_cannot_be_admitted():
+def test_a_cache_that_comes_takes_no_slot_and_passes_what_lacks_one_but_nothing_that_lacks_pages():
+    waits = waiting(1), waiting(2, comes=True), waiting(3), waiting(4, comes=True)
+    assert schedule(facts(waits=waits, slots=0), BUDGETS).admit == (2, 4)
+    assert schedule(facts(waits=waits, slots=1), BUDGETS).admit == (1, 2, 4)
+    assert schedule(facts(waits=waits, slots=2, pages=2), BUDGETS).admit == (1, 2)
+    assert schedule(facts(waits=(waiting(1, pages=9), waits[1]), pages=5), BUDGETS).admit == ()
+
+
+def test_a_cache_that_has_come_takes_a_slot_with_its_place_and_before_what_is_admitted():
+    come = [decoding(number, continues=False)._replace(lacks_slot=True) for number in (1, 2, 3)]
+    waits = waiting(4), waiting(5)
+    for slots, most_decodes, decodes, admit in [
+        (0, 9, (), ()),
+        (2, 9, (1, 2), ()),
+        (2, 1, (1,), (4,)),
+        (4, 9, (1, 2, 3), (4,)),
+        (4, 2, (1, 2), (4, 5)),
+    ]:
+        found = schedule(facts(*come, waits=waits, slots=slots, most_decodes=most_decodes), BUDGETS)
+        assert (found.decodes, found.admit) == (decodes, admit)
+
+
+def test_a_cache_that_has_come_with_more_to_compute_than_a_token_takes_a_slot_with_its_chunk():
+    come = prompt(1, 9)._replace(lacks_slot=True)
+    found = schedule(facts(come, waits=(waiting(2),), slots=1), BUDGETS)
+    assert (found.chunks, found.admit) == ((ScheduledChunk(1, 9),), ())
+    assert schedule(facts(come, waits=(waiting(2),), slots=0), BUDGETS).empty
+    found = schedule(facts(decoding(3), come, slots=1, most_decodes=1), BUDGETS)
+    assert (found.chunks, found.decodes) == ((), (3,)), "it has no place for its answer"
+
+
+def test_a_cache_that_has_come_gives_way_as_all_do():
+    come = decoding(2, held=7, continues=False)._replace(lacks_slot=True)
+    found = schedule(facts(decoding(1, short=True), come, decoding(3), pages=0, most_decodes=2), BUDGETS)
+    assert (found.preempt, found.decodes) == ((2,), (1, 3)), "before an answer that came later"
+    found = schedule(facts(come._replace(key=0), decoding(1, short=True), pages=0, slots=0), BUDGETS)
+    assert (found.preempt, found.decodes) == ((0,), (1,)), "or both would wait for ever"
+
+
+def test_examines_no_request_behind_one_that_lacks_pages():
     def waits() -> Iterator[WaitingSequence[int]]:
         yield waiting(1)
         yield waiting(2)
         raise AssertionError
 
-    assert schedule(facts()._replace(waiting=waits(), free_slots=2), BUDGETS).admit == (1, 2)
     assert schedule(facts()._replace(waiting=waits(), free_pages=1), BUDGETS).admit == (1,)
 
 
@@ -241,15 +279,30 @@ class Line:
     pages: int = 0
     drawn: int = 0
     continues: bool = False
+    has_slot: bool = False
+
+    @property
+    def comes(self) -> bool:
+        return self.fetched and not self.drawn
 
     @property
     def remaining(self) -> int:
         return self.prompt + self.drawn - self.computed
 
+    def waiting(self, handle: int) -> WaitingSequence[int]:
+        return waiting(handle, -(-self.remaining // 64), further=self.further, comes=self.comes)
+
     def facts(self, handle: int) -> RunningSequence[int]:
         short, decodes = self.computed + 1 > self.pages * 64, self.remaining == 1
         return RunningSequence(
-            handle, self.remaining, self.remaining, self.pages, short, decodes=decodes, continues=self.continues
+            handle,
+            self.remaining,
+            self.remaining,
+            self.pages,
+            short,
+            decodes=decodes,
+            continues=self.continues,
+            lacks_slot=not self.has_slot,
         )
 
 
@@ -268,14 +321,14 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         if not everyone:
             break
         free_pages = pages - sum(everyone[n].pages for n in runs)
-        free_slots = slots - len(runs)
+        free_slots = slots - sum(everyone[n].has_slot for n in runs)
         further = sum(everyone[n].further for n in runs)
         assert free_pages >= 0
         assert free_slots >= 0
         assert further <= slots // 2
         found = schedule(
             ScheduleFacts(
-                tuple(waiting(n, -(-everyone[n].remaining // 64), further=everyone[n].further) for n in sorted(waits)),
+                tuple(everyone[n].waiting(n) for n in sorted(waits)),
                 tuple(everyone[n].facts(n) for n in sorted(runs)),
                 free_slots,
                 free_pages,
@@ -291,27 +344,31 @@ def test_run_to_the_end_it_serves_everyone_within_memory_slots_and_budget(
         for handle in set(runs) - set(found.preempt):
             one = everyone[handle].facts(handle)
             assert handle in drawing or one.short or not one.continues, "an answer was interrupted"
-        if runs:
+        if runs and everyone[min(runs)].has_slot:
             assert min(runs) not in found.preempt
         for handle, one in everyone.items():
             one.continues = handle in drawing
         for handle in found.preempt:
             one = everyone[handle]
             one.pages = one.computed = 0
+            one.has_slot = False
             runs.remove(handle)
             waits.append(handle)
         for handle, tokens in found.chunks:
+            everyone[handle].has_slot = True
             everyone[handle].computed += tokens
             everyone[handle].drawn += everyone[handle].remaining == 0
         for handle in found.decodes:
             one = everyone[handle]
+            one.has_slot = True
             one.pages += one.computed + 1 > one.pages * 64
             one.computed += 1
             one.drawn += 1
         for handle in found.admit:
             one = everyone[handle]
             one.pages = -(-one.remaining // 64)
-            one.computed = one.remaining - 1 if one.fetched and not one.drawn else 0
+            one.has_slot = not one.comes
+            one.computed = one.remaining - 1 if one.comes else 0
             waits.remove(handle)
             runs.append(handle)
         for handle in [n for n in runs if everyone[n].drawn >= everyone[n].left]:

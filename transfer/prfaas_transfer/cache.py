@@ -35,16 +35,19 @@ class DestinationCache(Protocol):
 
 
 class SharedPlace(NamedTuple):
-    """Where one sequence's cache lies in memory that several processes have: its state slot, and its pages in order."""
+    """Where one sequence's cache lies in memory that several processes have: its pages in order, and its state slot or
+    the pages that have its state."""
 
     slot: int
     pages: Sequence[int]
+    state_pages: Sequence[int] = ()
 
 
 class CacheMap(msgspec.Struct, frozen=True, kw_only=True):
     """Where a cache's rows and states lie in memory that the mover has, too: pages from the beginning, then slots.
 
-    `offsets` are those of each tensor in a page or slot: by group, by layer in the group's order, by tensor.
+    `offsets` are those of each tensor in a page, or in a state, which lies in a slot or in pages: by group, by layer in
+    the group's order, by tensor.
     """
 
     page_tokens: int
@@ -107,15 +110,14 @@ class MappedMemory:
         return MappedCache(self, place)
 
     def pieces(self, group: LayerGroup, place: SharedPlace | None, part: LayerRows | LayerState) -> list[memoryview]:
-        """Return a part's memory, tensor by tensor: a piece a page of rows, or a whole state."""
+        """Return a part's memory, tensor by tensor: a piece a page, or the whole state in a slot."""
         if place is None:
             raise InternalError("the engine's cache is mapped, and it did not say where in it")
         found = self._map
         offsets = found.offsets[part.group][group.layers.index(part.layer)]
         if isinstance(part, LayerState):
-            slot = found.pages * found.page_bytes + place.slot * found.slot_bytes
-            sizes = (tensor.nbytes for tensor in group.tensors)
-            return [self._view[slot + at : slot + at + size] for at, size in zip(offsets, sizes, strict=True)]
+            ends = [(at, at + tensor.nbytes) for at, tensor in zip(offsets, group.tensors, strict=True)]
+            return [piece for at, end in ends for piece in self._state_pieces(place, at, end)]
         end = part.start_token + part.tokens
         if end > len(place.pages) * found.page_tokens:
             raise InternalError(f"rows up to {end} requested from a sequence with {len(place.pages)} pages")
@@ -126,6 +128,17 @@ class MappedMemory:
                 begin = place.pages[page] * found.page_bytes + at + first * tensor.nbytes
                 pieces.append(self._view[begin : begin + count * tensor.nbytes])
         return pieces
+
+    def _state_pieces(self, place: SharedPlace, at: int, end: int) -> Iterator[memoryview]:
+        """Yield the bytes from `at` to `end` of a state."""
+        found = self._map
+        if not place.state_pages:
+            slot = found.pages * found.page_bytes + place.slot * found.slot_bytes
+            yield self._view[slot + at : slot + end]
+            return
+        for page, first, count in _page_spans(at, end, found.page_bytes):
+            begin = place.state_pages[page] * found.page_bytes + first
+            yield self._view[begin : begin + count]
 
 
 class MappedCache:
@@ -146,13 +159,13 @@ class MappedCache:
         """Nothing is left to do: it was received into the cache."""
 
 
-def _page_spans(start_token: int, end_token: int, page_tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield each page's index, its first token and how many of its tokens are in the range."""
-    while start_token < end_token:
-        page, first = divmod(start_token, page_tokens)
-        count = min(page_tokens - first, end_token - start_token)
+def _page_spans(start: int, end: int, page_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each page's index, its first token or byte and how many of its are in the range."""
+    while start < end:
+        page, first = divmod(start, page_size)
+        count = min(page_size - first, end - start)
         yield page, first, count
-        start_token += count
+        start += count
 
 
 class CacheLayout(NamedTuple):

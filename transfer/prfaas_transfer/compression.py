@@ -5,7 +5,8 @@
     decode(codec, layouts, items, payload)       -> each tensor's bytes
 
 A frame's tensors are one after the other, each contiguous [items, *shape]. A BLOCK of n tokens has n items, a STATE has
-one. `parts` and `room` are that memory in pieces, each of whole items of one tensor, as the cache's pages give it.
+one. `parts` and `room` are that memory in pieces, each of one tensor, as the cache's pages give it: of whole items, or
+of a single item in parts.
 
 A codec must never cost more than it saves, and a payload is not trusted. So a frame that does not get smaller travels
 as it is. **A payload with a codec is smaller than its tensors**. Every size is known from the layouts before the first

@@ -73,6 +73,17 @@ class CacheGeometry:
             yield begin, begin + count * size
             start += count
 
+    def state_places(self, layer: int, name: str, pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield where a state tensor lies in the bytes of all pages, piece by piece, if these pages have its state."""
+        at = self.state_offsets[layer, name]
+        end = at + next(tensor.nbytes for tensor in self.layers[layer].state if tensor.name == name)
+        while at < end:
+            page, first = divmod(at, self.page_bytes)
+            count = min(self.page_bytes - first, end - at)
+            begin = pages[page] * self.page_bytes + first
+            yield begin, begin + count
+            at += count
+
 
 class PagedMemory(Protocol):
     """The bytes of a cache: pages, and slots of sequences. If they are the file of `descriptor`, other
@@ -103,6 +114,10 @@ class PagedMemory(Protocol):
 
     def state_bytes(self, layer: int, name: str, slot: int, /) -> memoryview:
         """Writable bytes of a state tensor in a slot. Host memory only."""
+        ...
+
+    def paged_state_bytes(self, layer: int, name: str, pages: Sequence[int], /) -> list[memoryview]:
+        """Writable bytes of a state tensor in pages, piece by piece. Host memory only."""
         ...
 
 

@@ -77,7 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, _count("Threads of torch.", shown="all cores")] = 0
     max_context_tokens: Annotated[int, _count("Longest sequence.", "--max-context", shown="the model's")] = 0
     max_running: Annotated[
-        int, _count("Sequences that decode at once; as many again may have caches that come or go.")
+        int, _count("Sequences that decode at once; as many again have slots, for prompts and caches that leave.")
     ] = RUNNING
     step_tokens: Annotated[
         int,
@@ -153,7 +153,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slots(self) -> int:
-        """Sequences that have memory at once."""
+        """Sequences that have a state slot at once."""
         return slots_for(self.max_running)
 
     @property

@@ -3,8 +3,8 @@
 A step lasts as long as an emulated engine's: its chunks of prompts one after the other, and the step of its decodes.
 What comes during a step is admitted in the next one and computed in the one after; engines that compute in order of
 arrival compute it in the next one. A prefill for another instance hands over each chunk as it ends, and keeps its slot
-until its cache has left. A sequence whose cache another instance computes has its slot before that comes. As many
-prompts are computed here as decode at once, and the other slots are for caches that come or go. Memory beyond the slots
+until its cache has left. A cache that comes from another instance takes a slot with its first token. As many prompts
+are computed here as decode at once, and the other slots are for caches that leave or have come. Memory beyond the slots
 is never short.
 
 Most steps repeat the one before: the same sequences decode, and the same prompts get as many tokens. Such steps are one
@@ -14,10 +14,9 @@ steps repeat ends the repetition with the step in which it came.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from heapq import merge
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -85,16 +84,13 @@ def _ignore(*_: object) -> None:
 
 
 class Notices(NamedTuple):
-    """Whom an instance tells of a request: its first token is drawn; its last one is; a prompt for another instance
-    begins to be computed; a chunk of it is, of so many tokens; all of them are; there is a slot for the cache that it
-    waits for."""
+    """Whom an instance tells of a request: its first token is drawn; its last one is; a chunk of a prompt for another
+    instance is computed, of so many tokens; all of them are."""
 
     first: Callable[[Request], None]
     last: Callable[[Request], None]
-    begun: Callable[[Request], None] = _ignore
     chunk: Callable[[Request, int], None] = _ignore
     prefilled: Callable[[Request], None] = _ignore
-    held: Callable[[Request], None] = _ignore
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +104,8 @@ class _Sequence:
     cut_tokens: int = 0
     """A chunk ends here, to keep the state; 0: nowhere."""
     is_fetched: bool = False
-    """True if another instance computes its prompt."""
+    """True if another instance computed its prompt."""
+    has_slot: bool = False
     drawn_tokens: int = 0
     is_first: bool = True
     gone: bool = False
@@ -122,14 +119,22 @@ class _Sequence:
         """Return what the schedule asks, as it will be when so many more tokens are computed."""
         computed, remaining = self.computed_tokens + ahead_tokens, self.remaining_tokens - ahead_tokens
         until_cut_tokens = self.cut_tokens - computed if self.cut_tokens > computed else remaining
-        answers, continues = self.answer_tokens > 0, self.drawn_tokens > 0
+        answers = self.answer_tokens > 0
         return RunningSequence(
-            self, remaining, until_cut_tokens, 0, False, remaining == 1 and answers, not answers, continues
+            self,
+            remaining,
+            until_cut_tokens,
+            held_pages=0,
+            short=False,
+            decodes=remaining == 1 and answers,
+            pinned=not answers,
+            continues=self.drawn_tokens > 0,
+            lacks_slot=not self.has_slot,
         )
 
 
-def _arrived(one: _Sequence) -> float:
-    return one.request.arrival.at_seconds
+def _arrived(entry: tuple[Request, _Sequence]) -> float:
+    return entry[0].arrival.at_seconds
 
 
 _Planned = Schedule[_Sequence]
@@ -152,8 +157,7 @@ class SimulatedInstance:
         self._events, self._kind, self._notices = events, kind, notices
         self._role: Role = role
         self._waiting: dict[Request, _Sequence] = {}
-        self._fetching: dict[Request, _Sequence] = {}  # without a slot, while another instance computes
-        self._held: dict[Request, _Sequence] = {}  # with a slot, in order of arrival
+        self._held: dict[Request, _Sequence] = {}  # with memory, in order of arrival
         self._span: _Span | None = None
         self._awake = False  # it begins a step at this moment
         self._planned = 0
@@ -176,18 +180,16 @@ class SimulatedInstance:
         total = cached_tokens + prompt_tokens
         cut = (total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         keeps = cut - cached_tokens >= max(1, self._kind.state_pages)
-        self._add(_Sequence(request, cached_tokens, prompt_tokens, answer_tokens, cut if keeps else 0))
+        self._waiting[request] = _Sequence(request, cached_tokens, prompt_tokens, answer_tokens, cut if keeps else 0)
+        if self._span is None:
+            self._wake()
+        elif self._free_slots and self._places:
+            self._cut_short()
 
-    def hold(self, request: Request, answer_tokens: int) -> None:
-        """Give a slot in its turn to a request whose cache another instance computes. It answers after `begin`."""
-        self._add(_Sequence(request, 0, 0, answer_tokens, is_fetched=True))
-
-    def begin(self, request: Request, cached_tokens: int) -> None:
-        """Answer a request that has a slot: its cache is there, but for the prompt's last token."""
-        sequence = self._held.get(request)
-        if sequence is None:  # an instance that has failed meanwhile knows it no more, which is about to be noticed
-            return
-        sequence.computed_tokens, sequence.remaining_tokens = cached_tokens, 1
+    def answer(self, request: Request, cached_tokens: int, answer_tokens: int) -> None:
+        """Answer a request whose cache another instance has sent, all but the prompt's last token."""
+        self._held[request] = _Sequence(request, cached_tokens, 1, answer_tokens, is_fetched=True)
+        self._held = dict(sorted(self._held.items(), key=_arrived))
         if self._span is None:
             self._wake()
         else:
@@ -196,7 +198,7 @@ class SimulatedInstance:
     def withdraw(self, request: Request) -> int:
         """Forget a request, if it is here, and return the number of its tokens. A step under way ends as it would."""
         self._catch_up()
-        if self._waiting.pop(request, None) or self._fetching.pop(request, None):
+        if self._waiting.pop(request, None):
             return 0
         sequence = self._held.pop(request, None)
         if sequence is None:
@@ -211,7 +213,6 @@ class SimulatedInstance:
     def restart(self) -> None:
         """Forget everything, the step under way, too."""
         self._waiting.clear()
-        self._fetching.clear()
         self._held.clear()
         self._span = None
         self._planned += 1
@@ -219,13 +220,6 @@ class SimulatedInstance:
     def set_role(self, role: Role) -> None:
         self._role = role
         self._cut_short()
-
-    def _add(self, sequence: _Sequence) -> None:
-        (self._fetching if sequence.is_fetched else self._waiting)[sequence.request] = sequence
-        if self._span is None:
-            self._wake()
-        elif len(self._held) < self._kind.slots and (sequence.is_fetched or self._places):
-            self._cut_short()
 
     def _wake(self) -> None:
         """Begin a step when all that comes at this moment is there."""
@@ -235,28 +229,25 @@ class SimulatedInstance:
 
     def _begin(self, _: None = None) -> None:
         self._awake = False
-        if self._span is not None:  # it was woken by a cache that came as its sequence was admitted
-            return
         planned = self._admit(self._schedule())
         if planned.admit and self._kind.budgets[self._role].in_order:
             planned = self._admit(self._schedule())
         while planned.admit and not (planned.chunks or planned.decodes):  # no time has passed
             planned = self._admit(self._schedule())
+        for one in (*(chunk.key for chunk in planned.chunks), *planned.decodes):
+            one.has_slot = True
         if not planned.empty:
             self._span = _Span(self._events.now, planned.chunks, planned.decodes, self._steps_alike(planned))
             self._expect_end(self._span)
-        for chunk in planned.chunks:
-            if chunk.key.is_first and not chunk.key.answer_tokens:
-                self._notices.begun(chunk.key.request)
 
     def _schedule(self, ahead_steps: int = 0, chunks: Iterable[ScheduledChunk[_Sequence]] = ()) -> _Planned:
         """Ask for the next step, or for the one after so many that compute these chunks."""
         ahead = {chunk.key: ahead_steps * chunk.tokens for chunk in chunks}
         return schedule(
             ScheduleFacts(
-                waiting=self._admissible(),
+                waiting=(WaitingSequence(one, 0) for one in islice(self._waiting.values(), self._places)),
                 running=[one.facts(ahead.get(one, 0)) for one in self._held.values() if one.remaining_tokens],
-                free_slots=self._kind.slots - len(self._held),
+                free_slots=self._free_slots,
                 free_pages=_PLENTY,
                 further_slots=0,
                 most_decodes=self._kind.running,
@@ -264,11 +255,9 @@ class SimulatedInstance:
             self._kind.budgets[self._role],
         )
 
-    def _admissible(self) -> Iterator[WaitingSequence[_Sequence]]:
-        """Yield what may have a slot, by its arrival."""
-        computed = islice(self._waiting.values(), self._places) if self._waiting else ()
-        fetched = sorted(self._fetching.values(), key=_arrived)
-        return (WaitingSequence(one, 0) for one in merge(computed, fetched, key=_arrived))
+    @property
+    def _free_slots(self) -> int:
+        return self._kind.slots - sum(one.has_slot for one in self._held.values())
 
     @property
     def _places(self) -> int:
@@ -277,12 +266,8 @@ class SimulatedInstance:
 
     def _admit(self, planned: _Planned) -> _Planned:
         for sequence in planned.admit:
-            request = sequence.request
-            (self._fetching if sequence.is_fetched else self._waiting).pop(request)
-            self._held[request] = sequence
-            if sequence.is_fetched:
-                self._held = dict(sorted(self._held.items(), key=lambda one: _arrived(one[1])))
-                self._notices.held(request)
+            self._held[sequence.request] = self._waiting.pop(sequence.request)
+            sequence.has_slot = True
         return planned
 
     def _steps_alike(self, planned: _Planned) -> int:

@@ -63,10 +63,6 @@ class Request:
     """Bytes that follow the last chunk."""
     prefilled: bool = False
     """True when its prefill instance has computed all of it."""
-    in_hub: bool = False
-    """True when its cache is in the hub."""
-    has_slot: bool = False
-    """True when its decode instance has memory for its cache."""
 
     @property
     def total_tokens(self) -> int:

@@ -1,8 +1,7 @@
 """Takes every request from its first decision to its one end.
 
-    decide -> [round trip, fetch of a longer prefix] -> prefill in steps, chunks on the link
-    -> cache whole in the hub, and a slot at the decode instance, which it waits for since the prefill began
-    -> first token -> last token
+    decide -> [round trip, fetch of a longer prefix] -> prefill in steps, chunks on the link -> cache whole in the hub
+    -> slot at the decode instance, with the first token -> last token
 
 A leg that fails goes through `routing.decide_again`, with what was generated so far as part of the prompt, as the
 gateway resumes. A request's `run` counts its routes, so that events of an abandoned route are recognised.
@@ -63,12 +62,7 @@ class RequestProcess:
         }
         kinds = self._kinds()
         notices = Notices(
-            first=self._first,
-            last=self._last,
-            begun=self._begun,
-            chunk=self._hand_over_chunk,
-            prefilled=self._hand_over_rest,
-            held=self._held,
+            first=self._first, last=self._last, chunk=self._hand_over_chunk, prefilled=self._hand_over_rest
         )
         self.instances = {
             one.name: SimulatedInstance(self.events, kinds[one.pool], one.role, notices) for one in table.instances
@@ -143,7 +137,6 @@ class RequestProcess:
         if route is None:
             return
         request.generated_tokens += self.instances[route.decode.name].withdraw(request)
-        request.has_slot = False
         if route.prefill is not None:
             self.instances[route.prefill.name].withdraw(request)
         if route.kind == "offload":
@@ -160,7 +153,7 @@ class RequestProcess:
         request.attempts += 1
         request.run += 1
         request.route, request.fetch = decision, None
-        request.prefilled = request.in_hub = request.has_slot = False
+        request.prefilled = False
         request.prefill_seconds, request.prefill_ended_seconds = 0.0, None
         self.gateway.enter(decision, request)
         if decision.decode.name in self.dead:
@@ -290,19 +283,6 @@ class RequestProcess:
         request.crossing_token_bytes = crossing_bytes / request.computed_tokens
         request.state_bytes = profile.state_bytes
 
-    def _begun(self, request: Request) -> None:
-        """Have the decode instance of a request hear that its prefill begins."""
-        route = request.route
-        if route is None:
-            return
-        half_seconds = 0.0 if route.kind == "local" else self._link(route).round_trip_seconds / 2
-        self.events.after(half_seconds, self._hold, _Attempt(request, request.run))
-
-    def _hold(self, attempt: _Attempt) -> None:
-        request, route = attempt.request, attempt.request.route
-        if request.run == attempt.run and route is not None and route.decode.name not in self.dead:
-            self.instances[route.decode.name].hold(request, request.output_left_tokens)
-
     def _hand_over_chunk(self, request: Request, tokens: int) -> None:
         if request.route is not None:
             self._link(request.route).to_hub.add(request, request.crossing_token_bytes * tokens)
@@ -336,22 +316,14 @@ class RequestProcess:
     # Decode.
 
     def _in_hub(self, request: Request) -> None:
-        """Decode a request that another instance prefilled, if there is a slot for its cache."""
-        request.in_hub = True
-        self._move(request)
-
-    def _held(self, request: Request) -> None:
-        request.has_slot = True
-        self._move(request)
-
-    def _move(self, request: Request) -> None:
+        """Decode a request that another instance prefilled."""
         route = request.route
-        if route is None or not (request.in_hub and request.has_slot):
+        if route is None:
             return
         self.instances[_prefiller(route).name].withdraw(request)  # its slot
         self._note_cache(request, route)
         if route.decode.name not in self.dead:  # else it is about to be noticed
-            self.instances[route.decode.name].begin(request, request.total_tokens - 1)
+            self.instances[route.decode.name].answer(request, request.total_tokens - 1, request.output_left_tokens)
 
     def _note_cache(self, request: Request, route: Route) -> None:
         for one in {route.decode.name, _prefiller(route).name} & self.hub:

@@ -11,7 +11,7 @@ absent, never 0, and its time is UNKNOWN.
     gateway_queue   until the gateway sent the legs that were answered; its failed attempts are in it
     prefill_queue   until the prefill's end, without its computation
     prefill         computation of the prompt, here or at another instance
-    decode_queue    from then on, until the destination asked for the cache; and from its arrival to the next step
+    decode_queue    from then on, until the destination asked for the cache; from its arrival to the step that uses it
     link_wait       until the first byte of the cache came
     transfer        until the last one was there
     first_step      until the gateway has the first token

@@ -274,8 +274,8 @@ def _running(pool: OffloadPool | HubPool) -> int:
 
 
 def _cache_mib(pool: OffloadPool | HubPool, scenario: Scenario, scale: CaseScale, longest_tokens: int) -> int:
-    """Return the memory in which all sequences of an instance find room, however long, and beside them the prefixes
-    that it keeps in the simulator."""
+    """Return the memory in which as many sequences as an instance has slots find room, however long, and beside them
+    the prefixes that it keeps in the simulator."""
     longest_bytes = pool.profile.state_bytes + pool.profile.token_bytes * longest_tokens
     cluster, sharing = (
         (HUB, scenario.system.hub_instances) if isinstance(pool, HubPool) else (pool.link, pool.instances)

@@ -47,7 +47,7 @@ class Machine(RuleBasedStateMachine):
             (self.states if one.is_state else self.known).remove(one.key)
 
     def held(self) -> Counter[int]:
-        pages = [lease.pages for lease, _ in self.open_leases] + self.transfers
+        pages = [lease.all_pages for lease, _ in self.open_leases] + self.transfers
         return Counter(page for some in pages for page in some)
 
     def expected_match(self, prompt: Prompt, most: int) -> tuple[int, int]:
@@ -66,7 +66,7 @@ class Machine(RuleBasedStateMachine):
         assert (len(match.pages), match.state_blocks) == (attention, state)
         for page, key in zip(match.pages, chain, strict=False):
             assert self.content[page] == (key, False)
-        shared = match.pages[:state] if use_state else match.pages
+        shared = match.pages[:state] if use_state else match.pages  # without it another instance sends the state
         start = chain[state - 1] if use_state and state and self.pages_per_state else None
         if start is not None:
             assert {self.content[page] for page in self.blocks.state_pages(start)} == {(start, True)}
@@ -148,6 +148,18 @@ class Machine(RuleBasedStateMachine):
             assert copy.pages[:shared] == lease.pages[:shared]
             self.content.update(dict.fromkeys(copy.pages[shared:]))
             self.open_leases.append((copy, chain[:shared]))
+
+    @precondition(lambda self: self.open_leases)
+    @rule(number=numbers)
+    def lend_state_pages(self, number: int):
+        lease, _ = self.pick(number)
+        if lease.state_pages:
+            self.blocks.return_state_pages(lease)
+            return
+        possible = self.blocks.free_pages >= self.pages_per_state
+        assert self.blocks.lend_state_pages(lease) == possible
+        assert len(lease.state_pages) == (self.pages_per_state if possible else 0)
+        self.content.update(dict.fromkeys(lease.state_pages, "a state"))
 
     @precondition(lambda self: self.open_leases)
     @rule(number=numbers)

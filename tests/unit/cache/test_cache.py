@@ -31,7 +31,7 @@ def test_tenants_find_nothing_of_each_other(rig):
 def test_without_its_state_only_attention_counts(rig):
     rig.serve(A)
     chain = rig.chain([*A[:12], 1, 2, 3, 4, 5])
-    opened = rig.cache.open(chain.hashes, 17, 16, use_state=False)
+    opened = rig.cache.reserve(chain.hashes, 17, 16)
     assert (opened.cached_tokens, opened.attention_tokens, opened.checkpoints) == (12, 12, ())
     again = rig.cache.open(chain.hashes, 17, 16)
     assert (again.cached_tokens, again.attention_tokens, again.checkpoints) == (0, 12, (12, 16))
@@ -84,6 +84,45 @@ def test_a_stored_lease_is_forked_later_as_it_was_and_takes_no_slot(rig):
     rig.cache.close(stored)
     rig.cache.check_integrity()
     assert rig.cache.stats().used_pages == 0
+
+
+def test_a_cache_that_comes_takes_its_slot_when_it_is_there(rig):
+    chain, slots, free = rig.chain(A), rig.cache.free_slots, rig.cache.free_pages
+    assert rig.cache.free_pages_for(chain.hashes, 21, 20, comes=True) == 6 + 3
+    lease = rig.cache.reserve(chain.hashes, 21, 20).lease
+    assert (rig.cache.free_slots, rig.cache.free_pages) == (slots, free - 9)
+    other = rig.cache.open(rig.chain(A, "other").hashes, 21, 20).lease
+    rig.compute(other.slot, A, 0, 20)
+    rig.memory.pages[lease.pages] = rig.memory.pages[other.pages]
+    rig.memory.save_state(other.slot, lease.state_pages)
+    rig.cache.close(other)
+    rig.cache.publish(lease, chain, 5)
+    assert rig.cache.checkpoint(lease, chain, 5), "others start from what has come, too"
+    rig.cache.check_integrity()
+    rig.cache.take_slot(lease)
+    assert (rig.cache.free_slots, len(lease.state_pages)) == (slots - 1, 0)
+    rig.check(lease.slot, A, 20)
+    rig.compute(lease.slot, A, 20, 21)
+    rig.check(lease.slot, A, 21)
+    rig.cache.close(lease)
+    assert rig.serve(A) == 20
+
+
+def test_a_cache_that_does_not_come_leaves_nothing(rig):
+    lease = rig.cache.reserve(rig.chain(A).hashes, 21, 20).lease
+    rig.cache.close(lease)
+    rig.cache.check_integrity()
+    assert rig.cache.stats().used_pages == 0
+    with pytest.raises(InternalError, match="closed before"):
+        rig.cache.close(lease)
+
+
+def test_a_cache_that_comes_has_its_pages_or_none(new_rig):
+    rig = new_rig(pages=8, slots=2)
+    assert rig.cache.reserve(rig.chain(A).hashes, 21, 20) is None, "six of rows and three of state"
+    assert (rig.cache.free_slots, rig.cache.free_pages) == (2, 8)
+    assert rig.cache.reserve(rig.chain(A).hashes, 20, 19) is not None
+    rig.cache.check_integrity()
 
 
 def test_decoding_leaves_one_state_that_the_next_turn_starts_from(rig):

@@ -50,7 +50,7 @@ def test_a_choice_of_it_does_too(rig: Rig):
     rig.cache.publish(copy, chain, 5)
     for lease in (first, copy):
         rig.cache.close(lease)
-    assert rig.cache.open(chain.hashes, 21, 20, use_state=False, places=()).attention_tokens == 0
+    assert rig.cache.open(chain.hashes, 21, 20, places=()).attention_tokens == 0
 
 
 def compute(rig: Rig, tokens: list[int], places: AllowedPlaces) -> None:

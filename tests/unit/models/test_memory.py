@@ -70,6 +70,25 @@ def test_a_saved_state_comes_back_whole_into_another_slot(memory):
     assert torch.equal(memory.slots[2], kept)
 
 
+def test_a_state_that_is_written_into_pages_is_the_one_that_a_slot_loads():
+    wide = LayerSpec(state=(TensorSpec("recurrent", ("head", "key", "value"), (2, 16, 16), "float32"),))
+    geometry = CacheGeometry((LINEAR, ATTENTION, wide), 8)
+    pages = [n * 7 % 19 for n in range(geometry.pages_per_state)]
+    assert len(pages) == 18
+    memory = CacheMemory(geometry, num_pages=19, num_slots=2, max_context=8)
+    memory.slots[1].random_(0, 256)
+    for layer, spec in enumerate(geometry.layers):
+        for tensor in spec.state:
+            left = memory.state_bytes(layer, tensor.name, 1)
+            for piece in memory.paged_state_bytes(layer, tensor.name, pages):
+                piece[:], left = left[: len(piece)], left[len(piece) :]
+            assert not left
+    memory.load_state(pages, 0)
+    for layer in (0, 2):
+        for state in memory.states(layer).values():
+            assert torch.equal(state[0].view(torch.uint8), state[1].view(torch.uint8))
+
+
 def test_a_page_is_copied_whole(memory):
     memory.pages.random_(0, 256)
     memory.copy_page(3, 7)

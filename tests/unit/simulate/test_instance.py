@@ -34,9 +34,8 @@ class Bench:
         self.events = EventQueue()
         kind = InstanceKind.of(profile, running, STEP, tokens, hands_over=more.pop("hands_over", False))
         self.told: list[tuple[str, int, float]] = []
-        self.begun: dict[int, float] = {}
-        prefilled, held, first, last = map(self._note, ("prefilled", "held", "first", "last"))
-        notices = Notices(first, last, self._begin, self._chunk, prefilled, held)
+        prefilled, first, last = map(self._note, ("prefilled", "first", "last"))
+        notices = Notices(first, last, self._chunk, prefilled)
         self.one = more.pop("made", SimulatedInstance)(self.events, kind, role, notices)
         self.requests: dict[int, Request] = {}
         self.handed: list[tuple[int, int]] = []
@@ -53,16 +52,10 @@ class Bench:
         self.requests[index] = Request(index, Arrival(at, prompt + cached, max(1, answer)))
         self.events.at(at, lambda _: self.one.serve(self.requests[index], cached, prompt, answer))
 
-    def _begin(self, request: Request) -> None:
-        assert request.index not in self.begun, "it is said once"
-        self.begun[request.index] = self.events.now
-
-    def hold(self, at: float, index: int, answer: int) -> None:
-        self.requests[index] = Request(index, Arrival(at, 500, answer))
-        self.events.at(at, lambda _: self.one.hold(self.requests[index], answer))
-
-    def begin(self, at: float, index: int) -> None:
-        self.events.at(at, lambda _: self.one.begin(self.requests[index], 499))
+    def answer(self, at: float, index: int, answer: int, arrived: float = 0.0) -> None:
+        """The cache of a prompt comes that another instance computed."""
+        self.requests[index] = Request(index, Arrival(arrived, 500, answer))
+        self.events.at(at, lambda _: self.one.answer(self.requests[index], 499, answer))
 
     def withdraw(self, at: float, index: int) -> None:
         self.events.at(at, lambda _: self.left.append(self.one.withdraw(self.requests[index])))
@@ -97,7 +90,6 @@ def test_a_short_prompt_without_a_slot_waits_until_the_long_ones_cache_has_left(
     bench.withdraw(25, 1)
     bench.finish()
     assert (bench.at("prefilled"), bench.at("waiting")) == ({1: 20.0, 2: 24.0, 3: pytest.approx(26.5)}, {2: 10})
-    assert bench.begun == {1: 0.0, 2: 20.0, 3: 25.0}
 
 
 def test_a_prefill_for_another_instance_waits_until_the_step_that_begins_it():
@@ -140,28 +132,35 @@ def test_a_full_batch_has_others_wait_for_a_slot_and_their_first_token():
     assert bench.at("last") == pytest.approx({1: 10 * STEP, 2: 4 * STEP, 3: 8 * STEP}), "admitted in the fifth step"
 
 
-def test_a_cache_on_its_way_has_a_slot_and_takes_no_place_of_an_answer():
-    bench = Bench(running=2)  # four slots
-    for index, answer in ((1, 10), (2, 4), (3, 3), (4, 2), (5, 2)):
-        bench.hold(0, index, answer)
-    bench.begin(1.1, 3)
-    bench.begin(1.1, 2)
-    bench.begin(1.6, 1)
+def test_caches_that_have_come_wait_for_their_turn_by_arrival_and_interrupt_no_answer():
+    bench = Bench(running=2)
+    bench.answer(1.1, 3, 3, arrived=0.3)
+    bench.answer(1.1, 2, 4, arrived=0.2)
+    bench.answer(1.2, 5, 1, arrived=0.5)
+    bench.answer(1.3, 4, 1, arrived=0.4)
+    bench.answer(1.6, 1, 10, arrived=0.1)
     bench.finish()
-    assert bench.at("held").keys() == {1, 2, 3, 4, 5}
-    assert [index for index, at in bench.at("held").items() if at] == [5]
-    assert bench.at("first").keys() == {1, 2, 3}, "the other caches never come"
-    assert bench.at("first")[1] >= min(bench.at("last")[one] for one in (2, 3)), "two answer already"
+    assert bench.at("first") == pytest.approx({2: 1.6, 3: 1.6, 1: 3.1, 4: 3.6, 5: 4.1})
 
 
-def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_that_come():
+def test_caches_that_have_come_wait_for_slots_of_those_that_leave():
+    bench = Bench(running=1)  # two slots
+    for index in (1, 2):
+        bench.serve(0, index, 1000, 0)
+    bench.answer(5, 3, 2)
+    bench.withdraw(30, 1)
+    bench.finish()
+    assert bench.at("prefilled").keys() == {1, 2}
+    assert bench.at("first") == {3: pytest.approx(30 + STEP)}
+
+
+def test_prompts_that_are_computed_here_leave_slots_to_caches_that_have_come():
     bench = Bench(running=2)  # four slots
     for index in (1, 2, 3):
         bench.serve(0, index, 3000, 1)
-    bench.hold(0.1, 4, 2)
+    bench.answer(0.1, 4, 2)
     bench.finish()
-    assert bench.at("held")[4] < bench.at("last")[1] < bench.at("first")[3]
-    assert bench.begun == {}, "they are answered here"
+    assert bench.at("first")[4] < bench.at("last")[1] < bench.at("first")[3]
 
 
 def test_one_prompt_and_its_answer_need_one_slot_and_no_hand_over():
@@ -244,8 +243,7 @@ def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role,
         for index, (gap, prompt, answer, cached) in enumerate(prompts):
             at += gap
             if cached == 64 and answer:  # another instance computes its prompt
-                bench.hold(at, index, answer)
-                bench.begin(at + prompt / 77.7, index)
+                bench.answer(at + prompt / 77.7, index, answer, at)
             else:
                 bench.serve(at, index, prompt, answer, cached)
             bench.withdraw(at + 700.0123, index)  # what was prefilled leaves
@@ -260,7 +258,6 @@ def test_steps_taken_as_one_end_when_the_single_steps_do(prompts, leaving, role,
     took, took_plain = ([one.prefill_seconds for one in bench.requests.values()] for bench in runs)
     assert took == pytest.approx(took_plain, abs=1e-6)
     assert quick.handed == plain.handed
-    assert quick.begun == pytest.approx(plain.begun, abs=1e-6)
 
 
 def test_a_long_answer_and_a_long_prompt_take_few_events():

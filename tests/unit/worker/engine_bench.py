@@ -202,8 +202,35 @@ def prefix_fetched(
     model: Model, sequence: Sequence, tokens: int, *, is_exact: bool = True, origins: tuple[str, ...] | None = ()
 ) -> Fetched:
     """What the fetch of a cached prefix would bring: the first tokens prefilled into the sequence's memory."""
-    start = sequence.computed_tokens
-    chunk = torch.tensor(sequence.token_ids[start:tokens])
-    with torch.inference_mode():
-        model.forward(Batch(chunk, (Chunk(sequence.held.slot, start, len(chunk)),)))
+    start, lease = sequence.computed_tokens, sequence.held
+    if lease.has_slot:
+        chunk = torch.tensor(sequence.token_ids[start:tokens])
+        with torch.inference_mode():
+            model.forward(Batch(chunk, (Chunk(lease.slot, start, len(chunk)),)))
+    elif hasattr(model, "_memory"):  # what says tokens by chance has none
+        _land(model, sequence, tokens)
     return Fetched(tokens, Done(frames=1, payload_bytes=7, digest="", origins=origins), 7, 0.25, is_exact)
+
+
+def _land(model: Model, sequence: Sequence, tokens: int) -> None:
+    """Prefill the first tokens of a sequence without a slot elsewhere, and copy them into its pages."""
+    bound, lease, span = model._memory, sequence.held, (sequence.computed_tokens, tokens)
+    solo = Solo(model, slots=1, tokens=tokens)
+    computed = solo.new()
+    with torch.inference_mode():
+        solo.prefill(torch.tensor(sequence.token_ids[:tokens]), computed)
+    model.bind(bound)
+    pages = solo.pages(computed).tolist()
+    for layer, spec in enumerate(model.layers):
+        for name in (tensor.name for tensor in spec.rows):
+            _copy(solo.memory.row_bytes(layer, name, pages, span), bound.row_bytes(layer, name, lease.pages, span))
+        for name in (tensor.name for tensor in spec.state):
+            state = [solo.memory.state_bytes(layer, name, computed.slot)]
+            _copy(state, bound.paged_state_bytes(layer, name, lease.state_pages))
+
+
+def _copy(source: list[memoryview], target: list[memoryview]) -> None:
+    left = memoryview(b"".join(source))
+    for piece in target:
+        piece[:], left = left[: len(piece)], left[len(piece) :]
+    assert not left

@@ -250,19 +250,24 @@ def test_a_cache_has_the_models_layers_and_the_profiles_bytes(profile: Any, scal
     assert max(gaps) - min(gaps) <= 1, "attention is spread evenly"
 
 
-def test_the_mover_maps_the_places_that_the_engine_names():
+@pytest.mark.parametrize("state_pages", [[], [n * 7 % 101 for n in range(99)]])
+def test_the_mover_maps_the_places_that_the_engine_names(state_pages: list[int]):
     layers = EmulatedInstance(PROFILE, 1024).layers()
-    memory = EmulatedMemory(CacheGeometry(layers), num_pages=5, num_slots=2)
+    memory = EmulatedMemory(CacheGeometry(layers), num_pages=101, num_slots=2)
+    assert memory.geometry.pages_per_state == 99
     layout = CacheLayout("f" * 64, layer_groups(layers))
     options = mover_options(Options(model_source="", model_name=""), layout, memory)
     assert options.map is not None
     assert options.map.nbytes == len(memory._bytes)
-    mapped, place = MappedMemory(memory._bytes, options.map), SharedPlace(1, [4, 0, 2])
+    mapped, place = MappedMemory(memory._bytes, options.map), SharedPlace(1, [4, 0, 2], state_pages)
     for index, group in enumerate(layout.groups):
         for layer in group.layers:
             (tensor,) = group.tensors
-            if group.kind == "linear":
-                ours, part = [memory.state_bytes(layer, tensor.name, 1)], LayerState(index, layer)
+            part: LayerRows | LayerState = LayerState(index, layer)
+            if group.kind == "linear" and state_pages:
+                ours = memory.paged_state_bytes(layer, tensor.name, state_pages)
+            elif group.kind == "linear":
+                ours = [memory.state_bytes(layer, tensor.name, 1)]
             else:
                 ours = memory.row_bytes(layer, tensor.name, place.pages, (60, 150))
                 part = LayerRows(index, layer, 60, 90)

@@ -68,36 +68,91 @@ def test_a_destination_computes_one_token_of_a_prompt_whose_cache_came(bench: Be
     bench.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_prompt_on_its_way_does_not_take_the_place_of_an_answer(model: Model, slots: int):
-    bench = Bench(model, max_running=1, slots=slots)
+def test_a_prompt_on_its_way_takes_no_slot_and_not_the_place_of_an_answer(bench: Bench, model: Model):
     fetching, local = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[:70])
     bench.step()
+    assert bench.engine.cache.free_slots == 0, "the prompt that is computed here has the only one"
+    while not bench.tokens(local):
+        assert bench.step()
     (fetch,) = bench.fetches
-    if slots == 1:
-        assert not bench.step(), "there is no memory besides"
-    else:
-        while not bench.tokens(local):
-            assert bench.step()
     fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
-    if slots > 1:
-        while not bench.ends(local):
-            assert not bench.tokens(fetching), "no answer is interrupted"
-            bench.step()
+    while not bench.ends(local):
+        assert not bench.tokens(fetching), "no answer is interrupted"
+        bench.step()
     bench.run()
     assert bench.tokens(local) == generate(model, PROMPT[:70], 6)
     assert bench.tokens(fetching) == generate(model, PROMPT, 6)
     bench.assert_nothing_is_held()
 
 
-def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_on_their_way(model: Model):
+def test_a_cache_that_has_come_waits_for_a_slot_of_those_that_leave(bench: Bench, model: Model):
+    offer = bench.give(PROMPT[1:])
+    bench.run()
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert not bench.tokens(handle)
+    bench.offers.end(offer, "delivered")
+    bench.run()
+    assert bench.tokens(handle) == generate(model, PROMPT, 6)
+    bench.assert_nothing_is_held()
+
+
+def test_as_many_caches_as_slots_wait_in_pages_and_the_others_are_refused_in_the_end(model: Model):
+    bench = Bench(model, max_running=1, max_waiting=2)  # two slots
+    handles = [bench.ask(PROMPT[number:], leg=LEG) for number in range(4)]
+    bench.step()
+    assert [one.sequence.request.handle for one in bench.fetches] == handles[:2]
+    assert bench.engine.requests.counts() == {(False, False): 2, (False, True): 2}
+    refused = bench.ask(PROMPT[5:], leg=LEG)
+    bench.step()
+    assert [one.handle for one in bench.sent if isinstance(one, Failed)] == [refused]
+    for number in range(4):
+        fetch = bench.fetches[number]
+        fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - number - 1))
+        bench.run()
+        assert bench.tokens(handles[number]) == generate(model, PROMPT[number:], 6)
+    bench.assert_nothing_is_held()
+
+
+def test_a_cache_that_has_come_gives_way_to_an_answer_that_needs_its_pages(model: Model):
+    state_pages = Bench(model).memory.geometry.pages_per_state
+    bench = Bench(model, max_running=1, num_pages=2 + 3 + state_pages)
+    running = bench.ask(PROMPT[:40], max_tokens=100, ignore_eos=True)
+    while not bench.tokens(running):
+        bench.step()
+    handle = bench.ask(PROMPT, leg=LEG)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert len(bench.tokens(running)) == 100
+    assert bench.engine.stats.preemptions == 1
+    assert bench.tokens(handle) == generate(model, PROMPT, 6), "its prompt is computed here"
+    bench.assert_nothing_is_held()
+
+
+def test_an_answer_that_goes_on_elsewhere_computes_its_tokens_behind_the_cache_that_comes(bench: Bench, model: Model):
+    said = generate(model, PROMPT, 6)
+    handle = bench.ask(PROMPT, leg=LEG, generated=said[:3], max_tokens=6)
+    bench.step()
+    (fetch,) = bench.fetches
+    fetch.on_end(prefix_fetched(model, fetch.sequence, len(PROMPT) - 1))
+    bench.run()
+    assert bench.tokens(handle) == said[3:]
+    assert bench.engine.stats.prompt_tokens == 4
+    bench.assert_nothing_is_held()
+
+
+def test_prompts_that_are_computed_here_leave_the_other_slots_to_caches_that_leave(model: Model):
     bench = Bench(model, max_running=2, max_waiting=8)  # four slots
     for length in (70, 80, 90):
         bench.ask(PROMPT[:length])
-    bench.ask(PROMPT, leg=LEG)
     bench.step()
-    assert len(bench.fetches) == 1
-    assert bench.engine.requests.counts() == {(False, False): 3, (False, True): 1}
+    assert bench.engine.cache.free_slots == 2
+    assert bench.engine.requests.counts() == {(False, False): 2, (False, True): 1}
 
 
 def test_what_has_come_begins_in_its_turn(model: Model):
@@ -118,16 +173,15 @@ def test_what_has_come_begins_in_its_turn(model: Model):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_prompt_that_its_source_has_not_begun_takes_no_memory_of_one_that_it_has(
-    bench: Bench, model: Model, waits: bool
-):
+def test_a_prompt_that_its_source_has_not_begun_takes_no_memory_of_one_that_it_has(model: Model, waits: bool):
+    bench = Bench(model, max_running=1, num_pages=3 + Bench(model).memory.geometry.pages_per_state)
     bench.awaited = list[Callable[[], None]]() if waits else None
     first, second = bench.ask(PROMPT, leg=LEG), bench.ask(PROMPT[1:], leg=LEG)
     bench.step()
-    if bench.awaited is None:  # control: both sources begin, and the only slot is given by arrival
-        assert bench.fetches[0].sequence.request.handle == first
+    if bench.awaited is None:  # control: both sources begin, and the pages are given by arrival
+        assert [one.sequence.request.handle for one in bench.fetches] == [first]
         return
-    assert bench.engine.cache.free_slots == 1
+    assert bench.engine.cache.stats().used_pages == 0
     assert not bench.fetches
     assert bench.engine.requests.counts() == {(False, True): 2}
     bench.awaited[1]()
@@ -147,7 +201,7 @@ def test_a_prompt_that_its_source_has_not_begun_takes_no_memory_of_one_that_it_h
 
 
 def test_sources_that_have_begun_are_served_by_the_arrival_of_their_requests(model: Model):
-    bench = Bench(model, max_running=1, slots=1)
+    bench = Bench(model, max_running=1, slots=2)
     bench.awaited = []
     running = bench.ask(PROMPT[2:], max_tokens=9)
     bench.step()
@@ -155,13 +209,14 @@ def test_sources_that_have_begun_are_served_by_the_arrival_of_their_requests(mod
     bench.step()
     for begin in bench.awaited[::-1]:
         begin()
-    while not bench.ends(running) or not bench.fetches:
-        bench.step()
-    assert [one.sequence.request.handle for one in bench.fetches] == [first]
+    bench.step()
+    assert not bench.ends(running)
+    assert [one.sequence.request.handle for one in bench.fetches] == [first, second]
     for handle in (first, second):
         bench.engine.inbox.put(Cancel(handle))
     bench.step()
-    bench.fetches[0].on_end(PeerError("cancelled"))
+    for fetch in bench.fetches:
+        fetch.on_end(PeerError("cancelled"))
     bench.run()
     bench.assert_nothing_is_held()
 
@@ -307,7 +362,8 @@ def test_a_prompt_of_one_token_has_nothing_to_fetch(bench: Bench, model: Model):
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-def test_a_client_that_leaves_a_destination_sends_its_source_away(bench: Bench, is_waiting: bool):
+def test_a_client_that_leaves_a_destination_sends_its_source_away(model: Model, is_waiting: bool):
+    bench = Bench(model, max_running=1, num_pages=3 + Bench(model).memory.geometry.pages_per_state)
     first = bench.ask(b"x", max_tokens=1000) if is_waiting else None
     handle = bench.ask(PROMPT, leg=LEG)
     bench.step()

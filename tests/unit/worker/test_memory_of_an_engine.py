@@ -40,7 +40,7 @@ def test_the_states_of_running_sequences_are_in_the_caches_memory(model: Model, 
     memory = reserved(model, options(cache_mib=cache_mib, max_running=max_running))
     nbytes = memory.pages.nbytes + memory.slots.nbytes
     assert cache_mib * MIB - memory.geometry.page_bytes < nbytes <= cache_mib * MIB
-    assert memory.num_slots == 2 * max_running, "caches that come or go have some, too"
+    assert memory.num_slots == 2 * max_running, "caches that leave have some, too"
 
 
 def test_the_log_says_what_the_cache_takes(model: Model, caplog: pytest.LogCaptureFixture):
@@ -55,8 +55,8 @@ def test_too_many_states_are_refused_with_the_name_of_their_flag(model: Model):
         reserved(model, options(cache_mib=64, max_running=600))
     assert str(refused.value) == (
         "--cache-mib 64 is too little for the states of 1200 sequences (75 MiB, --max-running) and one sequence of "
-        "131072 tokens (32 MiB, --max-context): give --cache-mib 107 or more, or a smaller --max-context or "
-        "--max-running"
+        "131072 tokens that comes from another instance (33 MiB, --max-context): give --cache-mib 108 or more, or a "
+        "smaller --max-context or --max-running"
     )
 
 

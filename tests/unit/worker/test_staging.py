@@ -82,3 +82,17 @@ def test_a_state_goes_out_and_lands_layer_by_layer(memory, staging):
             assert bytes_of(state[2]) == bytes_of(state[1])
     assert torch.equal(memory.slots[0], others)
     assert torch.equal(memory.pages, pages)
+
+
+def test_a_state_lands_in_pages_and_a_slot_loads_it(memory, staging):
+    pages = [5, 0, 11, 3, 8, 21, 14, 17][: memory.geometry.pages_per_state]
+    assert len(pages) == memory.geometry.pages_per_state > 1
+    others = [page for page in range(memory.num_pages) if page not in pages]
+    before = memory.pages[others].clone()
+    for layer in (2, 0):
+        staging.land_paged_state(layer, pages, received(staging, staging.read_state(layer, 1, staging.mark())))
+    memory.load_state(pages, 2)
+    for layer in (0, 2):
+        for state in memory.states(layer).values():
+            assert bytes_of(state[2]) == bytes_of(state[1])
+    assert torch.equal(memory.pages[others], before)

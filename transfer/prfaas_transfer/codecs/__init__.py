@@ -19,7 +19,7 @@ WORDS = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class Tensor(NamedTuple):
-    """One tensor of a frame. Its `pieces` hold whole items, as bytes, in order."""
+    """One tensor of a frame. Its `pieces` hold whole items, as bytes, in order, or whole elements of its only item."""
 
     layout: TensorLayout
     items: int
@@ -65,8 +65,9 @@ def cut(layouts: Sequence[TensorLayout], items: int, parts: Sequence[Buffer]) ->
         while missing > 0 and left:
             pieces.append(left.pop())
             missing -= pieces[-1].nbytes
-        if missing or any(piece.nbytes % layout.nbytes for piece in pieces):
-            raise InternalError(f"memory of {items} x {layout.name} is not in pieces of whole items")
+        unit = layout.nbytes if items > 1 else ITEM_BYTES[layout.dtype]
+        if missing or any(piece.nbytes % unit for piece in pieces):
+            raise InternalError(f"memory of {items} x {layout.name} is in pieces of other sizes")
         tensors.append(Tensor(layout, items, pieces))
     if left:
         raise InternalError(f"{len(left)} pieces of memory beyond those of {len(layouts)} tensors")

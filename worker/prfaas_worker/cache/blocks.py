@@ -50,11 +50,12 @@ class StateCheckpoint:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One sequence's memory: a state slot, and pages in order of its tokens, with the origins of what they hold. Only
-    the cache uses the other fields."""
+    """One sequence's memory: pages in order of its tokens, and its state in a slot, or as long as it has none (-1) in
+    `state_pages`; with the origins of what they hold. Only the cache uses the other fields."""
 
     slot: int
     pages: list[int]
+    state_pages: list[int] = field(default_factory=list)
     origins: Origins = OWN
     branch_blocks: int = 0
     published: int = 0
@@ -62,6 +63,14 @@ class Lease:
     rolling: StateCheckpoint | None = None
     touched: list[StateCheckpoint] = field(default_factory=list)
     epoch: int = 0
+
+    @property
+    def has_slot(self) -> bool:
+        return self.slot >= 0
+
+    @property
+    def all_pages(self) -> list[int]:
+        return [*self.pages, *self.state_pages]
 
 
 class Match(NamedTuple):
@@ -164,7 +173,18 @@ class Blocks:
             return None
         self.hold(lease.pages[:shared])
         pages = [*lease.pages[:shared], *self._allocate(more)]
-        return Lease(-1, pages, lease.origins, published=min(lease.published, shared), epoch=lease.epoch)
+        return Lease(-1, pages, origins=lease.origins, published=min(lease.published, shared), epoch=lease.epoch)
+
+    def lend_state_pages(self, lease: Lease) -> bool:
+        """Lend a lease pages for its state; False if there are too few."""
+        if self.pages_per_state > self.free_pages:
+            return False
+        lease.state_pages = self._allocate(self.pages_per_state)
+        return True
+
+    def return_state_pages(self, lease: Lease) -> None:
+        self.release(lease.state_pages)
+        lease.state_pages = []
 
     def publish(self, lease: Lease, chain: Sequence[Key], blocks: int) -> list[int]:
         """Name the lease's first `blocks` pages, whose rows are complete; return the indices of new blocks. The page of
@@ -229,6 +249,7 @@ class Blocks:
             page = state.pages[0]
             if self._is_cached(state) and page in self._order:
                 self._order.move_to_end(page)
+        self.return_state_pages(lease)
         self.release(lease.pages)
         lease.pages.clear()
         lease.touched.clear()

@@ -2,7 +2,8 @@
 
 `Blocks` knows who holds which page, and a `PagedMemory` has the bytes. A sequence finds cached blocks, which it shares,
 and a state, which is copied into its slot. It leaves blocks, which it published, and copies of its state at some
-lengths.
+lengths. What is not to be computed yet has its state in pages, and no slot: a cache that comes from another instance
+(`reserve`), and a prompt that further choices wait for (`store`).
 
 Used from the engine's thread only. Questions that end in None or False change nothing.
 """
@@ -50,7 +51,7 @@ class HybridCache:
         # Taken from the end, as pages are: memory that was used is used again.
         self._free_slots = list(range(memory.num_slots - 1, -1, -1))
         self._leases: dict[int, Lease] = {}
-        self._stored: list[Lease] = []
+        self._slotless: set[Lease] = set()
         self._query_tokens = self._hit_tokens = self._stateless_tokens = 0
 
     @property
@@ -81,27 +82,46 @@ class HybridCache:
         return self._blocks.match(chain, max_tokens // size, places).state_blocks * size
 
     def open(
-        self,
-        chain: Sequence[BlockHash],
-        tokens: int,
-        max_tokens: int,
-        *,
-        use_state: bool = True,
-        places: AllowedPlaces = None,
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, places: AllowedPlaces = None
     ) -> Opened | None:
         """Take a slot, and pages for `tokens` tokens; None if either is short now. At most `max_tokens` come from the
-        cache. Without `use_state` the state comes from elsewhere, so only rows count as cached."""
+        cache."""
         size = self._geometry.page_tokens
         match = self._blocks.match(chain, max_tokens // size, places)
-        shared = _shared_pages(match, use_state=use_state)
+        shared = match.pages[: match.state_blocks]
         lease = self._take_lease(chain, match, shared, self._geometry.pages_for(tokens))
         if lease is None:
             return None
-        self._query_tokens += max_tokens
-        self._hit_tokens += len(shared) * size
-        self._stateless_tokens += (len(match.pages) - len(shared)) * size
-        lengths = self._checkpoint_lengths(lease, match, max_tokens) if use_state else ()
+        self._count(max_tokens, shared, match)
+        lengths = self._checkpoint_lengths(lease, match, max_tokens)
         return Opened(lease, len(shared) * size, len(match.pages) * size, lengths)
+
+    def reserve(
+        self, chain: Sequence[BlockHash], tokens: int, max_tokens: int, *, places: AllowedPlaces = None
+    ) -> Opened | None:
+        """Take pages for a cache of `tokens` tokens that comes with its state, and no slot; None without free pages. At
+        most `max_tokens` rows come from the cache."""
+        size = self._geometry.page_tokens
+        match = self._blocks.match(chain, max_tokens // size, places)
+        count = self._geometry.pages_for(tokens)
+        if not self._blocks.can_open(match.pages, count + self._geometry.pages_per_state):
+            return None
+        lease = self._blocks.open(match.pages, count)
+        if lease is None or not self._blocks.lend_state_pages(lease):
+            raise InternalError(f"{count} promised pages are missing")
+        self._slotless.add(lease)
+        self._count(max_tokens, match.pages, match)
+        cached_tokens = len(match.pages) * size
+        return Opened(lease, cached_tokens, cached_tokens, ())
+
+    def take_slot(self, lease: Lease) -> None:
+        """Move the state of a reserved lease into a slot, which must be free."""
+        slot = self._free_slots.pop()
+        if self._geometry.pages_per_state:
+            self._memory.load_state(lease.state_pages, slot)
+        self._blocks.return_state_pages(lease)
+        self._slotless.remove(lease)
+        self._assign_slot(lease, slot)
 
     def free_pages_for(
         self,
@@ -109,13 +129,15 @@ class HybridCache:
         tokens: int,
         max_tokens: int,
         *,
-        use_state: bool = True,
+        comes: bool = False,
         places: AllowedPlaces = None,
     ) -> int:
-        """Return how many of the free pages `open` would take. Changes nothing."""
+        """Return how many of the free pages `open` would take, or `reserve` if the cache `comes`. Changes nothing."""
         match = self._blocks.match(chain, max_tokens // self._geometry.page_tokens, places)
-        shared = _shared_pages(match, use_state=use_state)
-        return self._blocks.free_pages_for(shared, self._geometry.pages_for(tokens))
+        count = self._geometry.pages_for(tokens)
+        if comes:
+            return self._blocks.free_pages_for(match.pages, count + self._geometry.pages_per_state)
+        return self._blocks.free_pages_for(match.pages[: match.state_blocks], count)
 
     def open_prefix(self, chain: Sequence[BlockHash], tokens: int, places: AllowedPlaces = None) -> Lease | None:
         """Take a slot and the pages of a prompt's first `tokens` tokens, which `cached_tokens` found, with the state.
@@ -140,26 +162,27 @@ class HybridCache:
         self._events.record_published(chain, self._blocks.publish(lease, chain.hashes, blocks))
 
     def checkpoint(self, lease: Lease, chain: BlockChain, blocks: int, *, rolling: bool = False) -> bool:
-        """Keep a copy of the slot's state after `blocks` published blocks, see `Blocks`; False if it is not kept."""
+        """Keep a copy of the state after `blocks` published blocks, see `Blocks`; False if it is not kept."""
         pages = self._blocks.checkpoint(lease, chain.hashes, blocks, rolling=rolling)
         if pages is not None:
-            self._memory.save_state(lease.slot, pages)
+            self._copy_state(lease, pages)
             self._events.record_checkpoint(chain, blocks - 1)
         return self._blocks.has_state(chain.hashes[blocks - 1])
 
     def store(self, lease: Lease, tokens: int) -> Lease | None:
-        """Return a lease without a slot, to be forked later; None without free pages. It shares full pages, and has the
-        state in its last pages."""
+        """Return a lease without a slot, to be forked later; None without free pages. It shares full pages."""
         full, rest = divmod(tokens, self._geometry.page_tokens)
-        own_pages = (1 if rest else 0) + self._geometry.pages_per_state
-        copy = self._blocks.fork(lease, full, own_pages)
-        if copy is None:
+        own_pages = 1 if rest else 0
+        if self._blocks.free_pages < own_pages + self._geometry.pages_per_state:
             return None
+        copy = self._blocks.fork(lease, full, own_pages)
+        if copy is None or not self._blocks.lend_state_pages(copy):
+            raise InternalError(f"{own_pages} promised pages and those of a state are missing")
         if rest:
             self._memory.copy_page(lease.pages[full], copy.pages[full])
         if self._geometry.pages_per_state:
-            self._memory.save_state(lease.slot, self._state_pages(copy))
-        self._stored.append(copy)
+            self._copy_state(lease, copy.state_pages)
+        self._slotless.add(copy)
         return copy
 
     def fork(self, lease: Lease, tokens: int) -> Lease | None:
@@ -172,15 +195,15 @@ class HybridCache:
         self._assign_slot(copy, self._free_slots.pop())
         if rest:
             self._memory.copy_page(lease.pages[full], copy.pages[full])
-        if lease not in self._stored:
+        if lease.has_slot:
             self._memory.copy_slot(lease.slot, copy.slot)
         elif self._geometry.pages_per_state:
-            self._memory.load_state(self._state_pages(lease), copy.slot)
+            self._memory.load_state(lease.state_pages, copy.slot)
         return copy
 
     def close(self, lease: Lease) -> None:
-        if lease in self._stored:
-            self._stored.remove(lease)
+        if lease in self._slotless:
+            self._slotless.remove(lease)
         elif self._leases.pop(lease.slot, None) is lease:
             self._free_slots.append(lease.slot)
         else:
@@ -211,7 +234,7 @@ class HybridCache:
         self._blocks.check_integrity()
         if sorted([*self._free_slots, *self._leases]) != list(range(self._memory.num_slots)):
             raise InternalError("a slot is both free and in use, or neither")
-        holders = Counter(page for lease in [*self._leases.values(), *self._stored] for page in lease.pages)
+        holders = Counter(page for lease in [*self._leases.values(), *self._slotless] for page in lease.all_pages)
         wrong = [page for page, count in enumerate(self._blocks.holders) if count != holders[page]]
         if wrong:
             raise InternalError(f"the holders of pages {wrong[:8]} do not match the leases")
@@ -232,8 +255,18 @@ class HybridCache:
         self._assign_slot(lease, slot)
         return lease
 
-    def _state_pages(self, stored: Lease) -> list[int]:
-        return stored.pages[-self._geometry.pages_per_state :]
+    def _copy_state(self, lease: Lease, pages: Sequence[int]) -> None:
+        if lease.has_slot:
+            self._memory.save_state(lease.slot, pages)
+            return
+        for source, target in zip(lease.state_pages, pages, strict=True):
+            self._memory.copy_page(source, target)
+
+    def _count(self, query_tokens: int, shared: Sequence[int], match: Match) -> None:
+        size = self._geometry.page_tokens
+        self._query_tokens += query_tokens
+        self._hit_tokens += len(shared) * size
+        self._stateless_tokens += (len(match.pages) - len(shared)) * size
 
     def _assign_slot(self, lease: Lease, slot: int) -> None:
         lease.slot = slot
@@ -248,7 +281,3 @@ class HybridCache:
             len(match.pages), match.state_blocks, max_tokens // size, size, self._geometry.pages_per_state
         )
         return tuple(count * size for count in blocks)
-
-
-def _shared_pages(match: Match, *, use_state: bool) -> list[int]:
-    return match.pages[: match.state_blocks] if use_state else match.pages

@@ -1,8 +1,9 @@
 """The bytes of the hybrid cache on one device: a pool of pages for everything cached, and slots for running states.
 
 A *page* has room for the rows of `page_tokens` tokens in all layers, layer after layer. The same pages, taken as bytes,
-hold state checkpoints. A *slot* is the working state of one running sequence. Kernels change it in place, so it is
-dense, and copying it to or from pages is one operation. `table[slot]` lists its sequence's pages in order of tokens.
+hold states: checkpoints, and those of sequences without a slot. A *slot* is the working state of one running sequence.
+Kernels change it in place, so it is dense, and copying it to or from pages is one operation. `table[slot]` lists its
+sequence's pages in order of tokens.
 
 Memory that is reserved but not written costs nothing on a CPU. `Blocks` knows who holds which page.
 """
@@ -90,6 +91,10 @@ class CacheMemory:
     def state_bytes(self, layer: int, name: str, slot: int) -> memoryview:
         """Writable bytes of a state tensor in a slot. CPU memory only."""
         return bytes_of(self.states(layer)[name][slot])
+
+    def paged_state_bytes(self, layer: int, name: str, pages: Sequence[int]) -> list[memoryview]:
+        """Writable bytes of a state tensor in pages, piece by piece. CPU memory only."""
+        return [self._page_bytes[begin:end] for begin, end in self.geometry.state_places(layer, name, pages)]
 
     def _share(self) -> tuple[Tensor, Tensor]:
         page_bytes, slot_bytes = self.geometry.page_bytes, self.geometry.slot_bytes

@@ -83,6 +83,18 @@ class Staging:
                 self._memory.states(layer)[spec.name][slot] = landed
             self._finish()
 
+    @torch.inference_mode()
+    def land_paged_state(self, layer: int, pages: Sequence[int], received: dict[str, memoryview]) -> None:
+        """Copy one layer's state into pages, where a slot can load it from."""
+        memory = self._memory.pages.view(-1)
+        with self._aside(DeviceMark(None)):
+            for spec in self._memory.geometry.layers[layer].state:
+                landed, at = self._to_device(received[spec.name]), 0
+                for begin, end in self._memory.geometry.state_places(layer, spec.name, pages):
+                    memory[begin:end] = landed[at : at + end - begin]
+                    at += end - begin
+            self._finish()
+
     def _aside(self, after: DeviceMark) -> "torch.cuda.StreamContext":
         if self._stream is not None and after.event is not None:
             self._stream.wait_event(after.event)

@@ -62,15 +62,25 @@ class StagedCopies(Protocol):
 
     def land_state(self, layer: int, slot: int, received: dict[str, memoryview]) -> None: ...
 
+    def land_paged_state(self, layer: int, pages: Sequence[int], received: dict[str, memoryview]) -> None:
+        """Copy one layer's state into pages, where a slot can load it from."""
+        ...
+
 
 class CachePlace(NamedTuple):
-    """The location of a sequence's cache: its state slot and its pages in order of its tokens. On the CPU transfers
-    read and write that memory itself; an accelerator's goes through `staging`."""
+    """The location of a sequence's cache: its pages in order of its tokens, and its state slot, or the pages that have
+    its state. On the CPU transfers read and write that memory itself; an accelerator's goes through `staging`."""
 
     memory: PagedMemory
     slot: int
     pages: Sequence[int]
     staging: StagedCopies | None = None
+    state_pages: Sequence[int] = ()
+
+    @property
+    def shared(self) -> SharedPlace | None:
+        """The same for the mover, if it has that memory, too."""
+        return None if self.staging else SharedPlace(self.slot, self.pages, self.state_pages)
 
     def held_bytes(self, count_bytes: int) -> int:
         return count_bytes if self.staging else 0
@@ -89,7 +99,9 @@ class CachePlace(NamedTuple):
             return
         names = [tensor.name for tensor in manifest.groups[part.group].tensors]
         by_name = dict(zip(names, received, strict=True))
-        if isinstance(part, LayerState):
+        if isinstance(part, LayerState) and self.state_pages:
+            self.staging.land_paged_state(part.layer, self.state_pages, by_name)
+        elif isinstance(part, LayerState):
             self.staging.land_state(part.layer, self.slot, by_name)
         else:
             span = TokenSpan(part.start_token, part.start_token + part.tokens)
@@ -150,12 +162,11 @@ def _frame(
     header: FrameHeader, place: CachePlace, layout: LayerGroup, load: Callable[[FrameHeader], tuple[memoryview, ...]]
 ) -> Frame:
     copied_bytes = header.payload_bytes if place.staging else 0
-    shared = None if copied_bytes else SharedPlace(place.slot, place.pages)
 
     def load_one(header: FrameHeader, _show_life: object = None) -> AbstractContextManager[tuple[memoryview, ...]]:
         return nullcontext(load(header))
 
-    return Frame(header, load_one, copied_bytes, layout.tensors, header.tokens or 1, shared)
+    return Frame(header, load_one, copied_bytes, layout.tensors, header.tokens or 1, place.shared)
 
 
 def _payload(
@@ -179,6 +190,10 @@ def _payload(
 
 def _in_place(manifest: Manifest, place: CachePlace, part: LayerRows | LayerState) -> tuple[memoryview, ...]:
     tensors = manifest.groups[part.group].tensors
+    if isinstance(part, LayerState) and (pages := place.state_pages):
+        return tuple(
+            piece for tensor in tensors for piece in place.memory.paged_state_bytes(part.layer, tensor.name, pages)
+        )
     if isinstance(part, LayerState):
         return tuple(place.memory.state_bytes(part.layer, tensor.name, place.slot) for tensor in tensors)
     end = part.start_token + part.tokens

@@ -39,3 +39,6 @@ class EmulatedMemory:
         size = next(tensor.nbytes for tensor in self.geometry.layers[layer].state if tensor.name == name)
         begin = self._slots_at + slot * self.geometry.slot_bytes + self.geometry.state_offsets[layer, name]
         return self._bytes[begin : begin + size]
+
+    def paged_state_bytes(self, layer: int, name: str, pages: Sequence[int]) -> list[memoryview]:
+        return [self._bytes[begin:end] for begin, end in self.geometry.state_places(layer, name, pages)]

@@ -68,7 +68,7 @@ class EmulatedRunner:
         """Where the line is; None while there is nothing to compute."""
 
     def place(self, lease: Lease) -> CachePlace:
-        return CachePlace(self.memory, lease.slot, lease.pages)
+        return CachePlace(self.memory, lease.slot, lease.pages, state_pages=lease.state_pages)
 
     def run(self, work: StepWork) -> EmulatedStep:
         if self._cpu_before is None:

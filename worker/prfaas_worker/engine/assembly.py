@@ -86,7 +86,7 @@ def _profiler(runner: Runner, cache: HybridCache, options: Options, outbox: Outb
 
 def _cache_memory(model: Model, options: Options) -> CacheMemory:
     """Reserve the cache: slots, and pages in what they leave. Raises ConfigError if one sequence of the longest context
-    does not fit or is not possible."""
+    does not fit with its state in pages, or is not possible."""
     geometry, context, is_on_gpu = CacheGeometry(model.layers), max_context(model, options), model.device.type == "cuda"
     cache_mib = options.cache_mib or _default_cache_mib(model)
     num_pages = count_pages(geometry, options, context, cache_mib, is_on_gpu=is_on_gpu)

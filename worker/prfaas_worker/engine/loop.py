@@ -101,6 +101,9 @@ class EngineLoop:
         planned = self._arranged(self._plan())
         if planned.admit and self.budgets[self.stats.role].in_order:
             planned = self._arranged(self._plan())
+        for sequence in [*(one for one, _ in planned.chunks), *planned.decodes]:
+            if not sequence.held.has_slot:
+                self.cache.take_slot(sequence.held)
         growing = [one for one in planned.decodes if self.cache.grow(one.held, one.computed_tokens + 1)]
         work = StepWork(planned.chunks, growing)
         for sequence, _ in work.chunks:
@@ -196,7 +199,7 @@ class EngineLoop:
         self.requests[request.handle] = request
         if request.gives_prefix:
             self._give_prefix(sequence)
-        elif request.is_remote and not self._has_nearly_all(sequence):
+        elif sequence.comes_whole(self.cache):
             self.remote.await_source(sequence)
 
     def _give_prefix(self, sequence: Sequence) -> None:
@@ -230,12 +233,10 @@ class EngineLoop:
         if self.remote.join_fetch(sequence):
             return True
         request, count = sequence.request, len(sequence.token_ids)
-        if has_nearly_all := self._has_nearly_all(sequence):
-            most, use_state = count - 1, True
-        else:
-            most, use_state = sequence.most_cached_tokens, not request.is_remote
-        places = request.message.places
-        opened = self.cache.open(sequence.chain.hashes, count, most, use_state=use_state, places=places)
+        has_nearly_all = sequence.has_nearly_all(self.cache)
+        most = count - 1 if has_nearly_all else sequence.most_cached_tokens
+        take = self.cache.reserve if request.is_remote and not has_nearly_all else self.cache.open
+        opened = take(sequence.chain.hashes, count, most, places=request.message.places)
         if opened is None:
             return False
         if has_nearly_all:
@@ -248,16 +249,6 @@ class EngineLoop:
         sequence.phase = Phase.RUNNING
         self.remote.start_fetch(sequence)
         return True
-
-    def _has_nearly_all(self, sequence: Sequence) -> bool:
-        """Return whether less than a block of a leg's cache is missing here. Then it is not fetched."""
-        request, chain = sequence.request, sequence.chain
-        if request.open_leg is None:
-            return False
-        most, places = len(sequence.token_ids) - 1, request.message.places
-        cached_tokens = self.cache.cached_tokens(chain.hashes, most, places)
-        goal = goal_of(request.message.token_ids, request.open_leg)
-        return cached_tokens > 0 and goal - cached_tokens < chain.block_tokens
 
     def _end_offer(self, handle: int) -> None:
         request = self.requests.get(handle)

@@ -1,8 +1,9 @@
 """Fetches prompts and cached prefixes from other instances, and offers them cached prefixes of ours.
 
 Another instance sends the cache of a prompt that is prefilled there, all but the last token's. Or it sends a cached
-prefix of a prompt whose rest is computed here. Both land in the sequence's own pages and slot. From then on they
-are as if they had been cached here.
+prefix of a prompt whose rest is computed here. Both land in the sequence's own memory. From then on they are as if they
+had been cached here. A prefix's state lands in a slot, that of a whole prompt in pages: its slot comes with the first
+token, and none is held by what crosses a slow link or waits for a place among those that decode.
 
 A prompt that another instance computes is admitted when that begins: memory that waits for the other's queue would lack
 those whose cache has come. A wait that is of no use ends, as if the other began.
@@ -39,7 +40,7 @@ from prfaas.wire.frames import Address
 from prfaas.wire.headers import CODE_OVERLOADED, CODE_PREFIX_NOT_FOUND, UNKNOWN_PLACE, UNREACHABLE
 from prfaas.wire.prefill import LegParams, token_digest
 from prfaas.wire.transfer import Manifest
-from prfaas_transfer.cache import CacheLayout, SharedPlace
+from prfaas_transfer.cache import CacheLayout
 from prfaas_transfer.leases import too_many
 from prfaas_transfer.mover.client import MoverClient, Question
 from prfaas_transfer.mover.messages import (
@@ -239,7 +240,7 @@ class EngineTransfers:
         self, message: Generate | GiveCache, leg: LegParams, start_token: int, place: CachePlace
     ) -> MovedFetch:
         """Make a fetch of a prompt's cache, from `start_token` on, from the source that the gateway named."""
-        goal, shared = goal_of(message.token_ids, leg), None if place.staging else SharedPlace(place.slot, place.pages)
+        goal = goal_of(message.token_ids, leg)
         request = FetchCache(
             request_id=message.request_id,
             transfer_id=leg.transfer_id,
@@ -251,7 +252,7 @@ class EngineTransfers:
             start_token=start_token,
             end_token=goal,
             prompt=token_digest(message.token_ids[:goal]),
-            place=shared,
+            place=place.shared,
             trace=message.trace,
         )
         subject = TransferSubject(message.handle, message.request_id, leg.cluster, message.trace)

@@ -49,7 +49,7 @@ class Runner:
         model.bind(memory)
 
     def place(self, lease: Lease) -> CachePlace:
-        return CachePlace(self.memory, lease.slot, lease.pages, self._staging)
+        return CachePlace(self.memory, lease.slot, lease.pages, self._staging, lease.state_pages)
 
     @torch.inference_mode()
     def run(self, work: StepWork) -> StepResult:

@@ -129,8 +129,9 @@ class Phase(Enum):
     """The phase of a sequence.
 
     AWAITING, WAITING and JOINING hold no memory. AWAITING waits until another instance begins to compute its prompt;
-    JOINING waits for a prefix that another sequence fetches. FETCHING waits for another instance's cache. DELIVERING
-    waits until another instance has ours. ENDING waits for a transfer's thread to release the memory.
+    JOINING waits for a prefix that another sequence fetches. FETCHING waits for another instance's cache. RUNNING
+    computes, or will as soon as there is a slot for a cache that has come. DELIVERING waits until another instance has
+    ours. ENDING waits for a transfer's thread to release the memory.
     """
 
     AWAITING = "awaiting"
@@ -200,6 +201,19 @@ class Sequence:
     def computes(self) -> bool:
         """True if it has memory for a prompt that is computed here, or for its answer."""
         return self.phase in (Phase.RUNNING, Phase.FETCHING) and self.request.computes_prompt
+
+    def has_nearly_all(self, cache: HybridCache) -> bool:
+        """Return whether less than a block of its leg's cache is missing here. Then it is not fetched."""
+        request = self.request
+        if request.open_leg is None:
+            return False
+        cached_tokens = cache.cached_tokens(self.chain.hashes, len(self.token_ids) - 1, request.message.places)
+        goal = goal_of(request.message.token_ids, request.open_leg)
+        return cached_tokens > 0 and goal - cached_tokens < self.chain.block_tokens
+
+    def comes_whole(self, cache: HybridCache) -> bool:
+        """Return whether all of its cache but the last token's comes from another instance, with its state."""
+        return self.request.is_remote and not self.has_nearly_all(cache)
 
     def next_tokens(self, tokens: int) -> list[int]:
         return self.token_ids[self.computed_tokens : self.computed_tokens + tokens]
@@ -340,7 +354,8 @@ class EngineRequest:
         return self.message.choices if isinstance(self.message, Generate) and not self.started else len(self.sequences)
 
     @property
-    def held_slots(self) -> int:
+    def with_memory(self) -> int:
+        """Sequences that have memory."""
         return sum(sequence.lease is not None for sequence in self.sequences)
 
     @property
@@ -349,7 +364,7 @@ class EngineRequest:
         some; a prefill for another instance, with memory or without, until some of it is computed. One that fetches
         waits for a link."""
         if self.is_generation:
-            return not self.held_slots
+            return not self.with_memory
         phase = self.sequences[0].phase
         return phase in (Phase.WAITING, Phase.JOINING) or (phase is Phase.RUNNING and not self.begun)
 
@@ -381,7 +396,7 @@ class Requests(dict[int, EngineRequest]):
 
     def has_too_many(self, most_waiting: int, slots: int) -> bool:
         """Return whether as many generations wait for memory as may. Those that await their source wait for none yet;
-        they and the others are no more than may wait or have memory."""
+        they and the others are no more than may wait or have a slot."""
         without = self.counts()[False, True]
         awaiting = sum(one.phase is Phase.AWAITING for one in self.sequences())
         return without - awaiting >= most_waiting or without >= most_waiting + slots
@@ -399,8 +414,13 @@ class Requests(dict[int, EngineRequest]):
 
     def further_slots(self) -> int:
         """Return how many more slots further choices of requests may take."""
-        taken = sum(max(0, request.held_slots - 1) for request in self.values())
+        taken = sum(max(0, request.with_memory - 1) for request in self.values())
         return min(most_further_slots(self._max_running) - taken, self._max_running - self._computing)
+
+    @property
+    def _without_slot(self) -> int:
+        """Caches that come, or have come and wait for a slot."""
+        return sum(one.lease is not None and not one.lease.has_slot for one in self.sequences())
 
     @property
     def _computing(self) -> int:
@@ -409,9 +429,10 @@ class Requests(dict[int, EngineRequest]):
     def slots_to_give(self, cache: HybridCache) -> int:
         """Return how many more slots prefixes for other instances may have: a quarter of all together, and none that
         the request of a caller takes next. They may be kept for as long as a destination's queue is."""
-        further = sum(request.choices - request.held_slots for request in self.values() if request.held_slots)
+        further = sum(request.choices - request.with_memory for request in self.values() if request.with_memory)
         given = [one for request in self.values() if request.gives_prefix for one in request.sequences]
         waiting = sum(one not in given for one, _ in self._admissible(cache))
+        waiting += min(self._without_slot, self._max_running)
         free_slots = cache.free_slots - waiting - max(0, min(further, self.further_slots()))
         return min(free_slots, max(1, cache.num_slots // 4) - sum(one.lease is not None for one in given))
 
@@ -423,26 +444,35 @@ class Requests(dict[int, EngineRequest]):
         return bool(storing)
 
     def _waiting(self, cache: HybridCache) -> Iterator[WaitingSequence[Sequence]]:
+        """Yield what waits and may have memory; not what needs a slot once those before have all: a look into the cache
+        for each would make every step longer."""
+        free_slots = cache.free_slots
         for sequence, further in self._admissible(cache):
-            yield WaitingSequence(sequence, _pages_wanted(sequence, cache), further)
+            comes = sequence.comes_whole(cache)
+            if comes or free_slots > 0:
+                free_slots -= not comes
+                yield WaitingSequence(sequence, _pages_wanted(sequence, cache, comes=comes), further, comes)
 
     def _admissible(self, cache: HybridCache) -> Iterator[tuple[Sequence, bool]]:
         """Yield what waits and may have memory, and whether it is a further choice. A buyer's prefills keep theirs
         until they are fetched: where one more would exceed its part of slots or pages, others pass. It may have one in
-        any case. As many prompts are computed here as decode at once: caches that come or go have the other slots."""
+        any case. As many prompts are computed here as decode at once: the other slots are for caches that leave or have
+        come. As many caches as there are slots lie in pages alone, or all pages would belong to those that wait."""
         slots, pages = Counter[str](), Counter[str]()
         for one in self.sequences():
             if one.lease is not None:
                 slots[one.request.caller] += 1
                 pages[one.request.caller] += len(one.lease.pages)
-        computing, further_slots = self._computing, self.further_slots()
+        computing, further_slots, without_slot = self._computing, self.further_slots(), self._without_slot
         for request in self.values():
-            caller, further = request.caller, request.held_slots > 0
+            caller, further = request.caller, request.with_memory > 0
             for sequence in request.sequences:
                 if sequence.phase is not Phase.WAITING:
                     continue
                 # What may not be admitted takes nobody's place: neither a choice beyond its part, nor a buyer's prompt.
                 if (further and further_slots <= 0) or (request.computes_prompt and computing >= self._max_running):
+                    continue
+                if request.is_remote and without_slot >= cache.num_slots:
                     continue
                 if caller:
                     wanted = cache.pages_for(len(sequence.token_ids))
@@ -452,20 +482,19 @@ class Requests(dict[int, EngineRequest]):
                     slots[caller] += 1
                     pages[caller] += wanted
                 computing += request.computes_prompt
+                without_slot += request.is_remote
                 further_slots -= further
                 yield sequence, further
                 further = True
 
 
-def _pages_wanted(sequence: Sequence, cache: HybridCache) -> int:
+def _pages_wanted(sequence: Sequence, cache: HybridCache, *, comes: bool) -> int:
     """Return the free pages that a sequence takes when it is admitted. Others may hold its prompt's first pages."""
     tokens, stored = len(sequence.token_ids), sequence.request.stored
     if stored is not None:
         return cache.pages_for(tokens) - stored.tokens // sequence.chain.block_tokens
-    # The other instance sends the state in any case, so cached pages count without one.
-    use_state = not sequence.request.is_remote
     most, places = sequence.most_cached_tokens, sequence.request.message.places
-    return cache.free_pages_for(sequence.chain.hashes, tokens, most, use_state=use_state, places=places)
+    return cache.free_pages_for(sequence.chain.hashes, tokens, most, comes=comes, places=places)
 
 
 def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence]:
@@ -473,9 +502,16 @@ def _running(sequence: Sequence, cache: HybridCache) -> RunningSequence[Sequence
     cut = next((cut for cut in sequence.cuts if cut > computed), total)
     short = computed >= cache.capacity_tokens(lease)
     pinned = sequence.request.offer is not None  # its frames are views of its pages
-    decodes = computed + 1 == total and not pinned
     return RunningSequence(
-        sequence, total - computed, cut - computed, len(lease.pages), short, decodes, pinned, sequence.continues
+        sequence,
+        total - computed,
+        cut - computed,
+        len(lease.all_pages),
+        short,
+        decodes=computed + 1 == total and not pinned,
+        pinned=pinned,
+        continues=sequence.continues,
+        lacks_slot=not lease.has_slot,
     )
 
 

@@ -89,10 +89,11 @@ def count_pages(
     geometry: CacheGeometry, options: Options, context: int, cache_mib: int, *, is_on_gpu: bool = False
 ) -> int:
     """Return the pages of a cache of this size, beside the states of sequences. Raises ConfigError if one sequence of
-    the longest context does not fit, or the host has less memory than the options say."""
+    the longest context does not fit with its state, or the host has less memory than the options say."""
     states = options.slots * geometry.slot_bytes
     num_pages = (cache_mib * MIB - states) // geometry.page_bytes
-    if num_pages < (least := geometry.pages_for(context)):
+    # A cache that comes from another instance has its state in pages.
+    if num_pages < (least := geometry.pages_for(context) + geometry.pages_per_state):
         raise ConfigError(_too_little(options, context, cache_mib, (states, least * geometry.page_bytes), is_on_gpu))
     if options.cache_mib and not is_on_gpu and cache_mib > (available := available_bytes() // MIB):
         raise ConfigError(
@@ -110,11 +111,11 @@ def count_pages(
 
 
 def _too_little(options: Options, context: int, cache_mib: int, needed: tuple[int, int], is_on_gpu: bool) -> str:
-    """Return the refusal of a cache that has no room for these bytes of states, and of one sequence's rows."""
+    """Return the refusal of a cache that has no room for these bytes of states, and of one sequence's cache."""
     states_mib, rows_mib, least_mib = (-(-nbytes // MIB) for nbytes in (*needed, sum(needed)))
     too_little = (
         f"too little for the states of {options.slots} sequences ({states_mib} MiB, --max-running) and one "
-        f"sequence of {context} tokens ({rows_mib} MiB, --max-context)"
+        f"sequence of {context} tokens that comes from another instance ({rows_mib} MiB, --max-context)"
     )
     smaller = "a smaller --max-context or --max-running"
     if options.cache_mib:

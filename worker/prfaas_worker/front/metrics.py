@@ -43,7 +43,10 @@ from prfaas_transfer.metrics import (
 )
 
 GAUGES: Final[Described] = {
-    "prfaas_requests_running": ("requests_running", "Requests that hold memory: fetching, prefilling or decoding."),
+    "prfaas_requests_running": (
+        "requests_running",
+        "Requests with memory: they fetch, wait for a slot, prefill or decode.",
+    ),
     "prfaas_requests_waiting": ("requests_waiting", "Requests without memory: they wait for room or for a source."),
     "prfaas_prefills_running": ("prefills_running", "Prefills for other instances, begun or being sent."),
     "prfaas_prefills_waiting": ("prefills_waiting", "Prefills for other instances of which nothing is computed yet."),
