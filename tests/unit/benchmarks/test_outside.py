@@ -8,7 +8,7 @@ import pytest
 from benchmarks.evaluation.compared import SHORT
 from benchmarks.outside import cache_simulator, environments, installation, load_tools
 from benchmarks.outside.cache_simulator import AttentionCache, hit_figures, hit_rate
-from benchmarks.outside.installation import LEAD_SECONDS, OURS, Load, load_figures, schedule, seen_of
+from benchmarks.outside.installation import LEAD_SECONDS, OURS, Load, by_the_clock, load_figures, schedule, seen_of
 from benchmarks.outside.load_tools import LOAD_TOOLS, Seen, schedule_lines
 from benchmarks.prefix_cache import Line
 from benchmarks.report import Figure
@@ -87,7 +87,9 @@ def test_the_result_of_a_tool_is_read_in_seconds(tool: str):
     assert LOAD_TOOLS[tool].read(RESULTS[tool]) == OURS_SAW
 
 
-def test_our_load_maker_counts_from_when_requests_were_due():
+def test_our_load_maker_counts_from_when_requests_were_due_by_the_clock_on_which_tools_send():
+    assert [one.at_seconds for one in by_the_clock(REQUESTS)] == [0.0, 5.0]
+
     waits = [0.1 * number for number in range(1, 12)]
     answers = [
         AnsweredRequest(at_seconds=number, prompt_tokens=9, ttft_seconds=wait, seconds=2.0)
@@ -97,7 +99,7 @@ def test_our_load_maker_counts_from_when_requests_were_due():
 
     answered, mean, p90, rate = seen_of([*answers, lost])
 
-    assert (answered, mean, p90, rate) == (11, pytest.approx(0.6), pytest.approx(1.0), pytest.approx(11 / 12))
+    assert (answered, mean, p90, rate) == (11, pytest.approx(1.2), pytest.approx(2.0), pytest.approx(11 / 24))
     with pytest.raises(PeerError, match="503: nothing serves"):
         seen_of([lost])
 
