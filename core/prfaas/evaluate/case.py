@@ -20,7 +20,7 @@ from prfaas.simulate import setup as setups
 from prfaas.simulate.arrivals import at_rate, in_whole_blocks
 from prfaas.simulate.request import Arrival
 from prfaas.simulate.scenario import PolicyName, Scenario
-from prfaas.simulate.setup import Setup
+from prfaas.simulate.setup import Setup, Shift
 
 REPEATED_FROM: Final = 0.9
 """Loads from which a run is repeated with further seeds: there its luck counts most."""
@@ -103,10 +103,9 @@ def arrivals_of(case: Case, key: RunKey, new_rng: Callable[[str], Randomness]) -
     return setups.draw(case.file, _setup(case, key), rate_per_second(case, key), rng, prefix_rng)
 
 
-def shift_seconds(case: Case, key: RunKey) -> float | None:
-    """Return when requests of other lengths begin; None: never."""
-    shift = _setup(case, key).shift
-    return shift.at_seconds if shift else None
+def shift_of(case: Case, key: RunKey) -> Shift | None:
+    """Return when requests of other lengths begin, and which; None: never."""
+    return _setup(case, key).shift
 
 
 def longest_tokens(case: Case, key: RunKey) -> int:
@@ -114,7 +113,7 @@ def longest_tokens(case: Case, key: RunKey) -> int:
     if case.trace:
         return max(one.input_tokens + one.output_tokens for one in case.trace)
     longest = case.file.workload.max_tokens + round(case.file.system.output_tokens)
-    shift = _setup(case, key).shift
+    shift = shift_of(case, key)
     return max(longest, shift.workload.max_tokens + shift.output_tokens) if shift else longest
 
 

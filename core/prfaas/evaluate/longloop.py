@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, scenario_of, shift_seconds
+from prfaas.evaluate.case import Case, scenario_of, shift_of
 from prfaas.evaluate.record import Reading, Run
 
 _WINDOW_SECONDS: Final = 30.0
@@ -44,12 +44,12 @@ class LongLoopSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 def long_loop_of(case: Case, run: Run) -> LongLoopSeen:
     """Return what the long loop did in a run. Raises ConfigError for a case without a change, or without that loop."""
-    shifted_seconds, conversion = shift_seconds(case, run.key), scenario_of(case, run.key).policy.conversion
-    if shifted_seconds is None or conversion is None:
+    shift, conversion = shift_of(case, run.key), scenario_of(case, run.key).policy.conversion
+    if shift is None or conversion is None:
         raise ConfigError(f"{case.name} has no simulation.shift and longLoop for {run.key.policy}: add both")
     end_seconds = max(one.at_seconds for one in run.answers)
-    before = [one for one in run.readings if one.at_seconds < shifted_seconds]
-    after = [one for one in run.readings if shifted_seconds <= one.at_seconds <= end_seconds]
+    before = [one for one in run.readings if one.at_seconds < shift.at_seconds]
+    after = [one for one in run.readings if shift.at_seconds <= one.at_seconds <= end_seconds]
     least = sum(pool.least for pool in conversion.scaled)
     most = sum(pool.most for pool in conversion.scaled)
     prefills = _values(after, lambda one: one.hub_prefills)

@@ -5,17 +5,17 @@ import pytest
 from benchmarks.evaluation import longloop as bench
 from benchmarks.report import Figure
 
-from prfaas.cli.evaluation.longloop import long_loop_chapter
+from prfaas.cli.evaluation.longloop import long_loop_answer, long_loop_chapter
 from prfaas.cli.evaluation.report import page_of
 from prfaas.errors import ConfigError
-from prfaas.evaluate.case import Case, longest_tokens, shift_seconds
+from prfaas.evaluate.case import Case, longest_tokens, shift_of
 from prfaas.evaluate.longloop import LongLoopSeen, long_loop_of
 from prfaas.evaluate.record import AnsweredRequest, Reading, Run, RunKey
 
 from .cases import CASE, invalid, live
 
 LONG_LOOP = bench.FORM.case()
-SHIFTED = shift_seconds(LONG_LOOP, bench.RUN)
+SHIFTED = shift_of(LONG_LOOP, bench.RUN).at_seconds
 END = 600.0
 
 
@@ -125,9 +125,17 @@ def test_the_page_draws_instances_over_time_only_for_a_run_that_counts():
         return page_of(long_loop_chapter(LONG_LOOP, one, found, found, "prfaas bench evaluation"))
 
     assert "Instances</h3>" in page_with(run)
+    assert "1 to 4 of prfaas" in page_with(run)
     page = page_with(invalid(run))
     assert "<svg" not in page
     assert "gives no figure" in page
+
+
+@pytest.mark.parametrize(("conversions", "times"), [(0, "never"), (1, "once"), (2, "2 times")])
+def test_the_answer_says_how_often_roles_changed(conversions: int, times: str):
+    found = msgspec.structs.replace(seen(*WELL), conversions=conversions)
+
+    assert f"prefill instances changed {times}, and the member cluster got 2 more" in long_loop_answer(found)
 
 
 def test_simulated_the_long_loop_converts_and_scales_and_the_threshold_comes_down():

@@ -2,19 +2,40 @@
 
 from prfaas.cli.chart import Axis, draw_lines
 from prfaas.cli.evaluation.charts import over_time, series_of
-from prfaas.cli.evaluation.content import Chapter, ChartGroup, DrawnChart, TextTable, made_table, section
-from prfaas.evaluate.case import Case
+from prfaas.cli.evaluation.content import Chapter, ChartGroup, DrawnChart, TextTable, load_sentence, made_table, section
+from prfaas.evaluate.case import Case, scenario_of, shift_of
 from prfaas.evaluate.longloop import LongLoopSeen
-from prfaas.evaluate.record import Run
+from prfaas.evaluate.record import Run, RunKey
 
 
 def long_loop_chapter(case: Case, run: Run, seen: LongLoopSeen, simulated: LongLoopSeen, command: str) -> Chapter:
     """Return what one run says; an invalid one has no figure."""
     if why := run.why_invalid:
-        opening = section("", f"The run gives no figure: {why}")
+        said = [section("", f"The run gives no figure: {why}")]
     else:
-        opening = section("", long_loop_answer(seen), _table(seen, simulated), over_time(run, {}), _instances(run))
-    return Chapter(case, command, [opening, section("How it was made", made_table(case, [run], command))])
+        said = [
+            section("", long_loop_answer(seen), _table(seen, simulated)),
+            section("What was asked", *_asked(case, run.key)),
+            section("What came out", over_time(run, {}), _instances(run)),
+        ]
+    return Chapter(case, command, [*said, section("How it was made", made_table(case, [run], command))])
+
+
+def _asked(case: Case, key: RunKey) -> list[str]:
+    """Return what arrives, and what the long loop may do; nothing of a case without a change, or without that loop."""
+    shift, conversion = shift_of(case, key), scenario_of(case, key).policy.conversion
+    if shift is None or conversion is None:
+        return []
+    bounds = ", ".join(f"{one.least} to {one.most} of {one.name}" for one in conversion.scaled)
+    return [
+        "Does a system follow requests that change for good?",
+        load_sentence(case.file, case.requests),
+        f"From second {shift.at_seconds:,.0f} on prompts have {shift.workload.mean_tokens:,.0f} tokens in the mean and "
+        f"answers {shift.output_tokens:,}, at the same rate. That is more to prefill than the instances are for. At "
+        "first only the threshold can give way. The long loop looks at the pools every "
+        f"{conversion.interval_seconds:g} s: it converts instances of the hub between prefill and decode, and starts "
+        f"and stops those of the member cluster within bounds: {bounds}.",
+    ]
 
 
 def _instances(run: Run) -> ChartGroup:
@@ -29,14 +50,15 @@ def _instances(run: Run) -> ChartGroup:
 
 def long_loop_answer(seen: LongLoopSeen) -> str:
     """Return what the long loop did, in a sentence."""
-    falls = (
-        "and nobody knows the threshold"
+    times = {0: "never", 1: "once"}.get(seen.conversions, f"{seen.conversions} times")
+    threshold = (
+        "Nobody knows the threshold."
         if seen.height_tokens is None or seen.end_tokens is None
-        else f"and the threshold went to {seen.height_tokens:,.0f} tokens, and in the end to {seen.end_tokens:,.0f}"
+        else f"The threshold rose to {seen.height_tokens:,.0f} tokens, and was {seen.end_tokens:,.0f} in the end."
     )
     return (
-        f"After the requests changed, the hub's prefills changed {seen.conversions} times, {seen.started} instances "
-        f"were started in the member cluster, {falls}. {seen.lost} requests were lost."
+        f"After the requests changed, the number of the hub's prefill instances changed {times}, and the member "
+        f"cluster got {seen.started} more instances. {threshold} {seen.lost} requests were lost."
     )
 
 
